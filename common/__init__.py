@@ -1,0 +1,1 @@
+"""What the recipes share: small modules of plain functions."""

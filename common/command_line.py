@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One command line for every recipe: its knobs are the fields of the recipe's `Config`.
+
+Nothing here imports TensorFlow, so that `--help` and a wrong knob are answered at once.
+"""
+
+import contextlib
+import dataclasses
+import io
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import tyro
+
+Config = TypeVar("Config")
+
+
+class UserError(ValueError):
+    """The user's input is wrong. The message says how to mend it; a command ends with it and exit status 2."""
+
+
+def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] | None = None) -> Config:
+    """Reads a recipe's knobs from the command line.
+
+    Args:
+        config_class: a dataclass with one field a knob; `batch_size` becomes `--batch-size`.
+        recipe_doc: the recipe's docstring, shown by `--help`.
+        arguments: the words after the recipe's name; None for this process's own.
+
+    Raises:
+        SystemExit: 0 after `--help`; 2 after one line on standard error for a knob or value that is wrong.
+    """
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr):
+            config, unknown = tyro.cli(
+                config_class,
+                description=recipe_doc,
+                args=arguments,
+                return_unknown_args=True,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+        if unknown:
+            knobs = " ".join("--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class))
+            raise UserError(f"unknown knob {unknown[0]}. The knobs are: {knobs}")
+        return config
+    except UserError as error:
+        fail(error)
+    except SystemExit as exit_:
+        if exit_.code == 0:
+            raise
+        fail(_first_paragraph(stderr.getvalue()))
+
+
+def run(main: Callable[[Config], None], config: Config) -> None:
+    """Calls `main(config)`; a `UserError` ends the process with its message and exit status 2."""
+    try:
+        main(config)
+    except UserError as error:
+        fail(error)
+
+
+def fail(message: object) -> None:
+    """Ends the process with one line on standard error and exit status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _first_paragraph(box: str) -> str:
+    """The message of tyro's framed error, without the frame and the help text under it."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
+    return " ".join(lines[:rule]) or box.strip()

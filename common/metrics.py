@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures that a language model's loss is held against."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+
+def unigram_loss(
+    training_sequences: np.ndarray,
+    targets: Iterable[np.ndarray],
+    vocabulary_size: int,
+    never_targets: Iterable[int] = (),
+) -> float:
+    """Mean loss, in nats a token, of guessing targets by how often each token occurs in training.
+
+    This is what the best model that looks at no context would reach; a language model has learned nothing until it is
+    below. Token t's probability is (count(t) + 1) / (tokens + vocabulary size): add-one smoothing, so that a token that
+    training never saw has a finite loss (Laplace; Jurafsky and Martin, "Speech and Language Processing", chapter 3).
+
+    Args:
+        training_sequences: ids [sequences, length].
+        targets: arrays of ids that the loss is the mean over.
+        vocabulary_size: number of ids.
+        never_targets: ids that are not counted in training, as they are never asked for: padding and the like.
+    """
+    counts = np.zeros(vocabulary_size, np.int64)
+    for start in range(0, len(training_sequences), 4096):
+        counts += np.bincount(training_sequences[start : start + 4096].ravel(), minlength=vocabulary_size)
+    counts[list(never_targets)] = 0
+    log_probability = np.log((counts + 1) / (counts.sum() + vocabulary_size))
+    targets = np.concatenate([np.ravel(t) for t in targets])
+    return float(-log_probability[targets].mean())
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss): among how many equally likely tokens the model hesitates; infinity where a float cannot hold it."""
+    return math.exp(loss) if loss < 700 else math.inf

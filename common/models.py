@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BERT models from a size or a preset. Call these inside the strategy's scope."""
+
+from typing import Literal
+
+import keras_hub
+
+from common.command_line import UserError
+from common.keras_fixes import data_parallel
+from common.wordpiece import is_uncased
+
+# Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
+# arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.
+BERT_SIZES = {
+    "tiny": (2, 128),
+    "mini": (4, 256),
+    "small": (4, 512),
+    "medium": (8, 512),
+    "base": (12, 768),
+    "large": (24, 1024),
+}
+BertSize = Literal["tiny", "mini", "small", "medium", "base", "large"]
+
+BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM)
+
+
+def masked_lm_from_size(
+    size: BertSize, vocabulary_size: int, dropout: float, seq_length: int
+) -> keras_hub.models.BertMaskedLM:
+    """A `BertMaskedLM` of a published size with random weights and 512 positions, or `seq_length` where that is more."""
+    num_layers, width = BERT_SIZES[size]
+    backbone = keras_hub.models.BertBackbone(
+        vocabulary_size=vocabulary_size,
+        num_layers=num_layers,
+        num_heads=width // 64,
+        hidden_dim=width,
+        intermediate_dim=4 * width,
+        dropout=dropout,
+        max_sequence_length=max(512, seq_length),
+    )
+    return _without_pooler(BertMaskedLM(backbone, compile=False))
+
+
+def masked_lm_from_preset(preset: str, dropout: float = 0.0) -> keras_hub.models.BertMaskedLM:
+    """A `BertMaskedLM` with the weights of a KerasHub preset: a name, or a folder made by `save_to_preset`.
+
+    Raises:
+        UserError: when there is no such preset, or it cannot be fetched.
+    """
+    plain = _from_preset(keras_hub.models.BertMaskedLM, preset, dropout=dropout, compile=False)
+    model = BertMaskedLM(plain.backbone, compile=False)
+    model.set_weights(plain.get_weights())
+    return _without_pooler(model)
+
+
+def preset_vocabulary(preset: str) -> list[str]:
+    """The WordPiece vocabulary of a preset, a list from id to piece.
+
+    Raises:
+        UserError: when there is no such preset, or it cannot be fetched.
+    """
+    return _from_preset(keras_hub.models.BertTokenizer, preset).get_vocabulary()
+
+
+def masked_lm_preprocessor(vocabulary: list[str], seq_length: int) -> keras_hub.models.BertMaskedLMPreprocessor:
+    """What KerasHub users feed text through; saved with a preset, so that it is complete."""
+    tokenizer = keras_hub.models.BertTokenizer(vocabulary, lowercase=is_uncased(vocabulary))
+    return keras_hub.models.BertMaskedLMPreprocessor(tokenizer, sequence_length=seq_length)
+
+
+def _without_pooler(model: keras_hub.models.BertMaskedLM) -> keras_hub.models.BertMaskedLM:
+    # The pooled output takes no part in masked language modelling; its weights would have no gradient.
+    model.backbone.pooled_dense.trainable = False
+    return model
+
+
+def _from_preset(kind, preset: str, **kwargs):
+    try:
+        return kind.from_preset(preset, **kwargs)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise UserError(
+            f"cannot load the preset {preset} ({str(error).splitlines()[0]}). Give a KerasHub name, which needs a network "
+            "on first use, or a folder made by save_to_preset"
+        ) from error

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From documents to sequences of token ids of one length, kept in a memory-mapped file."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from tokenizers import Tokenizer
+
+from common.caching import cached_file
+from common.corpora import Documents
+from common.order import NO_EXAMPLE
+from common.wordpiece import CLS, PAD, SEP
+
+DOCUMENTS_AT_ONCE = 256  # tokenised in one call, on all cores
+BUCKETS = (32, 64, 128, 256, 512)
+
+
+def make_sequences(
+    documents: Documents, tokenizer: Tokenizer, seq_length: int, pack: bool, name: str = "sequences"
+) -> np.memmap:
+    """Tokenises documents into sequences, or takes them from the cache.
+
+    Args:
+        documents: opens the stream of documents; called twice, it must give the same ones.
+        tokenizer: a WordPiece tokenizer; its vocabulary has [PAD] with id 0, [CLS] and [SEP].
+        seq_length: tokens in a sequence, [CLS] and [SEP] included.
+        pack: True for documents concatenated with [SEP] between them and cut every `seq_length - 2` tokens, so that
+            only the last sequence has padding; False for one sequence a line, cut at `seq_length`.
+        name: of the cached file.
+
+    Returns:
+        An array [sequences, seq_length] of ids, uint16 or int32: [CLS], tokens, [SEP], then [PAD] to the end.
+    """
+    dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.int32)
+
+    def write(path: Path) -> None:
+        ids = (_packed if pack else _one_per_line)(documents(), tokenizer, seq_length - 2)
+        with path.open("wb") as file:
+            for body in ids:
+                sequence = np.full(seq_length, tokenizer.token_to_id(PAD), dtype)
+                sequence[: len(body) + 2] = [tokenizer.token_to_id(CLS), *body, tokenizer.token_to_id(SEP)]
+                file.write(sequence.tobytes())
+
+    inputs = itertools.chain([tokenizer.to_str(), str(seq_length), str(pack)], documents())
+    path = cached_file(name, inputs, write)
+    return np.memmap(path, dtype, mode="r").reshape(-1, seq_length)
+
+
+def _packed(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
+    waiting = []
+    for ids in _encoded(documents, tokenizer):
+        waiting += [tokenizer.token_to_id(SEP), *ids] if waiting else ids
+        whole = len(waiting) // length * length
+        yield from (waiting[start : start + length] for start in range(0, whole, length))
+        del waiting[:whole]
+    if waiting:
+        yield waiting
+
+
+def _one_per_line(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
+    lines = (line for document in documents for line in document.splitlines())
+    return (ids[:length] for ids in _encoded(lines, tokenizer) if ids)
+
+
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    texts = iter(texts)
+    while group := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
+        for encoding in tokenizer.encode_batch_fast(group, add_special_tokens=False):
+            yield encoding.ids
+
+
+def read_sequences(sequences: np.ndarray, examples: tf.Tensor, pad_id: int, trim: bool) -> tf.Tensor:
+    """Token ids of the examples, for use in `Dataset.map`.
+
+    Args:
+        sequences: array [sequences, seq_length].
+        examples: int64 vector of static length; `order.NO_EXAMPLE` gives a row of padding, which has no token and no
+            label and so weighs nothing.
+        pad_id: id of [PAD].
+        trim: cut padding off to the shortest bucket length (32, 64, 128, ...) that holds the longest of these examples.
+
+    Returns:
+        int32 [examples, seq_length], or, trimmed, [examples, None].
+    """
+
+    def read(examples: np.ndarray) -> np.ndarray:
+        rows = sequences[np.maximum(examples, 0)].astype(np.int32)
+        rows[examples == NO_EXAMPLE] = pad_id
+        if not trim:
+            return rows
+        longest = int((rows != pad_id).sum(axis=1).max())
+        return rows[:, : next((bucket for bucket in BUCKETS if bucket >= longest), rows.shape[1])]
+
+    ids = tf.numpy_function(read, [examples], tf.int32, stateful=False)
+    return tf.ensure_shape(ids, [*examples.shape, None if trim else sequences.shape[1]])

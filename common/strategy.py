@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the devices of this machine, and the environment's word on others, to a `tf.distribute.Strategy`.
+
+A recipe asks for a strategy and scales by `strategy.num_replicas_in_sync`; how many devices or machines there are is
+decided here alone.
+"""
+
+import json
+import os
+import subprocess
+
+import tensorflow as tf
+
+from common.command_line import UserError
+
+
+def make_strategy(replicas: int = 0) -> tf.distribute.Strategy:
+    """Picks the strategy for this process. Call it before anything else touches a device.
+
+    - `TF_CONFIG` names several workers: `MultiWorkerMirroredStrategy` over all their GPUs, or one replica a CPU worker.
+    - `TPU_NAME` is set: `TPUStrategy` over that TPU (untested: written without one at hand).
+    - GPUs: `MirroredStrategy` over all of them (`replicas` 0) or the first `replicas`. A single GPU is split into
+      `replicas` logical devices of equal memory, which shows what N replicas compute, not how fast they are.
+    - No GPU: `MirroredStrategy` over the CPU as `replicas` logical devices (0: two).
+
+    Args:
+        replicas: replicas on this machine; 0 for the default of the devices found.
+
+    Raises:
+        UserError: when the machine cannot give that many replicas.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if num_workers() > 1:
+        if replicas not in (0, len(gpus) or 1):
+            raise UserError(
+                f"a worker of several has {len(gpus) or 1} replica(s) here; leave out --replicas {replicas}"
+            )
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    if os.environ.get("TPU_NAME"):
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(os.environ["TPU_NAME"])
+        return tf.distribute.TPUStrategy(resolver)
+    if len(gpus) > 1 and replicas > len(gpus):
+        raise UserError(
+            f"this machine has {len(gpus)} GPUs, too few for --replicas {replicas}; only a single one is split"
+        )
+    if len(gpus) == 1 and replicas > 1:
+        return _mirrored(_split(gpus[0], replicas, gpu_memory_mb() // replicas))
+    if gpus:
+        return _mirrored([f"GPU:{i}" for i in range(replicas or len(gpus))], tf.distribute.NcclAllReduce())
+    return _mirrored(_split(tf.config.list_physical_devices("CPU")[0], replicas or 2))
+
+
+def num_workers() -> int:
+    """Worker processes that train together, by `TF_CONFIG`; 1 without it.
+
+    https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
+    """
+    cluster = json.loads(os.environ.get("TF_CONFIG") or "{}").get("cluster", {})
+    return len(cluster.get("chief", [])) + len(cluster.get("worker", [])) or 1
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this process is the one that writes the run's files."""
+    resolver = strategy.cluster_resolver
+    if num_workers() == 1 or resolver is None:
+        return True
+    return resolver.task_type == "chief" or ("chief" not in resolver.cluster_spec().jobs and resolver.task_id == 0)
+
+
+def gpu_memory_mb() -> int:
+    """Free memory of the single visible GPU, in MiB, less a tenth for CUDA's own use.
+
+    Raises:
+        UserError: when `nvidia-smi` does not answer.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["--id", visible]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return int(answer.split()[0]) * 9 // 10
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
+        raise UserError(f"cannot split the GPU: {' '.join(command)} failed ({error}); use --replicas 1") from error
+
+
+def _split(device, count: int, memory_mb: int | None = None) -> list[str]:
+    """Names of the first `count` logical devices of a physical one, which is split if it is not yet."""
+    logical = [tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)] * count
+    if len(tf.config.get_logical_device_configuration(device) or []) < count:
+        try:
+            tf.config.set_logical_device_configuration(device, logical)
+        except RuntimeError as error:
+            raise UserError(f"the devices are in use already; ask for {count} replicas in a new process") from error
+    return [f"{device.device_type}:{i}" for i in range(count)]
+
+
+def _mirrored(devices: list[str], reduce: tf.distribute.CrossDeviceOps | None = None) -> tf.distribute.MirroredStrategy:
+    # NCCL needs a whole GPU for each replica; a sum on one device works on CPUs and on parts of a GPU too.
+    return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduce or tf.distribute.ReductionToOneDevice())

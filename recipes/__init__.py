@@ -1,0 +1,1 @@
+"""Training recipes: each file is one recipe, a page to run, read and copy."""
