@@ -24,7 +24,7 @@ from common.command_line import UserError
 
 Documents = Callable[[], Iterator[str]]
 
-DOCSTRING_PACKAGES = ("tensorflow", "keras", "keras_hub", "numpy")
+DOCSTRING_PACKAGES = ("keras", "keras_hub", "numpy")
 WIKITEXT_FILES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 DOCUMENT_LIMIT = 20_000  # characters; a longer stretch of text goes on as the next document, so that memory is bounded
 HELD_OUT = 10  # one part in this many is the validation split of a corpus that comes without one

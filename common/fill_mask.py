@@ -8,15 +8,15 @@ import numpy as np
 
 from common.command_line import UserError
 from common.models import masked_lm_from_preset, preset_vocabulary
-from common.wordpiece import CLS, MASK, SEP, make_tokenizer
+from common.wordpiece import CLS, MASK, SEP, Vocabulary, make_tokenizer
 
 
-def fill_mask(model: keras.Model, vocabulary: list[str], sentence: str, top: int = 5) -> list[list[tuple[str, float]]]:
+def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: int = 5) -> list[list[tuple[str, float]]]:
     """The likeliest pieces for each `[MASK]` of a sentence.
 
     Args:
         model: a `BertMaskedLM`.
-        vocabulary: its WordPiece vocabulary, from id to piece.
+        vocabulary: the one it was trained with.
         sentence: text with one or more `[MASK]`.
         top: how many pieces for each.
 
@@ -28,12 +28,12 @@ def fill_mask(model: keras.Model, vocabulary: list[str], sentence: str, top: int
     """
     tokenizer = make_tokenizer(vocabulary)
     parts = [tokenizer.encode(part, add_special_tokens=False).ids for part in sentence.split(MASK)]
-    ids = [vocabulary.index(CLS), *parts[0]]
+    ids = [vocabulary.pieces.index(CLS), *parts[0]]
     positions = []
     for part in parts[1:]:
         positions.append(len(ids))
-        ids += [vocabulary.index(MASK), *part]
-    ids.append(vocabulary.index(SEP))
+        ids += [vocabulary.pieces.index(MASK), *part]
+    ids.append(vocabulary.pieces.index(SEP))
     if not positions:
         raise UserError(f"no {MASK} in {sentence!r}; put one where a word is to be guessed")
     if len(ids) > model.backbone.max_sequence_length:
@@ -46,7 +46,7 @@ def fill_mask(model: keras.Model, vocabulary: list[str], sentence: str, top: int
     }
     probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(model(inputs, training=False)[0]))
     best = np.argsort(-probabilities, axis=-1)[:, :top]
-    return [[(vocabulary[i], float(p[i])) for i in row] for p, row in zip(probabilities, best, strict=True)]
+    return [[(vocabulary.pieces[i], float(p[i])) for i in row] for p, row in zip(probabilities, best, strict=True)]
 
 
 def print_filled_masks(preset: str, sentences: Iterable[str], top: int = 5) -> None:

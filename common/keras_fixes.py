@@ -5,7 +5,7 @@
 What is mended:
 
 - **Crash before step 1** (keras-team/keras#19246, #21172). To build the model, `fit` averages the *inputs* of the first
-  batch over replicas, which fails for booleans, strings and uneven batches. Here one replica's batch is taken.
+  batch over replicas, which fails for booleans, strings and uneven batches. Here `compile` completes the model.
 - **The loss is a mean of means.** Keras divides by each replica's own weight and then by the number of replicas; where
   replicas have different numbers of labels, that is not the mean over the batch. Here the sum is divided, once, by the
   weight of the whole batch.
@@ -34,6 +34,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
     class DataParallel(task_class):
         def compile(self, optimizer, loss):
             super().compile(optimizer=optimizer, loss=loss, weighted_metrics=None)
+            optimizer.build(self.trainable_variables)
             self.means = {name: keras.metrics.Mean(name=name) for name in ("loss", "accuracy")}
             self.sums = {name: keras.metrics.Sum(name=name) for name in ("tokens", "slots")}
 
@@ -80,10 +81,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             plain.save_to_preset(preset_dir, **kwargs)
 
         def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-            if iterator is not None:
-                _, _, batches = next(iter(iterator))
-                data_batch = keras.tree.map_structure(self._first_replicas, next(batches))
-            super()._maybe_symbolic_build(data_batch=data_batch)
+            pass  # A task is built when it is made, and its optimizer by compile: no need to look at data.
 
         def _on_replicas(self, step):
             @tf.function(reduce_retracing=True, autograph=False)
@@ -111,8 +109,8 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             matches = tf.cast(tf.argmax(logits, axis=-1, output_type=y.dtype) == y, tf.float32)
             weight_sum = tf.reduce_sum(weight)
             totals = {"loss": loss_sum, "accuracy": tf.reduce_sum(matches * weight)}
-            counts = {"tokens": tf.reduce_sum(x["padding_mask"]), "slots": tf.size(x["padding_mask"])}
-            counts = {name: tf.cast(count, tf.float32) for name, count in counts.items()}
+            is_token = tf.cast(x["padding_mask"], tf.float32)
+            counts = {"tokens": tf.reduce_sum(is_token), "slots": tf.cast(tf.size(is_token), tf.float32)}
             for name, total in totals.items():
                 self.means[name].update_state(tf.math.divide_no_nan(total, weight_sum), sample_weight=weight_sum)
             for name, count in counts.items():

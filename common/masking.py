@@ -25,11 +25,11 @@ class MaskingRule:
     rate: float = 0.15
 
     @classmethod
-    def for_vocabulary(cls, vocabulary: list[str], rate: float) -> "MaskingRule":
-        """The rule for a WordPiece vocabulary with BERT's special tokens."""
-        ids = {token: vocabulary.index(token) for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
+    def for_pieces(cls, pieces: list[str], rate: float) -> "MaskingRule":
+        """The rule for WordPieces, a list from id to piece with BERT's special tokens."""
+        ids = {token: pieces.index(token) for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
         mask_id = ids.pop("[MASK]")
-        return cls(len(vocabulary), mask_id, ids["[PAD]"], tuple(ids.values()), rate)
+        return cls(len(pieces), mask_id, ids["[PAD]"], tuple(ids.values()), rate)
 
 
 def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):

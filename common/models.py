@@ -7,7 +7,7 @@ import keras_hub
 
 from common.command_line import UserError
 from common.keras_fixes import data_parallel
-from common.wordpiece import is_uncased
+from common.wordpiece import Vocabulary
 
 # Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
 # arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.
@@ -53,18 +53,21 @@ def masked_lm_from_preset(preset: str, dropout: float = 0.0) -> keras_hub.models
     return _without_pooler(model)
 
 
-def preset_vocabulary(preset: str) -> list[str]:
-    """The WordPiece vocabulary of a preset, a list from id to piece.
+def preset_vocabulary(preset: str) -> Vocabulary:
+    """The WordPiece vocabulary of a preset.
 
     Raises:
         UserError: when there is no such preset, or it cannot be fetched.
     """
-    return _from_preset(keras_hub.models.BertTokenizer, preset).get_vocabulary()
+    tokenizer = _from_preset(keras_hub.models.BertTokenizer, preset)
+    return Vocabulary(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
 
 
-def masked_lm_preprocessor(vocabulary: list[str], seq_length: int) -> keras_hub.models.BertMaskedLMPreprocessor:
+def masked_lm_preprocessor(vocabulary: Vocabulary, seq_length: int) -> keras_hub.models.BertMaskedLMPreprocessor:
     """What KerasHub users feed text through; saved with a preset, so that it is complete."""
-    tokenizer = keras_hub.models.BertTokenizer(vocabulary, lowercase=is_uncased(vocabulary))
+    tokenizer = keras_hub.models.BertTokenizer(
+        vocabulary.pieces, lowercase=vocabulary.lowercase, strip_accents=vocabulary.strip_accents
+    )
     return keras_hub.models.BertMaskedLMPreprocessor(tokenizer, sequence_length=seq_length)
 
 

@@ -48,3 +48,14 @@ def locate(positions: tf.Tensor, num_examples: int, global_batch_size: int, shuf
             rounds=16,
         )
     return epochs, tf.where(place < num_examples, example, NO_EXAMPLE)
+
+
+def no_autotune() -> tf.data.Options:
+    """For the end of a training pipeline, whose parallel calls and prefetching are then what its code says.
+
+    With autotuning, an iterator that is deleted (as `fit` does at each validation) waits for the tuner's thread to wake
+    up, which sleeps for up to a minute (TensorFlow 2.21).
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return options

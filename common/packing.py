@@ -27,7 +27,7 @@ def make_sequences(
         documents: opens the stream of documents; called twice, it must give the same ones.
         tokenizer: a WordPiece tokenizer; its vocabulary has [PAD] with id 0, [CLS] and [SEP].
         seq_length: tokens in a sequence, [CLS] and [SEP] included.
-        pack: True for documents concatenated with [SEP] between them and cut every `seq_length - 2` tokens, so that
+        pack: True for documents, each with [SEP] at its end, concatenated and cut every `seq_length - 2` tokens, so that
             only the last sequence has padding; False for one sequence a line, cut at `seq_length`.
         name: of the cached file.
 
@@ -51,8 +51,8 @@ def make_sequences(
 
 def _packed(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
     waiting = []
-    for ids in _encoded(documents, tokenizer):
-        waiting += [tokenizer.token_to_id(SEP), *ids] if waiting else ids
+    for ids in filter(None, _encoded(documents, tokenizer)):
+        waiting += [*ids, tokenizer.token_to_id(SEP)]
         whole = len(waiting) // length * length
         yield from (waiting[start : start + length] for start in range(0, whole, length))
         del waiting[:whole]
@@ -72,27 +72,23 @@ def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
             yield encoding.ids
 
 
-def read_sequences(sequences: np.ndarray, examples: tf.Tensor, pad_id: int, trim: bool) -> tf.Tensor:
+def read_sequences(sequences: tf.Tensor, examples: tf.Tensor, pad_id: int, trim: bool) -> tf.Tensor:
     """Token ids of the examples, for use in `Dataset.map`.
 
     Args:
-        sequences: array [sequences, seq_length].
-        examples: int64 vector of static length; `order.NO_EXAMPLE` gives a row of padding, which has no token and no
-            label and so weighs nothing.
+        sequences: tensor [sequences, seq_length].
+        examples: int64 vector; `order.NO_EXAMPLE` gives a row of padding, which has no token and no label and so weighs
+            nothing.
         pad_id: id of [PAD].
         trim: cut padding off to the shortest bucket length (32, 64, 128, ...) that holds the longest of these examples.
 
     Returns:
         int32 [examples, seq_length], or, trimmed, [examples, None].
     """
-
-    def read(examples: np.ndarray) -> np.ndarray:
-        rows = sequences[np.maximum(examples, 0)].astype(np.int32)
-        rows[examples == NO_EXAMPLE] = pad_id
-        if not trim:
-            return rows
-        longest = int((rows != pad_id).sum(axis=1).max())
-        return rows[:, : next((bucket for bucket in BUCKETS if bucket >= longest), rows.shape[1])]
-
-    ids = tf.numpy_function(read, [examples], tf.int32, stateful=False)
-    return tf.ensure_shape(ids, [*examples.shape, None if trim else sequences.shape[1]])
+    ids = tf.cast(tf.gather(sequences, tf.maximum(examples, 0)), tf.int32)
+    ids = tf.where((examples == NO_EXAMPLE)[:, None], pad_id, ids)
+    if not trim:
+        return ids
+    longest = tf.reduce_max(tf.math.count_nonzero(ids != pad_id, axis=1))
+    buckets = tf.constant([*BUCKETS, max(sequences.shape[1], *BUCKETS)], tf.int64)
+    return ids[:, : tf.reduce_min(tf.boolean_mask(buckets, buckets >= longest))]

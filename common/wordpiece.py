@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """WordPiece vocabularies and tokenizers, by the `tokenizers` library.
 
-`common.models.keras_tokenizer` gives KerasHub's tokenizer for the same vocabulary, which a preset is saved with; a test
-holds that both give the same ids.
+`common.models.masked_lm_preprocessor` holds KerasHub's tokenizer for the same vocabulary, which a preset is saved with; a
+test holds that both give the same ids.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from common.caching import cached_file
 from common.command_line import UserError
@@ -16,7 +17,19 @@ from common.command_line import UserError
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def train_vocabulary(documents: Iterable[str], size: int) -> list[str]:
+@dataclass(frozen=True)
+class Vocabulary:
+    """Pieces, whose places in the list are their ids, and what is done to a text before they are looked up."""
+
+    pieces: list[str]
+    lowercase: bool
+    strip_accents: bool
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+
+def train_vocabulary(documents: Iterable[str], size: int) -> Vocabulary:
     """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` pieces.
 
     The same documents and size give the same vocabulary, taken from the cache when it was trained before.
@@ -24,7 +37,7 @@ def train_vocabulary(documents: Iterable[str], size: int) -> list[str]:
     documents = list(documents)
 
     def train(path: Path) -> None:
-        tokenizer = _tokenizer(models.WordPiece(unk_token=UNK), lowercase=True)
+        tokenizer = _tokenizer(models.WordPiece(unk_token=UNK), lowercase=True, strip_accents=True)
         trainer = trainers.WordPieceTrainer(
             vocab_size=size, special_tokens=list(SPECIAL_TOKENS), limit_alphabet=200, show_progress=False
         )
@@ -35,41 +48,39 @@ def train_vocabulary(documents: Iterable[str], size: int) -> list[str]:
     return load_vocabulary(cached_file("vocabulary.txt", [str(size), *documents], train))
 
 
-def load_vocabulary(path: str | Path) -> list[str]:
+def load_vocabulary(path: str | Path) -> Vocabulary:
     """Reads a vocabulary file: one piece a line, the line's number (from 0) is its id.
+
+    As in BERT, a vocabulary in which only the special pieces have capital letters is for text that is lower-cased and
+    stripped of accents.
 
     Raises:
         UserError: when the file is missing or lacks one of BERT's special tokens.
     """
     try:
-        vocabulary = Path(path).read_text(encoding="utf-8").splitlines()
+        pieces = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the vocabulary {path}: {error}") from error
-    if missing := [token for token in SPECIAL_TOKENS if token not in vocabulary]:
+    if missing := [token for token in SPECIAL_TOKENS if token not in pieces]:
         raise UserError(f"the vocabulary {path} lacks {' '.join(missing)}; give a BERT WordPiece file")
-    return vocabulary
+    uncased = all(piece == piece.lower() for piece in pieces if not piece.startswith("["))
+    return Vocabulary(pieces, lowercase=uncased, strip_accents=uncased)
 
 
-def is_uncased(vocabulary: list[str]) -> bool:
-    """Whether text is lower-cased before it is looked up: no piece but the special ones has a capital letter."""
-    return all(piece == piece.lower() for piece in vocabulary if not piece.startswith("["))
-
-
-def make_tokenizer(vocabulary: list[str]) -> Tokenizer:
-    """BERT's tokenizer for a vocabulary: `encode(text).ids`, without [CLS] and [SEP].
+def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    """BERT's tokenizer for a vocabulary: `encode(text, add_special_tokens=False).ids`.
 
     `[UNK]` in a text is one token, as corpora that come with unknown words need it. The other special tokens' names are
     taken as ordinary text, for a corpus may well write about `[MASK]` or `[PAD]`.
     """
-    pieces = {piece: index for index, piece in enumerate(vocabulary)}
-    tokenizer = _tokenizer(models.WordPiece(pieces, unk_token=UNK), lowercase=is_uncased(vocabulary))
+    ids = {piece: index for index, piece in enumerate(vocabulary.pieces)}
+    tokenizer = _tokenizer(models.WordPiece(ids, unk_token=UNK), vocabulary.lowercase, vocabulary.strip_accents)
     tokenizer.add_special_tokens([UNK])
     return tokenizer
 
 
-def _tokenizer(model: models.WordPiece, lowercase: bool) -> Tokenizer:
+def _tokenizer(model: models.WordPiece, lowercase: bool, strip_accents: bool) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=lowercase)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
     return tokenizer

@@ -40,13 +40,13 @@ class Config:
     pack: Literal["full", "none"] = "full"  # full: no padding; none: one line a sequence, padded to its batch's longest
     mask_rate: float = 0.15  # share of tokens that are masked
     replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N
-    batch_size: int = 32  # sequences on each replica in a step
+    batch_size: int = 16  # sequences on each replica in a step
     learning_rate: float = 1e-3  # peak, for one replica
     lr_scaling: LearningRateScaling = "linear"  # how the rate grows with the number of replicas
     warmup: float = 0.1  # share of all steps in which the rate rises
     weight_decay: float = 0.01  # AdamW's, not on biases and norms
-    dropout: float = 0.1
-    epochs: int = 3
+    dropout: float = 0.0  # BERT's is 0.1; a run of few epochs learns more without
+    epochs: int = 4
     max_steps: int = 0  # end after this many steps; 0: no cap
     precision: Literal["float32", "mixed_bfloat16"] = "float32"
     seed: int = 0  # of weights, order, masks and dropout
@@ -69,13 +69,13 @@ from common.fill_mask import print_filled_masks
 from common.masking import MaskingRule, mask_tokens
 from common.metrics import unigram_loss
 from common.models import masked_lm_from_preset, masked_lm_from_size, masked_lm_preprocessor, preset_vocabulary
-from common.order import locate, steps_per_epoch
+from common.order import locate, no_autotune, steps_per_epoch
 from common.packing import make_sequences, read_sequences
 from common.results import language_model_scores, open_run, report, training_results, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
 from common.strategy import is_chief, make_strategy
-from common.wordpiece import load_vocabulary, make_tokenizer, train_vocabulary
+from common.wordpiece import Vocabulary, load_vocabulary, make_tokenizer, train_vocabulary
 
 SENTENCES = (
     "Returns a [MASK] with the same shape as the input.",
@@ -84,7 +84,7 @@ SENTENCES = (
 )
 
 
-def make_datasets(config: Config) -> tuple[list[str], dict[str, np.ndarray]]:
+def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, np.ndarray]]:
     """The vocabulary, and for each split of the corpus an array [sequences, seq_length] of token ids."""
     corpus = open_corpus(config.corpus)
     if config.preset:
@@ -104,28 +104,29 @@ def masked_batches(sequences, rule: MaskingRule, config: Config, replicas: int, 
     """Batches (x, y, sample_weight) for one replica after the other: a pure function of the seed and the step."""
     global_batch = global_batch_size(config.batch_size, replicas)
     steps = steps_per_epoch(len(sequences), global_batch) * (config.epochs if training else 1)
+    ids_of_all = tf.constant(sequences)
 
     def make_batch(positions):
         epochs, examples = locate(
             positions, len(sequences), global_batch, shuffle_seed=config.seed if training else None
         )
-        ids = read_sequences(sequences, examples, rule.pad_id, trim=config.pack == "none")
+        ids = read_sequences(ids_of_all, examples, rule.pad_id, trim=config.pack == "none")
         if not training:
             epochs = tf.fill(tf.shape(epochs), tf.constant(-1, tf.int64))  # the same masks in every validation
         return mask_tokens(ids, seeds=tf.stack([config.seed * 2**32 + epochs, examples], axis=1), rule=rule)
 
     positions = tf.data.Dataset.range(steps * global_batch).shard(workers, worker)
     positions = positions.batch(config.batch_size, drop_remainder=True)
-    return positions.map(make_batch, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+    return positions.map(make_batch, num_parallel_calls=2).prefetch(8).with_options(no_autotune())
 
 
-def build_model(config: Config, vocabulary: list[str], schedule) -> keras.Model:
+def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model:
     """A compiled `BertMaskedLM`. Call it inside the strategy's scope."""
     if config.preset:
         model = masked_lm_from_preset(config.preset, config.dropout)
     else:
         model = masked_lm_from_size(config.model, len(vocabulary), config.dropout, config.seq_length)
-    optimizer = keras.optimizers.AdamW(schedule, weight_decay=config.weight_decay)
+    optimizer = keras.optimizers.AdamW(schedule, weight_decay=config.weight_decay, beta_2=0.98, epsilon=1e-6)  # RoBERTa's
     optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     # The sum over a replica's labels: train_step divides it, once, by the number of labels in the whole batch.
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
@@ -145,7 +146,7 @@ def train_and_evaluate(config: Config) -> dict:
     replicas = strategy.num_replicas_in_sync
 
     vocabulary, sequences = make_datasets(config)
-    rule = MaskingRule.for_vocabulary(vocabulary, config.mask_rate)
+    rule = MaskingRule.for_pieces(vocabulary.pieces, config.mask_rate)
     global_batch = global_batch_size(config.batch_size, replicas)
     steps = {split: steps_per_epoch(len(part), global_batch) for split, part in sequences.items()}
     total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the collection: `python -m recipes`.
+
+Recipes are read, not imported, until one is run, so that everything but a run answers at once.
+"""
+
+import argparse
+import ast
+import importlib.metadata
+import os
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+from common.command_line import UserError, fail
+
+ROOT = Path(__file__).parent.parent
+GUIDE = """\
+Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.
+
+  python -m recipes ls                        what there is
+  python -m recipes run bert_mlm              train; --help after the name lists the knobs
+  python -m recipes fill-mask "A [MASK]."     ask the model just trained
+  python -m recipes cp bert_mlm my_project    take a recipe and its helpers into your own project
+
+Next: python -m recipes run bert_mlm
+"""
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes' files by name."""
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("[a-z]*.py"))}
+
+
+def recipe_path(name: str) -> Path:
+    """A recipe's file.
+
+    Raises:
+        UserError: when there is no recipe of that name.
+    """
+    if name not in recipes():
+        raise UserError(f"there is no recipe {name}. There are: {' '.join(recipes())}")
+    return recipes()[name]
+
+
+def list_recipes() -> None:
+    """Prints each recipe's name, its docstring's first line, and the line that begins with `Time:`."""
+    for name, path in recipes().items():
+        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).splitlines()
+        print(f"{name:20} {doc[0]}")
+        print(*(f"{'':20} {line}" for line in doc if line.startswith("Time:")), sep="\n")
+
+
+def modules_used(path: Path) -> set[Path]:
+    """The files of `common` that a file imports, by itself or through another of them."""
+    used, unread = set(), [path]
+    while unread:
+        for node in ast.walk(ast.parse(unread.pop().read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common."):
+                module = ROOT / (node.module.replace(".", "/") + ".py")
+                if module not in used:
+                    used.add(module)
+                    unread.append(module)
+    return used
+
+
+def copy_recipe(name: str, destination: Path, force: bool) -> None:
+    """Copies a recipe, the helpers it uses, the licence, and a `requirements.txt`.
+
+    Raises:
+        UserError: when a file is there already, and `force` is not given.
+    """
+    recipe = recipe_path(name)
+    copies = {recipe: destination / recipe.name, ROOT / "LICENSE": destination / "LICENSE"}
+    for module in [ROOT / "common/__init__.py", *sorted(modules_used(recipe))]:
+        copies[module] = destination / module.relative_to(ROOT)
+    requirements = destination / "requirements.txt"
+    if there := [str(path) for path in [*copies.values(), requirements] if path.exists() and not force]:
+        raise UserError(f"{', '.join(there)} exist(s) already; --force overwrites")
+    for source, copy in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
+        print(copy)
+    packages = importlib.metadata.requires("keras-data-parallel-recipes")
+    requirements.write_text("".join(f"{package}\n" for package in packages if "extra ==" not in package))
+    print(f"{requirements}\n\nRun it: pip install -r {requirements} && python {destination / recipe.name}")
+
+
+def last_preset() -> str:
+    """The preset that was made last in `runs/`.
+
+    Raises:
+        UserError: when there is none.
+    """
+    presets = sorted(Path("runs").glob("*/preset/config.json"), key=lambda path: path.stat().st_mtime)
+    if not presets:
+        raise UserError("no preset in runs/ yet; train one (python -m recipes run bert_mlm), or give --preset DIR")
+    return str(presets[-1].parent)
+
+
+def main() -> None:
+    """Reads the command line and does what it says."""
+    parser = argparse.ArgumentParser(prog="python -m recipes", description="See python -m recipes for a guide.")
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("ls", help="list the recipes")
+    run = commands.add_parser("run", help="run a recipe", add_help=False)
+    run.add_argument("name")
+    run.add_argument("knobs", nargs=argparse.REMAINDER)
+    copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses")
+    copy.add_argument("name")
+    copy.add_argument("destination", type=Path)
+    copy.add_argument("--force", action="store_true", help="overwrite files that are there")
+    fill = commands.add_parser("fill-mask", help="let a trained model fill [MASK] in sentences")
+    fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
+    fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
+    arguments = parser.parse_args()
+
+    match arguments.command:
+        case None:
+            print(GUIDE)
+        case "ls":
+            list_recipes()
+        case "run":
+            sys.argv = [f"python -m recipes run {arguments.name}", *arguments.knobs]
+            runpy.run_path(str(recipe_path(arguments.name)), run_name="__main__")
+        case "cp":
+            copy_recipe(arguments.name, arguments.destination, arguments.force)
+        case "fill-mask":
+            preset = arguments.preset or last_preset()
+            os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+            from common.quiet import quiet_stderr
+
+            with quiet_stderr():
+                from common.fill_mask import print_filled_masks
+            print_filled_masks(preset, arguments.sentences)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        fail(error)

@@ -1,0 +1,50 @@
+"""One process, one TensorFlow: the CPU as four logical devices, so that tests can ask for 1, 2 or 4 replicas."""
+
+import os
+import pydoc_data.topics
+import sys
+import tempfile
+from pathlib import Path
+
+# Before the first import of Keras and TensorFlow; children of the tests inherit them.
+os.environ["KERAS_BACKEND"] = "tensorflow"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="recipes-cache-")
+
+import pytest
+import tensorflow as tf
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
+)
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture(scope="session")
+def wikitext(tmp_path_factory) -> Path:
+    """A folder in WikiText's form, with a test split: CPython's own help texts as articles."""
+    folder = tmp_path_factory.mktemp("wikitext")
+    topics = sorted(pydoc_data.topics.topics.items())
+    for name, part in (("train", topics[::3][:12]), ("valid", topics[1::3][:3]), ("test", topics[2::3][:3])):
+        with (folder / f"wiki.{name}.tokens").open("w", encoding="utf-8") as file:
+            for title, text in part:
+                file.write(f" = {title} = \n \n {text.replace('`', '<unk>')}\n")
+    return folder
+
+
+@pytest.fixture
+def small(wikitext, tmp_path):
+    """Knobs of a run that takes seconds; dropout 0, so that replicas can be compared."""
+    return {
+        "corpus": str(wikitext),
+        "workdir": str(tmp_path / "run"),
+        "vocabulary_size": 300,
+        "seq_length": 32,
+        "batch_size": 8,
+        "dropout": 0.0,
+        "epochs": 1,
+        "max_steps": 6,
+    }

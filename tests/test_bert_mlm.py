@@ -1,0 +1,241 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from common.packing import make_sequences
+from common.schedules import WarmUpPolynomialDecay
+from common.wordpiece import make_tokenizer
+from recipes import bert_mlm
+
+ROOT = Path(__file__).parent.parent
+
+
+def train(knobs, **changes):
+    return bert_mlm.train_and_evaluate(bert_mlm.Config(**(knobs | changes)))
+
+
+def steps_of(results):
+    lines = (Path(results["config"]["workdir"]) / "steps.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def weights_of(results):
+    model = keras_hub.models.BertMaskedLM.from_preset(f"{results['config']['workdir']}/preset", compile=False)
+    # In theory an attention key's bias has no gradient: its value is rounding noise.
+    return {v.path.split("/", 1)[1]: np.array(v) for v in model.weights if "key/bias" not in v.path}
+
+
+@pytest.fixture(scope="module")
+def finished(wikitext, tmp_path_factory):
+    """A small run of two epochs on two replicas, whose last batches are not full."""
+    config = bert_mlm.Config(
+        corpus=str(wikitext),
+        workdir=str(tmp_path_factory.mktemp("finished")),
+        vocabulary_size=300,
+        seq_length=32,
+        batch_size=64,
+        epochs=2,
+    )
+    return bert_mlm.train_and_evaluate(config)
+
+
+def test_results_hold_every_entry_and_add_up(finished):
+    workdir = Path(finished["config"]["workdir"])
+    assert json.loads((workdir / "results.json").read_text()) == finished
+    scores = {f"{split}_{name}" for split in ("val", "test") for name in ("loss", "accuracy", "perplexity", "unigram_loss")}
+    assert scores <= set(finished)
+    assert finished["replicas"] == 2 and finished["workers"] == 1 and finished["global_batch_size"] == 128
+    assert finished["val_perplexity"] == pytest.approx(np.exp(finished["val_loss"]))
+    assert finished["config"]["batch_size"] == 64 and finished["versions"]["keras"] == keras.__version__
+    steps = steps_of(finished)
+    assert [step["step"] for step in steps] == list(range(1, finished["steps"] + 1))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert {path.name for path in workdir.iterdir()} == {"config.json", "results.json", "steps.jsonl", "tensorboard", "preset"}
+
+
+def test_each_epoch_reads_every_token_once(finished, wikitext):
+    vocabulary, sequences = bert_mlm.make_datasets(bert_mlm.Config(**finished["config"]))
+    tokens = int((sequences["train"] != 0).sum())
+    steps = [step["tokens"] for step in steps_of(finished)]
+    half = len(steps) // 2
+    assert sum(steps[:half]) == sum(steps[half:]) == tokens
+    assert len(sequences["train"]) % 128 and steps[half - 1] < steps[0]  # the last batch was not full
+    assert finished["padding_fraction"] == pytest.approx(1 - 2 * tokens / (len(steps) * 128 * 32))
+
+
+def test_the_learning_rate_is_the_schedules(finished):
+    rates = [step["learning_rate"] for step in steps_of(finished)]
+    total = finished["steps"]
+    schedule = WarmUpPolynomialDecay(2 * finished["config"]["learning_rate"], int(0.1 * total), total)
+    np.testing.assert_allclose(rates, [float(schedule(step)) for step in range(total)], rtol=1e-6)
+    assert finished["learning_rate"] == {"first": rates[0], "peak": max(rates), "last": rates[-1]}
+    assert finished["learning_rate"]["peak"] == pytest.approx(2 * finished["config"]["learning_rate"], rel=0.05)
+
+
+def test_the_optimizer_follows_the_schedule(finished):
+    config = bert_mlm.Config(**finished["config"])
+    vocabulary, _ = bert_mlm.make_datasets(config)
+    schedule = WarmUpPolynomialDecay(1.0, 3, 10)
+    optimizer = bert_mlm.build_model(config, vocabulary, schedule).optimizer
+    for step in (0, 3, 7):
+        optimizer.iterations.assign(step)
+        assert float(optimizer.learning_rate) == float(schedule(step))
+    assert isinstance(optimizer, keras.optimizers.AdamW)
+
+
+def test_tensorboard_holds_each_step(finished):
+    workdir = Path(finished["config"]["workdir"])
+    values, texts = {}, []
+    for file in (workdir / "tensorboard").iterdir():
+        for record in tf.data.TFRecordDataset(str(file)):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                values.setdefault(value.tag, {})[event.step] = tf.make_ndarray(value.tensor)
+    texts = str(values.pop("config")[0])
+    assert "batch_size = 64" in texts
+    assert set(values) == {
+        "loss", "accuracy", "learning_rate", "tokens_per_second", "validation/loss", "validation/accuracy",
+    }  # fmt: skip
+    for step in steps_of(finished):
+        assert values["loss"][step["step"]] == np.float32(step["loss"])
+        assert values["learning_rate"][step["step"]] == np.float32(step["learning_rate"])
+    assert sorted(values["validation/loss"]) == [finished["steps"] // 2, finished["steps"]]
+    assert values["validation/loss"][finished["steps"]] == pytest.approx(finished["val_loss"])
+
+
+def test_the_preset_is_whole_and_can_be_gone_on_from(finished, small):
+    preset = f"{finished['config']['workdir']}/preset"
+    plain = keras_hub.models.BertMaskedLM.from_preset(preset)
+    assert plain.preprocessor.tokenizer.vocabulary_size() == 300
+    results = train(small, preset=preset, max_steps=1, learning_rate=0.0)
+    assert results["val_loss"] == pytest.approx(finished["val_loss"], rel=1e-5)
+
+
+def test_a_second_run_gives_the_results_again(finished, capsys):
+    assert bert_mlm.train_and_evaluate(bert_mlm.Config(**finished["config"])) == finished
+    assert "complete" in capsys.readouterr().out
+
+
+def test_replicas_do_not_change_what_is_computed(small, tmp_path):
+    """Same global batch, two epochs with an uneven last batch, on 1, 2 and 4 replicas."""
+    knobs = small | {"lr_scaling": "none", "epochs": 2, "max_steps": 0, "learning_rate": 1e-3}
+    one, *others = (
+        train(knobs, replicas=replicas, batch_size=256 // replicas, workdir=str(tmp_path / str(replicas)))
+        for replicas in (1, 2, 4)
+    )
+    assert one["steps"] >= 4
+    for other in others:
+        for a, b in zip(steps_of(one), steps_of(other), strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+            assert (a["tokens"], a["learning_rate"]) == (b["tokens"], b["learning_rate"])
+        for name in ("val_loss", "val_accuracy", "test_loss"):
+            assert other[name] == pytest.approx(one[name], rel=1e-6)
+        weights = weights_of(other)
+        for name, weight in weights_of(one).items():
+            np.testing.assert_allclose(weights[name], weight, atol=1e-5, err_msg=name)
+
+
+def test_the_same_command_gives_the_same_bits(small, tmp_path):
+    first, second = (train(small, dropout=0.1, workdir=str(tmp_path / name)) for name in "ab")
+    for name, weight in weights_of(first).items():
+        np.testing.assert_array_equal(weight, weights_of(second)[name])
+    other = train(small, dropout=0.1, workdir=str(tmp_path / "c"), seed=1)
+    assert other["val_loss"] != first["val_loss"]
+
+
+def test_one_line_a_sequence_is_trimmed_to_a_bucket(small):
+    results = train(small, pack="none", seq_length=128)
+    assert 0.2 < results["padding_fraction"] < 0.8
+    assert results["val_loss"] < np.log(300)
+
+
+def test_max_steps_ends_in_the_middle_of_an_epoch(small):
+    results = train(small, batch_size=128, epochs=9, max_steps=5)
+    assert results["steps"] == 5 and len(steps_of(results)) == 5
+    _, sequences = bert_mlm.make_datasets(bert_mlm.Config(**results["config"]))
+    assert 5 % -(-len(sequences["train"]) // 256) != 0
+
+
+def test_bfloat16_learns(small):
+    full, half = (train(small, precision=p, workdir=small["workdir"] + p) for p in ("float32", "mixed_bfloat16"))
+    keras.config.set_dtype_policy("float32")
+    assert half["train_loss"] == pytest.approx(full["train_loss"], rel=0.01)
+
+
+def test_vocabulary_file(small, tmp_path):
+    file = tmp_path / "vocab.txt"
+    words = sorted({"the", "a", "of", "is", *"abcdefghijklmnopqrstuvwxyz"} | {f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"})
+    file.write_text("\n".join(["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+    train(small, vocabulary=str(file), max_steps=1)
+    preset = keras_hub.models.BertTokenizer.from_preset(small["workdir"] + "/preset")
+    assert preset.get_vocabulary() == file.read_text().split("\n")
+
+
+def test_the_validation_masks_are_those_of_the_unigram_baseline(finished):
+    """Hand count: the labels of every validation sequence, each once, by the frequencies in training."""
+    config = bert_mlm.Config(**finished["config"])
+    vocabulary, sequences = bert_mlm.make_datasets(config)
+    rule = bert_mlm.MaskingRule.for_pieces(vocabulary.pieces, 0.15)
+    counts = np.bincount(sequences["train"].ravel(), minlength=300).astype(float)
+    counts[list(rule.never_masked)] = 0
+    probability = (counts + 1) / (counts.sum() + 300)
+    labels = []
+    for i, sequence in enumerate(sequences["validation"]):
+        seeds = tf.constant([[config.seed * 2**32 - 1, i]], tf.int64)
+        _, y, weight = bert_mlm.mask_tokens(tf.constant(sequence[None].astype(np.int32)), seeds, rule)
+        labels += np.asarray(y)[np.asarray(weight) > 0].tolist()
+    assert finished["val_unigram_loss"] == pytest.approx(-np.log(probability[labels]).mean(), rel=1e-9)
+
+
+def test_the_command_prints_a_report_and_nothing_else(small):
+    """The real command line, in a new process: quiet on standard error, and the report ends with filled masks."""
+    knobs = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes", "run", "bert_mlm", *knobs], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for expected in ("learning rate: 0.001 x 2 (linear) = 0.002", "validation loss", "by word frequency", "[MASK]"):
+        assert expected in done.stdout
+    fill = [sys.executable, "-m", "recipes", "fill-mask", "--preset", f"{small['workdir']}/preset", "The [MASK] of [MASK]."]
+    done = subprocess.run(fill, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    _, sentence, *guesses = done.stdout.splitlines()
+    assert sentence == "The [MASK] of [MASK]." and len(guesses) == 2
+    for guess in guesses:
+        probabilities = [float(p) for p in guess.split()[1::2]]
+        assert len(probabilities) == 5 and probabilities == sorted(probabilities, reverse=True)
+
+
+def test_a_copy_runs_alone_and_gives_the_same_results(small, tmp_path):
+    """`cp`, then by absolute path from another folder, this repository off the path."""
+    copy = tmp_path / "mine"
+    subprocess.run([sys.executable, "-m", "recipes", "cp", "bert_mlm", str(copy)], cwd=ROOT, check=True, stdout=-3)
+    assert (copy / "requirements.txt").read_text().count("==") == 0 and "keras-nlp" in (copy / "requirements.txt").read_text()
+    knobs = [f"--{name.replace('_', '-')}={value}" for name, value in (small | {"workdir": "there"}).items()]
+    # -S leaves out this repository's editable install; the packages come back by PYTHONPATH.
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    done = subprocess.run(
+        [sys.executable, "-S", str(copy / "bert_mlm.py"), *knobs],
+        cwd=tmp_path,
+        env={**__import__("os").environ, "PYTHONPATH": site},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    copied = json.loads((tmp_path / "there/results.json").read_text())
+    original = train(small)
+    for name in ("val_loss", "train_loss", "test_loss", "steps"):
+        assert copied[name] == original[name]
+
+
+def test_knobs_are_a_frozen_dataclass():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        bert_mlm.Config().seed = 1

@@ -1,0 +1,87 @@
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def recipes(*words, **kwargs):
+    return subprocess.run([sys.executable, "-m", "recipes", *words], cwd=ROOT, capture_output=True, text=True, **kwargs)
+
+
+@pytest.mark.parametrize("words", [[], ["ls"], ["run", "bert_mlm", "--help"], ["run", "bert_mlm", "--batch-sise", "4"]])
+def test_answers_at_once_without_tensorflow(words):
+    code = (
+        "import atexit, runpy, sys; sys.argv[1:] = sys.orig_argv[3:];"
+        "atexit.register(lambda: print('imported', {'tensorflow', 'keras', 'tokenizers'} & set(sys.modules)));"
+        "runpy.run_module('recipes', run_name='__main__')"
+    )
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("imported set()\n")
+    assert time.perf_counter() - began < 3  # under 0.2 s on a quiet machine
+
+
+def test_ls_tells_name_line_and_time():
+    listing = recipes("ls").stdout
+    assert "bert_mlm             Train a BERT masked language model" in listing and "Time: " in listing
+
+
+def test_the_guide_names_the_next_command():
+    assert recipes().stdout.rstrip().endswith("Next: python -m recipes run bert_mlm")
+
+
+def test_help_lists_every_knob():
+    help_text = recipes("run", "bert_mlm", "--help").stdout
+    for knob in ("--workdir", "--replicas", "--lr-scaling {linear,sqrt,none}", "--max-steps", "--overwrite"):
+        assert knob in help_text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "bert_mlm", "--batch-sise", "4"], "unknown knob --batch-sise. The knobs are: --workdir --corpus"),
+        (["run", "bert_mlm", "--batch-size", "many"], "--batch-size: invalid literal for int()"),
+        (["run", "bert_mlm", "--lr-scaling", "cubic"], "Expected one of ('linear', 'sqrt', 'none')"),
+        (["run", "bert_mml"], "there is no recipe bert_mml. There are: bert_mlm"),
+        (["cp", "bert_mml", "x"], "there is no recipe bert_mml. There are: bert_mlm"),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_status_2(words, message):
+    done = recipes(*words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_run_and_the_file_itself_are_the_same():
+    file = subprocess.run(
+        [sys.executable, "recipes/bert_mlm.py", "--seed", "x"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (file.returncode, file.stderr) == (2, recipes("run", "bert_mlm", "--seed", "x").stderr)
+
+
+def test_cp_takes_exactly_what_the_recipe_uses_and_overwrites_nothing(tmp_path):
+    assert recipes("cp", "bert_mlm", str(tmp_path)).returncode == 0
+    copied = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"bert_mlm.py", "LICENSE", "requirements.txt", "common/__init__.py", "common/strategy.py"} <= copied
+    used = runpy.run_path(str(ROOT / "recipes/__main__.py"))["modules_used"](ROOT / "recipes/bert_mlm.py")
+    assert {name for name in copied if name.startswith("common/")} == {
+        "common/__init__.py", *(f"common/{path.name}" for path in used)
+    }  # fmt: skip
+    (tmp_path / "bert_mlm.py").write_text("mine")
+    refused = recipes("cp", "bert_mlm", str(tmp_path))
+    assert refused.returncode == 2 and "--force overwrites" in refused.stderr
+    assert (tmp_path / "bert_mlm.py").read_text() == "mine"
+    assert recipes("cp", "bert_mlm", str(tmp_path), "--force").returncode == 0
+    assert (tmp_path / "bert_mlm.py").read_text() == (ROOT / "recipes/bert_mlm.py").read_text()
+
+
+def test_fill_mask_without_a_preset(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes", "fill-mask", "A [MASK]."], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "no preset in runs/ yet" in done.stderr

@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from common.masking import MaskingRule, mask_tokens
+
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(995))]
+RULE = MaskingRule.for_pieces(VOCABULARY, rate=0.15)
+
+
+def batch(rows=200, length=128, tokens=126):
+    ids = np.zeros((rows, length), np.int32)
+    ids[:, 0], ids[:, tokens + 1] = 2, 3
+    ids[:, 1 : tokens + 1] = np.random.default_rng(0).integers(5, 1000, (rows, tokens))
+    return ids
+
+
+def seeds(epoch, rows=200):
+    return tf.stack([tf.fill([rows], tf.constant(epoch, tf.int64)), tf.range(rows, dtype=tf.int64)], axis=1)
+
+
+def test_what_is_chosen_and_what_becomes_of_it():
+    ids = batch()
+    x, y, weight = (tf.nest.map_structure(np.asarray, part) for part in mask_tokens(tf.constant(ids), seeds(0), RULE))
+    positions = x["mask_positions"]
+    assert positions.shape == y.shape == weight.shape == (200, 19)  # 15 % of 128 and of 126 is 19
+    assert (weight == 1).all()
+    assert all(len(set(row)) == 19 for row in positions)
+    assert (np.take_along_axis(ids, positions, 1) == y).all()
+    assert (y >= 5).all()  # never a special token
+    unchosen = np.ones_like(ids, bool)
+    np.put_along_axis(unchosen, positions, False, 1)
+    assert (x["token_ids"][unchosen] == ids[unchosen]).all()
+
+    now = np.take_along_axis(x["token_ids"], positions, 1)
+    assert np.mean(now == 4) == pytest.approx(0.8, abs=0.02)
+    assert np.mean(now == y) == pytest.approx(0.1, abs=0.02)
+    assert np.mean((now != 4) & (now != y)) == pytest.approx(0.1, abs=0.02)
+    assert np.bincount(positions.ravel(), minlength=128)[1:127].std() < 10  # every position alike: mean 30, sd 5
+
+
+def test_padding_and_special_tokens():
+    ids = batch(rows=3, tokens=10)
+    ids[1] = 0  # a place filled with no example
+    ids[2, 1:6] = 1  # [UNK]
+    x, y, weight = mask_tokens(tf.constant(ids), seeds(0, 3), RULE)
+    assert np.sum(weight, axis=1).tolist() == [2, 0, 1]
+    assert np.sum(x["padding_mask"], axis=1).tolist() == [12, 0, 12]
+    assert (np.asarray(x["token_ids"][1]) == 0).all()
+    assert np.asarray(x["mask_positions"])[2, 0] > 5
+
+
+def test_masks_are_a_function_of_epoch_and_example_alone():
+    ids = tf.constant(batch())
+    everything = mask_tokens(ids, seeds(0), RULE)
+    part = mask_tokens(ids[50:60], seeds(0)[50:60], RULE)
+    tf.nest.map_structure(lambda a, b: np.testing.assert_array_equal(a[50:60], b), everything, part)
+    other_epoch = mask_tokens(ids, seeds(1), RULE)
+    assert (np.asarray(everything[0]["mask_positions"]) != np.asarray(other_epoch[0]["mask_positions"])).any(1).all()

@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from common.order import NO_EXAMPLE, locate, steps_per_epoch
+
+
+def places(num_examples, batch, seed, epochs=2):
+    positions = tf.range(epochs * steps_per_epoch(num_examples, batch) * batch, dtype=tf.int64)
+    epoch, example = locate(positions, num_examples, batch, seed)
+    return np.reshape(example, (epochs, -1)), np.reshape(epoch, (epochs, -1))
+
+
+@pytest.mark.parametrize("num_examples", [1, 2, 7, 8, 100, 1001])
+def test_every_epoch_has_each_example_once_and_fills_the_last_batch(num_examples):
+    examples, epochs = places(num_examples, batch=8, seed=3)
+    for epoch, row in enumerate(examples):
+        assert sorted(row[row != NO_EXAMPLE]) == list(range(num_examples))
+        assert len(row) % 8 == 0 and len(row) - num_examples < 8
+        assert (epochs[epoch] == epoch).all()
+
+
+def test_order_depends_on_seed_and_epoch_only():
+    first, again, other = places(100, 8, seed=1)[0], places(100, 8, seed=1)[0], places(100, 8, seed=2)[0]
+    assert (first == again).all()
+    assert (first[0] != first[1]).any() and (first[0] != other[0]).any()
+    unshuffled = places(100, 8, seed=None)[0]
+    assert (unshuffled[0][:100] == np.arange(100)).all()
+
+
+def test_order_is_random():
+    examples = places(10_000, 100, seed=0, epochs=20)[0]
+    correlations = [np.corrcoef(np.arange(10_000), row)[0, 1] for row in examples]
+    assert np.std(correlations) < 0.02  # chance: 0.01
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_step_holds_the_same_examples_for_any_number_of_workers(workers):
+    positions = tf.data.Dataset.range(160)
+    of_worker = [positions.shard(workers, w).batch(16 // workers) for w in range(workers)]
+    for step, parts in enumerate(zip(*of_worker, strict=True)):
+        assert sorted(np.concatenate(parts)) == list(range(16 * step, 16 * step + 16))

@@ -1,0 +1,47 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from common.packing import make_sequences, read_sequences
+from common.wordpiece import make_tokenizer, train_vocabulary
+
+DOCUMENTS = ["One fish, two fish.\nRed fish, blue fish.", "", "Black fish.", "Old fish " * 40]
+TOKENIZER = make_tokenizer(train_vocabulary(DOCUMENTS, 100))
+PAD, CLS, SEP = (TOKENIZER.token_to_id(token) for token in ("[PAD]", "[CLS]", "[SEP]"))
+
+
+def test_packing_loses_no_token_and_pads_the_last_sequence_only():
+    sequences = make_sequences(lambda: iter(DOCUMENTS), TOKENIZER, seq_length=16, pack=True)
+    assert (sequences[:, 0] == CLS).all()
+    assert (sequences[:-1, -1] == SEP).all()
+    last = sequences[-1][sequences[-1] != PAD]
+    assert last[-1] == SEP and (sequences[:-1] != PAD).all()
+    body = np.concatenate([sequences[:-1, 1:-1].ravel(), last[1:-1]])
+    texts = [TOKENIZER.encode(document, add_special_tokens=False).ids for document in DOCUMENTS if document]
+    assert body.tolist() == [token for text in texts for token in [*text, SEP]]
+
+
+def test_one_line_a_sequence():
+    sequences = make_sequences(lambda: iter(DOCUMENTS), TOKENIZER, seq_length=16, pack=False)
+    lines = [line for document in DOCUMENTS for line in document.splitlines()]
+    for row, line in zip(sequences, lines, strict=True):
+        ids = TOKENIZER.encode(line, add_special_tokens=False).ids[:14]
+        assert row[row != PAD].tolist() == [CLS, *ids, SEP]
+
+
+def test_sequences_come_from_the_cache_the_second_time(monkeypatch):
+    arguments = dict(tokenizer=TOKENIZER, seq_length=8, pack=True)
+    first = make_sequences(lambda: iter(["fish"] * 9), **arguments)
+    monkeypatch.setattr("common.packing._packed", None)
+    assert (make_sequences(lambda: iter(["fish"] * 9), **arguments) == first).all()
+    with pytest.raises(TypeError):
+        make_sequences(lambda: iter(["fish"] * 10), **arguments)
+
+
+def test_reading_fills_and_trims():
+    sequences = np.zeros((3, 128), np.uint16)
+    sequences[0, :20], sequences[1, :40], sequences[2, :128] = 7, 8, 9
+    ids = read_sequences(sequences, tf.constant([1, 0, -1], tf.int64), pad_id=0, trim=True)
+    assert ids.shape == (3, 64) and np.count_nonzero(ids, axis=1).tolist() == [40, 20, 0]
+    assert read_sequences(sequences, tf.constant([0], tf.int64), pad_id=0, trim=False).shape == (1, 128)
+    assert read_sequences(sequences, tf.constant([2], tf.int64), pad_id=0, trim=True).shape == (1, 128)
