@@ -15,8 +15,8 @@ class StepLog(keras.callbacks.Callback):
     It needs a model whose `fit` gives a batch's own `loss`, `accuracy` and `tokens` (`keras_fixes.DataParallelModel`).
 
     - `steps.jsonl`: a line a step with `step` (from 1), `loss`, `learning_rate` (that the step used), `tokens`.
-    - `tensorboard/`: `loss`, `accuracy`, `learning_rate`, `tokens_per_second` by step; `validation/loss` and
-      `validation/accuracy` at each epoch's end; the configuration as text.
+    - `tensorboard/`: `loss`, `accuracy`, `learning_rate` and `tokens_per_second` of each step under `train/`, `loss` and
+      `accuracy` of each epoch under `validation/`, and the configuration as text.
 
     Args:
         workdir: the run's folder.
@@ -74,7 +74,7 @@ class StepLog(keras.callbacks.Callback):
         self._lines.write(json.dumps(line) + "\n")
         with self._board.as_default(step=self.step):
             for name, value in (logs | {"learning_rate": rate}).items():
-                tf.summary.scalar(name, value)
+                tf.summary.scalar(f"train/{name}", value)
         self.model.stop_training = self.step >= self.last_step
 
     def on_epoch_end(self, epoch, logs=None):

@@ -27,7 +27,7 @@ BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM)
 def masked_lm_from_size(
     size: BertSize, vocabulary_size: int, dropout: float, seq_length: int
 ) -> keras_hub.models.BertMaskedLM:
-    """A `BertMaskedLM` of a published size with random weights and 512 positions, or `seq_length` where that is more."""
+    """A `BertMaskedLM` of a published size, with random weights and 512 positions, or more where `seq_length` is."""
     num_layers, width = BERT_SIZES[size]
     backbone = keras_hub.models.BertBackbone(
         vocabulary_size=vocabulary_size,
@@ -82,6 +82,6 @@ def _from_preset(kind, preset: str, **kwargs):
         return kind.from_preset(preset, **kwargs)
     except (ValueError, OSError, RuntimeError) as error:
         raise UserError(
-            f"cannot load the preset {preset} ({str(error).splitlines()[0]}). Give a KerasHub name, which needs a network "
-            "on first use, or a folder made by save_to_preset"
+            f"cannot load the preset {preset} ({str(error).splitlines()[0]}). Give a KerasHub name, "
+            "which needs a network on first use, or a folder made by save_to_preset"
         ) from error

@@ -3,8 +3,8 @@
 
 A run is one long row of positions 0, 1, 2, ...: step k takes the positions [k * batch, (k + 1) * batch), where batch is
 the global batch size. Nothing else decides which example stands at a position: not who reads it, how many read, or how
-often the run was interrupted. Worker w of W takes the positions w, w + W, w + 2 W, ... (`Dataset.shard`), so that every
-step holds the same examples for any W that divides the batch.
+often the run was interrupted. Reader r of R takes the positions r, r + R, r + 2 R, ... (`Dataset.shard`), so that every
+step holds the same examples for any R that divides the batch.
 
 An epoch has steps_per_epoch(examples, batch) steps. Where the last one is not full, its missing places are filled with
 example -1, which must weigh nothing. So every batch has the same shape on every replica.
@@ -48,14 +48,3 @@ def locate(positions: tf.Tensor, num_examples: int, global_batch_size: int, shuf
             rounds=16,
         )
     return epochs, tf.where(place < num_examples, example, NO_EXAMPLE)
-
-
-def no_autotune() -> tf.data.Options:
-    """For the end of a training pipeline, whose parallel calls and prefetching are then what its code says.
-
-    With autotuning, an iterator that is deleted (as `fit` does at each validation) waits for the tuner's thread to wake
-    up, which sleeps for up to a minute (TensorFlow 2.21).
-    """
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return options

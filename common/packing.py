@@ -20,19 +20,20 @@ BUCKETS = (32, 64, 128, 256, 512)
 
 def make_sequences(
     documents: Documents, tokenizer: Tokenizer, seq_length: int, pack: bool, name: str = "sequences"
-) -> np.memmap:
+) -> tf.Tensor:
     """Tokenises documents into sequences, or takes them from the cache.
 
     Args:
         documents: opens the stream of documents; called twice, it must give the same ones.
         tokenizer: a WordPiece tokenizer; its vocabulary has [PAD] with id 0, [CLS] and [SEP].
         seq_length: tokens in a sequence, [CLS] and [SEP] included.
-        pack: True for documents, each with [SEP] at its end, concatenated and cut every `seq_length - 2` tokens, so that
-            only the last sequence has padding; False for one sequence a line, cut at `seq_length`.
+        pack: True for documents, each with [SEP] at its end, concatenated and cut every `seq_length - 2` tokens, so
+            that only the last sequence has padding; False for one sequence a line, cut at `seq_length`.
         name: of the cached file.
 
     Returns:
-        An array [sequences, seq_length] of ids, uint16 or int32: [CLS], tokens, [SEP], then [PAD] to the end.
+        A tensor [sequences, seq_length] of ids, uint16 or int32, in host memory; each sequence is [CLS], tokens,
+        [SEP], and [PAD] to its end.
     """
     dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.int32)
 
@@ -46,7 +47,8 @@ def make_sequences(
 
     inputs = itertools.chain([tokenizer.to_str(), str(seq_length), str(pack)], documents())
     path = cached_file(name, inputs, write)
-    return np.memmap(path, dtype, mode="r").reshape(-1, seq_length)
+    with tf.device("CPU"):
+        return tf.constant(np.fromfile(path, dtype).reshape(-1, seq_length))
 
 
 def _packed(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """WordPiece vocabularies and tokenizers, by the `tokenizers` library.
 
-`common.models.masked_lm_preprocessor` holds KerasHub's tokenizer for the same vocabulary, which a preset is saved with; a
-test holds that both give the same ids.
+`common.models.masked_lm_preprocessor` holds KerasHub's tokenizer for the same vocabulary, with which a preset is saved;
+a test holds that both give the same ids.
 """
 
 from collections.abc import Iterable

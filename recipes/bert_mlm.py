@@ -9,9 +9,10 @@ Time: 2 min on 2 cores. Metric: validation loss, against guessing by word freque
 
 One file for one device, all GPUs of a machine, and many machines: the strategy decides, the code stays.
 Text becomes word pieces, packed into sequences of one length; 15 % of them are masked, anew in every epoch, and the
-model learns to guess them. Each replica takes an equal part of every batch; their gradients are summed before each step.
+model learns to guess them. Each replica takes an equal part of every batch; a step applies the sum of their gradients.
 """
 
+import functools
 import os
 import sys
 
@@ -60,7 +61,6 @@ from common.quiet import quiet_stderr
 
 with quiet_stderr():
     import keras
-    import numpy as np
     import tensorflow as tf
 
 from common.callbacks import StepLog
@@ -69,12 +69,12 @@ from common.fill_mask import print_filled_masks
 from common.masking import MaskingRule, mask_tokens
 from common.metrics import unigram_loss
 from common.models import masked_lm_from_preset, masked_lm_from_size, masked_lm_preprocessor, preset_vocabulary
-from common.order import locate, no_autotune, steps_per_epoch
+from common.order import locate, steps_per_epoch
 from common.packing import make_sequences, read_sequences
 from common.results import language_model_scores, open_run, report, training_results, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
-from common.strategy import is_chief, make_strategy
+from common.strategy import distribute, is_chief, make_strategy
 from common.wordpiece import Vocabulary, load_vocabulary, make_tokenizer, train_vocabulary
 
 SENTENCES = (
@@ -84,8 +84,8 @@ SENTENCES = (
 )
 
 
-def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, np.ndarray]]:
-    """The vocabulary, and for each split of the corpus an array [sequences, seq_length] of token ids."""
+def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:
+    """The vocabulary, and for each split of the corpus a tensor [sequences, seq_length] of token ids."""
     corpus = open_corpus(config.corpus)
     if config.preset:
         vocabulary = preset_vocabulary(config.preset)
@@ -100,24 +100,23 @@ def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, np.ndarray]]:
     }
 
 
-def masked_batches(sequences, rule: MaskingRule, config: Config, replicas: int, training: bool, workers=1, worker=0):
-    """Batches (x, y, sample_weight) for one replica after the other: a pure function of the seed and the step."""
+def masked_batches(sequences, rule: MaskingRule, config: Config, replicas: int, training: bool, num_shards=1, shard=0):
+    """One shard's batches (x, y, sample_weight), of a replica's size each: a pure function of the seed and the step."""
     global_batch = global_batch_size(config.batch_size, replicas)
     steps = steps_per_epoch(len(sequences), global_batch) * (config.epochs if training else 1)
-    ids_of_all = tf.constant(sequences)
 
     def make_batch(positions):
         epochs, examples = locate(
             positions, len(sequences), global_batch, shuffle_seed=config.seed if training else None
         )
-        ids = read_sequences(ids_of_all, examples, rule.pad_id, trim=config.pack == "none")
+        ids = read_sequences(sequences, examples, rule.pad_id, trim=config.pack == "none")
         if not training:
             epochs = tf.fill(tf.shape(epochs), tf.constant(-1, tf.int64))  # the same masks in every validation
         return mask_tokens(ids, seeds=tf.stack([config.seed * 2**32 + epochs, examples], axis=1), rule=rule)
 
-    positions = tf.data.Dataset.range(steps * global_batch).shard(workers, worker)
+    positions = tf.data.Dataset.range(steps * global_batch).shard(num_shards, shard)
     positions = positions.batch(config.batch_size, drop_remainder=True)
-    return positions.map(make_batch, num_parallel_calls=2).prefetch(8).with_options(no_autotune())
+    return positions.map(make_batch, num_parallel_calls=2).prefetch(8)
 
 
 def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model:
@@ -126,7 +125,9 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
         model = masked_lm_from_preset(config.preset, config.dropout)
     else:
         model = masked_lm_from_size(config.model, len(vocabulary), config.dropout, config.seq_length)
-    optimizer = keras.optimizers.AdamW(schedule, weight_decay=config.weight_decay, beta_2=0.98, epsilon=1e-6)  # RoBERTa's
+    optimizer = keras.optimizers.AdamW(
+        schedule, weight_decay=config.weight_decay, beta_2=0.98, epsilon=1e-6
+    )  # RoBERTa's
     optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     # The sum over a replica's labels: train_step divides it, once, by the number of labels in the whole batch.
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
@@ -160,19 +161,15 @@ def train_and_evaluate(config: Config) -> dict:
     print(f"learning rate: {config.learning_rate:g} x {factor:g} ({config.lr_scaling}) = {schedule.peak:g} at the peak")
     print(f"watch it with: tensorboard --logdir {workdir}", flush=True)
 
-    def distributed(split: str):
-        def batches_of_worker(context):
-            workers, worker = context.num_input_pipelines, context.input_pipeline_id
-            return masked_batches(sequences[split], rule, config, replicas, split == "train", workers, worker)
-
-        return strategy.distribute_datasets_from_function(batches_of_worker)
+    def batches(split: str, num_shards=1, shard=0):
+        return masked_batches(sequences[split], rule, config, replicas, split == "train", num_shards, shard)
 
     log = StepLog(workdir, asdict(config), last_step=total_steps)
     history = model.fit(
-        distributed("train"),
+        distribute(strategy, functools.partial(batches, "train")),
         epochs=config.epochs,
         steps_per_epoch=min(steps["train"], total_steps),
-        validation_data=distributed("validation"),
+        validation_data=distribute(strategy, functools.partial(batches, "validation")),
         validation_steps=steps["validation"],
         callbacks=[log],
         verbose="auto" if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
@@ -182,10 +179,12 @@ def train_and_evaluate(config: Config) -> dict:
     results = training_results("bert_mlm", config, strategy, log) | {"train_loss": history["loss"][-1]}
     scores = {"val": {"loss": history["val_loss"][-1], "accuracy": history["val_accuracy"][-1]}}
     if "test" in sequences:
-        scores["test"] = model.evaluate(distributed("test"), steps=steps["test"], return_dict=True, verbose=0)
+        scores["test"] = model.evaluate(
+            distribute(strategy, functools.partial(batches, "test")), steps=steps["test"], return_dict=True, verbose=0
+        )
     for name, split in zip(scores, ("validation", "test"), strict=False):
-        labels = (y[w > 0] for _, y, w in masked_batches(sequences[split], rule, config, replicas, training=False))
-        unigram = unigram_loss(sequences["train"], labels, len(vocabulary), rule.never_masked)
+        labels = (y[w > 0] for _, y, w in batches(split))
+        unigram = unigram_loss(sequences["train"].numpy(), labels, len(vocabulary), rule.never_masked)
         results |= language_model_scores(name, scores[name]["loss"], scores[name]["accuracy"], unigram)
     if is_chief(strategy):
         model.preprocessor = masked_lm_preprocessor(vocabulary, config.seq_length)

@@ -31,7 +31,7 @@ def wikitext(tmp_path_factory) -> Path:
     for name, part in (("train", topics[::3][:12]), ("valid", topics[1::3][:3]), ("test", topics[2::3][:3])):
         with (folder / f"wiki.{name}.tokens").open("w", encoding="utf-8") as file:
             for title, text in part:
-                file.write(f" = {title} = \n \n {text.replace('`', '<unk>')}\n")
+                file.write(f" = {title} = \n \n {text.replace(' is ', ' <unk> ')}\n")
     return folder
 
 

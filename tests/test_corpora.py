@@ -14,7 +14,7 @@ def test_wikitext_folder(wikitext):
     articles = list(corpus["train"]())
     assert sum(article.startswith("= ") for article in articles) == 12
     assert list(corpus["train"]()) == articles  # a stream can be opened again
-    assert "[UNK]" in articles[0] and "<unk>" not in "".join(articles)
+    assert "[UNK]" in "".join(articles) and "<unk>" not in "".join(articles)
     words = (wikitext / "wiki.train.tokens").read_text().replace("<unk>", "[UNK]").split()
     assert "\n".join(articles).split() == words  # nothing is lost
 
@@ -50,7 +50,7 @@ def test_a_long_line_becomes_documents(tmp_path):
 def test_docstrings_are_english_and_validation_is_held_out():
     corpus = open_corpus("docstrings")
     train, validation = list(corpus["train"]()), list(corpus["validation"]())
-    assert sum(map(len, train)) > 5_000_000 and sum(map(len, validation)) > 200_000
+    assert sum(map(len, train)) > 2_000_000 and sum(map(len, validation)) > 150_000
 
     def eight_words(documents):
         for document in documents:
@@ -64,7 +64,7 @@ def test_docstrings_are_english_and_validation_is_held_out():
 
 
 def test_docstrings_are_read_without_importing_the_packages():
-    code = "import sys; from common.corpora import open_corpus; open_corpus('docstrings'); print('tensorflow' in sys.modules)"
+    code = "import sys; from common import corpora; corpora.open_corpus('docstrings'); print('keras' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -11,7 +11,7 @@ PAD, CLS, SEP = (TOKENIZER.token_to_id(token) for token in ("[PAD]", "[CLS]", "[
 
 
 def test_packing_loses_no_token_and_pads_the_last_sequence_only():
-    sequences = make_sequences(lambda: iter(DOCUMENTS), TOKENIZER, seq_length=16, pack=True)
+    sequences = make_sequences(lambda: iter(DOCUMENTS), TOKENIZER, seq_length=16, pack=True).numpy()
     assert (sequences[:, 0] == CLS).all()
     assert (sequences[:-1, -1] == SEP).all()
     last = sequences[-1][sequences[-1] != PAD]
@@ -22,7 +22,7 @@ def test_packing_loses_no_token_and_pads_the_last_sequence_only():
 
 
 def test_one_line_a_sequence():
-    sequences = make_sequences(lambda: iter(DOCUMENTS), TOKENIZER, seq_length=16, pack=False)
+    sequences = make_sequences(lambda: iter(DOCUMENTS), TOKENIZER, seq_length=16, pack=False).numpy()
     lines = [line for document in DOCUMENTS for line in document.splitlines()]
     for row, line in zip(sequences, lines, strict=True):
         ids = TOKENIZER.encode(line, add_special_tokens=False).ids[:14]
@@ -30,10 +30,10 @@ def test_one_line_a_sequence():
 
 
 def test_sequences_come_from_the_cache_the_second_time(monkeypatch):
-    arguments = dict(tokenizer=TOKENIZER, seq_length=8, pack=True)
-    first = make_sequences(lambda: iter(["fish"] * 9), **arguments)
+    arguments = {"tokenizer": TOKENIZER, "seq_length": 8, "pack": True}
+    first = make_sequences(lambda: iter(["fish"] * 9), **arguments).numpy()
     monkeypatch.setattr("common.packing._packed", None)
-    assert (make_sequences(lambda: iter(["fish"] * 9), **arguments) == first).all()
+    assert (make_sequences(lambda: iter(["fish"] * 9), **arguments).numpy() == first).all()
     with pytest.raises(TypeError):
         make_sequences(lambda: iter(["fish"] * 10), **arguments)
 
@@ -41,6 +41,7 @@ def test_sequences_come_from_the_cache_the_second_time(monkeypatch):
 def test_reading_fills_and_trims():
     sequences = np.zeros((3, 128), np.uint16)
     sequences[0, :20], sequences[1, :40], sequences[2, :128] = 7, 8, 9
+    sequences = tf.constant(sequences)
     ids = read_sequences(sequences, tf.constant([1, 0, -1], tf.int64), pad_id=0, trim=True)
     assert ids.shape == (3, 64) and np.count_nonzero(ids, axis=1).tolist() == [40, 20, 0]
     assert read_sequences(sequences, tf.constant([0], tf.int64), pad_id=0, trim=False).shape == (1, 128)

@@ -41,7 +41,9 @@ def test_imports_in_common_form_no_circle():
 def test_a_recipe_is_one_page_that_imports_no_other(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "recipes"]
     assert len(path.read_text().splitlines()) <= 250
-    functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    functions = {
+        node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
     assert {"Config", "make_datasets", "build_model", "train_and_evaluate", "main"} <= functions
 
 
