@@ -12,11 +12,11 @@ import tensorflow as tf
 class StepLog(keras.callbacks.Callback):
     """Writes each step's own values to `steps.jsonl` and TensorBoard, and shows tokens per second in the progress bar.
 
-    It needs a model whose `fit` gives a batch's own `loss`, `accuracy` and `tokens` (`keras_fixes.DataParallelModel`).
+    It needs a model whose `fit` gives a batch's own `loss`, `accuracy` and `tokens` (`keras_fixes.data_parallel`).
 
     - `steps.jsonl`: a line a step with `step` (from 1), `loss`, `learning_rate` (that the step used), `tokens`.
-    - `tensorboard/`: `loss`, `accuracy`, `learning_rate` and `tokens_per_second` of each step under `train/`, `loss` and
-      `accuracy` of each epoch under `validation/`, and the configuration as text.
+    - `tensorboard/`: `loss`, `accuracy`, `learning_rate` and `tokens_per_second` of each step under `train/`, `loss`
+      and `accuracy` of each epoch under `validation/`, and the configuration as text.
 
     Args:
         workdir: the run's folder.

@@ -263,3 +263,15 @@ def test_a_copy_runs_alone_and_gives_the_same_results(small, tmp_path):
 def test_knobs_are_a_frozen_dataclass():
     with pytest.raises(dataclasses.FrozenInstanceError):
         bert_mlm.Config().seed = 1
+
+
+@pytest.mark.slow
+def test_the_default_run_learns(tmp_path):
+    """The README's first command, whole: no knob but where to."""
+    subprocess.run(
+        [sys.executable, "-m", "recipes", "run", "bert_mlm", "--workdir", str(tmp_path)], cwd=ROOT, check=True
+    )
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["val_loss"] <= results["val_unigram_loss"] - 0.4
+    assert results["learning_rate"]["last"] < 0.02 * results["learning_rate"]["peak"]
+    assert results["padding_fraction"] < 0.01
