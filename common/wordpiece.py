@@ -5,6 +5,8 @@
 a test holds that both give the same ids.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from common.caching import cached_file
 from common.command_line import UserError
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+ALPHABET_SIZE = 200  # characters that a trained vocabulary knows at most, the most frequent ones
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,24 @@ class Vocabulary:
 def train_vocabulary(documents: Iterable[str], size: int) -> Vocabulary:
     """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` pieces.
 
-    The same documents and size give the same vocabulary, taken from the cache when it was trained before.
+    The same documents and size give the same vocabulary on every machine. It is kept in the cache.
     """
     documents = list(documents)
 
     def train(path: Path) -> None:
         tokenizer = _tokenizer(models.WordPiece(unk_token=UNK), lowercase=True, strip_accents=True)
+        texts = [tokenizer.normalizer.normalize_str(document) for document in documents]
+        characters = Counter(itertools.chain.from_iterable(texts))
+        by_count = sorted(set(characters) - set(" "), key=lambda c: (-characters[c], c))
+        known = min(ALPHABET_SIZE, size // 4)
+        rare = str.maketrans(dict.fromkeys(by_count[known:], " "))
+        # The trainer numbers pieces of one character in the order of a hash table, another one in each process, and
+        # settles ties by number. Given as special tokens, they have their numbers beforehand.
+        alphabet = [piece for character in sorted(by_count[:known]) for piece in (character, "##" + character)]
         trainer = trainers.WordPieceTrainer(
-            vocab_size=size, special_tokens=list(SPECIAL_TOKENS), limit_alphabet=200, show_progress=False
+            vocab_size=size, special_tokens=[*SPECIAL_TOKENS, *alphabet], show_progress=False
         )
-        tokenizer.train_from_iterator(documents, trainer)
+        tokenizer.train_from_iterator((text.translate(rare) for text in texts), trainer)
         pieces = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
         path.write_text("".join(f"{piece}\n" for piece, _ in pieces), encoding="utf-8")
 

@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -5,6 +10,7 @@ from common.command_line import UserError
 from common.models import masked_lm_preprocessor
 from common.wordpiece import SPECIAL_TOKENS, Vocabulary, load_vocabulary, make_tokenizer, train_vocabulary
 
+ROOT = Path(__file__).parent.parent
 TEXTS = ["The quick brown fox jumps over the lazy dog; it wasn't impressed.", "Café naïve Zürich", "中文 text ok?", ""]
 
 
@@ -13,6 +19,26 @@ def test_a_trained_vocabulary_is_uncased_small_and_the_same_again():
     assert tuple(vocabulary.pieces[:5]) == SPECIAL_TOKENS and 40 < len(vocabulary) <= 120
     assert vocabulary.lowercase and len(set(vocabulary.pieces)) == len(vocabulary)
     assert train_vocabulary(iter(TEXTS), 120) == vocabulary
+
+
+def test_training_gives_the_same_in_every_process(tmp_path):
+    """The trainer's own ties fall by a hash table that is another one in each process."""
+    code = (
+        "import pydoc_data.topics as t; from common.wordpiece import train_vocabulary;"
+        "print(train_vocabulary(sorted(t.topics.values()), 600).pieces)"
+    )
+    made = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / str(process))},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for process in range(3)
+    }
+    assert len(made) == 1 and len(made.pop()) > 600
 
 
 def test_keras_hub_gives_the_same_ids():
