@@ -12,83 +12,103 @@ import tensorflow as tf
 class StepLog(keras.callbacks.Callback):
     """Writes each step's own values to `steps.jsonl` and TensorBoard, and shows tokens per second in the progress bar.
 
-    It needs a model whose `fit` gives a batch's own `loss`, `accuracy` and `tokens` (`keras_fixes.data_parallel`).
+    It needs a model whose `fit` gives a step's own values (`keras_fixes.data_parallel`).
 
-    - `steps.jsonl`: a line a step with `step` (from 1), `loss`, `learning_rate` (that the step used), `tokens`.
+    - `steps.jsonl`: a line a step with `step` (from 1), `loss`, `accuracy`, `learning_rate` (that the step used),
+      `labels` (over which the loss is the mean), `tokens`, and `slots`, the places for tokens. It is the record that
+      results are computed from: a run that goes on from step n keeps n lines of it.
     - `tensorboard/`: `loss`, `accuracy`, `learning_rate` and `tokens_per_second` of each step under `train/`, `loss`
       and `accuracy` of each epoch under `validation/`, and the configuration as text.
 
     Args:
         workdir: the run's folder.
         config: shown as text in TensorBoard; a dict.
-        first_step: steps that the run had done before.
+        steps_per_epoch: steps over which an epoch's means are taken.
         last_step: `fit` ends after this step, in the middle of an epoch too.
+        first_step: steps that the run has done before.
 
     Attributes:
         step: steps done.
-        learning_rates: those used, by step of this process.
-        tokens_per_second, seconds: of the steps of this process but the first, which holds the compilation.
+        learning_rate: the `first`, `peak` and `last` that steps used.
+        epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far.
         padding_fraction: share of the places for tokens that held none.
+        seconds, tokens_per_second: of this process's steps but its first, which holds the compilation; padding not
+            counted.
     """
 
-    def __init__(self, workdir: Path, config: dict, last_step: int, first_step: int = 0):
+    def __init__(self, workdir: Path, config: dict, steps_per_epoch: int, last_step: int, first_step: int = 0):
         super().__init__()
-        self.step = first_step
+        self.first_step = self.step = first_step
+        self.steps_per_epoch = steps_per_epoch
         self.last_step = last_step
-        self.learning_rates = []
-        self.seconds = 0.0
-        self._tokens = self._all_tokens = self._slots = 0
-        self._lines = (workdir / "steps.jsonl").open("a", encoding="utf-8")
+        self.learning_rate = {}
+        self.seconds = self.tokens_per_second = 0.0
+        self._timed_tokens = self._tokens = self._slots = 0
+        path = workdir / "steps.jsonl"
+        kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:first_step] if first_step else []
+        for line in kept:
+            self._count(json.loads(line))
+        self._lines = path.open("w", encoding="utf-8", buffering=1)
+        self._lines.writelines(kept)
         self._board = tf.summary.create_file_writer(str(workdir / "tensorboard"))
         with self._board.as_default(step=first_step):
             tf.summary.text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
 
     @property
-    def tokens_per_second(self) -> float:
-        """Padding not counted; 0 after a single step."""
-        return self._tokens / self.seconds if self.seconds else 0.0
+    def epoch(self) -> dict[str, float]:
+        """See the class."""
+        return {name: total / self._epoch_labels for name, total in self._epoch_totals.items()}
 
     @property
     def padding_fraction(self) -> float:
-        """Between 0 and 1."""
-        return 1 - self._all_tokens / self._slots
+        """See the class."""
+        return 1 - self._tokens / self._slots
 
     def on_train_batch_begin(self, batch, logs=None):
         """Notes the rate that the step will use."""
+        self._rate = float(self.model.optimizer.learning_rate)
         self._began = time.perf_counter()
-        self.learning_rates.append(float(self.model.optimizer.learning_rate))
 
     def on_train_batch_end(self, batch, logs=None):
-        """Writes the step's values, and puts tokens per second into the progress bar in place of tokens."""
+        """Writes the step's values; in the progress bar, tokens per second take the place of the counts."""
         seconds = time.perf_counter() - self._began
         self.step += 1
-        tokens = int(logs.pop("tokens"))
-        self._all_tokens += tokens
-        self._slots += int(logs.pop("slots"))
-        if len(self.learning_rates) > 1:
-            self._tokens += tokens
-            self.seconds += seconds
-        logs["tokens_per_second"] = tokens / seconds
-        rate = self.learning_rates[-1]
-        line = {"step": self.step, "loss": float(logs["loss"]), "learning_rate": rate, "tokens": tokens}
+        counts = {name: int(logs.pop(name)) for name in ("labels", "tokens", "slots")}
+        line = {"step": self.step, **{k: float(v) for k, v in logs.items()}, "learning_rate": self._rate, **counts}
         self._lines.write(json.dumps(line) + "\n")
+        self._count(line)
+        if self.step > self.first_step + 1:
+            self.seconds += seconds
+            self._timed_tokens += counts["tokens"]
+            self.tokens_per_second = self._timed_tokens / self.seconds
+        logs["tokens_per_second"] = counts["tokens"] / seconds
         with self._board.as_default(step=self.step):
-            for name, value in (logs | {"learning_rate": rate}).items():
+            for name, value in (logs | {"learning_rate": self._rate}).items():
                 tf.summary.scalar(f"train/{name}", value)
         self.model.stop_training = self.step >= self.last_step
 
     def on_epoch_end(self, epoch, logs=None):
-        """Writes the validation's values."""
-        for name in ("tokens", "slots", "val_tokens", "val_slots"):
-            logs.pop(name, None)
+        """Writes the validation's values; the epoch's means are of all its steps, those before a restart too."""
+        for name in ("labels", "tokens", "slots"):
+            del logs[name], logs[f"val_{name}"]
+        logs |= self.epoch
         with self._board.as_default(step=self.step):
-            for name in ("loss", "accuracy"):
-                if f"val_{name}" in logs:
-                    tf.summary.scalar(f"validation/{name}", logs[f"val_{name}"])
-        self._lines.flush()
-        self._board.flush()
+            for name in self.epoch:
+                tf.summary.scalar(f"validation/{name}", logs[f"val_{name}"])
 
     def on_train_end(self, logs=None):
-        """Flushes both files."""
-        self._lines.flush()
+        """Flushes TensorBoard's file."""
         self._board.flush()
+
+    def _count(self, line: dict) -> None:
+        if (line["step"] - 1) % self.steps_per_epoch == 0:
+            self._epoch_labels = 0
+            self._epoch_totals = {"loss": 0.0, "accuracy": 0.0}
+        self._epoch_labels += line["labels"]
+        for name in self._epoch_totals:
+            self._epoch_totals[name] += line[name] * line["labels"]
+        rate = line["learning_rate"]
+        past = self.learning_rate
+        self.learning_rate = {"first": past.get("first", rate), "peak": max(past.get("peak", rate), rate), "last": rate}
+        self._tokens += line["tokens"]
+        self._slots += line["slots"]

@@ -16,7 +16,7 @@ import tyro
 Config = TypeVar("Config")
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """The user's input is wrong. The message says how to mend it; a command ends with it and exit status 2."""
 
 

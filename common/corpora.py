@@ -24,6 +24,7 @@ from common.command_line import UserError
 
 Documents = Callable[[], Iterator[str]]
 
+NAMES = ("docstrings", "wikitext-2", "wikitext-103")
 DOCSTRING_PACKAGES = ("keras", "keras_hub", "numpy")
 WIKITEXT_FILES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 DOCUMENT_LIMIT = 20_000  # characters; a longer stretch of text goes on as the next document, so that memory is bounded
@@ -49,7 +50,7 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
     """
     if corpus == "docstrings":
         return {split: functools.partial(_read_json_lines, path) for split, path in _docstrings().items()}
-    if corpus in ("wikitext-2", "wikitext-103"):
+    if corpus in NAMES:
         return _hub_wikitext(corpus)
     path = Path(corpus)
     if (path / WIKITEXT_FILES["train"]).is_file():
@@ -60,7 +61,7 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
     if path.is_file():
         return _held_out([path])
     if path.is_dir():
-        files = sorted(path.rglob("*.txt"))
+        files = sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not files:
             raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
         return _held_out(files)
@@ -72,9 +73,14 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
 def _lines(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8-sig") as file:
-            yield from file
+            for line in file:
+                if "\0" in line:
+                    raise UserError(f"{path} is a binary file, not text")
+                yield line
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from error
+        raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it first") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _articles(lines: Iterator[str]) -> Iterator[str]:

@@ -27,8 +27,9 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
     The task gives logits for integer labels. Compile it with a loss whose `reduction` is `"sum"`. Data are batches
     `(x, y, sample_weight)`, where `x["padding_mask"]` is 1 for a token and 0 for padding.
 
-    Metrics are `loss` and `accuracy`, means over all labels by weight; `tokens`, without padding; and `slots`, the
-    places for tokens. `fit` gives callbacks a step's own values at its end, and the epoch's at the epoch's end.
+    Metrics are `loss` and `accuracy`, means over all labels by weight; `labels`, the sum of the weights; `tokens`,
+    without padding; and `slots`, the places for tokens. `fit` gives callbacks a step's own values at its end, and the
+    epoch's at the epoch's end.
     """
 
     class DataParallel(task_class):
@@ -36,7 +37,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             super().compile(optimizer=optimizer, loss=loss, weighted_metrics=None)
             optimizer.build(self.trainable_variables)
             self.means = {name: keras.metrics.Mean(name=name) for name in ("loss", "accuracy")}
-            self.sums = {name: keras.metrics.Sum(name=name) for name in ("tokens", "slots")}
+            self.sums = {name: keras.metrics.Sum(name=name) for name in ("labels", "tokens", "slots")}
 
         @property
         def metrics(self):
@@ -110,13 +111,17 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             weight_sum = tf.reduce_sum(weight)
             totals = {"loss": loss_sum, "accuracy": tf.reduce_sum(matches * weight)}
             is_token = tf.cast(x["padding_mask"], tf.float32)
-            counts = {"tokens": tf.reduce_sum(is_token), "slots": tf.cast(tf.size(is_token), tf.float32)}
+            counts = {
+                "labels": weight_sum,
+                "tokens": tf.reduce_sum(is_token),
+                "slots": tf.cast(tf.size(is_token), tf.float32),
+            }
             for name, total in totals.items():
                 self.means[name].update_state(tf.math.divide_no_nan(total, weight_sum), sample_weight=weight_sum)
             for name, count in counts.items():
                 self.sums[name].update_state(count)
-            of_batch = _sum_over_replicas({"weight": weight_sum} | totals | counts)
-            means = {name: tf.math.divide_no_nan(of_batch[name], of_batch["weight"]) for name in totals}
+            of_batch = _sum_over_replicas(totals | counts)
+            means = {name: tf.math.divide_no_nan(of_batch[name], of_batch["labels"]) for name in totals}
             return means | {name: of_batch[name] for name in counts}
 
     return DataParallel

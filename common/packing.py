@@ -48,7 +48,11 @@ def make_sequences(
     inputs = itertools.chain([tokenizer.to_str(), str(seq_length), str(pack)], documents())
     path = cached_file(name, inputs, write)
     with tf.device("CPU"):
-        return tf.constant(np.fromfile(path, dtype).reshape(-1, seq_length))
+        return tf.constant(
+            np.memmap(path, dtype, mode="r").reshape(-1, seq_length)
+            if path.stat().st_size
+            else np.empty((0, seq_length), dtype)
+        )
 
 
 def _packed(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:

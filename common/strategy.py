@@ -52,13 +52,13 @@ def make_strategy(replicas: int = 0) -> tf.distribute.Strategy:
 
 
 def distribute(
-    strategy: tf.distribute.Strategy, make_batches: Callable[[int, int], tf.data.Dataset]
+    strategy: tf.distribute.Strategy, make_batches: Callable[..., tf.data.Dataset]
 ) -> tf.distribute.DistributedDataset:
     """A data set that gives each replica its own part of every batch.
 
     Args:
         strategy: from `make_strategy`.
-        make_batches: `make_batches(num_shards, shard)` gives shard number `shard`: batches of one replica's size.
+        make_batches: `make_batches(num_shards=N, shard=i)` gives shard i: batches of one replica's size.
             Shards are replicas, or workers, whose replicas take batches in turn.
     """
     options = None
@@ -69,12 +69,12 @@ def distribute(
             experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
             experimental_fetch_to_device=False,
         )
-    return strategy.distribute_datasets_from_function(
-        lambda context: make_batches(context.num_input_pipelines, context.input_pipeline_id).with_options(
-            _no_autotune()
-        ),
-        options,
-    )
+
+    def batches_of(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        batches = make_batches(num_shards=context.num_input_pipelines, shard=context.input_pipeline_id)
+        return batches.with_options(_no_autotune())
+
+    return strategy.distribute_datasets_from_function(batches_of, options)
 
 
 def num_workers() -> int:

@@ -7,7 +7,7 @@ a test holds that both give the same ids.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from common.caching import cached_file
 from common.command_line import UserError
+from common.corpora import Documents
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ALPHABET_SIZE = 200  # characters that a trained vocabulary knows at most, the most frequent ones
@@ -32,17 +33,25 @@ class Vocabulary:
         return len(self.pieces)
 
 
-def train_vocabulary(documents: Iterable[str], size: int) -> Vocabulary:
+def train_vocabulary(documents: Documents, size: int) -> Vocabulary:
     """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` pieces.
 
     The same documents and size give the same vocabulary on every machine. It is kept in the cache.
+
+    Args:
+        documents: opens the stream of documents; called several times, it must give the same ones.
+        size: at least 100.
     """
-    documents = list(documents)
+    # The tokenizer's own normalizer is locked while it trains.
+    normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=True)
+
+    def texts() -> Iterator[str]:
+        return (normalizer.normalize_str(document) for document in documents())
 
     def train(path: Path) -> None:
-        tokenizer = _tokenizer(models.WordPiece(unk_token=UNK), lowercase=True, strip_accents=True)
-        texts = [tokenizer.normalizer.normalize_str(document) for document in documents]
-        characters = Counter(itertools.chain.from_iterable(texts))
+        characters = Counter()
+        for text in texts():
+            characters.update(text)
         by_count = sorted(set(characters) - set(" "), key=lambda c: (-characters[c], c))
         known = min(ALPHABET_SIZE, size // 4)
         rare = str.maketrans(dict.fromkeys(by_count[known:], " "))
@@ -52,11 +61,12 @@ def train_vocabulary(documents: Iterable[str], size: int) -> Vocabulary:
         trainer = trainers.WordPieceTrainer(
             vocab_size=size, special_tokens=[*SPECIAL_TOKENS, *alphabet], show_progress=False
         )
-        tokenizer.train_from_iterator((text.translate(rare) for text in texts), trainer)
+        tokenizer = _tokenizer(models.WordPiece(unk_token=UNK), lowercase=True, strip_accents=True)
+        tokenizer.train_from_iterator((text.translate(rare) for text in texts()), trainer)
         pieces = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
         path.write_text("".join(f"{piece}\n" for piece, _ in pieces), encoding="utf-8")
 
-    return load_vocabulary(cached_file("vocabulary.txt", [str(size), *documents], train))
+    return load_vocabulary(cached_file("vocabulary.txt", itertools.chain([str(size)], documents()), train))
 
 
 def load_vocabulary(path: str | Path) -> Vocabulary:

@@ -23,6 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is o
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from common.checks import check_knobs, check_sizes
 from common.command_line import parse, run
 from common.scaling import LearningRateScaling
 
@@ -34,7 +35,9 @@ class Config:
     workdir: str = "runs/bert_mlm"  # folder of the run: results, logs, preset
     corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | a text file or folder
     preset: str = ""  # KerasHub name, or folder made by save_to_preset, to start from; else random weights
-    model: Literal["tiny", "mini", "small", "medium", "base", "large"] = "tiny"  # BERT size for random weights
+    model: Literal["tiny", "mini", "small", "medium", "base", "large"] | None = (
+        None  # BERT size; None: tiny, or the preset
+    )
     vocabulary: str = ""  # WordPiece file, one piece a line; else one is trained on the corpus
     vocabulary_size: int = 4096  # pieces of a trained vocabulary
     seq_length: int = 128  # tokens in a sequence
@@ -51,7 +54,11 @@ class Config:
     max_steps: int = 0  # end after this many steps; 0: no cap
     precision: Literal["float32", "mixed_bfloat16"] = "float32"
     seed: int = 0  # of weights, order, masks and dropout
+    checkpoint_every: int = 100  # steps between two checkpoints, from which a run that was stopped goes on
     overwrite: bool = False  # start afresh in a workdir that holds a run
+
+    def __post_init__(self):
+        check_knobs(self)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is answered at once
@@ -64,6 +71,7 @@ with quiet_stderr():
     import tensorflow as tf
 
 from common.callbacks import StepLog
+from common.checkpoints import Checkpoints, epochs_left
 from common.corpora import open_corpus
 from common.fill_mask import print_filled_masks
 from common.masking import MaskingRule, mask_tokens
@@ -71,7 +79,8 @@ from common.metrics import unigram_loss
 from common.models import masked_lm_from_preset, masked_lm_from_size, masked_lm_preprocessor, preset_vocabulary
 from common.order import locate, steps_per_epoch
 from common.packing import make_sequences, read_sequences
-from common.results import language_model_scores, open_run, report, training_results, write_json
+from common.results import language_model_scores, report, training_results
+from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
 from common.strategy import distribute, is_chief, make_strategy
@@ -92,7 +101,7 @@ def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:
     elif config.vocabulary:
         vocabulary = load_vocabulary(config.vocabulary)
     else:
-        vocabulary = train_vocabulary(corpus["train"](), config.vocabulary_size)
+        vocabulary = train_vocabulary(corpus["train"], config.vocabulary_size)
     tokenizer = make_tokenizer(vocabulary)
     return vocabulary, {
         split: make_sequences(documents, tokenizer, config.seq_length, pack=config.pack == "full")
@@ -100,22 +109,23 @@ def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:
     }
 
 
-def masked_batches(sequences, rule: MaskingRule, config: Config, replicas: int, training: bool, num_shards=1, shard=0):
+def masked_batches(
+    sequences, rule: MaskingRule, config: Config, batch_size, replicas, training, first_step=0, num_shards=1, shard=0
+) -> tf.data.Dataset:
     """One shard's batches (x, y, sample_weight), of a replica's size each: a pure function of the seed and the step."""
-    global_batch = global_batch_size(config.batch_size, replicas)
-    steps = steps_per_epoch(len(sequences), global_batch) * (config.epochs if training else 1)
+    global_batch = global_batch_size(batch_size, replicas)
+    last_step = steps_per_epoch(len(sequences), global_batch) * (config.epochs if training else 1)
+    shuffle_seed = config.seed if training else None
 
     def make_batch(positions):
-        epochs, examples = locate(
-            positions, len(sequences), global_batch, shuffle_seed=config.seed if training else None
-        )
+        epochs, examples = locate(positions, len(sequences), global_batch, shuffle_seed)
         ids = read_sequences(sequences, examples, rule.pad_id, trim=config.pack == "none")
         if not training:
             epochs = tf.fill(tf.shape(epochs), tf.constant(-1, tf.int64))  # the same masks in every validation
         return mask_tokens(ids, seeds=tf.stack([config.seed * 2**32 + epochs, examples], axis=1), rule=rule)
 
-    positions = tf.data.Dataset.range(steps * global_batch).shard(num_shards, shard)
-    positions = positions.batch(config.batch_size, drop_remainder=True)
+    positions = tf.data.Dataset.range(first_step * global_batch, last_step * global_batch)
+    positions = positions.shard(num_shards, shard).batch(batch_size, drop_remainder=True)
     return positions.map(make_batch, num_parallel_calls=2).prefetch(8)
 
 
@@ -124,7 +134,7 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
     if config.preset:
         model = masked_lm_from_preset(config.preset, config.dropout)
     else:
-        model = masked_lm_from_size(config.model, len(vocabulary), config.dropout, config.seq_length)
+        model = masked_lm_from_size(config.model or "tiny", len(vocabulary), config.dropout, config.seq_length)
     optimizer = keras.optimizers.AdamW(
         schedule, weight_decay=config.weight_decay, beta_2=0.98, epsilon=1e-6
     )  # RoBERTa's
@@ -137,59 +147,69 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`."""
-    workdir, finished = open_run("bert_mlm", config)
-    if finished:
-        print(f"The run in {workdir} is complete; --overwrite starts afresh.")
-        return finished
+    run = open_run("bert_mlm", config)
+    if run.results:
+        print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
+        return run.results
     keras.utils.set_random_seed(config.seed)
     keras.config.set_dtype_policy(config.precision)
     strategy = make_strategy(config.replicas)
     replicas = strategy.num_replicas_in_sync
+    factor = learning_rate_factor(config.lr_scaling, replicas)
+    batch_size, peak_rate = run.split(config, replicas, config.learning_rate * factor)
+    global_batch = global_batch_size(batch_size, replicas)
 
     vocabulary, sequences = make_datasets(config)
+    check_sizes(sequences, global_batch)
     rule = MaskingRule.for_pieces(vocabulary.pieces, config.mask_rate)
-    global_batch = global_batch_size(config.batch_size, replicas)
     steps = {split: steps_per_epoch(len(part), global_batch) for split, part in sequences.items()}
     total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
-
-    factor = learning_rate_factor(config.lr_scaling, replicas)
-    schedule = WarmUpPolynomialDecay(config.learning_rate * factor, int(config.warmup * total_steps), total_steps)
+    schedule = WarmUpPolynomialDecay(peak_rate, int(config.warmup * total_steps), total_steps)
     with strategy.scope():
         model = build_model(config, vocabulary, schedule)
+    checkpoints = Checkpoints(run.workdir, model, config.checkpoint_every)
+    log = StepLog(run.workdir, asdict(config), steps["train"], total_steps, first_step=checkpoints.restore())
+
     print(f"{model.count_params():,} parameters; {total_steps} steps, {steps['train']} an epoch")
-    print(f"batch: {config.batch_size} sequences x {replicas} replicas = {global_batch}")
-    print(f"learning rate: {config.learning_rate:g} x {factor:g} ({config.lr_scaling}) = {schedule.peak:g} at the peak")
-    print(f"watch it with: tensorboard --logdir {workdir}", flush=True)
+    print(f"batch: {batch_size} sequences x {replicas} replicas = {global_batch}")
+    print(f"learning rate: {config.learning_rate:g} x {factor:g} ({config.lr_scaling}) = {peak_rate:g} at the peak")
+    print(
+        f"going on from step {log.step}" if log.step else f"watch it with: tensorboard --logdir {run.workdir}",
+        flush=True,
+    )
 
-    def batches(split: str, num_shards=1, shard=0):
-        return masked_batches(sequences[split], rule, config, replicas, split == "train", num_shards, shard)
-
-    log = StepLog(workdir, asdict(config), last_step=total_steps)
-    history = model.fit(
-        distribute(strategy, functools.partial(batches, "train")),
-        epochs=config.epochs,
-        steps_per_epoch=min(steps["train"], total_steps),
-        validation_data=distribute(strategy, functools.partial(batches, "validation")),
-        validation_steps=steps["validation"],
-        callbacks=[log],
-        verbose="auto" if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
-        shuffle=False,  # the batches come in their order already
-    ).history
-
-    results = training_results("bert_mlm", config, strategy, log) | {"train_loss": history["loss"][-1]}
-    scores = {"val": {"loss": history["val_loss"][-1], "accuracy": history["val_accuracy"][-1]}}
-    if "test" in sequences:
-        scores["test"] = model.evaluate(
-            distribute(strategy, functools.partial(batches, "test")), steps=steps["test"], return_dict=True, verbose=0
+    def batches(split: str):
+        first_step = log.step if split == "train" else 0
+        return functools.partial(
+            masked_batches, sequences[split], rule, config, batch_size, replicas, split == "train", first_step
         )
-    for name, split in zip(scores, ("validation", "test"), strict=False):
-        labels = (y[w > 0] for _, y, w in batches(split))
+
+    scores = {}
+    for left in epochs_left(log.step, steps["train"], config.epochs, total_steps):
+        history = model.fit(
+            distribute(strategy, batches("train")),
+            **left,
+            validation_data=distribute(strategy, batches("validation")),
+            validation_steps=steps["validation"],
+            callbacks=[log, checkpoints],
+            verbose="auto" if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
+            shuffle=False,  # the batches come in their order already
+        ).history
+        scores["validation"] = {name: history[f"val_{name}"][-1] for name in ("loss", "accuracy")}
+
+    results = training_results("bert_mlm", config, strategy, global_batch, log)
+    for split in set(sequences) - {"train"} - set(scores):
+        scores[split] = model.evaluate(
+            distribute(strategy, batches(split)), steps=steps[split], return_dict=True, verbose=0
+        )
+    for split, score in scores.items():
+        labels = (y[w > 0] for _, y, w in batches(split)())
         unigram = unigram_loss(sequences["train"].numpy(), labels, len(vocabulary), rule.never_masked)
-        results |= language_model_scores(name, scores[name]["loss"], scores[name]["accuracy"], unigram)
+        results |= language_model_scores(split, score["loss"], score["accuracy"], unigram)
     if is_chief(strategy):
         model.preprocessor = masked_lm_preprocessor(vocabulary, config.seq_length)
-        model.save_to_preset(str(workdir / "preset"))
-        write_json(workdir / "results.json", results)
+        model.save_to_preset(str(run.workdir / "preset"))
+        write_json(run.workdir / "results.json", results)
     return results
 
 

@@ -50,6 +50,17 @@ def small(wikitext, tmp_path):
     }
 
 
+# (input, what is answered), filled by tests/test_bad_input.py.
+MESSAGES: list[tuple[str, str]] = []
+
+
+def pytest_terminal_summary(terminalreporter):
+    if MESSAGES:
+        terminalreporter.section("bad and odd input, and what is answered")
+        for words, message in MESSAGES:
+            terminalreporter.write_line(f"{words:45} {message}")
+
+
 # Tests that may be skipped, by node id. Anything else that is skipped fails the run where CI is set.
 MAY_BE_SKIPPED: set[str] = set()
 

@@ -17,7 +17,7 @@ def recipes(*words, **kwargs):
 def test_answers_at_once_without_tensorflow(words):
     code = (
         "import atexit, runpy, sys; sys.argv[1:] = sys.orig_argv[3:];"
-        "atexit.register(lambda: print('imported', {'tensorflow', 'keras', 'tokenizers'} & set(sys.modules)));"
+        "atexit.register(lambda: print('imported', {'tensorflow', 'keras', 'keras_hub'} & set(sys.modules)));"
         "runpy.run_module('recipes', run_name='__main__')"
     )
     began = time.perf_counter()

@@ -6,7 +6,7 @@ from common.packing import make_sequences, read_sequences
 from common.wordpiece import make_tokenizer, train_vocabulary
 
 DOCUMENTS = ["One fish, two fish.\nRed fish, blue fish.", "", "Black fish.", "Old fish " * 40]
-TOKENIZER = make_tokenizer(train_vocabulary(DOCUMENTS, 100))
+TOKENIZER = make_tokenizer(train_vocabulary(lambda: DOCUMENTS, 100))
 PAD, CLS, SEP = (TOKENIZER.token_to_id(token) for token in ("[PAD]", "[CLS]", "[SEP]"))
 
 

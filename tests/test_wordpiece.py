@@ -15,17 +15,17 @@ TEXTS = ["The quick brown fox jumps over the lazy dog; it wasn't impressed.", "C
 
 
 def test_a_trained_vocabulary_is_uncased_small_and_the_same_again():
-    vocabulary = train_vocabulary(TEXTS, 120)
+    vocabulary = train_vocabulary(lambda: iter(TEXTS), 120)
     assert tuple(vocabulary.pieces[:5]) == SPECIAL_TOKENS and 40 < len(vocabulary) <= 120
     assert vocabulary.lowercase and len(set(vocabulary.pieces)) == len(vocabulary)
-    assert train_vocabulary(iter(TEXTS), 120) == vocabulary
+    assert train_vocabulary(lambda: iter(TEXTS), 120) == vocabulary
 
 
 def test_training_gives_the_same_in_every_process(tmp_path):
     """The trainer's own ties fall by a hash table that is another one in each process."""
     code = (
         "import pydoc_data.topics as t; from common.wordpiece import train_vocabulary;"
-        "print(train_vocabulary(sorted(t.topics.values()), 600).pieces)"
+        "print(train_vocabulary(lambda: sorted(t.topics.values()), 600).pieces)"
     )
     made = {
         subprocess.run(
@@ -42,14 +42,14 @@ def test_training_gives_the_same_in_every_process(tmp_path):
 
 
 def test_keras_hub_gives_the_same_ids():
-    vocabulary = train_vocabulary(TEXTS, 120)
+    vocabulary = train_vocabulary(lambda: iter(TEXTS), 120)
     ours, theirs = make_tokenizer(vocabulary), masked_lm_preprocessor(vocabulary, 32).tokenizer
     for text in [*TEXTS, "An UNSEEN word: fjord", "semi-colons; (brackets) & 1,234.5", "  spaces\tand\nlines "]:
         assert ours.encode(text, add_special_tokens=False).ids == np.asarray(theirs(text)).tolist(), text
 
 
 def test_only_unk_is_special_in_a_text():
-    vocabulary = train_vocabulary(["about [MASK] and [PAD] tokens"] * 3, 60)
+    vocabulary = train_vocabulary(lambda: ["about [MASK] and [PAD] tokens"] * 3, 100)
     tokenizer = make_tokenizer(vocabulary)
     assert tokenizer.encode("[UNK]", add_special_tokens=False).ids == [1]
     ids = tokenizer.encode("[MASK] [PAD] [CLS] [SEP]", add_special_tokens=False).ids

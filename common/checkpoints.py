@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving a run so that nothing is lost, and going on with it as if it had never stopped.
+
+A checkpoint holds the model and the optimizer. It needs no more: the optimizer's step count is the position in the data
+and in the schedule, order, masks and dropout are functions of it, and `steps.jsonl` is the record of the steps.
+"""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from common.command_line import UserError
+
+KEEP = 3
+
+
+class Checkpoints(keras.callbacks.Callback):
+    """Saves during `fit`: every so many steps, at each epoch's end, and when SIGTERM asks the process to stop.
+
+    Schedulers send SIGTERM some time before they kill. The step at hand is then finished and saved, and the process
+    ends with status 143.
+
+    Args:
+        workdir: the run's folder; checkpoints go to `checkpoints/` there, the last three are kept.
+        model: compiled, so that the optimizer has its variables.
+        every: steps between two checkpoints.
+
+    Attributes:
+        step: steps done.
+    """
+
+    def __init__(self, workdir: Path, model: keras.Model, every: int):
+        super().__init__()
+        self.every = every
+        self.step = self.saved_step = 0
+        self.told_to_stop = False
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        self.manager = tf.train.CheckpointManager(checkpoint, str(workdir / "checkpoints"), KEEP)
+
+    def restore(self) -> int:
+        """Takes up the newest checkpoint that can be read, and returns its step; 0 where there is none.
+
+        Raises:
+            UserError: when there are checkpoints, and none can be read.
+        """
+        for path in reversed(self.manager.checkpoints):
+            try:
+                self.manager.checkpoint.restore(path).assert_existing_objects_matched()
+                self.step = self.saved_step = int(path.rsplit("-", 1)[1])
+                return self.step
+            except (tf.errors.OpError, AssertionError, ValueError, IndexError) as error:
+                print(f"The checkpoint {path} is damaged ({type(error).__name__}): going back to the one before it.")
+        if self.manager.checkpoints:
+            raise UserError(f"no checkpoint in {self.manager.directory} can be read; --overwrite starts afresh")
+        return 0
+
+    def save(self) -> None:
+        """Writes a checkpoint, whole or not at all. A full disk is told of, and leaves the last good one."""
+        if self.step == self.saved_step:
+            return
+        try:
+            self.manager.save(checkpoint_number=self.step)
+            self.saved_step = self.step
+        except (tf.errors.OpError, OSError) as error:
+            why = str(error).splitlines()[0]
+            print(
+                f"\nNo checkpoint of step {self.step} ({why}). The last good one is of step {self.saved_step}.",
+                flush=True,
+            )
+
+    def on_train_begin(self, logs=None):
+        """Listens for SIGTERM while `fit` runs."""
+        self._handler = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "told_to_stop", True))
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Saves where it is time to."""
+        self.step += 1
+        if self.step % self.every == 0:
+            self.save()
+        self._stop_if_told()
+
+    def on_test_batch_end(self, batch, logs=None):
+        """Stops where asked to, in a validation too."""
+        self._stop_if_told()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Saves."""
+        self.save()
+
+    def on_train_end(self, logs=None):
+        """Gives SIGTERM back its meaning."""
+        signal.signal(signal.SIGTERM, self._handler)
+
+    def _stop_if_told(self) -> None:
+        if self.told_to_stop:
+            self.save()
+            print(f"\nStopped by SIGTERM after step {self.step}. The same command goes on from there.", flush=True)
+            raise SystemExit(128 + signal.SIGTERM)
+
+
+def epochs_left(step: int, steps_per_epoch: int, epochs: int, last_step: int) -> Iterator[dict[str, int]]:
+    """Arguments of the calls of `fit` that are left: one for the rest of an epoch, then one for all whole ones.
+
+    Keras's `fit` cannot shorten its first epoch alone.
+
+    Args:
+        step: steps done.
+        steps_per_epoch: steps in a whole epoch.
+        epochs: whole epochs in the run.
+        last_step: where the run ends, if that is before the last epoch's end.
+    """
+    epoch, done = divmod(step, steps_per_epoch)
+    if done and step < last_step:
+        yield {"initial_epoch": epoch, "epochs": epoch + 1, "steps_per_epoch": steps_per_epoch - done}
+    epoch += done > 0
+    if epoch * steps_per_epoch < last_step:
+        yield {"initial_epoch": epoch, "epochs": epochs, "steps_per_epoch": min(steps_per_epoch, last_step)}

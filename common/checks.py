@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be told to be wrong before TensorFlow is imported, and told in words that name the mend."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from common.command_line import UserError
+from common.corpora import NAMES, open_corpus
+from common.wordpiece import load_vocabulary
+
+# The least value of each knob that has one; the knobs below it are shares of a whole, and rates.
+AT_LEAST = {
+    "batch_size": 1,
+    "epochs": 1,
+    "checkpoint_every": 1,
+    "replicas": 0,
+    "max_steps": 0,
+    "seed": 0,
+    "seq_length": 3,  # [CLS], a token, [SEP]
+    "vocabulary_size": 100,
+}
+SHARES = ("mask_rate", "dropout", "warmup")
+RATES = ("learning_rate", "weight_decay")
+
+
+def check_knobs(config: Any) -> None:
+    """Checks a recipe's `Config`: the values, and the files that they name.
+
+    Raises:
+        UserError: for the first thing that is wrong.
+    """
+    for name, least in AT_LEAST.items():
+        _require(getattr(config, name) >= least, config, name, f"at least {least}")
+    for name in SHARES:
+        _require(0 <= getattr(config, name) < 1, config, name, "a share in [0, 1)")
+    for name in RATES:
+        value = getattr(config, name)
+        _require(math.isfinite(value) and value >= 0, config, name, "a finite number, 0 or more")
+    if config.preset and (config.model or config.vocabulary):
+        both = "--model" if config.model else "--vocabulary"
+        raise UserError(f"--preset brings its own model and vocabulary: leave out {both}, or --preset")
+    if config.vocabulary:
+        load_vocabulary(config.vocabulary)
+    if Path(config.preset).is_dir() and config.preset:
+        _check_preset_folder(Path(config.preset), config.seq_length)
+    if config.corpus not in NAMES:
+        _check_texts(config.corpus)
+
+
+def check_sizes(sequences: dict[str, Any], global_batch: int) -> None:
+    """Checks that there is enough text for a batch, and some to validate on.
+
+    Raises:
+        UserError: when there is not.
+    """
+    if len(sequences["train"]) < global_batch:
+        raise UserError(
+            f"the corpus makes {len(sequences['train'])} training sequences, too few for one batch of {global_batch}. "
+            "Give more text, or a smaller --batch-size or --seq-length"
+        )
+    if not len(sequences["validation"]):
+        raise UserError("no text was left for validation. Give more text, or a folder with a wiki.valid.tokens")
+
+
+def _require(holds: bool, config: Any, name: str, what: str) -> None:
+    if not holds:
+        raise UserError(f"--{name.replace('_', '-')} must be {what}; got {getattr(config, name)}")
+
+
+def _check_preset_folder(folder: Path, seq_length: int) -> None:
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
+        positions = settings["max_sequence_length"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} is no BERT preset; give a folder that save_to_preset made") from error
+    if seq_length > positions:
+        raise UserError(f"--seq-length {seq_length} is more than the {positions} positions of the preset {folder}")
+
+
+def _check_texts(corpus: str) -> None:
+    for split, documents in open_corpus(corpus).items():
+        if split == "train" and next(documents(), None) is None:
+            raise UserError(f"there is no text in {corpus}")

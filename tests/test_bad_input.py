@@ -1,0 +1,164 @@
+"""Every bad input is answered by one line that names the mend, and status 2; odd input works.
+
+The messages are printed as a table at the end of the test run (`tests/conftest.py`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.command_line import UserError
+from recipes import bert_mlm
+from tests.conftest import MESSAGES
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Things that a user may point at by mistake."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "empty.txt").write_text("")
+    (folder / "binary.txt").write_bytes(bytes(range(128)) * 100)
+    (folder / "latin1.txt").write_bytes("caf\xe9 ".encode("latin-1") * 100)
+    (folder / "no_text").mkdir()
+    (folder / "no_mask.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n")
+    (folder / "preset").mkdir()
+    (folder / "preset/config.json").write_text(json.dumps({"config": {"max_sequence_length": 64}}))
+    (folder / "other_run").mkdir()
+    (folder / "other_run/config.json").write_text(json.dumps({"recipe": "glue", "seed": 7}))
+    (folder / "good.txt").write_text("A line of text.\n\n" * 10)
+    return folder
+
+
+# Knobs, and words of the message. TensorFlow is not needed to tell.
+AT_ONCE = [
+    ("--batch-sise 4", "unknown knob --batch-sise. The knobs are: --workdir --corpus"),
+    ("--batch-size many", "--batch-size: invalid literal for int()"),
+    ("--lr-scaling cubic", "Expected one of ('linear', 'sqrt', 'none')"),
+    ("--batch-size 0", "--batch-size must be at least 1; got 0"),
+    ("--epochs 0", "--epochs must be at least 1; got 0"),
+    ("--replicas -1", "--replicas must be at least 0; got -1"),
+    ("--seq-length 2", "--seq-length must be at least 3; got 2"),
+    ("--checkpoint-every 0", "--checkpoint-every must be at least 1; got 0"),
+    ("--max-steps -5", "--max-steps must be at least 0; got -5"),
+    ("--learning-rate nan", "--learning-rate must be a finite number, 0 or more; got nan"),
+    ("--learning-rate inf", "--learning-rate must be a finite number, 0 or more; got inf"),
+    ("--mask-rate 1.5", "--mask-rate must be a share in [0, 1); got 1.5"),
+    ("--corpus missing.txt", "neither docstrings, wikitext-2, wikitext-103, nor an existing file or folder"),
+    ("--corpus {files}/empty.txt", "there is no text in"),
+    ("--corpus {files}/binary.txt", "is a binary file, not text"),
+    ("--corpus {files}/latin1.txt", "is not UTF-8 text (invalid continuation byte at byte 3); convert it first"),
+    ("--corpus {files}/no_text", "no .txt file and no wiki.train.tokens in the folder"),
+    ("--vocabulary missing.txt", "cannot read the vocabulary missing.txt"),
+    ("--vocabulary {files}/no_mask.txt", "lacks [MASK]; give a BERT WordPiece file"),
+    ("--preset {files}/no_text", "is no BERT preset; give a folder that save_to_preset made"),
+    ("--preset {files}/preset", "--seq-length 128 is more than the 64 positions of the preset"),
+    ("--preset bert_tiny_en_uncased --model base", "leave out --model, or --preset"),
+    ("--preset bert_tiny_en_uncased --vocabulary v.txt", "leave out --vocabulary, or --preset"),
+]
+
+# The same, where TensorFlow or the text must have been looked at first.
+LATER = [
+    ("--preset bert_tinny_en", "cannot load the preset bert_tinny_en"),
+    ("--preset bert_tiny_en_uncased", "Give a KerasHub name, which needs a network on first use, or a folder"),
+    ("--corpus wikitext-2", "cannot fetch wikitext-2 from the Hugging Face Hub"),
+    ("--corpus {files}/good.txt", "too few for one batch of 32. Give more text, or a smaller --batch-size"),
+    ("--workdir {files}/good.txt/run", "cannot write to the work folder"),
+    ("--workdir {files}/other_run", "is not of this program. Give another --workdir, or --overwrite"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), AT_ONCE, ids=[words for words, _ in AT_ONCE])
+def test_a_mistake_is_told_at_once(words, message, files, tmp_path):
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "recipes/bert_mlm.py"), "--workdir", "run", *words.format(files=files).split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert time.perf_counter() - began < 3  # under 0.3 s on a quiet machine; TensorFlow alone takes five
+    assert not list(tmp_path.iterdir())  # nothing half-written
+    MESSAGES.append((words.format(files="F"), done.stderr.strip().replace(str(files), "F")))
+
+
+@pytest.mark.parametrize(("words", "message"), LATER, ids=[words for words, _ in LATER])
+def test_a_mistake_is_told_before_training(words, message, files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        bert_mlm.train_and_evaluate(bert_mlm.parse(bert_mlm.Config, "", words.format(files=files).split()))
+    assert message in str(error.value) and "\n" not in str(error.value)
+    MESSAGES.append((words.format(files="F"), str(error.value).replace(str(files), "F")))
+
+
+def text_of(split, folder):
+    return "\n".join(bert_mlm.open_corpus(str(folder))[split]())
+
+
+def test_odd_files_are_read(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    paragraphs = [f"Paragraph {i} of text.\n" for i in range(200)]
+    (folder / "plain.txt").write_text("\n".join(paragraphs))
+    expected = {split: text_of(split, folder) for split in ("train", "validation")}
+
+    (folder / "plain.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(p.strip() + "\r\n" for p in paragraphs).encode())
+    assert {split: text_of(split, folder) for split in ("train", "validation")} == expected
+    MESSAGES.append(("BOM, CRLF", "works: the same text"))
+
+    (folder / "loop").symlink_to(folder)
+    (folder / "dangling.txt").symlink_to(folder / "nowhere")
+    os.rename(folder / "plain.txt", tmp_path / "elsewhere.txt")
+    (folder / "plain.txt").symlink_to(tmp_path / "elsewhere.txt")
+    assert {split: text_of(split, folder) for split in ("train", "validation")} == expected
+    MESSAGES.append(("symbolic links, a loop, a dangling one", "works: read once, the dangling one left out"))
+
+
+def test_emoji_and_cjk_can_be_trained_on(tmp_path, small):
+    text = "\n\n".join(f"今日は {i} 日 🙂🙃 naïve 中文 text" for i in range(3000))
+    (tmp_path / "odd.txt").write_text(text)
+    results = bert_mlm.train_and_evaluate(
+        bert_mlm.Config(**small | {"corpus": str(tmp_path / "odd.txt"), "max_steps": 2})
+    )
+    assert results["steps"] == 2
+    MESSAGES.append(("emoji, CJK", "works"))
+
+
+def test_ten_thousand_files(tmp_path):
+    for i in range(10_000):
+        (tmp_path / f"{i}.txt").write_text(f"File number {i}.")
+    assert len((text_of("train", tmp_path) + "\n" + text_of("validation", tmp_path)).splitlines()) == 10_000
+    MESSAGES.append(("10,000 small files", "works"))
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """Vocabulary and tokens of one line of 50 MB, and of one of 5 MB, in processes of their own."""
+    words = ["it", "was", "the", "best", "of", "times", "it", "was", "the", "worst", "of", "times"]
+    peaks = []
+    for megabytes in (5, 50):
+        file = tmp_path / f"{megabytes}.txt"
+        file.write_text(" ".join(words * (megabytes * 2**20 // 51)))
+        code = (
+            "import resource, sys; from common.corpora import open_corpus; from common.wordpiece import *;"
+            "from common.quiet import quiet_stderr\n"
+            "with quiet_stderr(): from common.packing import make_sequences\n"
+            "documents = open_corpus(sys.argv[1])['train']; tokenizer = make_tokenizer(train_vocabulary(documents, 100));"
+            "tokens = make_sequences(documents, tokenizer, 128, pack=True).numpy().nbytes;"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - 2 * tokens)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(file)], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        peaks.append(int(done.stdout) / 2**20)
+    # The line itself is read whole, more than once; its tokens are not.
+    MESSAGES.append(("one line of 50 MB", f"works: peak {peaks[1]:.0f} MB; {peaks[0]:.0f} MB for one of 5 MB"))
+    assert peaks[1] - peaks[0] < 300
