@@ -139,6 +139,21 @@ def test_ten_thousand_files(tmp_path):
     MESSAGES.append(("10,000 small files", "works"))
 
 
+PEAK_MEMORY = """
+import resource, sys
+from common.corpora import open_corpus
+from common.quiet import quiet_stderr
+from common.wordpiece import make_tokenizer, train_vocabulary
+with quiet_stderr():
+    from common.packing import make_sequences
+
+documents = open_corpus(sys.argv[1])["train"]
+tokenizer = make_tokenizer(train_vocabulary(documents, 100))
+tokens = make_sequences(documents, tokenizer, 128, pack=True).numpy().nbytes
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - 2 * tokens)
+"""
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Vocabulary and tokens of one line of 50 MB, and of one of 5 MB, in processes of their own."""
@@ -147,18 +162,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     for megabytes in (5, 50):
         file = tmp_path / f"{megabytes}.txt"
         file.write_text(" ".join(words * (megabytes * 2**20 // 51)))
-        code = (
-            "import resource, sys; from common.corpora import open_corpus; from common.wordpiece import *;"
-            "from common.quiet import quiet_stderr\n"
-            "with quiet_stderr(): from common.packing import make_sequences\n"
-            "documents = open_corpus(sys.argv[1])['train']; tokenizer = make_tokenizer(train_vocabulary(documents, 100));"
-            "tokens = make_sequences(documents, tokenizer, 128, pack=True).numpy().nbytes;"
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - 2 * tokens)"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(file)], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        peaks.append(int(done.stdout) / 2**20)
+        peak = subprocess.check_output([sys.executable, "-c", PEAK_MEMORY, str(file)], cwd=ROOT, text=True)
+        peaks.append(int(peak) / 2**20)
     # The line itself is read whole, more than once; its tokens are not.
     MESSAGES.append(("one line of 50 MB", f"works: peak {peaks[1]:.0f} MB; {peaks[0]:.0f} MB for one of 5 MB"))
     assert peaks[1] - peaks[0] < 300

@@ -63,13 +63,8 @@ def test_results_hold_every_entry_and_add_up(finished):
     steps = steps_of(finished)
     assert [step["step"] for step in steps] == list(range(1, finished["steps"] + 1))
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
-    assert {path.name for path in workdir.iterdir()} == {
-        "config.json",
-        "results.json",
-        "steps.jsonl",
-        "tensorboard",
-        "preset",
-    }
+    left = {"config.json", "results.json", "steps.jsonl", "tensorboard", "checkpoints", "preset", ".lock"}
+    assert {path.name for path in workdir.iterdir()} == left
 
 
 def test_each_epoch_reads_every_token_once(finished):
