@@ -35,9 +35,8 @@ class Config:
     workdir: str = "runs/bert_mlm"  # folder of the run: results, logs, preset
     corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | a text file or folder
     preset: str = ""  # KerasHub name, or folder made by save_to_preset, to start from; else random weights
-    model: Literal["tiny", "mini", "small", "medium", "base", "large"] | None = (
-        None  # BERT size; None: tiny, or the preset
-    )
+    # BERT size, from random weights; tiny where neither this nor a preset is given
+    model: Literal["tiny", "mini", "small", "medium", "base", "large"] | None = None
     vocabulary: str = ""  # WordPiece file, one piece a line; else one is trained on the corpus
     vocabulary_size: int = 4096  # pieces of a trained vocabulary
     seq_length: int = 128  # tokens in a sequence
