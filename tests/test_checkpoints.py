@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -102,6 +103,24 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(wikitext, undisturbed
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
     output, results = go_on(wikitext, workdir)
     assert "is damaged" in output and results["resumed_from_step"] == 4
+    assert_same(results, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_write_that_fails_leaves_the_last_checkpoint_and_is_told(wikitext, undisturbed, tmp_path):
+    """A limit on the size of files, set while the run goes on, stands for the full disk."""
+    workdir = tmp_path / "run"
+    process = subprocess.Popen(command(wikitext, workdir), stdout=subprocess.PIPE, text=True)
+    while not list((workdir / "checkpoints").glob("*.index")):
+        time.sleep(0.01)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    while steps_in(workdir) < 14:
+        time.sleep(0.002)
+    process.kill()
+    output, _ = process.communicate()
+    assert "No checkpoint of step" in output and "The last good one is of step" in output
+    message, results = go_on(wikitext, workdir)
+    assert "damaged" not in message and f"The last good one is of step {results['resumed_from_step']}." in output
     assert_same(results, undisturbed)
 
 
