@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From documents to sequences of token ids of one length, kept in a memory-mapped file."""
+"""From documents to sequences of token ids of one length, kept in the cache."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -18,18 +18,15 @@ DOCUMENTS_AT_ONCE = 256  # tokenised in one call, on all cores
 BUCKETS = (32, 64, 128, 256, 512)
 
 
-def make_sequences(
-    documents: Documents, tokenizer: Tokenizer, seq_length: int, pack: bool, name: str = "sequences"
-) -> tf.Tensor:
+def make_sequences(documents: Documents, tokenizer: Tokenizer, seq_length: int, pack: bool) -> tf.Tensor:
     """Tokenises documents into sequences, or takes them from the cache.
 
     Args:
         documents: opens the stream of documents; called twice, it must give the same ones.
-        tokenizer: a WordPiece tokenizer; its vocabulary has [PAD] with id 0, [CLS] and [SEP].
+        tokenizer: a WordPiece tokenizer; its vocabulary has [PAD], [CLS] and [SEP].
         seq_length: tokens in a sequence, [CLS] and [SEP] included.
         pack: True for documents, each with [SEP] at its end, concatenated and cut every `seq_length - 2` tokens, so
             that only the last sequence has padding; False for one sequence a line, cut at `seq_length`.
-        name: of the cached file.
 
     Returns:
         A tensor [sequences, seq_length] of ids, uint16 or int32, in host memory; each sequence is [CLS], tokens,
@@ -46,7 +43,7 @@ def make_sequences(
                 file.write(sequence.tobytes())
 
     inputs = itertools.chain([tokenizer.to_str(), str(seq_length), str(pack)], documents())
-    path = cached_file(name, inputs, write)
+    path = cached_file("sequences", inputs, write)
     with tf.device("CPU"):
         return tf.constant(
             np.memmap(path, dtype, mode="r").reshape(-1, seq_length)

@@ -97,6 +97,24 @@ def test_the_optimizer_follows_the_schedule(finished):
     assert isinstance(optimizer, keras.optimizers.AdamW)
 
 
+def test_weight_decay_spares_biases_and_norms(finished):
+    config = bert_mlm.Config(**finished["config"])
+    vocabulary, _ = bert_mlm.make_datasets(config)
+    with bert_mlm.make_strategy(2).scope():
+        model = bert_mlm.build_model(config, vocabulary, 0.1)
+    before = [np.array(v) for v in model.trainable_variables]
+
+    def apply_nothing():
+        gradients = [tf.zeros_like(variable.value) for variable in model.trainable_variables]
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    step = tf.function(lambda: model.distribute_strategy.run(apply_nothing), autograph=False)
+    step()
+    for variable, old in zip(model.trainable_variables, before, strict=True):
+        spared = any(word in variable.path for word in ("bias", "gamma", "beta"))
+        np.testing.assert_allclose(np.array(variable), old * (1 if spared else 0.999), rtol=1e-5, err_msg=variable.path)
+
+
 def test_tensorboard_holds_each_step(finished):
     workdir = Path(finished["config"]["workdir"])
     values, texts = {}, []
