@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras callbacks that every recipe's `fit` uses."""
 
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -112,3 +113,46 @@ class StepLog(keras.callbacks.Callback):
         self.learning_rate = {"first": past.get("first", rate), "peak": max(past.get("peak", rate), rate), "last": rate}
         self._tokens += line["tokens"]
         self._slots += line["slots"]
+
+
+class Profile(keras.callbacks.Callback):
+    """Traces some steps of `fit` for TensorBoard's profile tab.
+
+    Args:
+        workdir: the run's folder; the trace goes to `tensorboard/` there.
+        steps: to be traced, counted from 1.
+        first_step: steps that the run has done before.
+    """
+
+    def __init__(self, workdir: Path, steps: range, first_step: int = 0):
+        super().__init__()
+        self.logdir = str(workdir / "tensorboard")
+        self.steps = steps
+        self.step = first_step
+        self._tracing = False
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Begins the trace, and marks the step in it."""
+        if self.step + 1 in self.steps:
+            if not self._tracing:
+                tf.profiler.experimental.start(self.logdir)
+                self._tracing = True
+            self._marked = tf.profiler.experimental.Trace("train", step_num=self.step + 1, _r=1)
+            self._marked.__enter__()
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Ends the trace."""
+        self.step += 1
+        if self._tracing:
+            self._marked.__exit__(None, None, None)
+            if self.step + 1 not in self.steps:
+                self.on_train_end()
+
+    def on_train_end(self, logs=None):
+        """Ends the trace where `fit` ends before its last step."""
+        if self._tracing:
+            tf.profiler.experimental.stop()
+            self._tracing = False
+            plugin = importlib.util.find_spec("tensorboard_plugin_profile")
+            missing = "" if plugin else ", which needs a package: pip install tensorboard-plugin-profile"
+            print(f"\nA trace is in {self.logdir}, for TensorBoard's profile tab{missing}.", flush=True)

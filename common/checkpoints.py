@@ -5,6 +5,7 @@ A checkpoint holds the model and the optimizer. It needs no more: the optimizer'
 and in the schedule, order, masks and dropout are functions of it, and `steps.jsonl` is the record of the steps.
 """
 
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,7 @@ class Checkpoints(keras.callbacks.Callback):
         Raises:
             UserError: when there are checkpoints, and none can be read.
         """
+        self._remove_unfinished()
         for path in reversed(self.manager.checkpoints):
             try:
                 self.manager.checkpoint.restore(path).assert_existing_objects_matched()
@@ -65,7 +67,8 @@ class Checkpoints(keras.callbacks.Callback):
             self.manager.save(checkpoint_number=self.step)
             self.saved_step = self.step
         except (tf.errors.OpError, OSError) as error:
-            why = str(error).splitlines()[0]
+            self._remove_unfinished()
+            why = str(error).splitlines()[0].rsplit("; ", 1)[-1]  # TensorFlow puts its own places first
             print(
                 f"\nNo checkpoint of step {self.step} ({why}). The last good one is of step {self.saved_step}.",
                 flush=True,
@@ -93,6 +96,10 @@ class Checkpoints(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         """Gives SIGTERM back its meaning."""
         signal.signal(signal.SIGTERM, self._handler)
+
+    def _remove_unfinished(self) -> None:
+        for folder in Path(self.manager.directory).glob("*_temp"):
+            shutil.rmtree(folder)
 
     def _stop_if_told(self) -> None:
         if self.told_to_stop:

@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,11 @@ def check_knobs(config: Any) -> None:
         _require(getattr(config, name) >= least, config, name, f"at least {least}")
     for name in SHARES:
         _require(0 <= getattr(config, name) < 1, config, name, "a share in [0, 1)")
+    _require(config.mask_rate > 0, config, "mask_rate", "above 0")
     for name in RATES:
         value = getattr(config, name)
         _require(math.isfinite(value) and value >= 0, config, name, "a finite number, 0 or more")
+    step_range(config.profile_steps)
     if config.preset and (config.model or config.vocabulary):
         both = "--model" if config.model else "--vocabulary"
         raise UserError(f"--preset brings its own model and vocabulary: leave out {both}, or --preset")
@@ -47,6 +50,20 @@ def check_knobs(config: Any) -> None:
         _check_preset_folder(Path(config.preset), config.seq_length)
     if config.corpus not in NAMES:
         _check_texts(config.corpus)
+
+
+def step_range(text: str) -> range:
+    """The steps that `A-B` names, from A to B; none for an empty text.
+
+    Raises:
+        UserError: when it is neither.
+    """
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"(\d+)-(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--profile-steps must be two steps with a dash, such as 10-20; got {text}")
+    return range(int(found[1]), int(found[2]) + 1)
 
 
 def check_sizes(sequences: dict[str, Any], global_batch: int) -> None:

@@ -6,6 +6,7 @@ Nothing here imports TensorFlow, so that `--help` and a wrong knob are answered 
 
 import contextlib
 import dataclasses
+import errno
 import io
 import sys
 from collections.abc import Callable, Sequence
@@ -54,11 +55,16 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
 
 
 def run(main: Callable[[Config], None], config: Config) -> None:
-    """Calls `main(config)`; a `UserError` ends the process with its message and exit status 2."""
+    """Calls `main(config)`; a `UserError` ends the process with its message and exit status 2, a full disk with 1."""
     try:
         main(config)
     except UserError as error:
         fail(error)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"error: {error}. Make room; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def fail(message: object) -> None:

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """BERT models from a size or a preset. Call these inside the strategy's scope."""
 
+import errno
+import math
+import os
+import shutil
+from pathlib import Path
 from typing import Literal
 
 import keras_hub
@@ -63,8 +68,21 @@ def preset_vocabulary(preset: str) -> Vocabulary:
     return Vocabulary(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
 
 
+def save_preset(model: keras_hub.models.BertMaskedLM, vocabulary: Vocabulary, seq_length: int, folder: Path) -> None:
+    """Saves a preset that KerasHub loads without this project, what turns text into its inputs included.
+
+    Raises:
+        OSError: `ENOSPC`, before anything is written, when the disk has no room (h5py would crash the process).
+    """
+    needed = sum(4 * math.prod(weight.shape) for weight in model.weights) + 2**20
+    if shutil.disk_usage(folder.parent).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    model.preprocessor = masked_lm_preprocessor(vocabulary, seq_length)
+    model.save_to_preset(str(folder))
+
+
 def masked_lm_preprocessor(vocabulary: Vocabulary, seq_length: int) -> keras_hub.models.BertMaskedLMPreprocessor:
-    """What KerasHub users feed text through; saved with a preset, so that it is complete."""
+    """What KerasHub users feed text through."""
     tokenizer = keras_hub.models.BertTokenizer(
         vocabulary.pieces, lowercase=vocabulary.lowercase, strip_accents=vocabulary.strip_accents
     )

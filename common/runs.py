@@ -6,13 +6,14 @@ import fcntl
 import json
 import os
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any, TextIO
 
 from common.command_line import UserError
 
 # Knobs that may differ when a run goes on: they do not change what it computes.
-FREE_KNOBS = ("workdir", "overwrite", "checkpoint_every", "replicas", "batch_size")
+FREE_KNOBS = ("workdir", "overwrite", "dry_run", "checkpoint_every", "profile_steps", "replicas", "batch_size")
 
 
 @dataclasses.dataclass
@@ -21,13 +22,23 @@ class Run:
 
     Attributes:
         workdir: its folder.
+        saved: what `config.json` holds: the knobs that it began with, and what it noted since.
         results: those of `results.json`, where the run is complete.
-        lock: held as long as the process lives.
+        lock: held as long as the process lives; None where nothing may be written.
     """
 
     workdir: Path
+    saved: dict[str, Any]
     results: dict[str, Any] | None
-    lock: TextIO
+    lock: TextIO | None
+
+    def keep(self, name: str, value: Any) -> Any:
+        """Notes a value in `config.json`, and returns it; a run that goes on returns what it noted when it began."""
+        if name not in self.saved:
+            self.saved[name] = value
+            if self.lock:
+                write_json(self.workdir / "config.json", self.saved)
+        return self.saved[name]
 
     def split(self, config: Any, replicas: int, peak_learning_rate: float) -> tuple[int, float]:
         """Examples on each replica in a step, and the peak of the learning rate.
@@ -37,50 +48,53 @@ class Run:
         Raises:
             UserError: when the replicas cannot share that global batch, or the batch size given does not make it.
         """
-        path = self.workdir / "config.json"
-        saved = json.loads(path.read_text())
-        total = saved.setdefault("global_batch_size", config.batch_size * replicas)
-        peak = saved.setdefault("peak_learning_rate", peak_learning_rate)
-        if total % replicas or config.batch_size not in (saved["batch_size"], total // replicas):
+        total = self.keep("global_batch_size", config.batch_size * replicas)
+        if total % replicas or config.batch_size not in (self.saved["batch_size"], total // replicas):
             raise UserError(
                 f"{self.workdir} holds a run with a global batch of {total}, which is not {replicas} replicas x "
                 f"{config.batch_size}. Give --replicas and --batch-size that make {total}, or --overwrite for a new run"
             )
-        write_json(path, saved)
-        return total // replicas, peak
+        return total // replicas, self.keep("peak_learning_rate", peak_learning_rate)
+
+    def check_data(self, sequences: dict[str, Any]) -> None:
+        """Refuses to go on with other data than the run began with: a file may have changed since.
+
+        Args:
+            sequences: for each split, a tensor.
+
+        Raises:
+            UserError: when a tensor is another one.
+        """
+        checksums = {split: zlib.crc32(part.numpy()) for split, part in sequences.items()}
+        if self.keep("data", checksums) != checksums:
+            raise UserError(
+                f"the text or the vocabulary has changed since the run in {self.workdir} began. "
+                "Bring back what it was, or give another --workdir, or --overwrite to start afresh"
+            )
 
 
 def open_run(recipe: str, config: Any) -> Run:
-    """Opens the run in `config.workdir`, or begins one there.
+    """Opens the run in `config.workdir`, or begins one there; with `config.dry_run`, writes nothing.
 
     Args:
         recipe: the recipe's name.
-        config: its `Config`, with the knobs `workdir` and `overwrite`.
+        config: its `Config`, with the knobs `workdir`, `overwrite` and `dry_run`.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
-            or with other knobs (the split of the batch excepted).
+            or with other knobs (`FREE_KNOBS` excepted).
     """
     workdir = Path(config.workdir)
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        lock = (workdir / ".lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if config.overwrite:
-            _clear(workdir)
-        if (workdir / "config.json").is_file():
-            _refuse_other_knobs(workdir, wanted)
-        else:
-            write_json(workdir / "config.json", wanted)
-    except BlockingIOError as error:
-        raise UserError(f"another process is running in {workdir}. Wait for it, or give another --workdir") from error
-    except OSError as error:
-        raise UserError(
-            f"cannot write to the work folder {workdir} ({error.strerror}). Give another --workdir"
-        ) from error
+    lock = None if config.dry_run else _locked(workdir)
+    if config.overwrite and lock:
+        _clear(workdir)
+    begun = (workdir / "config.json").is_file() and not config.overwrite
+    saved = _saved_config(workdir, wanted) if begun else wanted
+    if lock:
+        write_json(workdir / "config.json", saved)
     results = workdir / "results.json"
-    return Run(workdir, json.loads(results.read_text()) if results.is_file() else None, lock)
+    return Run(workdir, saved, json.loads(results.read_text()) if lock and results.is_file() else None, lock)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -90,10 +104,24 @@ def write_json(path: Path, content: Any) -> None:
     os.replace(unfinished, path)
 
 
-def _refuse_other_knobs(workdir: Path, wanted: dict[str, Any]) -> None:
+def _locked(workdir: Path) -> TextIO:
     try:
-        found = json.loads((workdir / "config.json").read_text())
-        different = [name for name in wanted if name not in FREE_KNOBS and found[name] != wanted[name]]
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = (workdir / ".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"another process is running in {workdir}. Wait for it, or give another --workdir") from error
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the work folder {workdir} ({error.strerror}). Give another --workdir"
+        ) from error
+    return lock
+
+
+def _saved_config(workdir: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    try:
+        saved = json.loads((workdir / "config.json").read_text())
+        different = [name for name in wanted if name not in FREE_KNOBS and saved[name] != wanted[name]]
     except (ValueError, KeyError) as error:
         raise UserError(
             f"{workdir}/config.json is not of this program. Give another --workdir, or --overwrite"
@@ -101,9 +129,10 @@ def _refuse_other_knobs(workdir: Path, wanted: dict[str, Any]) -> None:
     if different:
         raise UserError(
             f"{workdir} holds a run with other knobs: "
-            + ", ".join(f"{name} {found[name]!r}, not {wanted[name]!r}" for name in different)
+            + ", ".join(f"{name} {saved[name]!r}, not {wanted[name]!r}" for name in different)
             + ". Give another --workdir, or --overwrite to start afresh"
         )
+    return saved
 
 
 def _clear(workdir: Path) -> None:

@@ -23,7 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is o
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from common.checks import check_knobs, check_sizes
+from common.checks import check_knobs, check_sizes, step_range
 from common.command_line import parse, run
 from common.scaling import LearningRateScaling
 
@@ -54,6 +54,8 @@ class Config:
     precision: Literal["float32", "mixed_bfloat16"] = "float32"
     seed: int = 0  # of weights, order, masks and dropout
     checkpoint_every: int = 100  # steps between two checkpoints, from which a run that was stopped goes on
+    profile_steps: str = ""  # A-B: trace these steps for TensorBoard's profile tab
+    dry_run: bool = False  # print the plan, train nothing, write nothing
     overwrite: bool = False  # start afresh in a workdir that holds a run
 
     def __post_init__(self):
@@ -69,15 +71,16 @@ with quiet_stderr():
     import keras
     import tensorflow as tf
 
-from common.callbacks import StepLog
+from common.callbacks import Profile, StepLog
 from common.checkpoints import Checkpoints, epochs_left
 from common.corpora import open_corpus
 from common.fill_mask import print_filled_masks
 from common.masking import MaskingRule, mask_tokens
 from common.metrics import unigram_loss
-from common.models import masked_lm_from_preset, masked_lm_from_size, masked_lm_preprocessor, preset_vocabulary
+from common.models import masked_lm_from_preset, masked_lm_from_size, preset_vocabulary, save_preset
 from common.order import locate, steps_per_epoch
 from common.packing import make_sequences, read_sequences
+from common.plan import print_plan
 from common.results import language_model_scores, report, training_results
 from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
@@ -144,7 +147,7 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
 
 
 def train_and_evaluate(config: Config) -> dict:
-    """Trains, evaluates, and returns what it writes to `results.json`."""
+    """Trains, evaluates, and returns what it writes to `results.json`; nothing after a dry run."""
     run = open_run("bert_mlm", config)
     if run.results:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
@@ -159,37 +162,42 @@ def train_and_evaluate(config: Config) -> dict:
 
     vocabulary, sequences = make_datasets(config)
     check_sizes(sequences, global_batch)
+    run.check_data(sequences)
     rule = MaskingRule.for_pieces(vocabulary.pieces, config.mask_rate)
     steps = {split: steps_per_epoch(len(part), global_batch) for split, part in sequences.items()}
     total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(peak_rate, int(config.warmup * total_steps), total_steps)
     with strategy.scope():
         model = build_model(config, vocabulary, schedule)
-    checkpoints = Checkpoints(run.workdir, model, config.checkpoint_every)
-    log = StepLog(run.workdir, asdict(config), steps["train"], total_steps, first_step=checkpoints.restore())
-
     print(f"{model.count_params():,} parameters; {total_steps} steps, {steps['train']} an epoch")
     print(f"batch: {batch_size} sequences x {replicas} replicas = {global_batch}")
     print(f"learning rate: {config.learning_rate:g} x {factor:g} ({config.lr_scaling}) = {peak_rate:g} at the peak")
-    print(
-        f"going on from step {log.step}" if log.step else f"watch it with: tensorboard --logdir {run.workdir}",
-        flush=True,
-    )
 
-    def batches(split: str):
-        first_step = log.step if split == "train" else 0
+    def batches(split: str, first_step: int = 0):
         return functools.partial(
             masked_batches, sequences[split], rule, config, batch_size, replicas, split == "train", first_step
         )
 
+    if config.dry_run:
+        batch = next(iter(batches("train")()))
+        print_plan(model, schedule, total_steps, sequences, batch, vocabulary.pieces)
+        return {}
+
+    checkpoints = Checkpoints(run.workdir, model, config.checkpoint_every)
+    log = StepLog(run.workdir, asdict(config), steps["train"], total_steps, first_step=checkpoints.restore())
+    profile = Profile(run.workdir, step_range(config.profile_steps), log.step)
+    print(
+        f"going on from step {log.step}" if log.step else f"watch it with: tensorboard --logdir {run.workdir}",
+        flush=True,
+    )
     scores = {}
     for left in epochs_left(log.step, steps["train"], config.epochs, total_steps):
         history = model.fit(
-            distribute(strategy, batches("train")),
+            distribute(strategy, batches("train", log.step)),
             **left,
             validation_data=distribute(strategy, batches("validation")),
             validation_steps=steps["validation"],
-            callbacks=[log, checkpoints],
+            callbacks=[log, checkpoints, profile],
             verbose="auto" if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
             shuffle=False,  # the batches come in their order already
         ).history
@@ -205,16 +213,16 @@ def train_and_evaluate(config: Config) -> dict:
         unigram = unigram_loss(sequences["train"].numpy(), labels, len(vocabulary), rule.never_masked)
         results |= language_model_scores(split, score["loss"], score["accuracy"], unigram)
     if is_chief(strategy):
-        model.preprocessor = masked_lm_preprocessor(vocabulary, config.seq_length)
-        model.save_to_preset(str(run.workdir / "preset"))
+        save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
         write_json(run.workdir / "results.json", results)
     return results
 
 
 def main(config: Config) -> None:
     """Trains, prints the report, and fills a few masks."""
-    print(report(train_and_evaluate(config)))
-    print_filled_masks(os.path.join(config.workdir, "preset"), SENTENCES)
+    if results := train_and_evaluate(config):
+        print(report(results))
+        print_filled_masks(os.path.join(config.workdir, "preset"), SENTENCES)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,10 @@ def pytest_terminal_summary(terminalreporter):
 
 
 # Tests that may be skipped, by node id. Anything else that is skipped fails the run where CI is set.
-MAY_BE_SKIPPED: set[str] = set()
+MAY_BE_SKIPPED = {
+    # Needs leave to mount a file system, which containers often do not have.
+    "tests/test_checkpoints.py::test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so",
+}
 
 
 def pytest_sessionfinish(session):

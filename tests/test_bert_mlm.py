@@ -10,7 +10,9 @@ import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from common.plan import memory_of_a_replica
 from common.schedules import WarmUpPolynomialDecay
 from recipes import bert_mlm
 
@@ -33,7 +35,7 @@ def steps_of(results):
 def weights_of(results):
     model = keras_hub.models.BertMaskedLM.from_preset(f"{results['config']['workdir']}/preset", compile=False)
     # In theory an attention key's bias has no gradient: its value is rounding noise.
-    return {v.path.split("/", 1)[1]: np.array(v) for v in model.weights if "key/bias" not in v.path}
+    return {f"{i} {v.path}": np.array(v) for i, v in enumerate(model.weights) if "key/bias" not in v.path}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,7 @@ def finished(wikitext, tmp_path_factory):
         seq_length=32,
         batch_size=64,
         epochs=2,
+        profile_steps="2-3",
     )
     return bert_mlm.train_and_evaluate(config)
 
@@ -136,6 +139,18 @@ def test_tensorboard_holds_each_step(finished):
     assert values["validation/loss"][finished["steps"]] == pytest.approx(finished["val_loss"])
 
 
+def test_the_trace_holds_the_steps_asked_for(finished):
+    (trace,) = Path(finished["config"]["workdir"]).glob("tensorboard/plugins/profile/*/*.xplane.pb")
+    space = xplane_pb2.XSpace.FromString(trace.read_bytes())
+    names = [
+        plane.event_metadata[event.metadata_id].name
+        for plane in space.planes
+        for line in plane.lines
+        for event in line.events
+    ]
+    assert names.count("train") == 2 and any("MatMul" in name for name in names)
+
+
 def test_the_preset_is_whole_and_can_be_gone_on_from(finished, small):
     preset = f"{finished['config']['workdir']}/preset"
     plain = keras_hub.models.BertMaskedLM.from_preset(preset)
@@ -180,6 +195,36 @@ def test_one_line_a_sequence_is_trimmed_to_a_bucket(small):
     results = train(small, pack="none", seq_length=128)
     assert 0.2 < results["padding_fraction"] < 0.8
     assert results["val_loss"] < np.log(300)
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(small, wikitext, capsys):
+    assert train(small, dry_run=True, dropout=0.1) == {}
+    assert not Path(small["workdir"]).exists()
+    plan = capsys.readouterr().out
+    config = bert_mlm.Config(**small)
+    sequences = sequences_of(config)["train"]
+    assert f"train: {np.count_nonzero(sequences):,} tokens in {len(sequences):,} sequences of 32" in plan
+    results = train(small)
+    parameters = sum(weight.size for weight in weights_of(results).values()) + 2 * 128  # the key biases left out there
+    assert f"{parameters:,} parameters; 6 steps" in plan
+    rates = [float(line.split()[1]) for line in plan.split("learning rate by step:\n")[1].splitlines()[:6]]
+    np.testing.assert_allclose(rates, [step["learning_rate"] for step in steps_of(results)], rtol=0.01)
+    assert plan.count(" → ") - 1 == round(0.15 * 30) and "    [CLS] " in plan
+
+
+def test_memory_of_a_replica_counts_what_a_step_keeps(small):
+    config = bert_mlm.Config(**small)
+    vocabulary, sequences = bert_mlm.make_datasets(config)
+    model = bert_mlm.build_model(config, vocabulary, 0.1)
+    rule = bert_mlm.MaskingRule.for_pieces(vocabulary.pieces, 0.15)
+    batch = next(iter(bert_mlm.masked_batches(sequences["train"], rule, config, 8, 1, training=True)))
+    state, activations = memory_of_a_replica(model, batch)
+    pooler = 128 * 128 + 128  # has no gradient and no moments
+    counters = 2  # of steps, and the rate
+    seeds = 2 * sum(v.name == "seed_generator_state" for v in model.variables)
+    assert state == 4 * (4 * (model.count_params() - pooler) + pooler + counters + seeds)
+    one_layer = 16 * 32 * 8 * 128 + 2 * 2 * 32**2 * 8
+    assert activations == 4 * (2 * one_layer + 3 * 8 * 5 * len(vocabulary))
 
 
 def test_max_steps_ends_in_the_middle_of_an_epoch(small):

@@ -3,7 +3,7 @@
 import json
 import os
 import random
-import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -80,7 +80,9 @@ def test_sigkill_in_the_middle_of_an_epoch(wikitext, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     status, _, done = run_until(10, signal.SIGKILL, wikitext, workdir)
     assert status == -signal.SIGKILL and 10 <= done < STEPS
+    (workdir / "checkpoints/ckpt-99_temp").mkdir()  # as one that is killed while it writes leaves
     output, results = go_on(wikitext, workdir)
+    assert not list((workdir / "checkpoints").glob("*_temp"))
     first = results["resumed_from_step"]
     assert first <= done and (first % CHECKPOINT_EVERY == 0 or first % 8 == 0) and first > 0
     assert f"going on from step {first}" in output
@@ -106,22 +108,29 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(wikitext, undisturbed
     assert_same(results, undisturbed)
 
 
+# In a mount namespace of its own: a disk of 14 MB, which holds two checkpoints and no third. Then room is made.
+FULL_DISK = """
+mount -t tmpfs -o size=14m none {disk} && {command} --overwrite; echo "status $?"
+ls {disk}/run/checkpoints
+mount -o remount,size=1g {disk} && {command} && cp -r {disk}/run {copy}
+"""
+
+
 @pytest.mark.slow
-def test_a_write_that_fails_leaves_the_last_checkpoint_and_is_told(wikitext, undisturbed, tmp_path):
-    """A limit on the size of files, set while the run goes on, stands for the full disk."""
-    workdir = tmp_path / "run"
-    process = subprocess.Popen(command(wikitext, workdir), stdout=subprocess.PIPE, text=True)
-    while not list((workdir / "checkpoints").glob("*.index")):
-        time.sleep(0.01)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-    while steps_in(workdir) < 14:
-        time.sleep(0.002)
-    process.kill()
-    output, _ = process.communicate()
-    assert "No checkpoint of step" in output and "The last good one is of step" in output
-    message, results = go_on(wikitext, workdir)
-    assert "damaged" not in message and f"The last good one is of step {results['resumed_from_step']}." in output
-    assert_same(results, undisturbed)
+def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so(wikitext, undisturbed, tmp_path):
+    disk, copy = tmp_path / "disk", tmp_path / "copy"
+    disk.mkdir()
+    if subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("mounting a small disk is not permitted here")
+    script = FULL_DISK.format(disk=disk, copy=copy, command=shlex.join(command(wikitext, disk / "run")))
+    done = subprocess.run(["unshare", "--mount", "bash", "-c", script], capture_output=True, text=True)
+    full, afterwards = done.stdout.split("status 1\n")
+    assert "No checkpoint of step 12 (No space left on device). The last good one is of step 8." in full
+    assert done.stderr.startswith("error: ") and "Make room; the same command goes on" in done.stderr
+    assert done.stderr.count("\n") == 1  # no traceback
+    assert "_temp" not in afterwards and "going on from step 8" in afterwards
+    results = json.loads((copy / "results.json").read_text())
+    assert_same(results | {"config": results["config"] | {"workdir": str(copy)}}, undisturbed)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@ import dataclasses
 import json
 
 import pytest
+import tensorflow as tf
 
 from common.command_line import UserError
 from common.runs import open_run, write_json
@@ -15,6 +16,7 @@ class Config:
     seed: int = 0
     rate: float = 0.1
     overwrite: bool = False
+    dry_run: bool = False
 
 
 @pytest.fixture
@@ -78,3 +80,17 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError):
         write_json(tmp_path / "a.json", {"new": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
+
+
+def test_a_run_goes_on_with_the_same_data_only(config):
+    text = tf.constant([[1, 2], [3, 4]])
+    reopen(config).check_data({"train": text})
+    reopen(config).check_data({"train": text})
+    with pytest.raises(UserError, match="has changed since the run"):
+        reopen(config).check_data({"train": text + 1})
+
+
+def test_a_dry_run_writes_nothing(config):
+    run = open_run("a", dataclasses.replace(config, dry_run=True))
+    assert run.split(config, replicas=2, peak_learning_rate=0.1) == (8, 0.1)
+    assert not run.workdir.exists()

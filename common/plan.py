@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run would do, told before it does it: `--dry-run`."""
+
+import math
+import textwrap
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+BAR = 40  # columns of the highest learning rate
+
+
+def print_plan(
+    model: keras.Model, schedule: Callable, total_steps: int, sequences: dict[str, tf.Tensor], batch, pieces: list[str]
+) -> None:
+    """Prints memory for each replica, tokens, the learning rate's curve, and a sequence as the model sees it.
+
+    Args:
+        model: compiled.
+        schedule: from a step, counted from 0, to a rate.
+        total_steps: of the run.
+        sequences: for each split, the ids [sequences, length], padded with the id of [PAD].
+        batch: one replica's `(x, y, sample_weight)`, as `masking.mask_tokens` gives it.
+        pieces: the vocabulary, from id to piece.
+    """
+    state, activations = (size / 2**20 for size in memory_of_a_replica(model, batch))
+    print(
+        f"memory of a replica: {state:,.0f} MiB of weights, gradients and optimizer, about {activations:,.0f} of layers"
+    )
+    for split, ids in sequences.items():
+        tokens = np.count_nonzero(ids.numpy() != pieces.index("[PAD]"))
+        print(f"{split}: {tokens:,} tokens in {len(ids):,} sequences of {ids.shape[1]}")
+    print("learning rate by step:")
+    steps = sorted({round(i / 10 * (total_steps - 1)) for i in range(11)})
+    rates = [float(schedule(step)) for step in steps]
+    for step, rate in zip(steps, rates, strict=True):
+        print(f"{step + 1:>10,} {rate:9.2e} {'#' * round(rate / (max(rates) or 1) * BAR)}")
+    print("the first sequence, «seen → label» where the model has to guess:")
+    print(textwrap.indent(textwrap.fill(masked_text(batch, pieces), 110), "    "))
+
+
+def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
+    """Bytes that a training step needs on each replica: what it keeps, and an estimate of what it computes with.
+
+    Weights, a gradient for each that is trained, and the optimizer's variables are counted. The layers' outputs, held
+    for the backward pass, are 16 s b h + 2 a s^2 b numbers a layer (batch b, length s, width h, a heads), after
+    Korthikanti et al. 2022, arXiv:2205.05198, section 4.1; logits, their softmax and its gradient 3 b slots vocabulary.
+
+    Args:
+        model: compiled, with a BERT backbone.
+        batch: one replica's `(x, y, sample_weight)`.
+    """
+    kept = [*model.variables, *model.trainable_variables, *model.optimizer.variables]
+    state = sum(4 * math.prod(variable.shape) for variable in kept)
+    bert, (x, y, _) = model.backbone, batch
+    b, s = x["token_ids"].shape
+    numbers = bert.num_layers * (16 * s * b * bert.hidden_dim + 2 * bert.num_heads * s**2 * b)
+    numbers += 3 * math.prod(y.shape) * bert.vocabulary_size
+    return state, numbers * tf.as_dtype(model.compute_dtype).size
+
+
+def masked_text(batch, pieces: list[str]) -> str:
+    """The first sequence of a batch as text, each place to guess as `«seen → label»`."""
+    x, y, weight = (keras.tree.map_structure(lambda part: part[0].numpy(), part) for part in batch)
+    words = [pieces[i] for i, is_token in zip(x["token_ids"], x["padding_mask"], strict=True) if is_token]
+    for position, label, used in zip(x["mask_positions"], y, weight, strict=True):
+        if used:
+            words[position] = f"«{words[position]} → {pieces[label]}»"
+    return " ".join(words).replace(" ##", "")
