@@ -9,11 +9,13 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
+COUNTS = ("labels", "tokens", "slots")
+
 
 class StepLog(keras.callbacks.Callback):
     """Writes each step's own values to `steps.jsonl` and TensorBoard, and shows tokens per second in the progress bar.
 
-    It needs a model whose `fit` gives a step's own values (`keras_fixes.data_parallel`).
+    It needs a model of `keras_fixes.data_parallel`, which keeps each step's own values.
 
     - `steps.jsonl`: a line a step with `step` (from 1), `loss`, `accuracy`, `learning_rate` (that the step used),
       `labels` (over which the loss is the mean), `tokens`, and `slots`, the places for tokens. It is the record that
@@ -25,26 +27,25 @@ class StepLog(keras.callbacks.Callback):
         workdir: the run's folder.
         config: shown as text in TensorBoard; a dict.
         steps_per_epoch: steps over which an epoch's means are taken.
-        last_step: `fit` ends after this step, in the middle of an epoch too.
         first_step: steps that the run has done before.
 
     Attributes:
+        first_step: see above.
         step: steps done.
         learning_rate: the `first`, `peak` and `last` that steps used.
         epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far.
         padding_fraction: share of the places for tokens that held none.
-        seconds, tokens_per_second: of this process's steps but its first, which holds the compilation; padding not
+        seconds, tokens_per_second: of this process's steps but its first call, which holds the compilation; padding not
             counted.
     """
 
-    def __init__(self, workdir: Path, config: dict, steps_per_epoch: int, last_step: int, first_step: int = 0):
+    def __init__(self, workdir: Path, config: dict, steps_per_epoch: int, first_step: int = 0):
         super().__init__()
         self.first_step = self.step = first_step
         self.steps_per_epoch = steps_per_epoch
-        self.last_step = last_step
         self.learning_rate = {}
         self.seconds = self.tokens_per_second = 0.0
-        self._timed_tokens = self._tokens = self._slots = 0
+        self._calls = self._timed_tokens = self._tokens = self._slots = 0
         path = workdir / "steps.jsonl"
         kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:first_step] if first_step else []
         for line in kept:
@@ -66,31 +67,35 @@ class StepLog(keras.callbacks.Callback):
         return 1 - self._tokens / self._slots
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Notes the rate that the step will use."""
-        self._rate = float(self.model.optimizer.learning_rate)
+        """Starts the clock."""
         self._began = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
-        """Writes the step's values; in the progress bar, tokens per second take the place of the counts."""
+        """Writes the steps' values; in the progress bar, tokens per second take the place of the counts."""
         seconds = time.perf_counter() - self._began
-        self.step += 1
-        counts = {name: int(logs.pop(name)) for name in ("labels", "tokens", "slots")}
-        line = {"step": self.step, **{k: float(v) for k, v in logs.items()}, "learning_rate": self._rate, **counts}
-        self._lines.write(json.dumps(line) + "\n")
-        self._count(line)
-        if self.step > self.first_step + 1:
+        values = self.model.step_values
+        tokens = int(values["tokens"].sum())
+        self._calls += 1
+        if self._calls > 1:
             self.seconds += seconds
-            self._timed_tokens += counts["tokens"]
+            self._timed_tokens += tokens
             self.tokens_per_second = self._timed_tokens / self.seconds
-        logs["tokens_per_second"] = counts["tokens"] / seconds
-        with self._board.as_default(step=self.step):
-            for name, value in (logs | {"learning_rate": self._rate}).items():
-                tf.summary.scalar(f"train/{name}", value)
-        self.model.stop_training = self.step >= self.last_step
+        for name in COUNTS:
+            del logs[name]
+        logs["tokens_per_second"] = tokens / seconds
+        for i in range(len(values["loss"])):
+            self.step += 1
+            means = {name: float(values[name][i]) for name in ("accuracy", "loss", "learning_rate")}
+            line = {"step": self.step, **means, **{name: int(values[name][i]) for name in COUNTS}}
+            self._lines.write(json.dumps(line) + "\n")
+            self._count(line)
+            with self._board.as_default(step=self.step):
+                for name, value in (means | {"tokens_per_second": tokens / seconds}).items():
+                    tf.summary.scalar(f"train/{name}", value)
 
     def on_epoch_end(self, epoch, logs=None):
         """Writes the validation's values; the epoch's means are of all its steps, those before a restart too."""
-        for name in ("labels", "tokens", "slots"):
+        for name in COUNTS:
             del logs[name], logs[f"val_{name}"]
         logs |= self.epoch
         with self._board.as_default(step=self.step):
@@ -118,34 +123,36 @@ class StepLog(keras.callbacks.Callback):
 class Profile(keras.callbacks.Callback):
     """Traces some steps of `fit` for TensorBoard's profile tab.
 
+    It needs a model of `keras_fixes.data_parallel`, which counts its steps. Steps that are done in one call are traced
+    together.
+
     Args:
         workdir: the run's folder; the trace goes to `tensorboard/` there.
         steps: to be traced, counted from 1.
-        first_step: steps that the run has done before.
     """
 
-    def __init__(self, workdir: Path, steps: range, first_step: int = 0):
+    def __init__(self, workdir: Path, steps: range):
         super().__init__()
         self.logdir = str(workdir / "tensorboard")
         self.steps = steps
-        self.step = first_step
         self._tracing = False
 
     def on_train_batch_begin(self, batch, logs=None):
         """Begins the trace, and marks the step in it."""
-        if self.step + 1 in self.steps:
-            if not self._tracing:
-                tf.profiler.experimental.start(self.logdir)
-                self._tracing = True
-            self._marked = tf.profiler.experimental.Trace("train", step_num=self.step + 1, _r=1)
+        first = self.model.steps_done + 1
+        last = self.model.steps_done + self.model.steps_per_execution
+        if not self._tracing and first < self.steps.stop and last >= self.steps.start:
+            tf.profiler.experimental.start(self.logdir)
+            self._tracing = True
+        if self._tracing:
+            self._marked = tf.profiler.experimental.Trace("train", step_num=first, _r=1)
             self._marked.__enter__()
 
     def on_train_batch_end(self, batch, logs=None):
         """Ends the trace."""
-        self.step += 1
         if self._tracing:
             self._marked.__exit__(None, None, None)
-            if self.step + 1 not in self.steps:
+            if self.model.steps_done + 1 not in self.steps:
                 self.on_train_end()
 
     def on_train_end(self, logs=None):

@@ -26,17 +26,15 @@ class Checkpoints(keras.callbacks.Callback):
 
     Args:
         workdir: the run's folder; checkpoints go to `checkpoints/` there, the last three are kept.
-        model: compiled, so that the optimizer has its variables.
-        every: steps between two checkpoints.
-
-    Attributes:
-        step: steps done.
+        model: of `keras_fixes.data_parallel`, which counts its steps; compiled, so that the optimizer has its variables.
+        every: steps between two checkpoints; where several are done in one call, the first call's end after them.
     """
 
     def __init__(self, workdir: Path, model: keras.Model, every: int):
         super().__init__()
+        self.set_model(model)
         self.every = every
-        self.step = self.saved_step = 0
+        self.saved_step = 0
         self.told_to_stop = False
         checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
         self.manager = tf.train.CheckpointManager(checkpoint, str(workdir / "checkpoints"), KEEP)
@@ -51,8 +49,8 @@ class Checkpoints(keras.callbacks.Callback):
         for path in reversed(self.manager.checkpoints):
             try:
                 self.manager.checkpoint.restore(path).assert_existing_objects_matched()
-                self.step = self.saved_step = int(path.rsplit("-", 1)[1])
-                return self.step
+                self.model.steps_done = self.saved_step = int(path.rsplit("-", 1)[1])
+                return self.saved_step
             except (tf.errors.OpError, AssertionError, ValueError, IndexError) as error:
                 print(f"The checkpoint {path} is damaged ({type(error).__name__}): going back to the one before it.")
         if self.manager.checkpoints:
@@ -61,16 +59,17 @@ class Checkpoints(keras.callbacks.Callback):
 
     def save(self) -> None:
         """Writes a checkpoint, whole or not at all. A full disk is told of, and leaves the last good one."""
-        if self.step == self.saved_step:
+        step = self.model.steps_done
+        if step == self.saved_step:
             return
         try:
-            self.manager.save(checkpoint_number=self.step)
-            self.saved_step = self.step
+            self.manager.save(checkpoint_number=step)
+            self.saved_step = step
         except (tf.errors.OpError, OSError) as error:
             self._remove_unfinished()
-            why = str(error).splitlines()[0].rsplit("; ", 1)[-1]  # TensorFlow puts its own places first
+            why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without TensorFlow's own places
             print(
-                f"\nNo checkpoint of step {self.step} ({why}). The last good one is of step {self.saved_step}.",
+                f"\nNo checkpoint of step {step} ({why}). The last good one is of step {self.saved_step}.",
                 flush=True,
             )
 
@@ -80,8 +79,8 @@ class Checkpoints(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves where it is time to."""
-        self.step += 1
-        if self.step % self.every == 0:
+        last_call = self.model.steps_done - len(self.model.step_values["loss"])
+        if self.model.steps_done // self.every > last_call // self.every:
             self.save()
         self._stop_if_told()
 
@@ -104,24 +103,26 @@ class Checkpoints(keras.callbacks.Callback):
     def _stop_if_told(self) -> None:
         if self.told_to_stop:
             self.save()
-            print(f"\nStopped by SIGTERM after step {self.step}. The same command goes on from there.", flush=True)
+            print(
+                f"\nStopped by SIGTERM after step {self.model.steps_done}. The same command goes on from there.",
+                flush=True,
+            )
             raise SystemExit(128 + signal.SIGTERM)
 
 
-def epochs_left(step: int, steps_per_epoch: int, epochs: int, last_step: int) -> Iterator[dict[str, int]]:
-    """Arguments of the calls of `fit` that are left: one for the rest of an epoch, then one for all whole ones.
+def epochs_left(step: int, steps_per_epoch: int, last_step: int) -> Iterator[dict[str, int]]:
+    """Arguments of the calls of `fit` that are left: the rest of an epoch, all whole ones, and the last one's part.
 
-    Keras's `fit` cannot shorten its first epoch alone.
+    Keras's `fit` cannot shorten its first or last epoch alone.
 
     Args:
         step: steps done.
         steps_per_epoch: steps in a whole epoch.
-        epochs: whole epochs in the run.
-        last_step: where the run ends, if that is before the last epoch's end.
+        last_step: where the run ends.
     """
-    epoch, done = divmod(step, steps_per_epoch)
-    if done and step < last_step:
-        yield {"initial_epoch": epoch, "epochs": epoch + 1, "steps_per_epoch": steps_per_epoch - done}
-    epoch += done > 0
-    if epoch * steps_per_epoch < last_step:
-        yield {"initial_epoch": epoch, "epochs": epochs, "steps_per_epoch": min(steps_per_epoch, last_step)}
+    while step < last_step:
+        epoch, done = divmod(step, steps_per_epoch)
+        steps = min(steps_per_epoch - done, last_step - step)
+        epochs = (last_step - step) // steps_per_epoch if steps == steps_per_epoch else 1
+        yield {"initial_epoch": epoch, "epochs": epoch + epochs, "steps_per_epoch": steps}
+        step += epochs * steps

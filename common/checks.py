@@ -16,6 +16,8 @@ AT_LEAST = {
     "batch_size": 1,
     "epochs": 1,
     "checkpoint_every": 1,
+    "accumulate": 1,
+    "steps_per_execution": 1,
     "replicas": 0,
     "max_steps": 0,
     "seed": 0,
@@ -23,7 +25,7 @@ AT_LEAST = {
     "vocabulary_size": 100,
 }
 SHARES = ("mask_rate", "dropout", "warmup")
-RATES = ("learning_rate", "weight_decay")
+RATES = ("learning_rate", "weight_decay", "clip_norm")
 
 
 def check_knobs(config: Any) -> None:
@@ -64,6 +66,19 @@ def step_range(text: str) -> range:
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise UserError(f"--profile-steps must be two steps with a dash, such as 10-20; got {text}")
     return range(int(found[1]), int(found[2]) + 1)
+
+
+def check_accumulate(parts: int, batch_size: int) -> None:
+    """Checks that a replica's batch can be computed in that many equal parts.
+
+    Raises:
+        UserError: when it cannot.
+    """
+    if batch_size % parts:
+        raise UserError(
+            f"--accumulate {parts} does not divide a replica's batch of {batch_size}. "
+            f"Give one of {', '.join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)}"
+        )
 
 
 def check_sizes(sequences: dict[str, Any], global_batch: int) -> None:

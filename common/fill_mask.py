@@ -55,7 +55,7 @@ def print_filled_masks(preset: str, sentences: Iterable[str], top: int = 5) -> N
     Raises:
         UserError: as `fill_mask`, and when there is no such preset.
     """
-    model, vocabulary = masked_lm_from_preset(preset), preset_vocabulary(preset)
+    model, vocabulary = masked_lm_from_preset(preset, dtype="float32"), preset_vocabulary(preset)
     for sentence in sentences:
         print(f"\n{sentence}")
         for guesses in fill_mask(model, vocabulary, sentence, top):

@@ -1,131 +1,292 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes Keras 3's `fit` and `evaluate` right under `tf.distribute`. Checked against Keras 3.15 and TensorFlow 2.21.
 
-`data_parallel(BertMaskedLM)` is a subclass with a few methods of its own; nothing in Keras itself is replaced.
-What is mended:
-
-- **Crash before step 1** (keras-team/keras#19246, #21172). To build the model, `fit` averages the *inputs* of the first
-  batch over replicas, which fails for booleans, strings and uneven batches. Here `compile` completes the model.
-- **The loss is a mean of means.** Keras divides by each replica's own weight and then by the number of replicas; where
-  replicas have different numbers of labels, that is not the mean over the batch. Here the sum is divided, once, by the
-  weight of the whole batch.
-- **The epoch's loss is too low by N / (N + 1)** for N steps of a fixed batch size: Keras finds the end of the data by
-  running one more step, which raises the loss's count before it fails. Here counts come from the data.
-- **Every replica drops the same units, and no checkpoint saves the state of dropout.** Keras counts up seeds kept in
-  mirrored variables. Here a layer's noise is a function of its seed, the optimizer's step and the replica: no state.
-- **Crash on several workers** (keras-team/keras#20585): Keras averages scalars over an axis that they do not have. Here
-  a step returns what is the same on every replica, and the first one's is taken.
+`data_parallel(BertMaskedLM)` is a subclass with a few methods of its own; nothing in Keras itself is replaced. Each
+method says which fault it is for; docs/keras-under-tf-distribute.md shows every fault in a program of its own.
 """
+
+import importlib.metadata
+import inspect
+import math
+import warnings
 
 import keras
 import tensorflow as tf
 
+CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
+DRAWS = 2**16  # more than the random numbers that one layer draws in a step
+
 
 def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
-    """A KerasHub task's class whose `fit` computes over N replicas what one would.
+    """A KerasHub task's class whose `fit` computes over N replicas what one would; itself, where it is one already.
 
-    The task gives logits for integer labels. Compile it with a loss whose `reduction` is `"sum"`. Data are batches
-    `(x, y, sample_weight)`, where `x["padding_mask"]` is 1 for a token and 0 for padding.
+    The task gives logits for integer labels. Data are batches `(x, y, sample_weight)` of the same number of examples on
+    each replica, where `x["padding_mask"]` is 1 for a token and 0 for padding.
 
     Metrics are `loss` and `accuracy`, means over all labels by weight; `labels`, the sum of the weights; `tokens`,
-    without padding; and `slots`, the places for tokens. `fit` gives callbacks a step's own values at its end, and the
-    epoch's at the epoch's end.
+    without padding; and `slots`, the places for tokens. `fit` gives callbacks the last step's own values, and the epoch's
+    at the epoch's end.
+
+    Attributes of an instance:
+        steps_done: steps that `fit` has done. Set it when a run goes on from a checkpoint.
+        step_values: for the steps since the last callback, a dict of vectors: the metrics, and the `learning_rate`.
     """
+    if hasattr(task_class, "step_values"):
+        return task_class
+    _warn_outside_checked_versions()
 
     class DataParallel(task_class):
-        def compile(self, optimizer, loss):
-            super().compile(optimizer=optimizer, loss=loss, weighted_metrics=None)
-            optimizer.build(self.trainable_variables)
+        step_values = None
+
+        def compile(self, optimizer, loss, clip_norm=0.0, accumulate=1, jit=False, steps_per_execution=1):
+            """Configures training. Call it inside the strategy's scope.
+
+            Completes the model and the optimizer. Keras's `fit` does that from the first batch, by averaging its inputs
+            over replicas, and dies before step 1 where they are booleans, strings or uneven
+            (keras-team/keras#19246, #21172), and always on several workers (keras-team/keras#20585).
+
+            Args:
+                optimizer: a Keras optimizer. In mixed_float16, Keras wraps it in a `LossScaleOptimizer`.
+                loss: one whose `reduction` is `"sum"`.
+                clip_norm: the global norm to which the gradient of the whole batch is clipped; 0 for none.
+                accumulate: parts into which each replica's batch is divided, one after another, to save memory. It
+                    must divide the batch.
+                jit: compile the forward and backward pass of each replica with XLA.
+                steps_per_execution: steps in one call of the train function.
+            """
+            if loss.reduction != "sum":
+                raise ValueError(f'the loss must have reduction="sum": it is divided here; got {loss.reduction!r}')
+            keras.Model.compile(
+                self, optimizer=optimizer, loss=loss, steps_per_execution=steps_per_execution, jit_compile=False
+            )
+            self.clip_norm, self.accumulate = clip_norm, accumulate
+            _do_not_reduce_again(self.optimizer)
+            self.optimizer.build(self.trainable_variables)
+            self.steps_done = 0
             self.means = {name: keras.metrics.Mean(name=name) for name in ("loss", "accuracy")}
             self.sums = {name: keras.metrics.Sum(name=name) for name in ("labels", "tokens", "slots")}
+            # XLA cannot compile a function that touches another device's variables, as Keras's own step does
+            # ("Trying to access resource ... located in device CPU:1"): this one is a pure function of tensors.
+            self._gradients = tf.function(self._gradients_of_part, jit_compile=True) if jit else self._gradients_of_part
 
         @property
         def metrics(self):
             return [*self.means.values(), *self.sums.values()]
 
         def train_step(self, data):
-            x, y, weight = data
-            batch_weight = _sum_over_replicas(tf.reduce_sum(weight))
-            with tf.GradientTape() as tape, self._replica_noise():
-                logits = self(x, training=True)
-                loss_sum = self.compute_loss(x, y, logits, weight)
-                # This replica's part of the batch's mean: the optimizer adds up the gradients of all parts.
-                objective = self.optimizer.scale_loss(tf.math.divide_no_nan(loss_sum, batch_weight))
-            gradients = tape.gradient(objective, self.trainable_variables)
+            """One replica's part of a step: the gradient of the batch's mean loss, over all replicas, is applied.
+
+            Keras divides by each replica's own weight and then by the number of replicas. Where replicas have different
+            numbers of labels, that is not the mean over the batch. Here sums are added up over replicas, in a single
+            reduction, and divided once.
+
+            That reduction comes before clipping, which Keras does by each replica's own norm, and before the
+            `LossScaleOptimizer` asks whether all is finite, for which Keras looks at the first replica's part alone: an
+            overflow on another replica made every weight NaN. Now one that overflows anywhere is skipped everywhere.
+            """
+            examples = tf.cast(tf.shape(data[1])[0], tf.float32)  # keeps numbers small in float16
+            gradients, sums = self._gradients_and_sums(data, self.optimizer.scale_loss(1.0 / examples))
+            context = tf.distribute.get_replica_context()
+            gradients, batch_sums = context.all_reduce(tf.distribute.ReduceOp.SUM, (gradients, sums))
+            share = tf.math.divide_no_nan(examples, batch_sums["labels"])
+            gradients = [gradient * share for gradient in gradients]
+            if self.clip_norm:
+                gradients, _ = tf.clip_by_global_norm(gradients, self.optimizer.scale_loss(self.clip_norm))
+            learning_rate = tf.cast(self.optimizer.learning_rate, tf.float32)
             self.optimizer.apply(gradients, self.trainable_variables)
-            return self._update_metrics(x, y, weight, logits, loss_sum)
+            self._update_metrics(sums)
+            return self._means(batch_sums) | {"learning_rate": learning_rate}
 
         def test_step(self, data):
-            x, y, weight = data
-            logits = self(x, training=False)
-            return self._update_metrics(x, y, weight, logits, self.compute_loss(x, y, logits, weight))
+            """One replica's part of an evaluation step."""
+            sums = self._sums(*data, self(data[0], training=False))
+            self._update_metrics(sums)
+            context = tf.distribute.get_replica_context()
+            return self._means(context.all_reduce(tf.distribute.ReduceOp.SUM, sums))
 
         def make_train_function(self, force=False):
+            """See `_on_replicas`. The train function leaves each step's own values in `step_values`."""
             if self.train_function is None or force:
-                self.train_function = self._on_replicas(self.train_step)
+                names = [*self.means, *self.sums, "learning_rate"]
+                run_steps = self._on_replicas(self.train_step, names)
+
+                def train_function(iterator):
+                    left = self._steps_per_epoch - (self.steps_done - self._fit_began_at) % self._steps_per_epoch
+                    count = min(self.steps_per_execution, left)
+                    self.step_values = {k: v.numpy() for k, v in run_steps(iterator, tf.constant(count)).items()}
+                    self.steps_done += count
+                    return {metric.name: self.step_values[metric.name][-1] for metric in self.metrics}
+
+                self.train_function = train_function
 
         def make_test_function(self, force=False):
+            """See `_on_replicas`."""
             if self.test_function is None or force:
-                self.test_function = self._on_replicas(self.test_step)
+                run_steps = self._on_replicas(self.test_step, [*self.means, *self.sums])
 
-        # KerasHub's fit and evaluate tokenise text and take no distributed data set; ours holds token ids.
-        def fit(self, *args, **kwargs):
-            return keras.Model.fit(self, *args, **kwargs)
+                def test_function(iterator):
+                    count = min(self.steps_per_execution, self._test_steps_left)
+                    self._test_steps_left -= count
+                    return {name: values[-1] for name, values in run_steps(iterator, tf.constant(count)).items()}
 
-        def evaluate(self, *args, **kwargs):
-            return keras.Model.evaluate(self, *args, **kwargs)
+                self.test_function = test_function
+
+        def fit(self, *args, steps_per_epoch=None, **kwargs):
+            """As `keras.Model.fit`: KerasHub's tokenises text and takes no distributed data set; ours holds ids."""
+            self._steps_per_epoch = self._known(steps_per_epoch, "steps_per_epoch")
+            self._fit_began_at = self.steps_done
+            return keras.Model.fit(self, *args, steps_per_epoch=steps_per_epoch, **kwargs)
+
+        def evaluate(self, *args, steps=None, **kwargs):
+            """As `keras.Model.evaluate`."""
+            self._test_steps_left = self._known(steps, "steps")
+            return keras.Model.evaluate(self, *args, steps=steps, **kwargs)
 
         def save_to_preset(self, preset_dir, **kwargs):
-            # As the plain task, so that the preset loads without this project.
-            plain = task_class(backbone=self.backbone, preprocessor=self.preprocessor, compile=False)
+            """Saves the plain task in float32: it loads without this project.
+
+            KerasHub 0.32 saves a model in mixed precision as what it cannot load (`Invalid dtype: mixed_bfloat16`).
+            """
+            backbone = type(self.backbone).from_config(self.backbone.get_config() | {"dtype": "float32"})
+            plain = task_class(backbone=backbone, preprocessor=self.preprocessor, compile=False)
             plain.set_weights(self.get_weights())
             plain.save_to_preset(preset_dir, **kwargs)
 
         def _maybe_symbolic_build(self, iterator=None, data_batch=None):
             pass  # A task is built when it is made, and its optimizer by compile: no need to look at data.
 
-        def _on_replicas(self, step):
-            @tf.function(reduce_retracing=True, autograph=False)
+        def _known(self, steps, name):
+            if steps is None and self.steps_per_execution > 1:
+                raise ValueError(f"steps_per_execution needs {name}, to end at the epoch's last step")
+            return steps or math.inf
+
+        def _on_replicas(self, step, names):
+            """A function of (iterator, count) that does `count` steps and returns a dict of vectors.
+
+            Keras's own loop of several steps fails under a strategy (`You must feed a value for placeholder`), and the
+            loss it gives for an epoch is too low by N / (N + 1) for N steps of a fixed batch size: it finds the end of the
+            data by running one more step, which raises the loss's count before it fails. On several workers it averages
+            scalars over an axis that they do not have (keras-team/keras#20585). Here values are the same on every
+            replica, and the first one's are taken.
+            """
+            strategy = self.distribute_strategy
+
             def one_step(iterator):
-                values = self.distribute_strategy.run(step, args=(next(iterator),))
-                return keras.tree.map_structure(self._first_replicas, values)
+                values = strategy.run(step, args=(next(iterator),))
+                return {name: strategy.experimental_local_results(values[name])[0] for name in names}
 
-            return one_step
+            @tf.function(reduce_retracing=True, autograph=False)
+            def run_steps(iterator, count):
+                return tf.map_fn(
+                    lambda _: one_step(iterator),
+                    tf.range(count),
+                    fn_output_signature=dict.fromkeys(names, tf.float32),
+                    parallel_iterations=1,
+                )
 
-        def _first_replicas(self, value):
-            return self.distribute_strategy.experimental_local_results(value)[0]
+            return run_steps
 
-        def _replica_noise(self):
-            replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-            step = tf.cast(self.optimizer.iterations, tf.int64)
-            return keras.StatelessScope(
-                state_mapping=[
-                    (seed, tf.stack([seed.value[0] + replica * 2**32, step * 2**16]))
-                    for seed in self.non_trainable_variables
-                    if seed.name == "seed_generator_state"
-                ]
+        def _gradients_and_sums(self, data, factor):
+            """The gradient of factor times the sum of this replica's losses, and its sums; see `_sums`.
+
+            With Keras's own `gradient_accumulation_steps`, a strategy fails (`merge_call called while defining a new
+            graph`, keras-team/keras#20582). Here the parts of a step's batch follow one another inside the step.
+            """
+            weights = [tf.convert_to_tensor(variable.value) for variable in self.trainable_variables]
+            if self.accumulate == 1:
+                return self._gradients(weights, self._others(0), data, factor)
+            parts = keras.tree.map_structure(
+                lambda t: tf.reshape(t, tf.concat([[self.accumulate, -1], tf.shape(t)[1:]], axis=0)), data
             )
 
-        def _update_metrics(self, x, y, weight, logits, loss_sum):
+            def add_part(totals, numbered):
+                number, part = numbered
+                values = self._gradients(weights, self._others(number), part, factor)
+                return tf.nest.map_structure(tf.add, totals, values)
+
+            zero_sums = {name: tf.constant(0.0) for name in [*self.means, *self.sums]}
+            return tf.foldl(
+                add_part,
+                (tf.range(self.accumulate), parts),
+                initializer=([tf.zeros_like(weight) for weight in weights], zero_sums),
+                parallel_iterations=1,
+            )
+
+        def _gradients_of_part(self, weights, others, data, factor):
+            x, y, sample_weight = data
+            with tf.GradientTape() as tape:
+                tape.watch(weights)
+                logits, _ = self.stateless_call(weights, others, x, training=True)
+                sums = self._sums(x, y, sample_weight, logits)
+                objective = sums["loss"] * factor
+            gradients = tape.gradient(objective, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            return [tf.convert_to_tensor(gradient) for gradient in gradients], sums
+
+        def _others(self, part):
+            """Values of the variables that are not trained, with seeds for one part of one replica's batch.
+
+            Keras counts up seeds kept in mirrored variables: every replica drops the same units, and no checkpoint saves
+            the count. Here noise is a function of the layer's seed, the optimizer's step and the replica, without state.
+            """
+            replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+            count = tf.cast(self.optimizer.iterations, tf.int64) * self.accumulate + tf.cast(part, tf.int64)
+            return [
+                tf.stack([variable.value[0] + replica * 2**32, count * DRAWS])
+                if variable.name == "seed_generator_state"
+                else tf.convert_to_tensor(variable.value)
+                for variable in self.non_trainable_variables
+            ]
+
+        def _sums(self, x, y, weight, logits):
             matches = tf.cast(tf.argmax(logits, axis=-1, output_type=y.dtype) == y, tf.float32)
-            weight_sum = tf.reduce_sum(weight)
-            totals = {"loss": loss_sum, "accuracy": tf.reduce_sum(matches * weight)}
             is_token = tf.cast(x["padding_mask"], tf.float32)
-            counts = {
-                "labels": weight_sum,
+            return {
+                "loss": self.compute_loss(x, y, logits, weight),
+                "accuracy": tf.reduce_sum(matches * weight),
+                "labels": tf.reduce_sum(weight),
                 "tokens": tf.reduce_sum(is_token),
                 "slots": tf.cast(tf.size(is_token), tf.float32),
             }
-            for name, total in totals.items():
-                self.means[name].update_state(tf.math.divide_no_nan(total, weight_sum), sample_weight=weight_sum)
-            for name, count in counts.items():
-                self.sums[name].update_state(count)
-            of_batch = _sum_over_replicas(totals | counts)
-            means = {name: tf.math.divide_no_nan(of_batch[name], of_batch["labels"]) for name in totals}
-            return means | {name: of_batch[name] for name in counts}
+
+        def _means(self, sums):
+            return {
+                name: tf.math.divide_no_nan(total, sums["labels"]) if name in self.means else total
+                for name, total in sums.items()
+            }
+
+        def _update_metrics(self, sums):
+            means = self._means(sums)
+            for name, metric in self.means.items():
+                metric.update_state(means[name], sample_weight=sums["labels"])
+            for name, metric in self.sums.items():
+                metric.update_state(sums[name])
 
     return DataParallel
 
 
-def _sum_over_replicas(values):
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
+def _do_not_reduce_again(optimizer: keras.optimizers.Optimizer) -> None:
+    """Tells a Keras optimizer that the gradients it is given are summed over replicas already.
+
+    It has no public switch for that. Only this one optimizer is changed.
+    """
+    reduce = optimizer._all_reduce_sum_gradients
+    if list(inspect.signature(reduce).parameters) != ["grads_and_vars"]:
+        raise RuntimeError(f"this Keras's optimizers differ from those of {CHECKED_VERSIONS}: {reduce}")
+    optimizer._all_reduce_sum_gradients = _reduced_already
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        _do_not_reduce_again(optimizer.inner_optimizer)
+
+
+def _reduced_already(grads_and_vars):
+    return list(grads_and_vars)
+
+
+def _warn_outside_checked_versions() -> None:
+    for package, checked in CHECKED_VERSIONS.items():
+        version = importlib.metadata.version(package)
+        if not version.startswith(checked + "."):
+            warnings.warn(
+                f"common/keras_fixes.py is checked against {package} {checked}, not {version}: "
+                "run `python -m recipes doctor`, and trust it",
+                stacklevel=3,
+            )

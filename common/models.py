@@ -46,16 +46,32 @@ def masked_lm_from_size(
     return _without_pooler(BertMaskedLM(backbone, compile=False))
 
 
-def masked_lm_from_preset(preset: str, dropout: float = 0.0) -> keras_hub.models.BertMaskedLM:
+def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None = None) -> keras_hub.models.BertMaskedLM:
     """A `BertMaskedLM` with the weights of a KerasHub preset: a name, or a folder made by `save_to_preset`.
+
+    Args:
+        preset: its name or folder.
+        dropout: of the model.
+        dtype: a Keras dtype policy; None for the current one.
 
     Raises:
         UserError: when there is no such preset, or it cannot be fetched.
     """
-    plain = _from_preset(keras_hub.models.BertMaskedLM, preset, dropout=dropout, compile=False)
+    plain = _from_preset(keras_hub.models.BertMaskedLM, preset, dropout=dropout, dtype=dtype, compile=False)
     model = BertMaskedLM(plain.backbone, compile=False)
     model.set_weights(plain.get_weights())
     return _without_pooler(model)
+
+
+def masked_lm_width(preset: str, size: BertSize) -> int:
+    """The width of a preset's layers, or without one of a published size's.
+
+    Raises:
+        UserError: when there is no such preset, or it cannot be fetched.
+    """
+    if preset:
+        return _from_preset(keras_hub.models.BertBackbone, preset, load_weights=False).hidden_dim
+    return BERT_SIZES[size][1]
 
 
 def preset_vocabulary(preset: str) -> Vocabulary:

@@ -13,7 +13,10 @@ from typing import Any, TextIO
 from common.command_line import UserError
 
 # Knobs that may differ when a run goes on: they do not change what it computes.
-FREE_KNOBS = ("workdir", "overwrite", "dry_run", "checkpoint_every", "profile_steps", "replicas", "batch_size")
+FREE_KNOBS = (
+    *("workdir", "overwrite", "dry_run", "checkpoint_every", "profile_steps"),
+    *("replicas", "batch_size", "accumulate", "jit", "steps_per_execution"),
+)
 
 
 @dataclasses.dataclass

@@ -23,7 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is o
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from common.checks import check_knobs, check_sizes, step_range
+from common.checks import check_accumulate, check_knobs, check_sizes, step_range
 from common.command_line import parse, run
 from common.scaling import LearningRateScaling
 
@@ -47,11 +47,16 @@ class Config:
     learning_rate: float = 1e-3  # peak, for one replica
     lr_scaling: LearningRateScaling = "linear"  # how the rate grows with the number of replicas
     warmup: float = 0.1  # share of all steps in which the rate rises
-    weight_decay: float = 0.01  # AdamW's, not on biases and norms
+    optimizer: Literal["adamw", "lamb", "sgd"] = "adamw"
+    weight_decay: float = 0.01  # not on biases and norms
+    clip_norm: float = 0.0  # largest norm of the whole batch's gradient; 0: any
     dropout: float = 0.0  # BERT's is 0.1; a run of few epochs learns more without
     epochs: int = 4
     max_steps: int = 0  # end after this many steps; 0: no cap
-    precision: Literal["float32", "mixed_bfloat16"] = "float32"
+    precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
+    accumulate: int = 1  # parts in which a replica computes its batch, to save memory; the batch stays
+    jit: bool = False  # compile each replica's forward and backward pass with XLA
+    steps_per_execution: int = 1  # steps in one call
     seed: int = 0  # of weights, order, masks and dropout
     checkpoint_every: int = 100  # steps between two checkpoints, from which a run that was stopped goes on
     profile_steps: str = ""  # A-B: trace these steps for TensorBoard's profile tab
@@ -77,10 +82,12 @@ from common.corpora import open_corpus
 from common.fill_mask import print_filled_masks
 from common.masking import MaskingRule, mask_tokens
 from common.metrics import unigram_loss
-from common.models import masked_lm_from_preset, masked_lm_from_size, preset_vocabulary, save_preset
+from common.models import masked_lm_from_preset, masked_lm_from_size, masked_lm_width, preset_vocabulary, save_preset
+from common.optimizers import make_optimizer
 from common.order import locate, steps_per_epoch
 from common.packing import make_sequences, read_sequences
 from common.plan import print_plan
+from common.precision import choose_precision
 from common.results import language_model_scores, report, training_results
 from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
@@ -137,12 +144,10 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
         model = masked_lm_from_preset(config.preset, config.dropout)
     else:
         model = masked_lm_from_size(config.model or "tiny", len(vocabulary), config.dropout, config.seq_length)
-    # beta_2 and epsilon are RoBERTa's (Liu et al. 2019, arXiv:1907.11692): stable at high rates.
-    optimizer = keras.optimizers.AdamW(schedule, weight_decay=config.weight_decay, beta_2=0.98, epsilon=1e-6)
-    optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+    optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay)
     # The sum over a replica's labels: train_step divides it, once, by the number of labels in the whole batch.
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    model.compile(optimizer=optimizer, loss=loss)
+    model.compile(optimizer, loss, config.clip_norm, config.accumulate, config.jit, config.steps_per_execution)
     return model
 
 
@@ -153,11 +158,14 @@ def train_and_evaluate(config: Config) -> dict:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
         return run.results
     keras.utils.set_random_seed(config.seed)
-    keras.config.set_dtype_policy(config.precision)
     strategy = make_strategy(config.replicas)
+    width = masked_lm_width(config.preset, config.model or "tiny")
+    precision = run.keep("chosen_precision", choose_precision(config.precision, config.jit, width))
+    keras.config.set_dtype_policy(precision)
     replicas = strategy.num_replicas_in_sync
     factor = learning_rate_factor(config.lr_scaling, replicas)
     batch_size, peak_rate = run.split(config, replicas, config.learning_rate * factor)
+    check_accumulate(config.accumulate, batch_size)
     global_batch = global_batch_size(batch_size, replicas)
 
     vocabulary, sequences = make_datasets(config)
@@ -169,7 +177,7 @@ def train_and_evaluate(config: Config) -> dict:
     schedule = WarmUpPolynomialDecay(peak_rate, int(config.warmup * total_steps), total_steps)
     with strategy.scope():
         model = build_model(config, vocabulary, schedule)
-    print(f"{model.count_params():,} parameters; {total_steps} steps, {steps['train']} an epoch")
+    print(f"{model.count_params():,} parameters in {precision}; {total_steps} steps, {steps['train']} an epoch")
     print(f"batch: {batch_size} sequences x {replicas} replicas = {global_batch}")
     print(f"learning rate: {config.learning_rate:g} x {factor:g} ({config.lr_scaling}) = {peak_rate:g} at the peak")
 
@@ -184,14 +192,14 @@ def train_and_evaluate(config: Config) -> dict:
         return {}
 
     checkpoints = Checkpoints(run.workdir, model, config.checkpoint_every)
-    log = StepLog(run.workdir, asdict(config), steps["train"], total_steps, first_step=checkpoints.restore())
-    profile = Profile(run.workdir, step_range(config.profile_steps), log.step)
+    log = StepLog(run.workdir, asdict(config), steps["train"], first_step=checkpoints.restore())
+    profile = Profile(run.workdir, step_range(config.profile_steps))
     print(
         f"going on from step {log.step}" if log.step else f"watch it with: tensorboard --logdir {run.workdir}",
         flush=True,
     )
     scores = {}
-    for left in epochs_left(log.step, steps["train"], config.epochs, total_steps):
+    for left in epochs_left(log.step, steps["train"], total_steps):
         history = model.fit(
             distribute(strategy, batches("train", log.step)),
             **left,

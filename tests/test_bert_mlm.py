@@ -121,7 +121,7 @@ def test_weight_decay_spares_biases_and_norms(finished):
 def test_tensorboard_holds_each_step(finished):
     workdir = Path(finished["config"]["workdir"])
     values, texts = {}, []
-    for file in (workdir / "tensorboard").iterdir():
+    for file in (workdir / "tensorboard").glob("events*"):
         for record in tf.data.TFRecordDataset(str(file)):
             event = tf.compat.v1.Event.FromString(record.numpy())
             for value in event.summary.value:

@@ -163,13 +163,17 @@ def test_two_runs_in_one_folder(wikitext, tmp_path):
 
 
 def test_epochs_left():
-    assert list(epochs_left(0, 8, 3, 24)) == [{"initial_epoch": 0, "epochs": 3, "steps_per_epoch": 8}]
-    assert list(epochs_left(10, 8, 3, 24)) == [
+    assert list(epochs_left(0, 8, 24)) == [{"initial_epoch": 0, "epochs": 3, "steps_per_epoch": 8}]
+    assert list(epochs_left(10, 8, 24)) == [
         {"initial_epoch": 1, "epochs": 2, "steps_per_epoch": 6},
         {"initial_epoch": 2, "epochs": 3, "steps_per_epoch": 8},
     ]
-    assert list(epochs_left(18, 8, 3, 20)) == [{"initial_epoch": 2, "epochs": 3, "steps_per_epoch": 6}]
-    assert list(epochs_left(20, 8, 3, 20)) == list(epochs_left(24, 8, 3, 24)) == []
+    assert list(epochs_left(0, 8, 20)) == [
+        {"initial_epoch": 0, "epochs": 2, "steps_per_epoch": 8},
+        {"initial_epoch": 2, "epochs": 3, "steps_per_epoch": 4},
+    ]
+    assert list(epochs_left(18, 8, 20)) == [{"initial_epoch": 2, "epochs": 3, "steps_per_epoch": 2}]
+    assert list(epochs_left(20, 8, 20)) == list(epochs_left(24, 8, 24)) == []
 
 
 @pytest.mark.slow

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras's optimizers, with the settings that BERT-like models are trained with."""
+
+from typing import Literal
+
+import keras
+
+OptimizerName = Literal["adamw", "lamb", "sgd"]
+
+
+def make_optimizer(name: OptimizerName, schedule, weight_decay: float) -> keras.optimizers.Optimizer:
+    """An optimizer whose weight decay spares biases and norms. Call it inside the strategy's scope.
+
+    AdamW has RoBERTa's beta_2 and epsilon (Liu et al. 2019, arXiv:1907.11692), stable at high rates; LAMB has its
+    paper's (You et al. 2019, arXiv:1904.00962), made for batches of thousands of sequences; SGD has a momentum of 0.9.
+
+    Args:
+        name: which one.
+        schedule: of the learning rate, or a number.
+        weight_decay: share of each weight, times the learning rate, that a step takes away.
+    """
+    match name:
+        case "adamw":
+            optimizer = keras.optimizers.AdamW(schedule, weight_decay=weight_decay, beta_2=0.98, epsilon=1e-6)
+        case "lamb":
+            optimizer = keras.optimizers.Lamb(schedule, weight_decay=weight_decay, epsilon=1e-6)
+        case "sgd":
+            optimizer = keras.optimizers.SGD(schedule, weight_decay=weight_decay, momentum=0.9)
+    optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+    return optimizer
