@@ -26,7 +26,7 @@ class Checkpoints(keras.callbacks.Callback):
 
     Args:
         workdir: the run's folder; checkpoints go to `checkpoints/` there, the last three are kept.
-        model: of `keras_fixes.data_parallel`, which counts its steps; compiled, so that the optimizer has its variables.
+        model: of `keras_fixes.data_parallel`, which counts its steps; compiled, so that its optimizer has variables.
         every: steps between two checkpoints; where several are done in one call, the first call's end after them.
     """
 

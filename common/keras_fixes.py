@@ -24,8 +24,8 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
     each replica, where `x["padding_mask"]` is 1 for a token and 0 for padding.
 
     Metrics are `loss` and `accuracy`, means over all labels by weight; `labels`, the sum of the weights; `tokens`,
-    without padding; and `slots`, the places for tokens. `fit` gives callbacks the last step's own values, and the epoch's
-    at the epoch's end.
+    without padding; and `slots`, the places for tokens. `fit` gives callbacks the last step's own values, and the
+    epoch's at the epoch's end.
 
     Attributes of an instance:
         steps_done: steps that `fit` has done. Set it when a run goes on from a checkpoint.
@@ -163,11 +163,11 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
         def _on_replicas(self, step, names):
             """A function of (iterator, count) that does `count` steps and returns a dict of vectors.
 
-            Keras's own loop of several steps fails under a strategy (`You must feed a value for placeholder`), and the
-            loss it gives for an epoch is too low by N / (N + 1) for N steps of a fixed batch size: it finds the end of the
-            data by running one more step, which raises the loss's count before it fails. On several workers it averages
-            scalars over an axis that they do not have (keras-team/keras#20585). Here values are the same on every
-            replica, and the first one's are taken.
+            Keras's own loop of several steps fails where replicas are reduced by collectives (`You must feed a value
+            for placeholder`). The loss it gives for an epoch of unknown length is too low, N / (N + 1) of it for N
+            steps: the end of the data is found by one more step, which raises the loss's count before it fails. On
+            several workers it averages scalars over an axis that they do not have (keras-team/keras#20585). Here values
+            are the same on every replica, and the first one's are taken.
             """
             strategy = self.distribute_strategy
 
@@ -225,8 +225,9 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
         def _others(self, part):
             """Values of the variables that are not trained, with seeds for one part of one replica's batch.
 
-            Keras counts up seeds kept in mirrored variables: every replica drops the same units, and no checkpoint saves
-            the count. Here noise is a function of the layer's seed, the optimizer's step and the replica, without state.
+            Keras counts up seeds kept in mirrored variables: every replica drops the same units, and no checkpoint
+            saves the count. Here noise is a function of the layer's seed, the optimizer's step and the replica, without
+            state.
             """
             replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
             count = tf.cast(self.optimizer.iterations, tf.int64) * self.accumulate + tf.cast(part, tf.int64)

@@ -17,6 +17,7 @@ from common.wordpiece import Vocabulary
 # Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
 # arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.
 BERT_SIZES = {
+    "nano": (1, 64),  # ours, published nowhere: for tests
     "tiny": (2, 128),
     "mini": (4, 256),
     "small": (4, 512),
@@ -24,7 +25,7 @@ BERT_SIZES = {
     "base": (12, 768),
     "large": (24, 1024),
 }
-BertSize = Literal["tiny", "mini", "small", "medium", "base", "large"]
+BertSize = Literal["nano", "tiny", "mini", "small", "medium", "base", "large"]
 
 BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM)
 

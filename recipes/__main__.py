@@ -22,6 +22,7 @@ Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.
   python -m recipes ls                        what there is
   python -m recipes run bert_mlm              train; --help after the name lists the knobs
   python -m recipes fill-mask "A [MASK]."     ask the model just trained
+  python -m recipes doctor                    prove on this machine that training is exact
   python -m recipes cp bert_mlm my_project    take a recipe and its helpers into your own project
 
 Next: python -m recipes run bert_mlm
@@ -111,6 +112,8 @@ def main() -> None:
     copy.add_argument("name")
     copy.add_argument("destination", type=Path)
     copy.add_argument("--force", action="store_true", help="overwrite files that are there")
+    doctor = commands.add_parser("doctor", help="prove on this machine that data-parallel training is exact")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
     fill = commands.add_parser("fill-mask", help="let a trained model fill [MASK] in sentences")
     fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
     fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
@@ -126,6 +129,10 @@ def main() -> None:
             runpy.run_path(str(recipe_path(arguments.name)), run_name="__main__")
         case "cp":
             copy_recipe(arguments.name, arguments.destination, arguments.force)
+        case "doctor":
+            from recipes._doctor import doctor
+
+            raise SystemExit(doctor(arguments.json))
         case "fill-mask":
             preset = arguments.preset or last_preset()
             os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}

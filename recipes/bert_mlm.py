@@ -36,7 +36,7 @@ class Config:
     corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | a text file or folder
     preset: str = ""  # KerasHub name, or folder made by save_to_preset, to start from; else random weights
     # BERT size, from random weights; tiny where neither this nor a preset is given
-    model: Literal["tiny", "mini", "small", "medium", "base", "large"] | None = None
+    model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = None
     vocabulary: str = ""  # WordPiece file, one piece a line; else one is trained on the corpus
     vocabulary_size: int = 4096  # pieces of a trained vocabulary
     seq_length: int = 128  # tokens in a sequence

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m recipes doctor`: proves on this machine that data-parallel training computes what one device would.
+
+Every row runs the real recipe (`bert_mlm.train_and_evaluate`) on a small model for 20 steps and reads what it leaves.
+The text is the licence of this project, which is always there.
+"""
+
+import contextlib
+import importlib.metadata
+import io
+import json
+import math
+import multiprocessing
+import os
+import platform
+import signal
+import tempfile
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+TESTED = {"tensorflow": "2.21", "keras": "3.15", "keras-hub": "0.32"}
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+STEPS = 20
+KNOBS = {
+    "corpus": str(Path(__file__).parent.parent / "LICENSE"),
+    "model": "nano",
+    "vocabulary_size": 300,
+    "seq_length": 25,  # 20 steps of 8, the last of which is not full
+    "lr_scaling": "none",
+    "epochs": 1,
+    "precision": "float32",
+}
+GLOBAL_BATCH = 8
+OPTIMIZERS = {"adamw": 1e-3, "sgd": 0.1}
+# What must compute the same as one device: a name, replicas, knobs.
+WAYS = [
+    ("2 replicas", 2, {}),
+    ("4 replicas", 4, {}),
+    ("2 replicas, accumulation, 7 steps in a call", 2, {"accumulate": 2, "steps_per_execution": 7}),
+    ("2 replicas, jit", 2, {"jit": True}),
+]
+# Relative differences that float32 may leave; that of a tensor, and of all weights, by the Euclidean norm.
+BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every tensor": 1e-5, "validation": 1e-6}
+
+
+def doctor(as_json: bool) -> int:
+    """Prints the machine and a row for each check; returns the exit status, 1 where a check fails."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = make_jobs(Path(folder))
+        gpus = gpu_names()
+        processes = multiprocessing.get_context("forkserver")
+        processes.set_forkserver_preload(["recipes.bert_mlm"])  # TensorFlow is imported once
+        # Small models leave cores idle; GPUs are shared badly.
+        pool = ProcessPoolExecutor(1 if gpus else min(2, os.cpu_count()), processes, set_up)
+        with pool:
+            runs = {name: pool.submit(train, name, knobs) for name, knobs in jobs.items()}
+            machine = describe_machine(gpus)
+            if not as_json:
+                print("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
+            runs = {name: run.result() for name, run in runs.items()}
+            off_board = pool.submit(board_difference, runs["2 replicas, adamw"])
+            checks = check(runs, off_board.result())
+    passed = all(row["passed"] for row in checks)
+    seconds = round(time.perf_counter() - began, 1)
+    if as_json:
+        print(json.dumps({"machine": machine, "checks": checks, "passed": passed, "seconds": seconds}, indent=2))
+    else:
+        print(table(checks) + f"\n{'all passed' if passed else 'FAILED'}, in {seconds:.0f} s")
+    return 0 if passed else 1
+
+
+def make_jobs(folder: Path) -> dict[str, dict[str, Any]]:
+    """The runs to be made, by name: the knobs of each."""
+    jobs = {"resumed": {"replicas": 2, "dropout": 0.1, "checkpoint_every": 4}}
+    for optimizer, learning_rate in OPTIMIZERS.items():
+        for name, replicas, knobs in [("1 replica", 1, {}), *WAYS]:
+            own = {"optimizer": optimizer, "learning_rate": learning_rate, "replicas": replicas, **knobs}
+            jobs[f"{name}, {optimizer}"] = own
+    jobs["not stopped"] = {"replicas": 2, "dropout": 0.1}
+    for precision in ("mixed_bfloat16", "mixed_float16"):
+        jobs[precision] = {"replicas": 2, "precision": precision}
+    return {
+        name: KNOBS | {"workdir": str(folder / str(i)), "batch_size": GLOBAL_BATCH // own["replicas"]} | own
+        for i, (name, own) in enumerate(jobs.items())
+    }
+
+
+def set_up() -> None:
+    """Readies a process of the pool."""
+    import tensorflow as tf
+
+    from common.strategy import make_strategy
+
+    tf.get_logger().setLevel("ERROR")  # many small models are traced, and it would warn of that
+    if tf.config.list_physical_devices("GPU"):
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+        tf.config.experimental.enable_op_determinism()
+    make_strategy(4)  # so that fewer can be asked for later
+
+
+def train(name: str, knobs: dict[str, Any]) -> dict[str, Any]:
+    """Runs the recipe; the run named `resumed` is stopped by SIGTERM in the middle of an epoch, and goes on."""
+    from recipes import bert_mlm
+
+    config = bert_mlm.Config(**knobs)
+    with contextlib.redirect_stdout(io.StringIO()):
+        if name == "resumed":
+            threading.Thread(target=_stop_after, args=(Path(config.workdir), 6), daemon=True).start()
+            with contextlib.suppress(SystemExit):
+                bert_mlm.train_and_evaluate(config)
+        return bert_mlm.train_and_evaluate(config)
+
+
+def check(runs: dict[str, dict[str, Any]], off_board: float) -> list[dict[str, Any]]:
+    """Rows with `check`, `measure`, `measured`, `bound` and `passed`."""
+    rows = []
+
+    def add(check: str, measure: str, measured: float, bound: float) -> None:
+        passed = measured <= bound
+        rows.append({"check": check, "measure": measure, "measured": measured, "bound": bound, "passed": passed})
+
+    for optimizer in OPTIMIZERS:
+        one = runs[f"1 replica, {optimizer}"]
+        for name, _, _ in WAYS:
+            found = differences(runs[f"{name}, {optimizer}"], one)
+            for what, bound in BOUNDS.items():
+                add(f"{name}, {optimizer}", what, found[what], bound)
+    plain = runs["2 replicas, adamw"]
+    bfloat16, float16 = runs["mixed_bfloat16"], runs["mixed_float16"]
+    add("bfloat16", "last loss against float32", relative(last_loss(bfloat16), last_loss(plain)), 0.01)
+    add("float16", "last loss against float32", relative(last_loss(float16), last_loss(plain)), 0.01)
+    steps = steps_of(plain)
+    mean = sum(step["loss"] * step["labels"] for step in steps) / sum(step["labels"] for step in steps)
+    add("loss reported", "against the mean over all labels", relative(plain["train_loss"], mean), 1e-6)
+    rate, warm_up = plain["learning_rate"], STEPS // 10
+    ends = {
+        "first": rate["peak"] / (warm_up + 1),
+        "peak": OPTIMIZERS["adamw"],
+        "last": rate["peak"] / (STEPS - warm_up),
+    }
+    add(
+        "learning rate",
+        "first, peak and last by the schedule",
+        max(relative(rate[end], ends[end]) for end in ends),
+        1e-6,
+    )
+    add("resumed", "weights, to the bit", differences(runs["resumed"], runs["not stopped"])["weights"], 0.0)
+    add(
+        "resumed",
+        "from a step before the last",
+        0.0 if (runs["resumed"]["resumed_from_step"] or STEPS) < STEPS else 1.0,
+        0.0,
+    )
+    add("TensorBoard", "its losses against steps.jsonl", off_board, 0.0)
+    return rows
+
+
+def differences(run: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Relative differences of two runs, by the names of `BOUNDS`."""
+    import numpy as np
+
+    ours, theirs = weights_of(run), weights_of(other)
+    away = {name: float(np.linalg.norm(ours[name] - theirs[name])) for name in theirs}
+    size = {name: float(np.linalg.norm(theirs[name])) for name in theirs}
+    losses = [(a["loss"], b["loss"]) for a, b in zip(steps_of(run), steps_of(other), strict=True)]
+    return {
+        "loss of every step": max(relative(a, b) for a, b in losses),
+        "weights": math.hypot(*away.values()) / math.hypot(*size.values()),
+        "every tensor": max(away[name] / size[name] for name in theirs),
+        "validation": max(relative(run[name], other[name]) for name in ("val_loss", "val_accuracy")),
+    }
+
+
+def relative(a: float, b: float) -> float:
+    """The difference of two numbers, relative to the second; infinite where one is not finite."""
+    return abs(a - b) / abs(b) if math.isfinite(a) and b else (0.0 if a == b else math.inf)
+
+
+def steps_of(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of `steps.jsonl`."""
+    return [json.loads(line) for line in (Path(run["config"]["workdir"]) / "steps.jsonl").read_text().splitlines()]
+
+
+def last_loss(run: dict[str, Any]) -> float:
+    """Mean of the last five steps' losses."""
+    return sum(step["loss"] for step in steps_of(run)[-5:]) / 5
+
+
+def weights_of(run: dict[str, Any]) -> dict[str, Any]:
+    """The trained weights by name, without the biases of attention's keys: in theory they have no gradient."""
+    import h5py
+
+    weights = {}
+    with h5py.File(Path(run["config"]["workdir"]) / "preset/task.weights.h5") as file:
+        file.visititems(lambda name, item: weights.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None)
+    return {k: v for k, v in weights.items() if not k.endswith("key_dense/vars/1") and v.dtype.kind == "f" and v.any()}
+
+
+def board_difference(run: dict[str, Any]) -> float:
+    """The largest difference of a loss in TensorBoard's file from `steps.jsonl`, both in float32."""
+    import numpy as np
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    board = EventAccumulator(str(Path(run["config"]["workdir"]) / "tensorboard"), {"tensors": 0})
+    board.Reload()
+    shown = [float(make_ndarray(event.tensor_proto)) for event in board.Tensors("train/loss")]
+    return max(abs(a - float(np.float32(b["loss"]))) for a, b in zip(shown, steps_of(run), strict=True))
+
+
+def gpu_names() -> list[str]:
+    """By `nvidia-smi`; empty where it does not answer."""
+    import subprocess
+
+    try:
+        return subprocess.check_output(["nvidia-smi", "--list-gpus"], text=True, stderr=subprocess.DEVNULL).splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+def describe_machine(gpus: list[str]) -> dict[str, str]:
+    """What the figures depend on, and whether versions are those that the tests run against."""
+    cpu = Path("/proc/cpuinfo")
+    flags = cpu.read_text().split() if cpu.exists() else []
+    return {
+        "system": f"{platform.platform()}, Python {platform.python_version()}",
+        "CPU": f"{os.cpu_count()} cores: {' '.join(feature for feature in CPU_FEATURES if feature in flags)}",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "GPUs": "; ".join(gpus) or "none",
+        **{package: _version(package, tested) for package, tested in TESTED.items()},
+    }
+
+
+def _version(package: str, tested: str) -> str:
+    version = importlib.metadata.version(package)
+    return f"{version} ({'tested' if version.startswith(tested + '.') else f'NOT TESTED: {tested} is'})"
+
+
+def table(checks: list[dict[str, Any]]) -> str:
+    """The checks for a person to read."""
+    names = [f"{row['check']}: {row['measure']}" for row in checks]
+    width = max(map(len, names))
+    rows = [f"{'check':{width}}  measured    bound"]
+    for name, row in zip(names, checks, strict=True):
+        verdict = "PASS" if row["passed"] else "FAIL"
+        rows.append(f"{name:{width}}  {row['measured']:8.1e} {row['bound']:8.1e}  {verdict}")
+    return "\n".join(rows)
+
+
+def _stop_after(workdir: Path, steps: int) -> None:
+    while not (workdir / "steps.jsonl").exists() or (workdir / "steps.jsonl").read_text().count("\n") < steps:
+        time.sleep(0.002)
+    os.kill(os.getpid(), signal.SIGTERM)
