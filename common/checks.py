@@ -43,6 +43,7 @@ def check_knobs(config: Any) -> None:
         value = getattr(config, name)
         _require(math.isfinite(value) and value >= 0, config, name, "a finite number, 0 or more")
     step_range(config.profile_steps)
+    check_accumulate(config.accumulate, config.batch_size)
     if config.preset and (config.model or config.vocabulary):
         both = "--model" if config.model else "--vocabulary"
         raise UserError(f"--preset brings its own model and vocabulary: leave out {both}, or --preset")

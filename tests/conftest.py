@@ -41,6 +41,7 @@ def small(wikitext, tmp_path):
     return {
         "corpus": str(wikitext),
         "workdir": str(tmp_path / "run"),
+        "model": "nano",
         "vocabulary_size": 300,
         "seq_length": 32,
         "batch_size": 8,

@@ -1,0 +1,80 @@
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.readme import with_tables
+
+ROOT = Path(__file__).parent.parent
+
+
+def doctor(folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes", "doctor", "--json"], cwd=folder, capture_output=True, text=True
+    )
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_every_check_passes():
+    status, found = doctor(ROOT)
+    assert status == 0 and found["passed"] and found["seconds"] < 120  # under 60 on a quiet machine
+    assert all(row["measured"] <= row["bound"] for row in found["checks"])
+    assert {row["measure"] for row in found["checks"] if row["check"] == "4 replicas, sgd"} == {
+        "loss of every step",
+        "weights",
+        "every tensor",
+        "validation",
+    }
+    assert found["machine"]["keras"].endswith("(tested)")
+
+
+# A fault, and the checks that must tell of it.
+FAULTS = {
+    "each replica divides by its own labels": (
+        (
+            "common/keras_fixes.py",
+            'divide_no_nan(examples, batch_sums["labels"])',
+            'divide_no_nan(examples / context.num_replicas_in_sync, sums["labels"])',
+        ),
+        ("2 replicas, adamw", "2 replicas, sgd", "4 replicas, sgd", "2 replicas, jit, adamw", "2 replicas, jit, sgd"),
+    ),
+    "a checkpoint has no optimizer": (
+        ("common/checkpoints.py", "(model=model, optimizer=model.optimizer)", "(model=model)"),
+        ("resumed",),
+    ),
+    "TensorBoard shows the rate for the loss": (
+        ("common/callbacks.py", 'f"train/{name}", value', 'f"train/{name}", means["learning_rate"]'),
+        ("TensorBoard",),
+    ),
+    "the warm-up is too short": (
+        ("recipes/bert_mlm.py", "int(config.warmup * total_steps)", "0"),
+        ("learning rate",),
+    ),
+}
+
+
+@pytest.mark.slow
+def test_faults_are_told_of(tmp_path):
+    for name in ("recipes", "common", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+        copy(ROOT / name, tmp_path / name)
+    for (file, right, wrong), _ in FAULTS.values():
+        text = (tmp_path / file).read_text()
+        assert text.count(right) == 1
+        (tmp_path / file).write_text(text.replace(right, wrong))
+    status, found = doctor(tmp_path)
+    assert status == 1 and not found["passed"]
+    failed = {row["check"] for row in found["checks"] if not row["passed"]}
+    for fault, (_, checks) in FAULTS.items():
+        assert failed >= set(checks), fault
+    assert not failed & {"loss reported", "bfloat16", "float16"}
+
+
+def test_the_readme_has_the_figures_of_the_results():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert with_tables(readme) == readme
+    assert "| 4 replicas, sgd | " in readme

@@ -1,0 +1,28 @@
+import pytest
+import tensorflow as tf
+
+from common import precision
+from common.precision import choose_precision
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "amx", "width", "jit", "chosen"),
+    [
+        ([(8, 0), (9, 0)], False, 128, True, "mixed_bfloat16"),
+        ([(8, 0), (7, 5)], True, 768, False, "float32"),
+        ([None], True, 768, False, "float32"),
+        ([], True, 768, False, "mixed_bfloat16"),
+        ([], True, 768, True, "float32"),
+        ([], True, 512, False, "float32"),
+        ([], False, 768, False, "float32"),
+    ],
+)
+def test_auto_follows_the_table(capabilities, amx, width, jit, chosen, monkeypatch):
+    """GPUs and AMX are stand-ins: the machine that runs this has neither."""
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: capabilities)
+    monkeypatch.setattr(
+        tf.config.experimental, "get_device_details", lambda gpu: {"compute_capability": gpu} if gpu else {}
+    )
+    monkeypatch.setattr(precision, "has_amx", lambda: amx)
+    assert choose_precision("auto", jit, width) == chosen
+    assert choose_precision("mixed_float16", jit, width) == "mixed_float16"
