@@ -206,7 +206,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(small, wikitext, capsys):
     assert f"train: {np.count_nonzero(sequences):,} tokens in {len(sequences):,} sequences of 32" in plan
     results = train(small)
     parameters = sum(weight.size for weight in weights_of(results).values()) + 64  # the key bias left out there
-    assert f"{parameters:,} parameters; 6 steps" in plan
+    assert f"{parameters:,} parameters in float32; 6 steps" in plan
     rates = [float(line.split()[1]) for line in plan.split("learning rate by step:\n")[1].splitlines()[:6]]
     np.testing.assert_allclose(rates, [step["learning_rate"] for step in steps_of(results)], rtol=0.01)
     assert plan.count(" → ") - 1 == round(0.15 * 30) and "    [CLS] " in plan
