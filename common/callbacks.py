@@ -3,11 +3,14 @@
 
 import importlib.util
 import json
+import os
 import time
 from pathlib import Path
 
 import keras
 import tensorflow as tf
+
+from common.cluster import is_chief
 
 COUNTS = ("labels", "tokens", "slots")
 
@@ -15,7 +18,8 @@ COUNTS = ("labels", "tokens", "slots")
 class StepLog(keras.callbacks.Callback):
     """Writes each step's own values to `steps.jsonl` and TensorBoard, and shows tokens per second in the progress bar.
 
-    It needs a model of `keras_fixes.data_parallel`, which keeps each step's own values.
+    It needs a model of `keras_fixes.data_parallel`, which keeps each step's own values. Of several workers, only the
+    chief writes.
 
     - `steps.jsonl`: a line a step with `step` (from 1), `loss`, `accuracy`, `learning_rate` (that the step used),
       `labels` (over which the loss is the mean), `tokens`, and `slots`, the places for tokens. It is the record that
@@ -46,12 +50,18 @@ class StepLog(keras.callbacks.Callback):
         self.learning_rate = {}
         self.seconds = self.tokens_per_second = 0.0
         self._calls = self._timed_tokens = self._tokens = self._slots = 0
+        self._epoch_labels, self._epoch_totals = 0, {"loss": 0.0, "accuracy": 0.0}
+        if not is_chief():
+            self._lines, self._board = Path(os.devnull).open("w"), tf.summary.create_noop_writer()
+            return
         path = workdir / "steps.jsonl"
         kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:first_step] if first_step else []
         for line in kept:
             self._count(json.loads(line))
-        self._lines = path.open("w", encoding="utf-8", buffering=1)
-        self._lines.writelines(kept)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text("".join(kept), encoding="utf-8")
+        os.replace(unfinished, path)  # at once, so that a kill never takes lines of steps that are saved
+        self._lines = path.open("a", encoding="utf-8", buffering=1)
         self._board = tf.summary.create_file_writer(str(workdir / "tensorboard"))
         with self._board.as_default(step=first_step):
             tf.summary.text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
@@ -141,7 +151,7 @@ class Profile(keras.callbacks.Callback):
         """Begins the trace, and marks the step in it."""
         first = self.model.steps_done + 1
         last = self.model.steps_done + self.model.steps_per_execution
-        if not self._tracing and first < self.steps.stop and last >= self.steps.start:
+        if is_chief() and not self._tracing and first < self.steps.stop and last >= self.steps.start:
             tf.profiler.experimental.start(self.logdir)
             self._tracing = True
         if self._tracing:

@@ -13,6 +13,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
+from common.cluster import exchange, is_chief
 from common.command_line import UserError
 
 KEEP = 3
@@ -22,7 +23,7 @@ class Checkpoints(keras.callbacks.Callback):
     """Saves during `fit`: every so many steps, at each epoch's end, and when SIGTERM asks the process to stop.
 
     Schedulers send SIGTERM some time before they kill. The step at hand is then finished and saved, and the process
-    ends with status 143.
+    ends with status 143; with several workers, all do, after the same step. Only the chief writes.
 
     Args:
         workdir: the run's folder; checkpoints go to `checkpoints/` there, the last three are kept.
@@ -35,7 +36,6 @@ class Checkpoints(keras.callbacks.Callback):
         self.set_model(model)
         self.every = every
         self.saved_step = 0
-        self.told_to_stop = False
         checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
         self.manager = tf.train.CheckpointManager(checkpoint, str(workdir / "checkpoints"), KEEP)
 
@@ -50,17 +50,21 @@ class Checkpoints(keras.callbacks.Callback):
             try:
                 self.manager.checkpoint.restore(path).assert_existing_objects_matched()
                 self.model.steps_done = self.saved_step = int(path.rsplit("-", 1)[1])
-                return self.saved_step
+                break
             except (tf.errors.OpError, AssertionError, ValueError, IndexError) as error:
                 print(f"The checkpoint {path} is damaged ({type(error).__name__}): going back to the one before it.")
-        if self.manager.checkpoints:
-            raise UserError(f"no checkpoint in {self.manager.directory} can be read; --overwrite starts afresh")
-        return 0
+        else:
+            if self.manager.checkpoints:
+                raise UserError(f"no checkpoint in {self.manager.directory} can be read; --overwrite starts afresh")
+        steps = [theirs["step"] for theirs in exchange(self.model.distribute_strategy, {"step": self.saved_step})]
+        if len(set(steps)) > 1:
+            raise UserError(f"the workers have found different checkpoints in {self.manager.directory}: steps {steps}")
+        return self.saved_step
 
     def save(self) -> None:
         """Writes a checkpoint, whole or not at all. A full disk is told of, and leaves the last good one."""
         step = self.model.steps_done
-        if step == self.saved_step:
+        if step == self.saved_step or not is_chief():
             return
         try:
             self.manager.save(checkpoint_number=step)
@@ -75,7 +79,7 @@ class Checkpoints(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Listens for SIGTERM while `fit` runs."""
-        self._handler = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "told_to_stop", True))
+        self._handler = signal.signal(signal.SIGTERM, lambda *_: setattr(self.model, "told_to_stop", True))
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves where it is time to."""
@@ -97,16 +101,15 @@ class Checkpoints(keras.callbacks.Callback):
         signal.signal(signal.SIGTERM, self._handler)
 
     def _remove_unfinished(self) -> None:
-        for folder in Path(self.manager.directory).glob("*_temp"):
-            shutil.rmtree(folder)
+        if is_chief():
+            for folder in Path(self.manager.directory).glob("*_temp"):
+                shutil.rmtree(folder)
 
     def _stop_if_told(self) -> None:
-        if self.told_to_stop:
+        if self.model.all_told_to_stop:
             self.save()
-            print(
-                f"\nStopped by SIGTERM after step {self.model.steps_done}. The same command goes on from there.",
-                flush=True,
-            )
+            exchange(self.model.distribute_strategy, {})  # the others wait until the chief has saved
+            print(f"\nStopped by SIGTERM after step {self.model.steps_done}. The same command goes on from there.")
             raise SystemExit(128 + signal.SIGTERM)
 
 

@@ -28,6 +28,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
     epoch's at the epoch's end.
 
     Attributes of an instance:
+        told_to_stop: set it True on any worker; after the step at hand, `all_told_to_stop` is True on every one.
         steps_done: steps that `fit` has done. Set it when a run goes on from a checkpoint.
         step_values: for the steps since the last callback, a dict of vectors: the metrics, and the `learning_rate`.
     """
@@ -63,6 +64,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             _do_not_reduce_again(self.optimizer)
             self.optimizer.build(self.trainable_variables)
             self.steps_done = 0
+            self.told_to_stop = self.all_told_to_stop = False
             self.means = {name: keras.metrics.Mean(name=name) for name in ("loss", "accuracy")}
             self.sums = {name: keras.metrics.Sum(name=name) for name in ("labels", "tokens", "slots")}
             # XLA cannot compile a function that touches another device's variables, as Keras's own step does
@@ -73,7 +75,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
         def metrics(self):
             return [*self.means.values(), *self.sums.values()]
 
-        def train_step(self, data):
+        def train_step(self, data, stop=0.0):
             """One replica's part of a step: the gradient of the batch's mean loss, over all replicas, is applied.
 
             Keras divides by each replica's own weight and then by the number of replicas. Where replicas have different
@@ -86,8 +88,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             """
             examples = tf.cast(tf.shape(data[1])[0], tf.float32)  # keeps numbers small in float16
             gradients, sums = self._gradients_and_sums(data, self.optimizer.scale_loss(1.0 / examples))
-            context = tf.distribute.get_replica_context()
-            gradients, batch_sums = context.all_reduce(tf.distribute.ReduceOp.SUM, (gradients, sums))
+            gradients, batch_sums = _sum_over_replicas((gradients, sums | {"stop": stop}))
             share = tf.math.divide_no_nan(examples, batch_sums["labels"])
             gradients = [gradient * share for gradient in gradients]
             if self.clip_norm:
@@ -97,24 +98,21 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             self._update_metrics(sums)
             return self._means(batch_sums) | {"learning_rate": learning_rate}
 
-        def test_step(self, data):
+        def test_step(self, data, stop=0.0):
             """One replica's part of an evaluation step."""
             sums = self._sums(*data, self(data[0], training=False))
             self._update_metrics(sums)
-            context = tf.distribute.get_replica_context()
-            return self._means(context.all_reduce(tf.distribute.ReduceOp.SUM, sums))
+            return self._means(_sum_over_replicas(sums | {"stop": stop}))
 
         def make_train_function(self, force=False):
             """See `_on_replicas`. The train function leaves each step's own values in `step_values`."""
             if self.train_function is None or force:
-                names = [*self.means, *self.sums, "learning_rate"]
-                run_steps = self._on_replicas(self.train_step, names)
+                run_steps = self._on_replicas(self.train_step, [*self.means, *self.sums, "learning_rate"])
 
                 def train_function(iterator):
                     left = self._steps_per_epoch - (self.steps_done - self._fit_began_at) % self._steps_per_epoch
-                    count = min(self.steps_per_execution, left)
-                    self.step_values = {k: v.numpy() for k, v in run_steps(iterator, tf.constant(count)).items()}
-                    self.steps_done += count
+                    self.step_values = run_steps(iterator, min(self.steps_per_execution, left))
+                    self.steps_done += len(self.step_values["loss"])
                     return {metric.name: self.step_values[metric.name][-1] for metric in self.metrics}
 
                 self.train_function = train_function
@@ -125,9 +123,9 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
                 run_steps = self._on_replicas(self.test_step, [*self.means, *self.sums])
 
                 def test_function(iterator):
-                    count = min(self.steps_per_execution, self._test_steps_left)
-                    self._test_steps_left -= count
-                    return {name: values[-1] for name, values in run_steps(iterator, tf.constant(count)).items()}
+                    values = run_steps(iterator, min(self.steps_per_execution, self._test_steps_left))
+                    self._test_steps_left -= len(values["loss"])
+                    return {name: value[-1] for name, value in values.items()}
 
                 self.test_function = test_function
 
@@ -163,6 +161,8 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
         def _on_replicas(self, step, names):
             """A function of (iterator, count) that does `count` steps and returns a dict of vectors.
 
+            A worker that is told to stop says so in the step's reduction, so that all stop after the same step.
+
             Keras's own loop of several steps fails where replicas are reduced by collectives (`You must feed a value
             for placeholder`). The loss it gives for an epoch of unknown length is too low, N / (N + 1) of it for N
             steps: the end of the data is found by one more step, which raises the loss's count before it fails. On
@@ -171,18 +171,24 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             """
             strategy = self.distribute_strategy
 
-            def one_step(iterator):
-                values = strategy.run(step, args=(next(iterator),))
-                return {name: strategy.experimental_local_results(values[name])[0] for name in names}
+            def one_step(iterator, stop):
+                values = strategy.run(step, args=(next(iterator), stop))
+                return {name: strategy.experimental_local_results(value)[0] for name, value in values.items()}
 
             @tf.function(reduce_retracing=True, autograph=False)
-            def run_steps(iterator, count):
+            def many_steps(iterator, count, stop):
                 return tf.map_fn(
-                    lambda _: one_step(iterator),
+                    lambda _: one_step(iterator, stop),
                     tf.range(count),
-                    fn_output_signature=dict.fromkeys(names, tf.float32),
+                    fn_output_signature=dict.fromkeys([*names, "stop"], tf.float32),
                     parallel_iterations=1,
                 )
+
+            def run_steps(iterator, count):
+                values = many_steps(iterator, tf.constant(count), tf.constant(float(self.told_to_stop)))
+                values = {name: value.numpy() for name, value in values.items()}
+                self.all_told_to_stop = bool(values.pop("stop")[-1])
+                return values
 
             return run_steps
 
@@ -263,6 +269,11 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
                 metric.update_state(sums[name])
 
     return DataParallel
+
+
+def _sum_over_replicas(values):
+    values = tf.nest.map_structure(tf.identity, values)  # on this replica's device, which collectives ask for
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
 
 
 def _do_not_reduce_again(optimizer: keras.optimizers.Optimizer) -> None:

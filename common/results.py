@@ -13,10 +13,9 @@ from typing import Any
 import tensorflow as tf
 
 from common.callbacks import StepLog
+from common.cluster import num_workers
 from common.metrics import perplexity
-from common.strategy import num_workers
-
-PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")
+from common.runs import PACKAGES
 
 
 def training_results(

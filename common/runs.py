@@ -3,14 +3,23 @@
 
 import dataclasses
 import fcntl
+import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
+import uuid
 import zlib
 from pathlib import Path
 from typing import Any, TextIO
 
+import tensorflow as tf
+
+from common.cluster import exchange, is_chief, worker_index
 from common.command_line import UserError
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed
 
 # Knobs that may differ when a run goes on: they do not change what it computes.
 FREE_KNOBS = (
@@ -34,6 +43,10 @@ class Run:
     saved: dict[str, Any]
     results: dict[str, Any] | None
     lock: TextIO | None
+
+    def __post_init__(self):
+        if self.lock:
+            write_json(self.workdir / "config.json", self.saved)
 
     def keep(self, name: str, value: Any) -> Any:
         """Notes a value in `config.json`, and returns it; a run that goes on returns what it noted when it began."""
@@ -76,28 +89,41 @@ class Run:
             )
 
 
-def open_run(recipe: str, config: Any) -> Run:
+def open_run(recipe: str, config: Any, strategy: tf.distribute.Strategy) -> Run:
     """Opens the run in `config.workdir`, or begins one there; with `config.dry_run`, writes nothing.
+
+    Of several workers the chief does it, and the others look on.
 
     Args:
         recipe: the recipe's name.
         config: its `Config`, with the knobs `workdir`, `overwrite` and `dry_run`.
+        strategy: of all workers.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
-            or with other knobs (`FREE_KNOBS` excepted).
+            or with other knobs (`FREE_KNOBS` excepted); when workers were started with different knobs, code or
+            packages, or do not share the folder.
     """
     workdir = Path(config.workdir)
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
-    lock = None if config.dry_run else _locked(workdir)
-    if config.overwrite and lock:
-        _clear(workdir)
-    begun = (workdir / "config.json").is_file() and not config.overwrite
-    saved = _saved_config(workdir, wanted) if begun else wanted
-    if lock:
-        write_json(workdir / "config.json", saved)
-    results = workdir / "results.json"
-    return Run(workdir, saved, json.loads(results.read_text()) if lock and results.is_file() else None, lock)
+    _refuse_other_workers(strategy, wanted)
+    run, token, error = None, uuid.uuid4().hex, None
+    if is_chief():
+        try:
+            run = _open(workdir, wanted, token)
+        except UserError as refused:
+            error = str(refused)
+    token = exchange(strategy, {"error": error, "token": token})[0]["token"]  # now the chief has opened it
+    if run is None:
+        begun = (workdir / "config.json").is_file()
+        run = Run(workdir, _saved_config(workdir, wanted) if begun else wanted, _results(workdir), None)
+    shared = config.dry_run or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
+    refused = (
+        f"worker {worker_index()} does not see the chief's work folder {workdir}. "
+        "Give a --workdir on a disk that all workers share"
+    )
+    exchange(strategy, {"error": None if shared else refused})
+    return run
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -107,11 +133,41 @@ def write_json(path: Path, content: Any) -> None:
     os.replace(unfinished, path)
 
 
-def _locked(workdir: Path) -> TextIO:
+def _open(workdir: Path, wanted: dict[str, Any], token: str) -> Run:
+    lock = None if wanted["dry_run"] else _locked(workdir, token)
+    if wanted["overwrite"] and lock:
+        _clear(workdir)
+    begun = (workdir / "config.json").is_file() and not wanted["overwrite"]
+    return Run(workdir, _saved_config(workdir, wanted) if begun else wanted, _results(workdir) if lock else None, lock)
+
+
+def _results(workdir: Path) -> dict[str, Any] | None:
+    path = workdir / "results.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _refuse_other_workers(strategy: tf.distribute.Strategy, wanted: dict[str, Any]) -> None:
+    files = sorted(path for folder in ("common", "recipes") for path in (ROOT / folder).glob("*.py"))
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    own = {"--" + name.replace("_", "-"): value for name, value in wanted.items()} | {"code": code} | versions
+    chiefs, *others = exchange(strategy, own)
+    for index, theirs in enumerate(others, 1):
+        different = [
+            f"{name} {value!r}, not {chiefs[name]!r}" for name, value in theirs.items() if value != chiefs[name]
+        ]
+        if different:
+            raise UserError(f"worker {index} was started differently from the chief: {', '.join(different)}")
+
+
+def _locked(workdir: Path, token: str) -> TextIO:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        lock = (workdir / ".lock").open("w")
+        lock = (workdir / ".lock").open("a+")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.truncate(0)
+        lock.write(token)
+        lock.flush()
     except BlockingIOError as error:
         raise UserError(f"another process is running in {workdir}. Wait for it, or give another --workdir") from error
     except OSError as error:

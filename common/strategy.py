@@ -5,20 +5,21 @@ A recipe asks for a strategy and scales by `strategy.num_replicas_in_sync`; how 
 decided here alone.
 """
 
-import json
 import os
 import subprocess
 from collections.abc import Callable
 
 import tensorflow as tf
 
+from common.cluster import join, num_workers
 from common.command_line import UserError
 
 
 def make_strategy(replicas: int = 0) -> tf.distribute.Strategy:
     """Picks the strategy for this process. Call it before anything else touches a device.
 
-    - `TF_CONFIG` names several workers: `MultiWorkerMirroredStrategy` over all their GPUs, or one replica a CPU worker.
+    - Several workers (see `common.cluster`): `MultiWorkerMirroredStrategy` over all their GPUs, or one replica a CPU
+      worker.
     - `TPU_NAME` is set: `TPUStrategy` over that TPU (untested: written without one at hand).
     - GPUs: `MirroredStrategy` over all of them (`replicas` 0) or the first `replicas`. A single GPU is split into
       `replicas` logical devices of equal memory, which shows what N replicas compute, not how fast they are.
@@ -36,7 +37,12 @@ def make_strategy(replicas: int = 0) -> tf.distribute.Strategy:
             raise UserError(
                 f"a worker of several has {len(gpus) or 1} replica(s) here; leave out --replicas {replicas}"
             )
-        return tf.distribute.MultiWorkerMirroredStrategy()
+        communication = tf.distribute.experimental.CommunicationImplementation
+        return join(
+            tf.distribute.experimental.CommunicationOptions(
+                implementation=communication.NCCL if gpus else communication.RING
+            )
+        )
     if os.environ.get("TPU_NAME"):
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(os.environ["TPU_NAME"])
         return tf.distribute.TPUStrategy(resolver)
@@ -75,23 +81,6 @@ def distribute(
         return batches.with_options(_no_autotune())
 
     return strategy.distribute_datasets_from_function(batches_of, options)
-
-
-def num_workers() -> int:
-    """Worker processes that train together, by `TF_CONFIG`; 1 without it.
-
-    https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
-    """
-    cluster = json.loads(os.environ.get("TF_CONFIG") or "{}").get("cluster", {})
-    return len(cluster.get("chief", [])) + len(cluster.get("worker", [])) or 1
-
-
-def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Whether this process is the one that writes the run's files."""
-    resolver = strategy.cluster_resolver
-    if num_workers() == 1 or resolver is None:
-        return True
-    return resolver.task_type == "chief" or ("chief" not in resolver.cluster_spec().jobs and resolver.task_id == 0)
 
 
 def gpu_memory_mb() -> int:

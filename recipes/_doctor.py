@@ -27,8 +27,8 @@ STEPS = 20
 KNOBS = {
     "corpus": str(Path(__file__).parent.parent / "LICENSE"),
     "model": "nano",
-    "vocabulary_size": 300,
-    "seq_length": 25,  # 20 steps of 8, the last of which is not full
+    "vocabulary_size": 305,
+    "seq_length": 25,  # 20 steps of 8, the last of a single sequence
     "lr_scaling": "none",
     "epochs": 1,
     "precision": "float32",

@@ -78,6 +78,7 @@ with quiet_stderr():
 
 from common.callbacks import Profile, StepLog
 from common.checkpoints import Checkpoints, epochs_left
+from common.cluster import is_chief
 from common.corpora import open_corpus
 from common.fill_mask import print_filled_masks
 from common.masking import MaskingRule, mask_tokens
@@ -92,7 +93,7 @@ from common.results import language_model_scores, report, training_results
 from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
-from common.strategy import distribute, is_chief, make_strategy
+from common.strategy import distribute, make_strategy
 from common.wordpiece import Vocabulary, load_vocabulary, make_tokenizer, train_vocabulary
 
 SENTENCES = (
@@ -152,13 +153,13 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
 
 
 def train_and_evaluate(config: Config) -> dict:
-    """Trains, evaluates, and returns what it writes to `results.json`; nothing after a dry run."""
-    run = open_run("bert_mlm", config)
+    """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
+    strategy = make_strategy(config.replicas)
+    run = open_run("bert_mlm", config, strategy)
     if run.results:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
         return run.results
     keras.utils.set_random_seed(config.seed)
-    strategy = make_strategy(config.replicas)
     width = masked_lm_width(config.preset, config.model or "tiny")
     precision = run.keep("chosen_precision", choose_precision(config.precision, config.jit, width))
     keras.config.set_dtype_policy(precision)
@@ -206,23 +207,24 @@ def train_and_evaluate(config: Config) -> dict:
             validation_data=distribute(strategy, batches("validation")),
             validation_steps=steps["validation"],
             callbacks=[log, checkpoints, profile],
-            verbose="auto" if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
+            verbose=1 if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
             shuffle=False,  # the batches come in their order already
         ).history
         scores["validation"] = {name: history[f"val_{name}"][-1] for name in ("loss", "accuracy")}
 
-    results = training_results("bert_mlm", config, strategy, global_batch, log)
     for split in [split for split in sequences if split != "train" and split not in scores]:
         scores[split] = model.evaluate(
             distribute(strategy, batches(split)), steps=steps[split], return_dict=True, verbose=0
         )
+    if not is_chief():
+        return {}
+    results = training_results("bert_mlm", config, strategy, global_batch, log)
     for split, score in scores.items():
         labels = (y[w > 0] for _, y, w in batches(split)())
         unigram = unigram_loss(sequences["train"].numpy(), labels, len(vocabulary), rule.never_masked)
         results |= language_model_scores(split, score["loss"], score["accuracy"], unigram)
-    if is_chief(strategy):
-        save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
-        write_json(run.workdir / "results.json", results)
+    save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
+    write_json(run.workdir / "results.json", results)
     return results
 
 
