@@ -177,9 +177,10 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
 
             @tf.function(reduce_retracing=True, autograph=False)
             def many_steps(iterator, count, stop):
+                # The flag is an element of the loop: captured by it, on its way to another device, it never arrives.
                 return tf.map_fn(
-                    lambda _: one_step(iterator, stop),
-                    tf.range(count),
+                    lambda stop: one_step(iterator, stop),
+                    tf.fill([count], stop),
                     fn_output_signature=dict.fromkeys([*names, "stop"], tf.float32),
                     parallel_iterations=1,
                 )

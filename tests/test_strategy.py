@@ -3,13 +3,12 @@ import json
 import pytest
 
 from common.command_line import UserError
-from common.strategy import gpu_memory_mb, is_chief, make_strategy, num_workers
+from common.strategy import gpu_memory_mb, make_strategy
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0, 2), (1, 1), (2, 2), (4, 4)])
 def test_the_cpu_is_split(asked, given):
-    strategy = make_strategy(asked)
-    assert strategy.num_replicas_in_sync == given and is_chief(strategy)
+    assert make_strategy(asked).num_replicas_in_sync == given
 
 
 def test_more_than_can_be_split_now():
@@ -17,10 +16,9 @@ def test_more_than_can_be_split_now():
         make_strategy(8)
 
 
-def test_workers_by_tf_config(monkeypatch):
-    assert num_workers() == 1
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"chief": ["a:1"], "worker": ["b:1", "c:1"]}}))
-    assert num_workers() == 3
+def test_a_cpu_worker_of_several_is_not_split(monkeypatch):
+    config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     with pytest.raises(UserError, match="leave out --replicas 2"):
         make_strategy(2)
 
