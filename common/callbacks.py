@@ -52,7 +52,8 @@ class StepLog(keras.callbacks.Callback):
         self._calls = self._timed_tokens = self._tokens = self._slots = 0
         self._epoch_labels, self._epoch_totals = 0, {"loss": 0.0, "accuracy": 0.0}
         if not is_chief():
-            self._lines, self._board = Path(os.devnull).open("w"), tf.summary.create_noop_writer()
+            self._lines = Path(os.devnull).open("w")  # noqa: SIM115
+            self._board = tf.summary.create_noop_writer()
             return
         path = workdir / "steps.jsonl"
         kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:first_step] if first_step else []

@@ -13,8 +13,9 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from common.cluster import exchange, is_chief
+from common.cluster import is_chief
 from common.command_line import UserError
+from common.rendezvous import exchange
 
 KEEP = 3
 

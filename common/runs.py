@@ -15,8 +15,9 @@ from typing import Any, TextIO
 
 import tensorflow as tf
 
-from common.cluster import exchange, is_chief, worker_index
+from common.cluster import is_chief, worker_index
 from common.command_line import UserError
+from common.rendezvous import exchange
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed

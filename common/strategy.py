@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from common.cluster import join, num_workers
+from common.cluster import num_workers
 from common.command_line import UserError
+from common.rendezvous import join
 
 
 def make_strategy(replicas: int = 0) -> tf.distribute.Strategy:

@@ -21,6 +21,7 @@ Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.
 
   python -m recipes ls                        what there is
   python -m recipes run bert_mlm              train; --help after the name lists the knobs
+  python -m recipes launch --workers 2 bert_mlm    the same on two worker processes, or on many machines
   python -m recipes fill-mask "A [MASK]."     ask the model just trained
   python -m recipes doctor                    prove on this machine that training is exact
   python -m recipes cp bert_mlm my_project    take a recipe and its helpers into your own project
@@ -108,6 +109,16 @@ def main() -> None:
     run = commands.add_parser("run", help="run a recipe", add_help=False)
     run.add_argument("name")
     run.add_argument("knobs", nargs=argparse.REMAINDER)
+    start = commands.add_parser("launch", help="run a recipe on several workers, on this machine or on many")
+    start.add_argument("--workers", type=int, metavar="N", help="start N workers on this machine")
+    start.add_argument("--hosts", metavar="H1:PORT,H2:PORT", help="all workers' addresses, the chief's first")
+    start.add_argument("--worker-index", type=int, metavar="I", help="this machine's place among --hosts, from 0")
+    start.add_argument(
+        "--restarts", type=int, default=0, metavar="K", help="start again after a death, K times at most"
+    )
+    start.add_argument("--join-timeout", type=int, default=300, metavar="S", help="seconds to wait for all workers")
+    start.add_argument("name")
+    start.add_argument("knobs", nargs=argparse.REMAINDER)
     copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses")
     copy.add_argument("name")
     copy.add_argument("destination", type=Path)
@@ -124,6 +135,10 @@ def main() -> None:
             print(GUIDE)
         case "ls":
             list_recipes()
+        case "launch":
+            from recipes._launch import launch
+
+            raise SystemExit(launch(arguments, recipe_path(arguments.name)))
         case "run":
             sys.argv = [f"python -m recipes run {arguments.name}", *arguments.knobs]
             runpy.run_path(str(recipe_path(arguments.name)), run_name="__main__")

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m recipes launch`: starts a recipe's workers, shows one screen for all, and starts them again after a death.
+
+Nothing here imports TensorFlow, which is the workers' business.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+from common.cluster import is_address, tf_config, worker_config
+from common.command_line import UserError
+
+TO_SAVE = 60  # seconds in which workers that are told to stop must have ended
+TO_FOLLOW = 2  # seconds in which the others end by themselves once one has failed
+STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # after saving, or where there was nothing to save
+LAST_LINES = 5  # of a dead worker's log that are shown
+
+
+def launch(arguments: argparse.Namespace, recipe: Path) -> int:
+    """Runs a recipe's workers until they are done, and returns the exit status.
+
+    0: done. 1: a worker died, and no restart is left. 2: the input is wrong. 143: stopped by a signal, after saving.
+
+    Args:
+        arguments: of `python -m recipes launch`: `workers`, or `hosts` and `worker_index` where the environment does
+            not tell the place; `restarts`; `join_timeout` in seconds; `knobs` of the recipe.
+        recipe: its file.
+
+    Raises:
+        UserError: when the workers' places cannot be told.
+    """
+    command = [sys.executable, str(recipe), *arguments.knobs]
+    if {"-h", "--help"} & set(arguments.knobs):
+        return subprocess.call(command)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--workdir", type=Path, default=Path("runs", recipe.stem))
+    workdir = finder.parse_known_args(arguments.knobs)[0].workdir
+    os.environ["JOIN_TIMEOUT"] = str(arguments.join_timeout)
+    began = time.time()
+    for restarts_left in range(arguments.restarts, -1, -1):
+        workers = Workers(places(arguments), command, logs_folder(workdir))
+        status, cause = workers.wait()
+        if status != 1:
+            if status == 2 and cause:
+                print(cause, file=sys.stderr)
+            return status
+        print(f"\n{cause}\n{restarts_left} restart(s) left", file=sys.stderr, flush=True)
+        config = workdir / "config.json"
+        if config.exists() and config.stat().st_mtime > began:  # the old run is gone, this one goes on
+            command = [word for word in command if word != "--overwrite"]
+    return 1
+
+
+def places(arguments: argparse.Namespace) -> list[dict]:
+    """The `TF_CONFIG` of each worker that this process starts.
+
+    Raises:
+        UserError: when they are wrong, told twice, or not at all.
+    """
+    told = tf_config()
+    if arguments.workers is not None:
+        if arguments.workers < 1:
+            raise UserError(f"--workers must be at least 1, not {arguments.workers}")
+        if told or arguments.hosts:
+            raise UserError("--workers starts all workers on this machine; leave it out where hosts are given")
+        addresses = free_addresses(arguments.workers)
+        return [worker_config(addresses, i) for i in range(arguments.workers)]
+    if told:
+        return [told]
+    if not arguments.hosts or arguments.worker_index is None:
+        raise UserError("say --workers N for N workers on this machine, or --hosts h1:port,h2:port --worker-index I")
+    hosts = arguments.hosts.split(",")
+    if wrong := [host for host in hosts if not is_address(host)]:
+        raise UserError(f"--hosts must be like h1:8888,h2:8888; {wrong[0]!r} is not host:port")
+    if len(set(hosts)) < len(hosts):
+        raise UserError(f"--hosts names an address twice: {arguments.hosts}")
+    if not 0 <= arguments.worker_index < len(hosts):
+        raise UserError(f"--worker-index must be from 0 to {len(hosts) - 1}, not {arguments.worker_index}")
+    return [worker_config(hosts, arguments.worker_index)]
+
+
+def logs_folder(workdir: Path) -> Path:
+    """The folder of the workers' logs, which is made.
+
+    Raises:
+        UserError: when it cannot be.
+    """
+    logs = workdir / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the work folder {workdir} ({error.strerror}). Give another --workdir"
+        ) from error
+    return logs
+
+
+def free_addresses(count: int) -> list[str]:
+    """So many addresses of loopback with ports that nobody listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+    for s in sockets:
+        s.close()
+    return addresses
+
+
+class Workers:
+    """Processes that run the recipe, each with a log; the chief's output is shown too.
+
+    Args:
+        places: the `TF_CONFIG` of each.
+        command: the recipe's.
+        logs: folder of `worker-I.log`, which are appended to.
+    """
+
+    def __init__(self, places: list[dict], command: list[str], logs: Path):
+        self.logs = {place["task"]["index"]: logs / f"worker-{place['task']['index']}.log" for place in places}
+        self.processes = {}
+        self.shown, self.line = None, b""
+        self.asked_to_stop = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        for place, (index, log) in zip(places, self.logs.items(), strict=True):
+            with log.open("ab") as file:
+                output = file.fileno() if index else self._open_screen()
+                self.processes[index] = subprocess.Popen(
+                    command,
+                    env=os.environ | {"TF_CONFIG": json.dumps(place)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C comes to this process alone, and the workers are asked to save
+                    preexec_fn=_die_with_parent,
+                )
+            if index == 0:
+                os.close(output)
+
+    def wait(self) -> tuple[int, str]:
+        """Waits for the end of all; returns the exit status, and the cause of a failure."""
+        while not (failed := self._failed()):
+            if not self._running():
+                self._copy_output(0)
+                return 0, ""
+            self._copy_output(0.1)
+        stopped = self.asked_to_stop or any(status in STOPPED for status in failed.values())
+        deadline = time.monotonic() + (TO_SAVE if stopped else TO_FOLLOW)
+        while self._running() and time.monotonic() < deadline:
+            self._copy_output(0.1)
+        failed = self._failed()
+        cause = self._cause(failed)
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+        self._copy_output(0)
+        if stopped:
+            return STOPPED[0], ""
+        wrong_input = 2 in failed.values() and min(failed.values()) > 0
+        return (2 if wrong_input else 1), cause
+
+    def _running(self) -> list[subprocess.Popen]:
+        return [process for process in self.processes.values() if process.poll() is None]
+
+    def _failed(self) -> dict[int, int]:
+        return {index: process.returncode for index, process in self.processes.items() if process.poll()}
+
+    def _cause(self, failed: dict[int, int]) -> str:
+        """Which worker is to blame: one that hangs or was killed, before those that lost it."""
+        for index, process in self.processes.items():
+            if process.poll() is None and _state(process.pid) in "Tt":
+                return f"worker {index} hangs: it is stopped (SIGSTOP)"
+        index, status = min(failed.items(), key=lambda item: item[1])
+        lines = self.logs[index].read_text(encoding="utf-8", errors="replace").splitlines()
+        if status < 0:
+            return f"worker {index} was killed by {signal.Signals(-status).name}"
+        if status == 2:
+            return "" if 0 in failed and self.shown else f"worker {index}: {lines[-1]}"
+        return "\n".join([f"worker {index} ended with status {status}; {self.logs[index]} ends:", *lines[-LAST_LINES:]])
+
+    def _stop(self, *_) -> None:
+        """A signal came: the first asks the workers to save and end, the second ends them."""
+        for process in self._running():
+            process.kill() if self.asked_to_stop else process.terminate()
+        self.asked_to_stop = True
+
+    def _open_screen(self) -> int:
+        """The chief's end of what is shown; a terminal, for the progress bar, where ours is one."""
+        if not sys.stdout.isatty():
+            self.shown, output = os.pipe()
+            return output
+        self.shown, output = pty.openpty()
+        termios.tcsetwinsize(output, termios.tcgetwinsize(sys.stdout))
+        return output
+
+    def _copy_output(self, seconds: float) -> None:
+        """Copies what the chief says within that time to the screen, and whole lines of it to its log."""
+        if self.shown is None:
+            time.sleep(seconds)
+            return
+        while select.select([self.shown], [], [], seconds)[0]:
+            try:
+                new = os.read(self.shown, 2**16)
+            except OSError:  # how a terminal tells its end
+                new = b""
+            if not new:
+                os.close(self.shown)
+                self.shown = None
+                return
+            sys.stdout.buffer.write(new)
+            sys.stdout.flush()
+            *lines, self.line = (self.line + new).split(b"\n")
+            with self.logs[0].open("ab") as log:
+                log.writelines(_as_left_on_screen(line) + b"\n" for line in lines)
+            seconds = 0
+
+
+def _as_left_on_screen(line: bytes) -> bytes:
+    """A line without the earlier states of a progress bar, and without colours."""
+    return re.sub(rb".*[\r\b]|\x1b\[[0-9;]*m", b"", line.rstrip(b"\r"))
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] if sys.platform == "linux" else "?"
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
