@@ -57,7 +57,7 @@ class Checkpoints(keras.callbacks.Callback):
         else:
             if self.manager.checkpoints:
                 raise UserError(f"no checkpoint in {self.manager.directory} can be read; --overwrite starts afresh")
-        steps = [theirs["step"] for theirs in exchange(self.model.distribute_strategy, {"step": self.saved_step})]
+        steps = [theirs["step"] for theirs in exchange({"step": self.saved_step})]
         if len(set(steps)) > 1:
             raise UserError(f"the workers have found different checkpoints in {self.manager.directory}: steps {steps}")
         return self.saved_step
@@ -109,7 +109,7 @@ class Checkpoints(keras.callbacks.Callback):
     def _stop_if_told(self) -> None:
         if self.model.all_told_to_stop:
             self.save()
-            exchange(self.model.distribute_strategy, {})  # the others wait until the chief has saved
+            exchange({})  # the others wait until the chief has saved
             print(f"\nStopped by SIGTERM after step {self.model.steps_done}. The same command goes on from there.")
             raise SystemExit(128 + signal.SIGTERM)
 

@@ -33,7 +33,7 @@ def tf_config() -> dict[str, Any]:
             os.environ["TF_CONFIG"] = json.dumps(_from_kubernetes())
     try:
         config = json.loads(os.environ.get("TF_CONFIG") or "{}")
-        if config:
+        if config != {}:
             jobs, task = config["cluster"], config["task"]
             if not 0 <= task["index"] < len(jobs[task["type"]]):
                 raise ValueError(f"there is no {task['type']} {task['index']}")
@@ -86,12 +86,17 @@ def is_chief() -> bool:
 def _from_slurm() -> dict[str, Any]:
     import tensorflow as tf  # not above: `launch` needs the rest of this file without it
 
-    # It would ask nvidia-smi for GPUs, and fails without one; which GPUs a task sees is Slurm's own business.
-    resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
-        port_base=PORT, gpus_per_node=2**10, gpus_per_task=1, auto_set_gpu=False
-    )
-    addresses = resolver.cluster_spec().as_dict()["worker"]
-    return worker_config(addresses, resolver.get_task_info()[1])
+    try:
+        # It would ask nvidia-smi for GPUs, and fails without one; which GPUs a task sees is Slurm's own business.
+        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+            port_base=PORT, gpus_per_node=2**10, gpus_per_task=1, auto_set_gpu=False
+        )
+        addresses = resolver.cluster_spec().as_dict()["worker"]
+        # It sorts the nodes by name, n10 before n2, where Slurm numbers its tasks in the node list's order.
+        own = f"{os.environ['SLURMD_NODENAME']}:{PORT + int(os.environ['SLURM_LOCALID'])}"
+        return worker_config(addresses, addresses.index(own))
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"cannot tell the workers' places from Slurm's variables ({error}); set TF_CONFIG") from error
 
 
 def _from_kubernetes() -> dict[str, Any]:

@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import errno
 import io
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -15,6 +17,7 @@ from typing import TypeVar
 import tyro
 
 Config = TypeVar("Config")
+LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 
 
 class UserError(Exception):
@@ -55,7 +58,10 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
 
 
 def run(main: Callable[[Config], None], config: Config) -> None:
-    """Calls `main(config)`; a `UserError` ends the process with its message and exit status 2, a full disk with 1."""
+    """Calls `main(config)`, and ends the process with a message where it must end.
+
+    Exit status 2 after a `UserError`; 1 where the disk is full, or where another worker has died or cannot be reached.
+    """
     try:
         main(config)
     except UserError as error:
@@ -64,6 +70,13 @@ def run(main: Callable[[Config], None], config: Config) -> None:
         if error.errno != errno.ENOSPC:
             raise
         print(f"error: {error}. Make room; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(1) from None
+    except Exception as error:
+        # How TensorFlow tells of it: it has the whole graph in the message, and nobody's mistake is in it.
+        if "TF_CONFIG" not in os.environ or type(error).__name__ not in LOST_WORKER:
+            raise
+        told = [line for line in str(error).splitlines() if re.search("aborted by|task:|Barrier", line)]
+        print(f"error: lost another worker. {' '.join(told)}", file=sys.stderr)
         raise SystemExit(1) from None
 
 

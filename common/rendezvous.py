@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How workers come together, and what they tell each other."""
 
+import contextlib
+import itertools
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -11,20 +14,22 @@ from typing import Any
 
 import tensorflow as tf
 
-from common.cluster import num_workers, tf_config, worker_index, workers
+from common.cluster import is_chief, num_workers, tf_config, worker_index, workers
 from common.command_line import UserError
 
 HEARTBEAT_TIMEOUT = 15  # seconds without a sign of life after which a worker is given up
+A_DAY = 24 * 3600 * 1000  # in milliseconds
+_exchanges = itertools.count()
 
 
 def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.distribute.Strategy:
     """Waits for all workers, and returns their strategy.
 
-    Where a worker has not come within `JOIN_TIMEOUT` seconds (an environment variable; 300), the process ends with a
-    message and status 2.
+    At an address of loopback, it listens to this machine alone.
 
     Raises:
-        UserError: when this worker's port is taken, or the others refuse it.
+        UserError: when a worker has not come within `JOIN_TIMEOUT` seconds (an environment variable; 300), or this
+            one's port is taken. Where a worker other than the chief waits in vain, the process ends itself.
     """
     # TensorFlow has no public way to set the times.
     from tensorflow.python.distribute import collective_all_reduce_strategy as collective
@@ -43,19 +48,27 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
         coordinated_jobs=jobs,
     )
     own = workers()[worker_index()]
+    others = set(workers()) - {own}
+    if is_chief():
+        _wait_for(others, timeout)  # inside TensorFlow it would wait for ever, and let no other thread run
+    else:
+        threading.Thread(target=_end_without, args=(others, timeout), daemon=True).start()
     try:
-        with _DeadlineFor(set(workers()) - {own}, timeout):
-            return tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
-    except tf.errors.OpError as error:
-        why = f"is the port of {own} taken?" if "start gRPC server" in str(error) else str(error).splitlines()[0]
-        raise UserError(f"this worker could not join the others at {', '.join(workers())}: {why}") from error
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
+    except tf.errors.UnknownError as error:
+        if "start gRPC server" not in str(error):
+            raise
+        raise UserError(f"this worker cannot listen at {own}: is the port taken?") from error
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # TensorFlow has made it a note that nobody reads
+    if own.startswith("127."):
+        _close_to_other_machines(int(own.rsplit(":", 1)[1]))
+    return strategy
 
 
-def exchange(strategy: tf.distribute.Strategy, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Gives every worker the facts of all, in the workers' order; all must call it at the same point.
+def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Waits for all workers to call it, and gives each the facts of all, in the workers' order.
 
     Args:
-        strategy: of all workers.
         facts: what JSON can hold.
 
     Raises:
@@ -64,38 +77,34 @@ def exchange(strategy: tf.distribute.Strategy, facts: dict[str, Any]) -> list[di
     if num_workers() == 1:
         everyones = [facts]
     else:
-        mine = tf.constant(list((json.dumps(facts) + "\n").encode()), tf.int32)
-        per_replica = strategy.experimental_distribute_values_from_function(lambda _: mine)
-        all_bytes = bytes(strategy.gather(per_replica, axis=0).numpy().astype("uint8"))
-        lines = all_bytes.decode().splitlines()
-        everyones = [json.loads(line) for line in lines[:: len(lines) // num_workers()]]
+        from tensorflow.python.eager.context import context  # the key-value store of workers has no public name
+
+        number, store = next(_exchanges), context()
+        store.set_config_key_value(f"exchange/{number}/{worker_index()}", json.dumps(facts))
+        store.wait_at_barrier(f"exchange/{number}", A_DAY)
+        everyones = [
+            json.loads(store.get_config_key_value(f"exchange/{number}/{index}")) for index in range(num_workers())
+        ]
     for theirs in everyones:
         if theirs.get("error"):
             raise UserError(theirs["error"])
     return everyones
 
 
-class _DeadlineFor:
-    """Ends the process with a message where an address never answered in time: TensorFlow waits on, and names none."""
+def _wait_for(addresses: set[str], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while addresses := {address for address in addresses if not _answers(address)}:
+        if time.monotonic() > deadline:
+            raise UserError(f"these workers have not come in {seconds:.0f} s: {', '.join(sorted(addresses))}")
+        time.sleep(0.2)
 
-    def __init__(self, addresses: set[str], seconds: float):
-        self.missing, self.seconds = addresses, seconds
-        self.joined = threading.Event()
 
-    def __enter__(self):
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def __exit__(self, *_):
-        self.joined.set()
-
-    def _watch(self):
-        deadline = time.monotonic() + self.seconds
-        while not self.joined.wait(0.5):
-            self.missing = {address for address in self.missing if not _answers(address)}
-            if self.missing and time.monotonic() > deadline:
-                missing = ", ".join(sorted(self.missing))
-                print(f"error: these workers have not come in {self.seconds:.0f} s: {missing}", file=sys.stderr)
-                os._exit(2)  # the main thread is inside TensorFlow, and cannot be interrupted
+def _end_without(addresses: set[str], seconds: float) -> None:
+    try:
+        _wait_for(addresses, seconds)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # the main thread is inside TensorFlow, and cannot be interrupted
 
 
 def _answers(address: str) -> bool:
@@ -105,3 +114,14 @@ def _answers(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _close_to_other_machines(port: int) -> None:
+    """TensorFlow listens on all interfaces, whatever the address; who connects may run what he likes."""
+    if sys.platform != "linux":
+        return
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
+            listens = ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and ours.getsockname()[1] == port:
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")

@@ -13,8 +13,6 @@ import zlib
 from pathlib import Path
 from typing import Any, TextIO
 
-import tensorflow as tf
-
 from common.cluster import is_chief, worker_index
 from common.command_line import UserError
 from common.rendezvous import exchange
@@ -90,15 +88,14 @@ class Run:
             )
 
 
-def open_run(recipe: str, config: Any, strategy: tf.distribute.Strategy) -> Run:
+def open_run(recipe: str, config: Any) -> Run:
     """Opens the run in `config.workdir`, or begins one there; with `config.dry_run`, writes nothing.
 
-    Of several workers the chief does it, and the others look on.
+    Of several workers, which must have joined, the chief does it, and the others look on.
 
     Args:
         recipe: the recipe's name.
         config: its `Config`, with the knobs `workdir`, `overwrite` and `dry_run`.
-        strategy: of all workers.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
@@ -107,14 +104,14 @@ def open_run(recipe: str, config: Any, strategy: tf.distribute.Strategy) -> Run:
     """
     workdir = Path(config.workdir)
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
-    _refuse_other_workers(strategy, wanted)
+    _refuse_other_workers(wanted)
     run, token, error = None, uuid.uuid4().hex, None
     if is_chief():
         try:
             run = _open(workdir, wanted, token)
         except UserError as refused:
             error = str(refused)
-    token = exchange(strategy, {"error": error, "token": token})[0]["token"]  # now the chief has opened it
+    token = exchange({"error": error, "token": token})[0]["token"]  # now the chief has opened it
     if run is None:
         begun = (workdir / "config.json").is_file()
         run = Run(workdir, _saved_config(workdir, wanted) if begun else wanted, _results(workdir), None)
@@ -123,7 +120,7 @@ def open_run(recipe: str, config: Any, strategy: tf.distribute.Strategy) -> Run:
         f"worker {worker_index()} does not see the chief's work folder {workdir}. "
         "Give a --workdir on a disk that all workers share"
     )
-    exchange(strategy, {"error": None if shared else refused})
+    exchange({"error": None if shared else refused})
     return run
 
 
@@ -147,12 +144,12 @@ def _results(workdir: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def _refuse_other_workers(strategy: tf.distribute.Strategy, wanted: dict[str, Any]) -> None:
+def _refuse_other_workers(wanted: dict[str, Any]) -> None:
     files = sorted(path for folder in ("common", "recipes") for path in (ROOT / folder).glob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     own = {"--" + name.replace("_", "-"): value for name, value in wanted.items()} | {"code": code} | versions
-    chiefs, *others = exchange(strategy, own)
+    chiefs, *others = exchange(own)
     for index, theirs in enumerate(others, 1):
         different = [
             f"{name} {value!r}, not {chiefs[name]!r}" for name, value in theirs.items() if value != chiefs[name]

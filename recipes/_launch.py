@@ -155,6 +155,9 @@ class Workers:
                 return 0, ""
             self._copy_output(0.1)
         stopped = self.asked_to_stop or any(status in STOPPED for status in failed.values())
+        if stopped:
+            for process in self._running():
+                process.terminate()
         deadline = time.monotonic() + (TO_SAVE if stopped else TO_FOLLOW)
         while self._running() and time.monotonic() < deadline:
             self._copy_output(0.1)
@@ -179,14 +182,16 @@ class Workers:
         """Which worker is to blame: one that hangs or was killed, before those that lost it."""
         for index, process in self.processes.items():
             if process.poll() is None and _state(process.pid) in "Tt":
-                return f"worker {index} hangs: it is stopped (SIGSTOP)"
+                return f"error: worker {index} hangs: it is stopped (SIGSTOP)"
         index, status = min(failed.items(), key=lambda item: item[1])
         lines = self.logs[index].read_text(encoding="utf-8", errors="replace").splitlines()
         if status < 0:
-            return f"worker {index} was killed by {signal.Signals(-status).name}"
+            return f"error: worker {index} was killed by {signal.Signals(-status).name}"
         if status == 2:
-            return "" if 0 in failed and self.shown else f"worker {index}: {lines[-1]}"
-        return "\n".join([f"worker {index} ended with status {status}; {self.logs[index]} ends:", *lines[-LAST_LINES:]])
+            return f"worker {index}: {lines[-1]}" if 0 not in failed else ""  # the chief's own message is on the screen
+        return "\n".join(
+            [f"error: worker {index} ended with status {status}; {self.logs[index]} ends:", *lines[-LAST_LINES:]]
+        )
 
     def _stop(self, *_) -> None:
         """A signal came: the first asks the workers to save and end, the second ends them."""

@@ -155,7 +155,7 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas)
-    run = open_run("bert_mlm", config, strategy)
+    run = open_run("bert_mlm", config)
     if run.results:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
         return run.results

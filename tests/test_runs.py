@@ -26,7 +26,7 @@ def config(tmp_path):
 
 def reopen(config, recipe="a", **changes):
     """Opens, looks, and lets go."""
-    run = open_run(recipe, dataclasses.replace(config, **changes), tf.distribute.get_strategy())
+    run = open_run(recipe, dataclasses.replace(config, **changes))
     run.lock.close()
     return run
 
@@ -68,10 +68,10 @@ def test_overwrite_deletes_nothing_but_a_run(tmp_path):
 def test_a_folder_that_cannot_be_written_or_is_in_use(tmp_path, config):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to the work folder"):
-        open_run("a", Config(str(tmp_path / "file" / "run")), tf.distribute.get_strategy())
-    run = open_run("a", config, tf.distribute.get_strategy())
+        open_run("a", Config(str(tmp_path / "file" / "run")))
+    run = open_run("a", config)
     with pytest.raises(UserError, match="another process is running"):
-        open_run("a", config, tf.distribute.get_strategy())
+        open_run("a", config)
     run.lock.close()
 
 
@@ -91,6 +91,6 @@ def test_a_run_goes_on_with_the_same_data_only(config):
 
 
 def test_a_dry_run_writes_nothing(config):
-    run = open_run("a", dataclasses.replace(config, dry_run=True), tf.distribute.get_strategy())
+    run = open_run("a", dataclasses.replace(config, dry_run=True))
     assert run.split(config, replicas=2, peak_learning_rate=0.1) == (8, 0.1)
     assert not run.workdir.exists()
