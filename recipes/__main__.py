@@ -125,6 +125,7 @@ def main() -> None:
     copy.add_argument("--force", action="store_true", help="overwrite files that are there")
     doctor = commands.add_parser("doctor", help="prove on this machine that data-parallel training is exact")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument("--workers", type=int, default=1, metavar="N", help="check N worker processes too")
     fill = commands.add_parser("fill-mask", help="let a trained model fill [MASK] in sentences")
     fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
     fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
@@ -147,7 +148,7 @@ def main() -> None:
         case "doctor":
             from recipes._doctor import doctor
 
-            raise SystemExit(doctor(arguments.json))
+            raise SystemExit(doctor(arguments.json, arguments.workers))
         case "fill-mask":
             preset = arguments.preset or last_preset()
             os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -13,7 +13,10 @@ import math
 import multiprocessing
 import os
 import platform
+import shlex
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,11 +24,14 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from common.command_line import UserError
+
+ROOT = Path(__file__).parent.parent
 TESTED = {"tensorflow": "2.21", "keras": "3.15", "keras-hub": "0.32"}
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 STEPS = 20
 KNOBS = {
-    "corpus": str(Path(__file__).parent.parent / "LICENSE"),
+    "corpus": str(ROOT / "LICENSE"),
     "model": "nano",
     "vocabulary_size": 305,
     "seq_length": 25,  # 20 steps of 8, the last of a single sequence
@@ -35,8 +41,8 @@ KNOBS = {
 }
 GLOBAL_BATCH = 8
 OPTIMIZERS = {"adamw": 1e-3, "sgd": 0.1}
-# What must compute the same as one device: a name, replicas, knobs.
-WAYS = [
+Way = tuple[str, int, dict[str, Any]]  # what must compute the same as one device: a name, replicas, knobs
+WAYS: list[Way] = [
     ("2 replicas", 2, {}),
     ("4 replicas", 4, {}),
     ("2 replicas, accumulation, 7 steps in a call", 2, {"accumulate": 2, "steps_per_execution": 7}),
@@ -46,24 +52,35 @@ WAYS = [
 BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every tensor": 1e-5, "validation": 1e-6}
 
 
-def doctor(as_json: bool) -> int:
-    """Prints the machine and a row for each check; returns the exit status, 1 where a check fails."""
+def doctor(as_json: bool, workers: int) -> int:
+    """Prints the machine and a row for each check; returns the exit status, 1 where a check fails.
+
+    Args:
+        as_json: print one JSON object.
+        workers: processes that train together, to be checked too; 1 for no such check.
+
+    Raises:
+        UserError: when the workers cannot share the batch.
+    """
+    if workers < 1 or GLOBAL_BATCH % workers:
+        raise UserError(f"--workers must divide the batch of {GLOBAL_BATCH}, not be {workers}")
     began = time.perf_counter()
+    ways = WAYS if workers == 1 else [*WAYS, (f"{workers} workers", workers, {"replicas": 1})]
     with tempfile.TemporaryDirectory() as folder:
-        jobs = make_jobs(Path(folder))
+        jobs = make_jobs(Path(folder), ways)
         gpus = gpu_names()
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload(["recipes.bert_mlm"])  # TensorFlow is imported once
         # Small models leave cores idle; GPUs are shared badly.
         pool = ProcessPoolExecutor(1 if gpus else min(2, os.cpu_count()), processes, set_up)
         with pool:
-            runs = {name: pool.submit(train, name, knobs) for name, knobs in jobs.items()}
+            runs = {name: pool.submit(train, name, knobs, workers) for name, knobs in jobs.items()}
             machine = describe_machine(gpus)
             if not as_json:
                 print("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
             runs = {name: run.result() for name, run in runs.items()}
             off_board = pool.submit(board_difference, runs["2 replicas, adamw"])
-            checks = check(runs, off_board.result())
+            checks = check(runs, ways, off_board.result())
     passed = all(row["passed"] for row in checks)
     seconds = round(time.perf_counter() - began, 1)
     if as_json:
@@ -73,18 +90,18 @@ def doctor(as_json: bool) -> int:
     return 0 if passed else 1
 
 
-def make_jobs(folder: Path) -> dict[str, dict[str, Any]]:
+def make_jobs(folder: Path, ways: list[Way]) -> dict[str, dict[str, Any]]:
     """The runs to be made, by name: the knobs of each."""
     jobs = {"resumed": {"replicas": 2, "dropout": 0.1, "checkpoint_every": 4}}
     for optimizer, learning_rate in OPTIMIZERS.items():
-        for name, replicas, knobs in [("1 replica", 1, {}), *WAYS]:
-            own = {"optimizer": optimizer, "learning_rate": learning_rate, "replicas": replicas, **knobs}
-            jobs[f"{name}, {optimizer}"] = own
+        for name, replicas, knobs in [("1 replica", 1, {}), *ways]:
+            split = {"replicas": replicas, "batch_size": GLOBAL_BATCH // replicas}
+            jobs[f"{name}, {optimizer}"] = {"optimizer": optimizer, "learning_rate": learning_rate, **split, **knobs}
     jobs["not stopped"] = {"replicas": 2, "dropout": 0.1}
     for precision in ("mixed_bfloat16", "mixed_float16"):
         jobs[precision] = {"replicas": 2, "precision": precision}
     return {
-        name: KNOBS | {"workdir": str(folder / str(i)), "batch_size": GLOBAL_BATCH // own["replicas"]} | own
+        name: KNOBS | {"workdir": str(folder / str(i)), "batch_size": GLOBAL_BATCH // 2} | own
         for i, (name, own) in enumerate(jobs.items())
     }
 
@@ -102,8 +119,19 @@ def set_up() -> None:
     make_strategy(4)  # so that fewer can be asked for later
 
 
-def train(name: str, knobs: dict[str, Any]) -> dict[str, Any]:
-    """Runs the recipe; the run named `resumed` is stopped by SIGTERM in the middle of an epoch, and goes on."""
+def train(name: str, knobs: dict[str, Any], workers: int) -> dict[str, Any]:
+    """Runs the recipe; the run named `resumed` is stopped by SIGTERM in the middle of an epoch, and goes on.
+
+    A run named after workers is started as a user would.
+    """
+    if "workers" in name:
+        words = [word for knob, value in knobs.items() for word in ("--" + knob.replace("_", "-"), str(value))]
+        command = [sys.executable, "-m", "recipes", "launch", "--workers", str(workers), "bert_mlm", *words]
+        started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if started.returncode:
+            raise RuntimeError(f"{shlex.join(command)} ended with {started.returncode}: {started.stderr}")
+        return json.loads(Path(knobs["workdir"], "results.json").read_text())
+
     from recipes import bert_mlm
 
     config = bert_mlm.Config(**knobs)
@@ -115,7 +143,7 @@ def train(name: str, knobs: dict[str, Any]) -> dict[str, Any]:
         return bert_mlm.train_and_evaluate(config)
 
 
-def check(runs: dict[str, dict[str, Any]], off_board: float) -> list[dict[str, Any]]:
+def check(runs: dict[str, dict[str, Any]], ways: list[Way], off_board: float) -> list[dict[str, Any]]:
     """Rows with `check`, `measure`, `measured`, `bound` and `passed`."""
     rows = []
 
@@ -125,7 +153,7 @@ def check(runs: dict[str, dict[str, Any]], off_board: float) -> list[dict[str, A
 
     for optimizer in OPTIMIZERS:
         one = runs[f"1 replica, {optimizer}"]
-        for name, _, _ in WAYS:
+        for name, _, _ in ways:
             found = differences(runs[f"{name}, {optimizer}"], one)
             for what, bound in BOUNDS.items():
                 add(f"{name}, {optimizer}", what, found[what], bound)
@@ -214,8 +242,6 @@ def board_difference(run: dict[str, Any]) -> float:
 
 def gpu_names() -> list[str]:
     """By `nvidia-smi`; empty where it does not answer."""
-    import subprocess
-
     try:
         return subprocess.check_output(["nvidia-smi", "--list-gpus"], text=True, stderr=subprocess.DEVNULL).splitlines()
     except (OSError, subprocess.CalledProcessError):

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a recipe on the nodes of a Ray cluster, one worker on each.
+
+    ray job submit --working-dir . -- python recipes/cluster/ray_launch.py --workers 4 --gpus 8 bert_mlm
+
+Ray gives the workers their nodes, and each runs the recipe in a process of its own. So Keras is Keras 3; Ray Train's
+TensorFlow trainer would need Keras 2. `--workdir` among the recipe's knobs is a folder that all nodes share.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from common.cluster import worker_config
+
+
+@ray.remote(max_concurrency=2)  # so that `stop` can be called while `run` waits
+class Worker:
+    """One worker's place, and the process that runs the recipe there."""
+
+    def address(self) -> str:
+        """Its node's address, with a port that nobody listens on."""
+        with socket.create_server(("", 0)) as server:
+            return f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
+
+    def run(self, tf_config: dict, folder: str, words: list[str]) -> int:
+        """Runs the recipe, and returns its exit status; 128 + N where signal N ended it."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "recipes", "run", *words],
+            cwd=folder,
+            env=os.environ | {"TF_CONFIG": json.dumps(tf_config)},
+        )
+        status = self.process.wait()
+        return status if status >= 0 else 128 - status
+
+    def stop(self) -> None:
+        """Asks the recipe to save and end."""
+        self.process.terminate()
+
+
+def train(count: int, cpus: float, gpus: float, words: list[str]) -> int:
+    """Runs a recipe on `count` workers; returns the worst exit status."""
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    strategy = "STRICT_SPREAD" if nodes >= count else "SPREAD"
+    group = placement_group([{"CPU": cpus, "GPU": gpus}] * count, strategy)
+    print(f"waiting for {count} places of {cpus:g} CPU(s) and {gpus:g} GPU(s), {strategy}", flush=True)
+    ray.get(group.ready())
+    options = {"num_cpus": cpus, "num_gpus": gpus}
+    workers = [
+        Worker.options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote()
+        for i in range(count)
+    ]
+    try:
+        addresses = ray.get([worker.address.remote() for worker in workers])
+        runs = [worker.run.remote(worker_config(addresses, i), os.getcwd(), words) for i, worker in enumerate(workers)]
+        try:
+            return max(ray.get(runs))
+        except KeyboardInterrupt:
+            ray.get([worker.stop.remote() for worker in workers])
+            return max(ray.get(runs))
+    except ray.exceptions.RayActorError as error:  # a node is lost
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+        remove_placement_group(group)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, required=True, metavar="N")
+    parser.add_argument("--cpus", type=float, default=1, metavar="N", help="of each worker (1)")
+    parser.add_argument("--gpus", type=float, default=0, metavar="N", help="of each worker: all of a node (0)")
+    parser.add_argument("--restarts", type=int, default=0, metavar="K", help="start again after a death, K times")
+    parser.add_argument("recipe")
+    parser.add_argument("knobs", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    ray.init()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own gives this process three seconds
+    words = [arguments.recipe, *arguments.knobs]
+    for _ in range(arguments.restarts + 1):
+        status = train(arguments.workers, arguments.cpus, arguments.gpus, words)
+        if status in (0, 2, 143):  # done, wrong input, stopped; otherwise a worker died
+            break
+    raise SystemExit(status)
