@@ -66,6 +66,8 @@ def pytest_terminal_summary(terminalreporter):
 MAY_BE_SKIPPED = {
     # Needs leave to mount a file system, which containers often do not have.
     "tests/test_checkpoints.py::test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so",
+    # Needs leave to make network namespaces, likewise.
+    "tests/test_schedulers.py::test_the_pods_of_the_manifest_train_together",
 }
 
 

@@ -1,0 +1,278 @@
+"""The files in recipes/cluster, under the schedulers that they are for."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.cluster import PORT
+
+ROOT = Path(__file__).parent.parent
+FILES = ROOT / "recipes/cluster"
+STEPS = 600  # of a few milliseconds: enough of them to stop a run in the middle
+KNOBS = [
+    *("bert_mlm", "--corpus", str(ROOT / "LICENSE"), "--model", "nano", "--vocabulary-size", "300"),
+    *(
+        "--seq-length",
+        "16",
+        "--batch-size",
+        "4",
+        "--epochs",
+        "100",
+        "--max-steps",
+        str(STEPS),
+        "--checkpoint-every",
+        "10",
+    ),
+]
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` is this one
+
+pytestmark = pytest.mark.slow
+
+
+def wait_for(condition, seconds, log):
+    """Waits until `condition()` holds; where it does not in time, fails with what the log file says."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
+        time.sleep(0.2)
+
+
+def steps_done(workdir):
+    steps = workdir / "steps.jsonl"
+    return len(steps.read_text().splitlines()) if steps.exists() else 0
+
+
+def is_training(workdir, since=0):
+    """Whether some steps are done since, and not all."""
+    assert not (workdir / "results.json").exists()
+    return steps_done(workdir) > since + 10
+
+
+def worker_pid(workdir):
+    """The process of one of the run's workers."""
+    return int(ask("pgrep", "--newest", "--full", f"^[^ ]*python.* -m recipes run bert_mlm .*{workdir}"))
+
+
+def assert_complete_after_a_stop(workdir):
+    results = json.loads((workdir / "results.json").read_text())
+    assert (results["workers"], results["replicas"], results["steps"]) == (2, 2, STEPS)
+    assert results["versions"]["keras"] == importlib.metadata.version("keras") > "3"
+    assert results["resumed_from_step"] > 0
+    steps = [json.loads(line)["step"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+
+
+@contextlib.contextmanager
+def started(command, log, **keywords):
+    """A process, which is over after the block."""
+    with log.open("a") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **keywords)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Slurm's daemons, for a cluster of this machine; in the environment, what its commands need to find them."""
+    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
+    if missing or os.getuid():
+        pytest.skip(f"needs root, and these programs of Slurm: {', '.join(missing) or 'all found'}")
+    folder = tmp_path / "slurm"
+    for name in ("state", "spool"):
+        (folder / name).mkdir(parents=True)
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o600)
+    with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
+        ports = one.getsockname()[1], other.getsockname()[1]
+    (folder / "slurm.conf").write_text(f"""\
+ClusterName=test
+SlurmctldHost=localhost
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+SlurmUser=root
+# A job is queued again only when its credentials are past: 5 seconds, not 120.
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,bf_interval=1
+NodeName=localhost CPUs=2
+PartitionName=all Nodes=localhost Default=YES
+""")
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    munge_files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    log = folder / "daemons.log"
+    with (
+        started(["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge_files], log),
+        started(["slurmctld", "-D"], log),
+        started(["slurmd", "-D"], log),
+    ):
+        wait_for(lambda: "idle" in ask("sinfo", "--noheader", "--format=%T"), 60, log)
+        yield
+        subprocess.run(["scancel", "--user=root"], check=False)
+        wait_for(lambda: ask("squeue", "--noheader") == "", 60, log)
+
+
+def ask(*command):
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def submit(workdir, *knobs):
+    """The job's number and its log."""
+    log = workdir.with_suffix(".log")
+    options = ["--parsable", "--nodes=1", "--ntasks-per-node=2", f"--output={log}"]
+    command = ["sbatch", *options, FILES / "slurm.sbatch", *KNOBS, "--workdir", workdir, *knobs]
+    return subprocess.check_output(command, cwd=ROOT, env=os.environ | {"PATH": PATH}, text=True).strip(), log
+
+
+@pytest.mark.parametrize("stop", ["scancel --signal=TERM", "scontrol requeue", "kill"])
+def test_a_slurm_job_that_was_stopped_or_lost_a_worker_goes_on(stop, slurm, tmp_path):
+    """SIGTERM to the workers, as before the time limit; a requeue, as at a preemption; SIGKILL to one worker."""
+    workdir = tmp_path / "run"
+    job, log = submit(workdir)
+    wait_for(lambda: is_training(workdir), 180, log)
+    if stop == "kill":
+        os.kill(worker_pid(workdir), signal.SIGKILL)
+    else:
+        subprocess.run([*stop.split(), job], check=True)
+    wait_for(lambda: "JobState=COMPLETED" in ask("scontrol", "show", "job", job), 240, log)
+    assert "Restarts=1 " in ask("scontrol", "show", "job", job)
+    assert_complete_after_a_stop(workdir)
+    assert log.read_text().count("Stopped by SIGTERM") == (0 if stop == "kill" else 2)
+
+
+def test_slurm_runs_wrong_input_once_and_a_cancelled_job_no_more(slurm, tmp_path):
+    job, log = submit(tmp_path / "wrong", "--max-steps", "-1")
+    wait_for(lambda: "JobState=FAILED" in ask("scontrol", "show", "job", job), 180, log)
+    assert "Restarts=0 BatchFlag=1 Reboot=0 ExitCode=2:0" in ask("scontrol", "show", "job", job)
+    job, log = submit(tmp_path / "cancelled")
+    wait_for(lambda: is_training(tmp_path / "cancelled"), 180, log)
+    subprocess.run(["scancel", job], check=True)
+    wait_for(lambda: "JobState=CANCELLED" in ask("scontrol", "show", "job", job), 120, log)
+    assert "Restarts=0" in ask("scontrol", "show", "job", job)
+
+
+def test_ray(tmp_path):
+    """SIGTERM to the program stops the workers; the same command goes on, and again where one is killed."""
+    pytest.importorskip("ray")
+    workdir, log, token = tmp_path / "run", tmp_path / "ray.log", tmp_path / "token"
+    token.write_text(os.urandom(32).hex())
+    command = [sys.executable, FILES / "ray_launch.py", "--workers", "2", "--restarts", "1"]
+    command += [*KNOBS, "--workdir", workdir]
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN_PATH": str(token)}
+    with started(command, log, cwd=ROOT, env=environment) as program:
+        wait_for(lambda: is_training(workdir), 180, log)
+        program.terminate()
+        assert program.wait(timeout=120) == 128 + signal.SIGTERM, log.read_text()
+    done = steps_done(workdir)
+    with started(command, log, cwd=ROOT, env=environment) as program:
+        wait_for(lambda: is_training(workdir, done), 180, log)
+        os.kill(worker_pid(workdir), signal.SIGKILL)
+        assert program.wait(timeout=300) == 0, log.read_text()
+    assert_complete_after_a_stop(workdir)
+    with started([*command, "--max-steps", "-1"], log, cwd=ROOT, env=environment) as program:
+        assert program.wait(timeout=120) == 2, log.read_text()
+
+
+@pytest.fixture
+def manifest():
+    """The documents of the Kubernetes manifest by their kind."""
+    yaml = pytest.importorskip("yaml")
+    return {part["kind"]: part for part in yaml.safe_load_all((FILES / "kubernetes.yaml").read_text())}
+
+
+def test_kubernetes_knows_every_word_of_the_manifest(manifest):
+    client = pytest.importorskip("kubernetes").client.ApiClient()
+    assert list(manifest) == ["PersistentVolumeClaim", "Service", "Job"]
+    for kind, part in manifest.items():
+        model = client.deserialize(json.dumps(part), f"V1{kind}", "application/json")
+        assert client.sanitize_for_serialization(model) == part  # what it does not know is lost on the way
+
+
+def test_the_parts_of_the_manifest_name_each_other(manifest):
+    job, service, claim = (manifest[kind] for kind in ("Job", "Service", "PersistentVolumeClaim"))
+    pod = job["spec"]["template"]["spec"]
+    variables = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert variables["JOB_NAME"] == job["metadata"]["name"]
+    assert variables["JOB_SERVICE"] == pod["subdomain"] == service["metadata"]["name"]
+    assert variables["JOB_WORKERS"] == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
+    assert [port["port"] for port in service["spec"]["ports"]] == [PORT]
+    claims = [volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["volumes"]]
+    assert claim["metadata"]["name"] in claims
+    assert {volume["name"] for volume in pod["volumes"]} == {
+        mount["name"] for mount in pod["containers"][0]["volumeMounts"]
+    }
+
+
+# A network with two hosts, as two pods have it, and the Service's names for them. The words are a pod's command.
+PODS = """
+mount --bind "$HOSTS" /etc/hosts
+ip link set lo up
+unshare --net sleep infinity &
+other=/proc/$!/ns/net
+while [ "$(readlink $other)" = "$(readlink /proc/self/ns/net)" ]; do sleep 0.1; done
+ip link add pod0 type veth peer name pod1 netns $!
+ip address add 10.0.0.10/24 dev pod0
+ip link set pod0 up
+nsenter --net=$other ip link set lo up
+nsenter --net=$other ip address add 10.0.0.11/24 dev pod1
+nsenter --net=$other ip link set pod1 up
+JOB_COMPLETION_INDEX=0 "$@" &
+pod0=$!
+JOB_COMPLETION_INDEX=1 nsenter --net=$other "$@" &
+wait $pod0; status0=$?
+wait $!; status1=$?
+echo "statuses $status0 $status1"
+"""
+IN_NAMESPACES = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
+
+
+def test_the_pods_of_the_manifest_train_together(manifest, tmp_path):
+    """One pod alone is told to stop, as where its node is drained; all end with the status that the Job ignores."""
+    if subprocess.run([*IN_NAMESPACES, "ip link add a1 type veth peer name a2"], capture_output=True).returncode:
+        pytest.skip("needs leave to make network namespaces")
+    pod = manifest["Job"]["spec"]["template"]["spec"]
+    variables = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
+    name, service = variables["JOB_NAME"], variables["JOB_SERVICE"]
+    hosts, log = tmp_path / "hosts", tmp_path / "pods.log"
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"10.0.0.1{i} {name}-{i}.{service}\n" for i in range(2)))
+    mount = pod["containers"][0]["volumeMounts"][0]["mountPath"]
+    words = [word.replace(mount, str(tmp_path)) for word in pod["containers"][0]["command"]]
+    workdir = Path(words[words.index("--workdir") + 1])
+    command = [*IN_NAMESPACES, PODS, "sh", *words, *KNOBS[1:]]
+    environment = os.environ | variables | {"PATH": PATH, "HOSTS": str(hosts)}
+    with started(command, log, cwd=ROOT, env=environment) as pods:
+        wait_for(lambda: is_training(workdir), 180, log)
+        os.kill(worker_pid(workdir), signal.SIGTERM)
+        pods.wait(timeout=120)
+    assert log.read_text().endswith("statuses 143 143\n")
+    ignored = [rule["onExitCodes"]["values"] for rule in manifest["Job"]["spec"]["podFailurePolicy"]["rules"][:2]]
+    assert ignored == [[2], [143]]
+    with started(command, log, cwd=ROOT, env=environment) as pods:
+        pods.wait(timeout=240)
+    assert log.read_text().endswith("statuses 0 0\n")
+    assert_complete_after_a_stop(workdir)
