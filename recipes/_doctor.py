@@ -223,8 +223,13 @@ def weights_of(run: dict[str, Any]) -> dict[str, Any]:
     import h5py
 
     weights = {}
-    with h5py.File(Path(run["config"]["workdir"]) / "preset/task.weights.h5") as file:
-        file.visititems(lambda name, item: weights.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None)
+    for path in sorted(Path(run["config"]["workdir"], "preset").glob("*.weights.h5")):  # backbone and head
+        with h5py.File(path) as file:
+            file.visititems(
+                lambda name, item, path=path: (
+                    weights.update({f"{path.stem} {name}": item[()]}) if isinstance(item, h5py.Dataset) else None
+                )
+            )
     return {k: v for k, v in weights.items() if not k.endswith("key_dense/vars/1") and v.dtype.kind == "f" and v.any()}
 
 

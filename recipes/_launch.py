@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from pathlib import Path
@@ -47,19 +48,19 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--workdir", type=Path, default=Path("runs", recipe.stem))
     workdir = finder.parse_known_args(arguments.knobs)[0].workdir
-    os.environ["JOIN_TIMEOUT"] = str(arguments.join_timeout)
-    began = time.time()
-    for restarts_left in range(arguments.restarts, -1, -1):
-        workers = Workers(places(arguments), command, logs_folder(workdir))
-        status, cause = workers.wait()
-        if status != 1:
-            if status == 2 and cause:
-                print(cause, file=sys.stderr)
-            return status
-        print(f"\n{cause}\n{restarts_left} restart(s) left", file=sys.stderr, flush=True)
-        config = workdir / "config.json"
-        if config.exists() and config.stat().st_mtime > began:  # the old run is gone, this one goes on
-            command = [word for word in command if word != "--overwrite"]
+    with tempfile.TemporaryDirectory(prefix="workers-") as temporary:
+        # TensorFlow writes generated code there, and a worker that is killed leaves it.
+        os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout)}
+        began = time.time()
+        for restarts_left in range(arguments.restarts, -1, -1):
+            status, cause = Workers(places(arguments), command, logs_folder(workdir)).wait()
+            if status != 1:
+                print(cause, end="", file=sys.stderr)
+                return status
+            print(f"\n{cause}{restarts_left} restart(s) left", file=sys.stderr, flush=True)
+            config = workdir / "config.json"
+            if config.exists() and config.stat().st_mtime > began:  # the old run is gone, and this one goes on
+                command = [word for word in command if word != "--overwrite"]
     return 1
 
 
@@ -182,13 +183,15 @@ class Workers:
         """Which worker is to blame: one that hangs or was killed, before those that lost it."""
         for index, process in self.processes.items():
             if process.poll() is None and _state(process.pid) in "Tt":
-                return f"error: worker {index} hangs: it is stopped (SIGSTOP)"
+                return f"error: worker {index} hangs: it is stopped (SIGSTOP)\n"
         index, status = min(failed.items(), key=lambda item: item[1])
         lines = self.logs[index].read_text(encoding="utf-8", errors="replace").splitlines()
         if status < 0:
-            return f"error: worker {index} was killed by {signal.Signals(-status).name}"
+            return f"error: worker {index} was killed by {signal.Signals(-status).name}\n"
         if status == 2:
-            return f"worker {index}: {lines[-1]}" if 0 not in failed else ""  # the chief's own message is on the screen
+            return (
+                f"worker {index}: {lines[-1]}\n" if 0 not in failed else ""
+            )  # the chief's own message is on the screen
         return "\n".join(
             [f"error: worker {index} ended with status {status}; {self.logs[index]} ends:", *lines[-LAST_LINES:]]
         )
