@@ -175,25 +175,40 @@ def test_slurm_runs_wrong_input_once_and_a_cancelled_job_no_more(slurm, tmp_path
     assert "Restarts=0" in ask("scontrol", "show", "job", job)
 
 
-def test_ray(tmp_path):
-    """SIGTERM to the program stops the workers; the same command goes on, and again where one is killed."""
+@pytest.fixture
+def ray_cluster(tmp_path):
+    """Two nodes of Ray with a CPU each; the variables that lead to them."""
     pytest.importorskip("ray")
-    workdir, log, token = tmp_path / "run", tmp_path / "ray.log", tmp_path / "token"
-    token.write_text(os.urandom(32).hex())
+    with socket.create_server(("", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex(), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = os.environ | {"PATH": PATH} | variables
+    with contextlib.ExitStack() as nodes:
+        head = ["--head", "--include-dashboard=false", f"--port={address.split(':')[1]}"]
+        for name, options in (("head", head), ("node", [f"--address={address}"])):
+            log = tmp_path / f"{name}.log"
+            nodes.enter_context(started(["ray", "start", *options, "--num-cpus=1", "--block"], log, env=environment))
+            wait_for(lambda log=log: "Ray runtime started" in log.read_text(), 120, log)
+        yield environment | {"RAY_ADDRESS": address}
+
+
+def test_ray(ray_cluster, tmp_path):
+    """SIGTERM to the program stops the workers; the same command goes on, and again where one is killed."""
+    workdir, log = tmp_path / "run", tmp_path / "ray.log"
     command = [sys.executable, FILES / "ray_launch.py", "--workers", "2", "--restarts", "1"]
     command += [*KNOBS, "--workdir", workdir]
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN_PATH": str(token)}
-    with started(command, log, cwd=ROOT, env=environment) as program:
+    with started(command, log, cwd=ROOT, env=ray_cluster) as program:
         wait_for(lambda: is_training(workdir), 180, log)
         program.terminate()
         assert program.wait(timeout=120) == 128 + signal.SIGTERM, log.read_text()
     done = steps_done(workdir)
-    with started(command, log, cwd=ROOT, env=environment) as program:
+    with started(command, log, cwd=ROOT, env=ray_cluster) as program:
         wait_for(lambda: is_training(workdir, done), 180, log)
         os.kill(worker_pid(workdir), signal.SIGKILL)
         assert program.wait(timeout=300) == 0, log.read_text()
     assert_complete_after_a_stop(workdir)
-    with started([*command, "--max-steps", "-1"], log, cwd=ROOT, env=environment) as program:
+    assert "STRICT_SPREAD" in log.read_text()
+    with started([*command, "--max-steps", "-1"], log, cwd=ROOT, env=ray_cluster) as program:
         assert program.wait(timeout=120) == 2, log.read_text()
 
 
