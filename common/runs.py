@@ -118,7 +118,7 @@ def open_run(recipe: str, config: Any) -> Run:
     shared = config.dry_run or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
     refused = (
         f"worker {worker_index()} does not see the chief's work folder {workdir}. "
-        "Give a --workdir on a disk that all workers share"
+        "Give a --workdir on a disk that all share"
     )
     exchange({"error": None if shared else refused})
     return run

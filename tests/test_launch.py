@@ -1,0 +1,279 @@
+"""`python -m recipes launch`: real workers, on this machine."""
+
+import argparse
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.cluster import worker_config
+from common.command_line import UserError
+from recipes._launch import _as_left_on_screen, free_addresses, places
+from tests.conftest import MESSAGES
+from tests.test_bert_mlm import weights_of
+
+ROOT = Path(__file__).parent.parent
+RECIPES = [sys.executable, "-m", "recipes"]
+KNOBS = (
+    *("--corpus", "LICENSE", "--model", "nano", "--vocabulary-size", "300", "--seq-length", "16"),
+    *("--lr-scaling", "none", "--checkpoint-every", "7"),
+)
+
+
+def start(*words, **options):
+    return subprocess.Popen(
+        [*RECIPES, *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def finish(process):
+    """Exit status, output and errors of a process, which may take its time, but not for ever."""
+    try:
+        output, errors = process.communicate(timeout=150)
+    finally:
+        process.kill()
+    return process.returncode, output, errors
+
+
+def results_of(workdir):
+    return json.loads((workdir / "results.json").read_text())
+
+
+def steps_of(workdir):
+    return [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]
+
+
+def wait_for(path, lines):
+    """Until a file has so many lines."""
+    deadline = time.monotonic() + 120
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
+def assert_equal(workdir, other):
+    """Within the bounds of `doctor`."""
+    for ours, theirs in zip(steps_of(workdir), steps_of(other), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert {**ours, "loss": 0} == {**theirs, "loss": 0}
+    ours, theirs = weights_of(results_of(workdir)), weights_of(results_of(other))
+    assert sum(np.linalg.norm(ours[k] - theirs[k]) ** 2 for k in theirs) <= 1e-12 * sum(
+        np.linalg.norm(weight) ** 2 for weight in theirs.values()
+    )
+    assert results_of(workdir)["val_loss"] == pytest.approx(results_of(other)["val_loss"], rel=1e-6)
+
+
+# Words after `launch`, the environment, and what is answered.
+WRONG = [
+    ("--workers 0 bert_mlm", {}, "--workers must be at least 1, not 0"),
+    ("--workers 2 bert_mlm", {"TF_CONFIG": "{'worker': 1"}, "TF_CONFIG is malformed"),
+    ("--workers 2 --hosts a:1,b:1 --worker-index 0 bert_mlm", {}, "leave it out where hosts are given"),
+    ("bert_mlm", {}, "say --workers N for N workers on this machine, or --hosts"),
+    ("--hosts a:1,b:1 bert_mlm", {}, "say --workers N for N workers on this machine, or --hosts"),
+    ("--hosts a:1,b --worker-index 0 bert_mlm", {}, "'b' is not host:port"),
+    ("--hosts a:1,b:x --worker-index 0 bert_mlm", {}, "'b:x' is not host:port"),
+    ("--hosts a:1,a:1 --worker-index 0 bert_mlm", {}, "--hosts names an address twice: a:1,a:1"),
+    ("--hosts a:1,b:1 --worker-index 2 bert_mlm", {}, "--worker-index must be from 0 to 1, not 2"),
+    ("--workers 2 bert", {}, "there is no recipe bert. There are: bert_mlm"),
+    ("--workers 2 bert_mlm --workdir /proc/run", {}, "cannot write to the work folder /proc/run"),
+]
+
+
+@pytest.mark.parametrize(("words", "environment", "message"), WRONG)
+def test_what_is_wrong_is_told_before_anything_starts(words, environment, message):
+    began = time.monotonic()
+    done = finish(start("launch", *words.split(), env=os.environ | environment))
+    MESSAGES.append((f"launch {words}", done[2].strip()))
+    assert done[:2] == (2, "") and message in done[2] and done[2].count("\n") == 1
+    assert time.monotonic() - began < 5  # TensorFlow is not imported
+
+
+def test_places():
+    def asked(**given):
+        return argparse.Namespace(**{"workers": None, "hosts": None, "worker_index": None} | given)
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("TF_CONFIG", raising=False)
+        first, second = places(asked(workers=2))
+        assert first["cluster"] == second["cluster"] and (first["task"]["index"], second["task"]["index"]) == (0, 1)
+        assert places(asked(hosts="a:1,b:2", worker_index=1)) == [worker_config(["a:1", "b:2"], 1)]
+        told = worker_config(["c:3", "d:4"], 0)
+        environment.setenv("TF_CONFIG", json.dumps(told))
+        assert places(asked(hosts="a:1,b:2", worker_index=1)) == [told]  # the environment comes first
+        with pytest.raises(UserError, match="leave it out"):
+            places(asked(workers=2))
+    assert len(set(free_addresses(50))) == 50
+
+
+def test_the_log_has_lines_as_they_are_left_on_the_screen():
+    assert _as_left_on_screen(b"1/2 \x1b[1mhalf\x1b[0m\r\x1b[1m2/2\x1b[0m done\r") == b"2/2 done"
+    assert _as_left_on_screen(b"1/2\x08\x08\x082/2 done") == b"2/2 done"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one process, on one replica."""
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    status, _, errors = finish(start("run", "bert_mlm", *KNOBS, "--batch-size", 8, *ENDS, "--workdir", workdir))
+    assert (status, errors) == (0, "")
+    return workdir
+
+
+ENDS = ("--epochs", "2", "--max-steps", "40", "--replicas", "1")
+
+
+@pytest.mark.slow
+def test_two_workers_compute_what_one_process_does(alone, tmp_path):
+    workdir = tmp_path / "run"
+    words = (*KNOBS, "--batch-size", 4, *ENDS, "--workdir", workdir)
+    status, output, errors = finish(start("launch", "--workers", 2, "bert_mlm", *words))
+    assert (status, errors) == (0, "")
+    results = results_of(workdir)
+    assert (results["workers"], results["replicas"], results["global_batch_size"], results["steps"]) == (2, 2, 8, 40)
+    assert_equal(workdir, alone)
+    assert "batch: 4 sequences x 2 replicas = 8" in output and output.count("validation loss") == 1  # the chief's
+    assert (workdir / "logs/worker-0.log").read_text() == output
+    assert "validation loss" not in (workdir / "logs/worker-1.log").read_text()
+    assert len(list((workdir / "tensorboard").iterdir())) == 1  # the chief's alone
+
+
+@pytest.mark.slow
+def test_a_run_on_two_workers_goes_on_with_one_and_with_four(alone, tmp_path):
+    workdir = tmp_path / "run"
+
+    def words(batch_size):
+        return (*KNOBS, "--batch-size", batch_size, *ENDS, "--workdir", workdir)
+
+    def stop_after(steps, launcher):
+        wait_for(workdir / "steps.jsonl", steps)
+        launcher.send_signal(signal.SIGTERM)
+        assert finish(launcher)[0] == 143
+
+    stop_after(5, start("launch", "--workers", 2, "bert_mlm", *words(4)))
+    stop_after(20, start("launch", "--workers", 1, "bert_mlm", *words(4)))
+    status, output, errors = finish(start("launch", "--workers", 4, "bert_mlm", *words(4)))
+    assert (status, errors) == (0, "") and "batch: 2 sequences x 4 replicas = 8" in output
+    assert results_of(workdir)["workers"] == 4 and results_of(workdir)["resumed_from_step"] >= 20
+    assert_equal(workdir, alone)
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_a_terminal_saves_and_leaves_nothing(tmp_path):
+    workdir, (screen, theirs) = tmp_path / "run", pty.openpty()
+    words = [*KNOBS, "--batch-size", 4, "--epochs", 50, "--workdir", workdir]
+    launcher = subprocess.Popen(
+        [*RECIPES, "launch", "--workers", "2", "bert_mlm", *map(str, words)],
+        cwd=ROOT,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: os.close(os.open(os.ttyname(1), os.O_RDWR)),  # the first terminal opened is the session's
+    )
+    os.close(theirs)
+    shown = b""
+    while shown.count(b"Epoch") < 3:
+        shown += os.read(screen, 2**16)
+    workers = list(map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()))
+    assert len(workers) == 2
+    os.write(screen, b"\x03")
+    with contextlib.suppress(OSError):  # how a terminal tells that nobody is at the other end
+        while new := os.read(screen, 2**16):
+            shown += new
+    os.close(screen)
+    assert launcher.wait() == 143 and not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    done = len(steps_of(workdir))
+    assert f"Stopped by SIGTERM after step {done}" in shown.decode()
+    assert re.search(rb"\x1b\[1m\d+/32\x1b\[0m .*\r.*\x1b\[1m\d+/32", shown)  # the bar, as it moves
+    log = (workdir / "logs/worker-0.log").read_bytes()
+    assert b"\x1b" not in log and b"\r" not in log and log.count(b"32/32") in (2, 3)  # as each epoch left it
+
+
+@pytest.mark.slow
+def test_workers_do_not_outlive_their_launcher(tmp_path):
+    workdir = tmp_path / "run"
+    launcher = start("launch", "--workers", 2, "bert_mlm", *KNOBS, "--epochs", 50, "--workdir", workdir)
+    wait_for(workdir / "steps.jsonl", 3)
+    workers = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    launcher.kill()
+    finish(launcher)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_restarts_are_used_up_and_the_cause_is_named(tmp_path):
+    workdir = tmp_path / "run"
+    words = (*KNOBS, "--epochs", 50, "--workdir", workdir, "--overwrite")
+    launcher = start("launch", "--workers", 2, "--restarts", 1, "bert_mlm", *words)
+    begun_at = []
+    for at_least in (10, 20):
+        wait_for(workdir / "steps.jsonl", at_least)
+        begun_at.append(len(steps_of(workdir)))
+        worker = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()[1]
+        os.kill(int(worker), signal.SIGKILL)
+        while Path(f"/proc/{worker}").exists():
+            time.sleep(0.05)
+    status, output, errors = finish(launcher)
+    assert status == 1 and "going on from step" in output  # --overwrite was for the first start
+    assert errors.count("worker 1 was killed by SIGKILL") == 2
+    assert "1 restart(s) left" in errors and "0 restart(s) left" in errors and "Traceback" not in output + errors
+
+
+def by_hand(words, folders=(ROOT, ROOT), **variables):
+    """Two workers, each with words and a folder of its own; their status and errors."""
+    addresses = free_addresses(2)
+    started = []
+    for i, folder in enumerate(folders):
+        environment = os.environ | variables | {"TF_CONFIG": json.dumps(worker_config(addresses, i))}
+        command = [sys.executable, str(ROOT / "recipes/bert_mlm.py"), *map(str, words[i])]
+        started.append(
+            subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+        )
+    return [(status, errors.strip()) for status, _, errors in map(finish, started)]
+
+
+@pytest.mark.slow
+def test_workers_that_do_not_belong_together_are_refused(tmp_path):
+    words = (*KNOBS, "--corpus", ROOT / "LICENSE", "--workdir", "run")
+    refused = by_hand([words, (*words, "--seed", 1)], (tmp_path, tmp_path))
+    message = "error: worker 1 was started differently from the chief: --seed 1, not 0"
+    assert refused == [(2, message)] * 2 and not (tmp_path / "run").exists()
+
+    (tmp_path / "elsewhere").mkdir()
+    refused = by_hand([words, words], (tmp_path, tmp_path / "elsewhere"))
+    message = "error: worker 1 does not see the chief's work folder run. Give a --workdir on a disk that all share"
+    assert refused == [(2, message)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_does_not_come_is_named(tmp_path, index):
+    addresses = free_addresses(2)
+    hosts = ("--hosts", ",".join(addresses), "--worker-index", index, "--join-timeout", 2)
+    status, _, errors = finish(start("launch", *hosts, "bert_mlm", *KNOBS, "--workdir", tmp_path))
+    assert status == 2 and errors.endswith(f"these workers have not come in 2 s: {addresses[1 - index]}\n")
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken(tmp_path):
+    import socket
+
+    taken, *others = free_addresses(2)
+    with socket.create_server(("127.0.0.1", int(taken.split(":")[1]))):
+        hosts = ("--hosts", ",".join([taken, *others]), "--worker-index", 0)
+        status, _, errors = finish(start("launch", *hosts, "bert_mlm", *KNOBS, "--workdir", tmp_path))
+    assert status == 2 and f"cannot listen at {taken}: is the port taken?" in errors
