@@ -129,45 +129,46 @@ class Workers:
     def __init__(self, places: list[dict], command: list[str], logs: Path):
         self.logs = {place["task"]["index"]: logs / f"worker-{place['task']['index']}.log" for place in places}
         self.processes = {}
-        self.shown, self.line = None, b""
+        self.screen = Screen(logs / "worker-0.log")
         self.asked_to_stop = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
         for place, (index, log) in zip(places, self.logs.items(), strict=True):
             with log.open("ab") as file:
-                output = file.fileno() if index else self._open_screen()
+                output, errors = (file, file) if index else self.screen.open()
                 self.processes[index] = subprocess.Popen(
                     command,
                     env=os.environ | {"TF_CONFIG": json.dumps(place)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
-                    stderr=subprocess.STDOUT,
+                    stderr=errors,
                     start_new_session=True,  # Ctrl-C comes to this process alone, and the workers are asked to save
                     preexec_fn=_die_with_parent,
                 )
             if index == 0:
                 os.close(output)
+                os.close(errors)
 
     def wait(self) -> tuple[int, str]:
         """Waits for the end of all; returns the exit status, and the cause of a failure."""
         while not (failed := self._failed()):
             if not self._running():
-                self._copy_output(0)
+                self.screen.copy(0)
                 return 0, ""
-            self._copy_output(0.1)
+            self.screen.copy(0.1)
         stopped = self.asked_to_stop or any(status in STOPPED for status in failed.values())
         if stopped:
             for process in self._running():
                 process.terminate()
         deadline = time.monotonic() + (TO_SAVE if stopped else TO_FOLLOW)
         while self._running() and time.monotonic() < deadline:
-            self._copy_output(0.1)
+            self.screen.copy(0.1)
         failed = self._failed()
         cause = self._cause(failed)
         for process in self.processes.values():
             process.kill()
             process.wait()
-        self._copy_output(0)
+        self.screen.copy(0)
         if stopped:
             return STOPPED[0], ""
         wrong_input = 2 in failed.values() and min(failed.values()) > 0
@@ -189,12 +190,9 @@ class Workers:
         if status < 0:
             return f"error: worker {index} was killed by {signal.Signals(-status).name}\n"
         if status == 2:
-            return (
-                f"worker {index}: {lines[-1]}\n" if 0 not in failed else ""
-            )  # the chief's own message is on the screen
-        return "\n".join(
-            [f"error: worker {index} ended with status {status}; {self.logs[index]} ends:", *lines[-LAST_LINES:]]
-        )
+            return f"worker {index}: {lines[-1]}\n" if 0 not in failed else ""  # the chief's message has been shown
+        end = "\n".join(lines[-LAST_LINES:])
+        return f"error: worker {index} ended with status {status}; {self.logs[index]} ends:\n{end}\n"
 
     def _stop(self, *_) -> None:
         """A signal came: the first asks the workers to save and end, the second ends them."""
@@ -202,34 +200,43 @@ class Workers:
             process.kill() if self.asked_to_stop else process.terminate()
         self.asked_to_stop = True
 
-    def _open_screen(self) -> int:
-        """The chief's end of what is shown; a terminal, for the progress bar, where ours is one."""
-        if not sys.stdout.isatty():
-            self.shown, output = os.pipe()
-            return output
-        self.shown, output = pty.openpty()
-        termios.tcsetwinsize(output, termios.tcgetwinsize(sys.stdout))
-        return output
 
-    def _copy_output(self, seconds: float) -> None:
-        """Copies what the chief says within that time to the screen, and whole lines of it to its log."""
-        if self.shown is None:
+class Screen:
+    """Shows what the chief says as it comes, and writes it to the chief's log line by line."""
+
+    def __init__(self, log: Path):
+        self.log = log
+        self.streams = {}  # by our end: where it is shown, and the line that is not complete
+
+    def open(self) -> tuple[int, int]:
+        """The chief's ends of its output, on a terminal if ours is, for the progress bar, and of its errors."""
+        output, chiefs_output = pty.openpty() if sys.stdout.isatty() else os.pipe()
+        if sys.stdout.isatty():
+            termios.tcsetwinsize(chiefs_output, termios.tcgetwinsize(sys.stdout))
+        errors, chiefs_errors = os.pipe()
+        self.streams = {output: (sys.stdout, b""), errors: (sys.stderr, b"")}
+        return chiefs_output, chiefs_errors
+
+    def copy(self, seconds: float) -> None:
+        """Copies all that has come, or waits so long for something to come."""
+        if not self.streams:
             time.sleep(seconds)
-            return
-        while select.select([self.shown], [], [], seconds)[0]:
-            try:
-                new = os.read(self.shown, 2**16)
-            except OSError:  # how a terminal tells its end
-                new = b""
-            if not new:
-                os.close(self.shown)
-                self.shown = None
-                return
-            sys.stdout.buffer.write(new)
-            sys.stdout.flush()
-            *lines, self.line = (self.line + new).split(b"\n")
-            with self.logs[0].open("ab") as log:
-                log.writelines(_as_left_on_screen(line) + b"\n" for line in lines)
+        while self.streams and (ready := select.select(self.streams, [], [], seconds)[0]):
+            for stream in ready:
+                try:
+                    new = os.read(stream, 2**16)
+                except OSError:  # how a terminal tells its end
+                    new = b""
+                shown_on, line = self.streams.pop(stream)
+                if not new:
+                    os.close(stream)
+                    continue
+                shown_on.buffer.write(new)
+                shown_on.flush()
+                *lines, line = (line + new).split(b"\n")
+                self.streams[stream] = shown_on, line
+                with self.log.open("ab") as log:
+                    log.writelines(_as_left_on_screen(line) + b"\n" for line in lines)
             seconds = 0
 
 
