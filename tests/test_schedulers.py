@@ -133,7 +133,7 @@ PartitionName=all Nodes=localhost Default=YES
         wait_for(lambda: "idle" in ask("sinfo", "--noheader", "--format=%T"), 60, log)
         yield
         subprocess.run(["scancel", "--user=root"], check=False)
-        wait_for(lambda: ask("squeue", "--noheader") == "", 60, log)
+        wait_for(lambda: ask("squeue", "--noheader") == "", 120, log)
 
 
 def ask(*command):
@@ -153,12 +153,12 @@ def test_a_slurm_job_that_was_stopped_or_lost_a_worker_goes_on(stop, slurm, tmp_
     """SIGTERM to the workers, as before the time limit; a requeue, as at a preemption; SIGKILL to one worker."""
     workdir = tmp_path / "run"
     job, log = submit(workdir)
-    wait_for(lambda: is_training(workdir), 180, log)
+    wait_for(lambda: is_training(workdir), 300, log)
     if stop == "kill":
         os.kill(worker_pid(workdir), signal.SIGKILL)
     else:
         subprocess.run([*stop.split(), job], check=True)
-    wait_for(lambda: "JobState=COMPLETED" in ask("scontrol", "show", "job", job), 240, log)
+    wait_for(lambda: "JobState=COMPLETED" in ask("scontrol", "show", "job", job), 600, log)
     assert "Restarts=1 " in ask("scontrol", "show", "job", job)
     assert_complete_after_a_stop(workdir)
     assert log.read_text().count("Stopped by SIGTERM") == (0 if stop == "kill" else 2)
@@ -166,10 +166,10 @@ def test_a_slurm_job_that_was_stopped_or_lost_a_worker_goes_on(stop, slurm, tmp_
 
 def test_slurm_runs_wrong_input_once_and_a_cancelled_job_no_more(slurm, tmp_path):
     job, log = submit(tmp_path / "wrong", "--max-steps", "-1")
-    wait_for(lambda: "JobState=FAILED" in ask("scontrol", "show", "job", job), 180, log)
+    wait_for(lambda: "JobState=FAILED" in ask("scontrol", "show", "job", job), 300, log)
     assert "Restarts=0 BatchFlag=1 Reboot=0 ExitCode=2:0" in ask("scontrol", "show", "job", job)
     job, log = submit(tmp_path / "cancelled")
-    wait_for(lambda: is_training(tmp_path / "cancelled"), 180, log)
+    wait_for(lambda: is_training(tmp_path / "cancelled"), 300, log)
     subprocess.run(["scancel", job], check=True)
     wait_for(lambda: "JobState=CANCELLED" in ask("scontrol", "show", "job", job), 120, log)
     assert "Restarts=0" in ask("scontrol", "show", "job", job)
@@ -198,18 +198,18 @@ def test_ray(ray_cluster, tmp_path):
     command = [sys.executable, FILES / "ray_launch.py", "--workers", "2", "--restarts", "1"]
     command += [*KNOBS, "--workdir", workdir]
     with started(command, log, cwd=ROOT, env=ray_cluster) as program:
-        wait_for(lambda: is_training(workdir), 180, log)
+        wait_for(lambda: is_training(workdir), 300, log)
         program.terminate()
-        assert program.wait(timeout=120) == 128 + signal.SIGTERM, log.read_text()
+        assert program.wait(timeout=300) == 128 + signal.SIGTERM, log.read_text()
     done = steps_done(workdir)
     with started(command, log, cwd=ROOT, env=ray_cluster) as program:
-        wait_for(lambda: is_training(workdir, done), 180, log)
+        wait_for(lambda: is_training(workdir, done), 300, log)
         os.kill(worker_pid(workdir), signal.SIGKILL)
-        assert program.wait(timeout=300) == 0, log.read_text()
+        assert program.wait(timeout=600) == 0, log.read_text()
     assert_complete_after_a_stop(workdir)
     assert "STRICT_SPREAD" in log.read_text()
     with started([*command, "--max-steps", "-1"], log, cwd=ROOT, env=ray_cluster) as program:
-        assert program.wait(timeout=120) == 2, log.read_text()
+        assert program.wait(timeout=300) == 2, log.read_text()
 
 
 @pytest.fixture
@@ -281,13 +281,13 @@ def test_the_pods_of_the_manifest_train_together(manifest, tmp_path):
     command = [*IN_NAMESPACES, PODS, "sh", *words, *KNOBS[1:]]
     environment = os.environ | variables | {"PATH": PATH, "HOSTS": str(hosts)}
     with started(command, log, cwd=ROOT, env=environment) as pods:
-        wait_for(lambda: is_training(workdir), 180, log)
+        wait_for(lambda: is_training(workdir), 300, log)
         os.kill(worker_pid(workdir), signal.SIGTERM)
-        pods.wait(timeout=120)
+        pods.wait(timeout=300)
     assert log.read_text().endswith("statuses 143 143\n")
     ignored = [rule["onExitCodes"]["values"] for rule in manifest["Job"]["spec"]["podFailurePolicy"]["rules"][:2]]
     assert ignored == [[2], [143]]
     with started(command, log, cwd=ROOT, env=environment) as pods:
-        pods.wait(timeout=240)
+        pods.wait(timeout=600)
     assert log.read_text().endswith("statuses 0 0\n")
     assert_complete_after_a_stop(workdir)
