@@ -43,22 +43,18 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     collective.context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=f"/job:{jobs[0].name}/replica:0/task:0",
-        cluster_register_timeout_in_ms=timeout * 1000,
+        cluster_register_timeout_in_ms=(timeout + 60) * 1000,  # ours comes first: it names who is missing
         heartbeat_timeout_in_ms=HEARTBEAT_TIMEOUT * 1000,
         coordinated_jobs=jobs,
     )
     own = workers()[worker_index()]
     others = set(workers()) - {own}
+    _check_free(own)
     if is_chief():
         _wait_for(others, timeout)  # inside TensorFlow it would wait for ever, and let no other thread run
     else:
         threading.Thread(target=_end_without, args=(others, timeout), daemon=True).start()
-    try:
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
-    except tf.errors.UnknownError as error:
-        if "start gRPC server" not in str(error):
-            raise
-        raise UserError(f"this worker cannot listen at {own}: is the port taken?") from error
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # TensorFlow has made it a note that nobody reads
     if own.startswith("127."):
         _close_to_other_machines(int(own.rsplit(":", 1)[1]))
@@ -89,6 +85,13 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
         if theirs.get("error"):
             raise UserError(theirs["error"])
     return everyones
+
+
+def _check_free(address: str) -> None:
+    try:
+        socket.create_server(("", int(address.rsplit(":", 1)[1]))).close()
+    except OSError as error:
+        raise UserError(f"this worker cannot listen at {address} ({error.strerror}). Give another port") from error
 
 
 def _wait_for(addresses: set[str], seconds: float) -> None:

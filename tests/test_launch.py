@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -270,10 +271,8 @@ def test_a_worker_that_does_not_come_is_named(tmp_path, index):
 
 @pytest.mark.slow
 def test_a_port_that_is_taken(tmp_path):
-    import socket
-
     taken, *others = free_addresses(2)
     with socket.create_server(("127.0.0.1", int(taken.split(":")[1]))):
         hosts = ("--hosts", ",".join([taken, *others]), "--worker-index", 0)
         status, _, errors = finish(start("launch", *hosts, "bert_mlm", *KNOBS, "--workdir", tmp_path))
-    assert status == 2 and f"cannot listen at {taken}: is the port taken?" in errors
+    assert status == 2 and f"cannot listen at {taken} (Address already in use). Give another port" in errors
