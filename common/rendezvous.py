@@ -14,10 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from common.cluster import is_chief, num_workers, tf_config, worker_index, workers
+from common.cluster import num_workers, tf_config, worker_index, workers
 from common.command_line import UserError
 
 HEARTBEAT_TIMEOUT = 15  # seconds without a sign of life after which a worker is given up
+BOTH_IPS = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
 A_DAY = 24 * 3600 * 1000  # in milliseconds
 _exchanges = itertools.count()
 
@@ -29,7 +30,7 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
 
     Raises:
         UserError: when a worker has not come within `JOIN_TIMEOUT` seconds (an environment variable; 300), or this
-            one's port is taken. Where a worker other than the chief waits in vain, the process ends itself.
+            one's port is taken.
     """
     # TensorFlow has no public way to set the times.
     from tensorflow.python.distribute import collective_all_reduce_strategy as collective
@@ -43,19 +44,14 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     collective.context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=f"/job:{jobs[0].name}/replica:0/task:0",
-        cluster_register_timeout_in_ms=(timeout + 60) * 1000,  # ours comes first: it names who is missing
+        cluster_register_timeout_in_ms=timeout * 1000,
         heartbeat_timeout_in_ms=HEARTBEAT_TIMEOUT * 1000,
         coordinated_jobs=jobs,
     )
-    own = workers()[worker_index()]
-    others = set(workers()) - {own}
-    _check_free(own)
-    if is_chief():
-        _wait_for(others, timeout)  # inside TensorFlow it would wait for ever, and let no other thread run
-    else:
-        threading.Thread(target=_end_without, args=(others, timeout), daemon=True).start()
+    _meet(timeout)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # TensorFlow has made it a note that nobody reads
+    own = workers()[worker_index()]
     if own.startswith("127."):
         _close_to_other_machines(int(own.rsplit(":", 1)[1]))
     return strategy
@@ -87,36 +83,42 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
     return everyones
 
 
-def _check_free(address: str) -> None:
+def _meet(seconds: float) -> None:
+    """Waits for all workers, each listening at its address: inside TensorFlow, one would wait without a word."""
+    own, missing = workers()[worker_index()], set(workers())
+    host, port = own.rsplit(":", 1)
     try:
-        socket.create_server(("", int(address.rsplit(":", 1)[1]))).close()
+        at_loopback = host.startswith("127.")
+        listening = socket.create_server((host if at_loopback else "", int(port)), **({} if at_loopback else BOTH_IPS))
     except OSError as error:
-        raise UserError(f"this worker cannot listen at {address} ({error.strerror}). Give another port") from error
-
-
-def _wait_for(addresses: set[str], seconds: float) -> None:
+        why = os.strerror(error.errno)
+        raise UserError(f"this worker cannot listen at {own} ({why}). Give another port") from error
+    greeter = threading.Thread(target=_greet, args=(listening,), daemon=True)
+    greeter.start()
     deadline = time.monotonic() + seconds
-    while addresses := {address for address in addresses if not _answers(address)}:
+    while missing := {address for address in missing if not _answers(address)}:
         if time.monotonic() > deadline:
-            raise UserError(f"these workers have not come in {seconds:.0f} s: {', '.join(sorted(addresses))}")
+            raise UserError(f"these workers have not come in {seconds:.0f} s: {', '.join(sorted(missing))}")
         time.sleep(0.2)
+    listening.shutdown(socket.SHUT_RDWR)  # ends the greeter, and frees the port for TensorFlow
+    greeter.join()
+    listening.close()
 
 
-def _end_without(addresses: set[str], seconds: float) -> None:
-    try:
-        _wait_for(addresses, seconds)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # the main thread is inside TensorFlow, and cannot be interrupted
+def _greet(listening: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            with listening.accept()[0] as caller:
+                caller.sendall(b"here")
 
 
 def _answers(address: str) -> bool:
     host, port = address.rsplit(":", 1)
     try:
-        socket.create_connection((host, int(port)), timeout=1).close()
+        with socket.create_connection((host, int(port)), timeout=1) as connection:
+            return bool(connection.recv(1))  # gRPC speaks first too; for a process that hangs, its machine accepts only
     except OSError:
         return False
-    return True
 
 
 def _close_to_other_machines(port: int) -> None:
