@@ -73,11 +73,14 @@ def run(main: Callable[[Config], None], config: Config) -> None:
         raise SystemExit(1) from None
     except Exception as error:
         # How TensorFlow tells of it: it has the whole graph in the message, and nobody's mistake is in it.
-        if "TF_CONFIG" not in os.environ or type(error).__name__ not in LOST_WORKER:
+        # A worker that hung is told by those that gave it up, with errors of other types, that they have restarted.
+        lost = type(error).__name__ in LOST_WORKER or " restarted" in str(error)
+        if "TF_CONFIG" not in os.environ or not lost:
             raise
         told = [line for line in str(error).splitlines() if re.search("aborted by|task:|Barrier", line)]
-        print(f"error: lost another worker. {' '.join(told)}", file=sys.stderr)
-        raise SystemExit(1) from None
+        sys.stdout.flush()
+        print(f"error: lost another worker. {' '.join(told)}", file=sys.stderr, flush=True)
+        os._exit(1)  # an orderly end waits for who is lost, for some 20 seconds, and keeps the port and the lock
 
 
 def fail(message: object) -> None:
