@@ -3,6 +3,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -40,11 +41,34 @@ def parity_table(doctor: dict) -> str:
     return "\n".join(lines)
 
 
+def faults_table(rows: list[dict]) -> str:
+    """What `python -m benchmarks.faults` saw, a line a fault."""
+    lines = [
+        "| fault | runs | same to the bit | steps done again | all ended after | left behind |",
+        "| --- " * 6 + "|",
+    ]
+    for fault in dict.fromkeys(row["fault"] for row in rows):
+        runs = [row for row in rows if row["fault"] == fault]
+        again = [row["at_step"] - row["went_on_from"] for row in runs]
+        seconds = [row["noticed"] for row in runs]
+        same = sum(row["identical"] for row in runs)
+        left = sum(len(row["left"]) for row in runs) or "nothing"
+        lines.append(
+            f"| {fault} | {len(runs)} | {same} | {min(again)} to {max(again)} "
+            f"| {statistics.median(seconds):.1f} s, at most {max(seconds):.1f} s | {left} |"
+        )
+    return "\n".join(lines)
+
+
 def with_tables(readme: str) -> str:
     """The README with its tables as the results have them, each between `<!-- name -->` and `<!-- end -->`."""
-    tables = {"doctor": parity_table(json.loads((RESULTS / "doctor.json").read_text()))}
+    faults = (RESULTS / "faults.jsonl").read_text().splitlines()
+    tables = {
+        "doctor": parity_table(json.loads((RESULTS / "doctor.json").read_text())),
+        "faults": faults_table([json.loads(line) for line in faults]),
+    }
     for name, table in tables.items():
-        readme = re.sub(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", rf"\g<1>{table}\g<2>", readme, flags=re.DOTALL)
+        readme = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{table}\n\g<2>", readme, flags=re.DOTALL)
     return readme
 
 
