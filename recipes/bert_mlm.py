@@ -164,8 +164,8 @@ def train_and_evaluate(config: Config) -> dict:
     precision = run.keep("chosen_precision", choose_precision(config.precision, config.jit, width))
     keras.config.set_dtype_policy(precision)
     replicas = strategy.num_replicas_in_sync
-    factor = learning_rate_factor(config.lr_scaling, replicas)
-    batch_size, peak_rate = run.split(config, replicas, config.learning_rate * factor)
+    scaled_rate = config.learning_rate * learning_rate_factor(config.lr_scaling, replicas)
+    batch_size, peak_rate = run.split(config, replicas, scaled_rate)
     check_accumulate(config.accumulate, batch_size)
     global_batch = global_batch_size(batch_size, replicas)
 
@@ -180,7 +180,7 @@ def train_and_evaluate(config: Config) -> dict:
         model = build_model(config, vocabulary, schedule)
     print(f"{model.count_params():,} parameters in {precision}; {total_steps} steps, {steps['train']} an epoch")
     print(f"batch: {batch_size} sequences x {replicas} replicas = {global_batch}")
-    print(f"learning rate: {config.learning_rate:g} x {factor:g} ({config.lr_scaling}) = {peak_rate:g} at the peak")
+    print(f"learning rate: {peak_rate:g} at the peak, {config.lr_scaling} scaling of {config.learning_rate:g}")
 
     def batches(split: str, first_step: int = 0):
         return functools.partial(
