@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results that are slow to make and depend only on their inputs, kept as files under the user's cache folder."""
 
+import fcntl
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def cached_file(name: str, inputs: Iterable[bytes | str], make: Callable[[Path],
         name: the file's name; a hash of the inputs is put before it.
         inputs: everything that the file's content depends on.
         make: writes the file to the path it is given, which is renamed into place when complete, so that a file in the
-            cache is whole, whatever was interrupted and whoever made it at the same time.
+            cache is whole, whatever was interrupted. It must not ask for a cached file itself.
 
     Returns:
         A path in `$XDG_CACHE_HOME/keras-data-parallel-recipes` (by default under `~/.cache`).
@@ -29,7 +29,9 @@ def cached_file(name: str, inputs: Iterable[bytes | str], make: Callable[[Path],
     path = folder / f"{digest.hexdigest()[:20]}-{name}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            make(Path(unfinished) / name)
-            os.replace(Path(unfinished) / name, path)
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of a machine want the same files: one makes, the others wait
+            if not path.exists():
+                make(folder / "unfinished")
+                os.replace(folder / "unfinished", path)
     return path
