@@ -6,6 +6,7 @@
 Every trial is a line of `results/faults.jsonl`; the table in the README is made from them.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -15,11 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
+
+from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/faults.jsonl"
@@ -29,6 +32,7 @@ KNOBS = (
     *("--corpus", "LICENSE", "--model", "nano", "--vocabulary-size", "300", "--seq-length", "16", "--batch-size", "4"),
     *("--dropout", "0.1", "--epochs", "12", "--checkpoint-every", str(CHECKPOINT_EVERY)),
 )
+Fault = Callable[[list[int], Path, Sequence[str]], None]  # of the workers' process ids, the work folder, the hosts
 A_RUN = 180  # seconds within which every run has ended, with time to spare
 
 
@@ -48,14 +52,21 @@ def main() -> None:
 
 def undisturbed(workdir: Path) -> dict[str, bytes]:
     """The weights at the end of a run that nothing happens to."""
-    subprocess.run(command(workdir), cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=A_RUN)
+    subprocess.run(commands(workdir)[0], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=A_RUN)
     return weights_of(workdir)
 
 
-def command(workdir: Path) -> list[str]:
-    """Of a run on two workers that is started again after a death."""
-    launch = [sys.executable, "-m", "recipes", "launch", "--workers", "2", "--restarts", "1", "bert_mlm"]
-    return [*launch, *KNOBS, "--workdir", str(workdir)]
+def commands(workdir: Path, hosts: Sequence[str] = ()) -> list[list[str]]:
+    """Of a run on two workers that is started again after a death: one command, or one for each host."""
+
+    def launch(*place: str) -> list[str]:
+        words = [sys.executable, "-m", "recipes", "launch", *place, "--restarts", "1", "bert_mlm"]
+        return [*words, *KNOBS, "--workdir", str(workdir)]
+
+    if not hosts:
+        return [launch("--workers", "2")]
+    addresses = ",".join(f"{address}:8888" for address in ADDRESSES)
+    return [on(host, *launch("--hosts", addresses, "--worker-index", str(i))) for i, host in enumerate(hosts)]
 
 
 def trial(fault: str, number: int, workdir: Path, expected: dict[str, bytes]) -> dict[str, Any]:
@@ -68,25 +79,36 @@ def trial(fault: str, number: int, workdir: Path, expected: dict[str, bytes]) ->
     """
     chance = random.Random(f"{fault} {number}")
     step = chance.randrange(2, STEPS // CHECKPOINT_EVERY - 2) * CHECKPOINT_EVERY + chance.randrange(3, 15)
+    _, do = FAULTS[fault]
     temporary = workdir.with_suffix(".tmp")
     temporary.mkdir()
     log = workdir.with_suffix(".log").open("w+")
-    start = {"cwd": ROOT, "env": os.environ | {"TMPDIR": str(temporary)}, "stdout": log, "stderr": log}
-    launcher = subprocess.Popen(command(workdir), **start)
-    until(lambda: steps_in(workdir) >= step)
-    workers = children(launcher.pid)
-    ports = [int(address.rsplit(":", 1)[1]) for address in addresses_of(workers[0])]
-    _, do = FAULTS[fault]
-    do(workers, workdir)
-    at_step, began = steps_in(workdir), time.monotonic()
-    until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
-    noticed = time.monotonic() - began
-    if launcher.wait(A_RUN) == 143:  # stopped, after saving; somebody starts it again
-        at_step = steps_in(workdir)
-        launcher = subprocess.Popen(command(workdir), **start)
-    if launcher.wait(A_RUN):
-        log.seek(0)
-        raise RuntimeError(f"{fault} {number}: the run ended with {launcher.returncode}:\n{log.read()}")
+    with two_hosts() if do is link_cut else contextlib.nullcontext([]) as hosts:
+
+        def start() -> list[subprocess.Popen]:
+            environment = os.environ | {"TMPDIR": str(temporary)}
+            return [
+                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+                for command in commands(workdir, hosts)
+            ]
+
+        launchers = start()
+        until(lambda: steps_in(workdir) >= step)
+        workers = [worker for launcher in launchers for worker in children(launcher.pid)]
+        ports = [int(address.rsplit(":", 1)[1]) for address in addresses_of(workers[0])]
+        do(workers, workdir, hosts)
+        at_step, began = steps_in(workdir), time.monotonic()
+        until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+        noticed = time.monotonic() - began
+        if hosts:
+            mend(hosts)
+        if launchers[0].wait(A_RUN) == 143:  # stopped, after saving; somebody starts it again
+            at_step = steps_in(workdir)
+            launchers = start()
+        statuses = [launcher.wait(A_RUN) for launcher in launchers]
+        if any(statuses):
+            log.seek(0)
+            raise RuntimeError(f"{fault} {number}: the run ended with {statuses}:\n{log.read()}")
     return {
         "fault": fault,
         "number": number,
@@ -98,27 +120,33 @@ def trial(fault: str, number: int, workdir: Path, expected: dict[str, bytes]) ->
     }
 
 
-def killed(worker: int, number: signal.Signals) -> Callable[[list[int], Path], None]:
+def sent(number: signal.Signals, worker: int) -> Fault:
     """The fault of a signal to one of the workers."""
-    return lambda workers, workdir: os.kill(workers[worker], number)
+    return lambda workers, workdir, hosts: os.kill(workers[worker], number)
 
 
-def killed_while_it_saves(workers: list[int], workdir: Path) -> None:
+def killed_while_it_saves(workers: list[int], workdir: Path, hosts: Sequence[str]) -> None:
     """The fault of SIGKILL to the chief while it writes a checkpoint."""
     unfinished = workdir / "checkpoints"
     until(lambda: any(name.endswith("_temp") for name in os.listdir(unfinished)), pause=0)
     os.kill(workers[0], signal.SIGKILL)
 
 
-# How often each is tried, and what it does to the workers' process ids and the work folder.
+def link_cut(workers: list[int], workdir: Path, hosts: Sequence[str]) -> None:
+    """The fault of a network that loses everything, and tells nobody."""
+    cut(hosts)
+
+
+# How often each is tried, and what it does.
 FAULTS = {
-    "SIGKILL of a worker": (10, killed(1, signal.SIGKILL)),
-    "SIGKILL of the chief": (10, killed(0, signal.SIGKILL)),
-    "SIGTERM to a worker": (10, killed(1, signal.SIGTERM)),
-    "SIGTERM to the chief": (10, killed(0, signal.SIGTERM)),
+    "SIGKILL of a worker": (10, sent(signal.SIGKILL, 1)),
+    "SIGKILL of the chief": (10, sent(signal.SIGKILL, 0)),
+    "SIGTERM to a worker": (10, sent(signal.SIGTERM, 1)),
+    "SIGTERM to the chief": (10, sent(signal.SIGTERM, 0)),
     "SIGKILL while a checkpoint is written": (10, killed_while_it_saves),
-    "SIGSTOP of a worker": (5, killed(1, signal.SIGSTOP)),
-    "SIGSTOP of the chief": (5, killed(0, signal.SIGSTOP)),
+    "SIGSTOP of a worker": (5, sent(signal.SIGSTOP, 1)),
+    "SIGSTOP of the chief": (5, sent(signal.SIGSTOP, 0)),
+    "network cut between two hosts": (5, link_cut),
 }
 
 

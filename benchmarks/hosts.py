@@ -1,15 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two hosts with a cable between them, on this machine: network namespaces, which `ip` makes for root."""
 
 import contextlib
 import os
 import subprocess
+from collections.abc import Iterator
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NOBODY = "02:00:00:00:00:00"  # a hardware address that no host has
 
 
 @contextlib.contextmanager
-def two_hosts():
+def two_hosts() -> Iterator[list[str]]:
     """The names of two hosts, which reach each other at `ADDRESSES` and nothing else; gone after the block.
 
     Raises:
@@ -32,34 +34,28 @@ def two_hosts():
         yield hosts
 
 
-def on(host, *command):
+def on(host: str, *command: str) -> list[str]:
     """The words that run a command on a host."""
     return ["ip", "netns", "exec", host, *command]
 
 
-def cut(hosts):
+def cut(hosts: list[str]) -> None:
     """Loses all that is sent from now on; no host is told."""
     # Not by a queue that drops packets: not every kernel has one.
     for host, other in zip(hosts, reversed(ADDRESSES), strict=True):
         _ip("-netns", host, "neighbour", "replace", other, "lladdr", NOBODY, "dev", "cable", "nud", "permanent")
 
 
-def unplug(hosts):
-    """Takes the cable out, which both hosts see."""
-    _ip("-netns", hosts[0], "link", "set", "cable", "down")
-
-
-def mend(hosts):
-    """Undoes `cut` and `unplug`."""
+def mend(hosts: list[str]) -> None:
+    """Undoes `cut`."""
     for host in hosts:
-        _ip("-netns", host, "link", "set", "cable", "up")
         _ip("-netns", host, "neighbour", "flush", "dev", "cable", "nud", "permanent")
 
 
-def processes(host):
+def processes(host: str) -> list[int]:
     """The ids of those that run on a host."""
     return [int(pid) for pid in _ip("netns", "pids", host).split()]
 
 
-def _ip(*words):
+def _ip(*words: str) -> str:
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
