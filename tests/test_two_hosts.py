@@ -114,7 +114,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("fault", ["cut", "hang"])
 def test_lost(fault, undisturbed, tmp_path):
-    """The cable is cut, silently or visibly, until both know; or one worker hangs until the other has given it up."""
+    """The network loses everything until both know; or one worker hangs until the other has given it up."""
 
     def fail(hosts, pids):
         def wait_for_end(index):  # 15 s of heartbeats that are missed, on a busy machine
