@@ -1,7 +1,9 @@
 """One process, one TensorFlow: the CPU as four logical devices, so that tests can ask for 1, 2 or 4 replicas."""
 
+import atexit
 import os
 import pydoc_data.topics
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +13,7 @@ os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="recipes-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import pytest
 import tensorflow as tf
