@@ -69,9 +69,9 @@ def num_workers() -> int:
     return len(workers()) or 1
 
 
-def worker_index() -> int:
-    """This worker's place; 0 is the chief."""
-    config = tf_config()
+def worker_index(config: dict[str, Any] | None = None) -> int:
+    """A worker's place by its `TF_CONFIG`, this one's by default; 0 is the chief."""
+    config = tf_config() if config is None else config
     if not config:
         return 0
     behind_chief = config["task"]["type"] == "worker" and "chief" in config["cluster"]

@@ -20,7 +20,7 @@ import termios
 import time
 from pathlib import Path
 
-from common.cluster import is_address, tf_config, worker_config
+from common.cluster import is_address, tf_config, worker_config, worker_index
 from common.command_line import UserError
 
 TO_SAVE = 60  # seconds in which workers that are told to stop must have ended
@@ -127,7 +127,7 @@ class Workers:
     """
 
     def __init__(self, places: list[dict], command: list[str], logs: Path):
-        self.logs = {place["task"]["index"]: logs / f"worker-{place['task']['index']}.log" for place in places}
+        self.logs = {index: logs / f"worker-{index}.log" for index in map(worker_index, places)}
         self.processes = {}
         self.screen = Screen(logs / "worker-0.log")
         self.asked_to_stop = False
