@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -232,18 +233,16 @@ def test_restarts_are_used_up_and_the_cause_is_named(tmp_path):
     assert "1 restart(s) left" in errors and "0 restart(s) left" in errors and "Traceback" not in output + errors
 
 
-def by_hand(words, folders=(ROOT, ROOT), **variables):
-    """Two workers, each with words and a folder of its own; their status and errors."""
+def by_hand(words, folders, roots=(ROOT, ROOT)):
+    """Two workers, each with words, a work folder and a project of its own; their status and errors."""
     addresses = free_addresses(2)
     started = []
-    for i, folder in enumerate(folders):
-        environment = os.environ | variables | {"TF_CONFIG": json.dumps(worker_config(addresses, i))}
-        command = [sys.executable, str(ROOT / "recipes/bert_mlm.py"), *map(str, words[i])]
-        started.append(
-            subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
-        )
+    for i, (folder, root) in enumerate(zip(folders, roots, strict=True)):
+        config = json.dumps(worker_config(addresses, i))
+        environment = os.environ | {"TF_CONFIG": config, "PYTHONPATH": str(root)}
+        command = [sys.executable, str(root / "recipes/bert_mlm.py"), *map(str, words[i])]
+        options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=folder, env=environment, **options))
     return [(status, errors.strip()) for status, _, errors in map(finish, started)]
 
 
@@ -253,6 +252,14 @@ def test_workers_that_do_not_belong_together_are_refused(tmp_path):
     refused = by_hand([words, (*words, "--seed", 1)], (tmp_path, tmp_path))
     message = "error: worker 1 was started differently from the chief: --seed 1, not 0"
     assert refused == [(2, message)] * 2 and not (tmp_path / "run").exists()
+
+    for folder in ("common", "recipes"):
+        shutil.copytree(ROOT / folder, tmp_path / "project" / folder)
+    with (tmp_path / "project/common/order.py").open("a") as file:
+        file.write("# A change.\n")
+    refused = by_hand([words, words], (tmp_path, tmp_path), (ROOT, tmp_path / "project"))
+    assert refused[0] == refused[1] and refused[0][0] == 2
+    assert re.fullmatch(r"error: worker 1 was started differently from the chief: code '\w+', not '\w+'", refused[0][1])
 
     (tmp_path / "elsewhere").mkdir()
     refused = by_hand([words, words], (tmp_path, tmp_path / "elsewhere"))
