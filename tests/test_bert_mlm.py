@@ -281,7 +281,12 @@ def test_the_command_prints_a_report_and_nothing_else(small):
         [sys.executable, "-m", "recipes", "run", "bert_mlm", *knobs], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
-    for expected in ("learning rate: 0.002 at the peak, linear scaling of 0.001", "validation loss", "by word frequency", "[MASK]"):
+    for expected in (
+        "learning rate: 0.002 at the peak, linear scaling of 0.001",
+        "validation loss",
+        "by word frequency",
+        "[MASK]",
+    ):
         assert expected in done.stdout
     fill = [
         sys.executable,
