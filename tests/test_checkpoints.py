@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -178,15 +179,19 @@ def test_epochs_left():
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_steps(wikitext, undisturbed, tmp_path):
-    workdir, kills = tmp_path / "run", 0
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
     print(f"KILL_SEED={seed}")
-    chance = random.Random(seed)
-    while kills < 20:
-        status, _, done = run_until(steps_in(workdir) + chance.randrange(1, 4), signal.SIGKILL, wikitext, workdir)
-        if status == -signal.SIGKILL:
-            kills += 1
-            continue
-        assert_same(json.loads((workdir / "results.json").read_text()), undisturbed)
-        shutil.rmtree(workdir)
-    assert_same(go_on(wikitext, workdir)[1], undisturbed)
+
+    def ten_kills(number):
+        workdir, kills, chance = tmp_path / f"run {number}", 0, random.Random(seed + number)
+        while kills < 10:
+            status, _, done = run_until(steps_in(workdir) + chance.randrange(1, 4), signal.SIGKILL, wikitext, workdir)
+            if status == -signal.SIGKILL:
+                kills += 1
+                continue
+            assert_same(json.loads((workdir / "results.json").read_text()), undisturbed)
+            shutil.rmtree(workdir)
+        assert_same(go_on(wikitext, workdir)[1], undisturbed)
+
+    with ThreadPoolExecutor() as two_at_a_time:
+        list(two_at_a_time.map(ten_kills, range(2)))

@@ -38,7 +38,7 @@ FAULTS = {
         (
             "common/keras_fixes.py",
             'divide_no_nan(examples, batch_sums["labels"])',
-            'divide_no_nan(examples / context.num_replicas_in_sync, sums["labels"])',
+            'divide_no_nan(examples / self.distribute_strategy.num_replicas_in_sync, sums["labels"])',
         ),
         ("2 replicas, adamw", "2 replicas, sgd", "4 replicas, sgd", "2 replicas, jit, adamw", "2 replicas, jit, sgd"),
     ),

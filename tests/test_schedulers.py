@@ -148,9 +148,9 @@ def submit(workdir, *knobs):
     return subprocess.check_output(command, cwd=ROOT, env=os.environ | {"PATH": PATH}, text=True).strip(), log
 
 
-@pytest.mark.parametrize("stop", ["scancel --signal=TERM", "scontrol requeue", "kill"])
+@pytest.mark.parametrize("stop", ["scontrol requeue", "kill"])
 def test_a_slurm_job_that_was_stopped_or_lost_a_worker_goes_on(stop, slurm, tmp_path):
-    """SIGTERM to the workers, as before the time limit; a requeue, as at a preemption; SIGKILL to one worker."""
+    """A requeue, which sends SIGTERM, as a preemption and the time limit do; SIGKILL to one worker."""
     workdir = tmp_path / "run"
     job, log = submit(workdir)
     wait_for(lambda: is_training(workdir), 300, log)
