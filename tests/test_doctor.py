@@ -21,7 +21,7 @@ def doctor(folder):
 @pytest.mark.slow
 def test_every_check_passes():
     status, found = doctor(ROOT)
-    assert status == 0 and found["passed"] and found["seconds"] < 120  # under 60 on a quiet machine
+    assert status == 0 and found["passed"] and found["seconds"] < 240  # under 60 on a machine that is quiet
     assert all(row["measured"] <= row["bound"] for row in found["checks"])
     assert {row["measure"] for row in found["checks"] if row["check"] == "4 replicas, sgd"} == {
         "loss of every step",
@@ -42,8 +42,8 @@ FAULTS = {
         ),
         ("2 replicas, adamw", "2 replicas, sgd", "4 replicas, sgd", "2 replicas, jit, adamw", "2 replicas, jit, sgd"),
     ),
-    "a checkpoint has no optimizer": (
-        ("common/checkpoints.py", "(model=model, optimizer=model.optimizer)", "(model=model)"),
+    "a run goes on a step too early": (
+        ("common/checkpoints.py", 'int(path.rsplit("-", 1)[1])', 'int(path.rsplit("-", 1)[1]) - 1'),
         ("resumed",),
     ),
     "TensorBoard shows the rate for the loss": (
