@@ -144,8 +144,8 @@ FAULTS = {
     "SIGTERM to a worker": (10, sent(signal.SIGTERM, 1)),
     "SIGTERM to the chief": (10, sent(signal.SIGTERM, 0)),
     "SIGKILL while a checkpoint is written": (10, killed_while_it_saves),
-    "SIGSTOP of a worker": (5, sent(signal.SIGSTOP, 1)),
-    "SIGSTOP of the chief": (5, sent(signal.SIGSTOP, 0)),
+    "SIGSTOP of a worker": (3, sent(signal.SIGSTOP, 1)),
+    "SIGSTOP of the chief": (2, sent(signal.SIGSTOP, 0)),
     "network cut between two hosts": (5, link_cut),
 }
 
