@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does to runs on two workers what clusters do to jobs, and compares each with a run that nothing happened to.
 
-    python -m benchmarks.faults        # about 45 minutes; stopped and started again, it goes on where it was
+    python -m benchmarks.faults        # stopped and started again, it goes on where it was
 
 Every trial is a line of `results/faults.jsonl`; the table in the README is made from them.
 """
@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import h5py
-
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
+from recipes._doctor import weights_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/faults.jsonl"
@@ -50,7 +49,7 @@ def main() -> None:
     raise SystemExit(0 if all(row["identical"] and not row["left"] for row in rows) else 1)
 
 
-def undisturbed(workdir: Path) -> dict[str, bytes]:
+def undisturbed(workdir: Path) -> dict[str, Any]:
     """The weights at the end of a run that nothing happens to."""
     subprocess.run(commands(workdir)[0], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=A_RUN)
     return weights_of(workdir)
@@ -69,7 +68,7 @@ def commands(workdir: Path, hosts: Sequence[str] = ()) -> list[list[str]]:
     return [on(host, *launch("--hosts", addresses, "--worker-index", str(i))) for i, host in enumerate(hosts)]
 
 
-def trial(fault: str, number: int, workdir: Path, expected: dict[str, bytes]) -> dict[str, Any]:
+def trial(fault: str, number: int, workdir: Path, expected: dict[str, Any]) -> dict[str, Any]:
     """One run with one fault, at a random step between two checkpoints.
 
     Returns:
@@ -115,7 +114,7 @@ def trial(fault: str, number: int, workdir: Path, expected: dict[str, bytes]) ->
         "at_step": at_step,
         "went_on_from": json.loads((workdir / "results.json").read_text())["resumed_from_step"],
         "noticed": round(noticed, 1),
-        "identical": weights_of(workdir) == expected,
+        "identical": same_bits(weights_of(workdir), expected),
         "left": left_behind(workdir, temporary, ports),
     }
 
@@ -181,18 +180,11 @@ def addresses_of(worker: int) -> list[str]:
     return json.loads(config)["cluster"]["worker"]
 
 
-def weights_of(workdir: Path) -> dict[str, bytes]:
-    """Every array of the run's preset, by its name."""
-    weights = {}
-
-    def add(name, item):
-        if isinstance(item, h5py.Dataset):
-            weights[f"{path.name} {name}"] = item[()].tobytes()
-
-    for path in sorted((workdir / "preset").glob("*.weights.h5")):  # backbone and head
-        with h5py.File(path) as file:
-            file.visititems(add)
-    return weights
+def same_bits(weights: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Whether two runs have the same arrays."""
+    return {name: array.tobytes() for name, array in weights.items()} == {
+        name: array.tobytes() for name, array in others.items()
+    }
 
 
 def left_behind(workdir: Path, temporary: Path, ports: list[int]) -> list[str]:

@@ -52,10 +52,5 @@ def mend(hosts: list[str]) -> None:
         _ip("-netns", host, "neighbour", "flush", "dev", "cable", "nud", "permanent")
 
 
-def processes(host: str) -> list[int]:
-    """The ids of those that run on a host."""
-    return [int(pid) for pid in _ip("netns", "pids", host).split()]
-
-
 def _ip(*words: str) -> str:
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout

@@ -191,7 +191,9 @@ def differences(run: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """Relative differences of two runs, by the names of `BOUNDS`."""
     import numpy as np
 
-    ours, theirs = weights_of(run), weights_of(other)
+    ours, theirs = (weights_of(Path(each["config"]["workdir"])) for each in (run, other))
+    # In theory the biases of attention's keys have no gradient: their values are rounding noise.
+    theirs = {name: weight for name, weight in theirs.items() if not name.endswith("key_dense/vars/1") and weight.any()}
     away = {name: float(np.linalg.norm(ours[name] - theirs[name])) for name in theirs}
     size = {name: float(np.linalg.norm(theirs[name])) for name in theirs}
     losses = [(a["loss"], b["loss"]) for a, b in zip(steps_of(run), steps_of(other), strict=True)]
@@ -218,19 +220,20 @@ def last_loss(run: dict[str, Any]) -> float:
     return sum(step["loss"] for step in steps_of(run)[-5:]) / 5
 
 
-def weights_of(run: dict[str, Any]) -> dict[str, Any]:
-    """The trained weights by name, without the biases of attention's keys: in theory they have no gradient."""
+def weights_of(workdir: Path) -> dict[str, Any]:
+    """Every array of a run's preset, backbone and head, by its name."""
     import h5py
 
     weights = {}
-    for path in sorted(Path(run["config"]["workdir"], "preset").glob("*.weights.h5")):  # backbone and head
+    for path in sorted((workdir / "preset").glob("*.weights.h5")):
         with h5py.File(path) as file:
-            file.visititems(
-                lambda name, item, path=path: (
-                    weights.update({f"{path.stem} {name}": item[()]}) if isinstance(item, h5py.Dataset) else None
-                )
-            )
-    return {k: v for k, v in weights.items() if not k.endswith("key_dense/vars/1") and v.dtype.kind == "f" and v.any()}
+
+            def add(name, item, path=path):
+                if isinstance(item, h5py.Dataset):
+                    weights[f"{path.stem} {name}"] = item[()]
+
+            file.visititems(add)
+    return weights
 
 
 def board_difference(run: dict[str, Any]) -> float:

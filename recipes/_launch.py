@@ -51,9 +51,10 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="workers-") as temporary:
         # TensorFlow writes generated code there, and a worker that is killed leaves it.
         os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout)}
+        logs = Path(temporary) if "--dry-run" in arguments.knobs else logs_folder(workdir)  # a dry run writes nothing
         began = time.time()
         for restarts_left in range(arguments.restarts, -1, -1):
-            status, cause = Workers(places(arguments), command, logs_folder(workdir)).wait()
+            status, cause = Workers(places(arguments), command, logs).wait()
             if status != 1:
                 print(cause, end="", file=sys.stderr)
                 return status

@@ -71,7 +71,7 @@ MAY_BE_SKIPPED = {
     "tests/test_checkpoints.py::test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so",
     # Needs leave to make network namespaces, likewise.
     "tests/test_schedulers.py::test_the_pods_of_the_manifest_train_together",
-    "tests/test_two_hosts.py::test_lost",
+    "tests/test_faults.py::test_a_run_ends_as_if_nothing_had_happened[network cut between two hosts]",
 }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.faults import addresses_of, children
 from common.cluster import worker_config
 from common.command_line import UserError
 from recipes._launch import _as_left_on_screen, free_addresses, places
@@ -147,6 +148,10 @@ def test_two_workers_compute_what_one_process_does(alone, tmp_path):
     assert "validation loss" not in (workdir / "logs/worker-1.log").read_text()
     assert len(list((workdir / "tensorboard").iterdir())) == 1  # the chief's alone
 
+    words = (*KNOBS, "--batch-size", 4, *ENDS, "--workdir", tmp_path / "plan", "--dry-run")
+    status, output, errors = finish(start("launch", "--workers", 2, "bert_mlm", *words))
+    assert (status, errors) == (0, "") and "40 steps" in output and not (tmp_path / "plan").exists()
+
 
 @pytest.mark.slow
 def test_a_run_on_two_workers_goes_on_with_one_and_with_four(alone, tmp_path):
@@ -185,7 +190,7 @@ def test_ctrl_c_on_a_terminal_saves_and_leaves_nothing(tmp_path):
     shown = b""
     while shown.count(b"Epoch") < 3:
         shown += os.read(screen, 2**16)
-    workers = list(map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()))
+    workers = children(launcher.pid)
     assert len(workers) == 2
     os.write(screen, b"\x03")
     with contextlib.suppress(OSError):  # how a terminal tells that nobody is at the other end
@@ -200,12 +205,30 @@ def test_ctrl_c_on_a_terminal_saves_and_leaves_nothing(tmp_path):
     assert b"\x1b" not in log and b"\r" not in log and log.count(b"32/32") in (2, 3)  # as each epoch left it
 
 
+def own_address():
+    """This machine's address in the network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anywhere, contextlib.suppress(OSError):
+        anywhere.connect(("192.0.2.99", 9))  # of documentation; nothing is sent
+        return anywhere.getsockname()[0]
+    pytest.skip("this machine has no address but that of loopback")
+
+
+def is_open(host, address):
+    try:
+        socket.create_connection((host, int(address.rsplit(":", 1)[1])), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.mark.slow
-def test_workers_do_not_outlive_their_launcher(tmp_path):
+def test_workers_listen_to_their_own_machine_and_do_not_outlive_their_launcher(tmp_path):
     workdir = tmp_path / "run"
     launcher = start("launch", "--workers", 2, "bert_mlm", *KNOBS, "--epochs", 50, "--workdir", workdir)
     wait_for(workdir / "steps.jsonl", 3)
-    workers = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    workers = children(launcher.pid)
+    assert not any(is_open(own_address(), address) for address in addresses_of(workers[0]))
+    assert all(is_open("127.0.0.1", address) for address in addresses_of(workers[0]))
     launcher.kill()
     finish(launcher)
     deadline = time.monotonic() + 10
@@ -223,8 +246,8 @@ def test_restarts_are_used_up_and_the_cause_is_named(tmp_path):
     for at_least in (10, 20):
         wait_for(workdir / "steps.jsonl", at_least)
         begun_at.append(len(steps_of(workdir)))
-        worker = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()[1]
-        os.kill(int(worker), signal.SIGKILL)
+        worker = children(launcher.pid)[1]
+        os.kill(worker, signal.SIGKILL)
         while Path(f"/proc/{worker}").exists():
             time.sleep(0.05)
     status, output, errors = finish(launcher)
