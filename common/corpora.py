@@ -6,26 +6,23 @@ stream of that split's documents. A document is a string of one or more lines. S
 than memory.
 """
 
-import ast
 import functools
-import importlib.metadata
-import importlib.util
-import inspect
+import hashlib
 import json
-import platform
-import pydoc_data.topics
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.caching import cached_file
 from common.command_line import UserError
+from common.docstrings import docstring_files
+from common.hub_corpora import HUB, hub_builder, hub_splits, parse_hub_name
 
 Documents = Callable[[], Iterator[str]]
 
 NAMES = ("docstrings", "wikitext-2", "wikitext-103")
-DOCSTRING_PACKAGES = ("keras", "keras_hub", "numpy")
+WIKITEXT = "Salesforce/wikitext"  # on the Hub
+SPLITS = ("train", "validation", "test")
 WIKITEXT_FILES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 DOCUMENT_LIMIT = 20_000  # characters; a longer stretch of text goes on as the next document, so that memory is bounded
 HELD_OUT = 10  # one part in this many is the validation split of a corpus that comes without one
@@ -41,6 +38,8 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
               paragraphs that share eight words in a row with the training text are dropped;
             - `wikitext-2`, `wikitext-103`: Merity et al. 2016, arXiv:1609.07843, from the Hugging Face Hub
               (`Salesforce/wikitext`, the token version), by the `datasets` library;
+            - `hf://user/name` or `hf://user/name/configuration`: any data set of the Hub with a column `text`, read as
+              a stream; without a split `validation`, one row in 10 is held out;
             - a folder in WikiText's form: `wiki.train.tokens`, `wiki.valid.tokens` and, if there, `wiki.test.tokens`;
             - a text file, or a folder of `.txt` files: a document is what stands between blank lines, and one
               document in 10, chosen by a hash of its text, is held out for validation.
@@ -49,9 +48,11 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
         UserError: when it is none of these, or cannot be fetched.
     """
     if corpus == "docstrings":
-        return {split: functools.partial(_read_json_lines, path) for split, path in _docstrings().items()}
+        return {split: functools.partial(_read_json_lines, path) for split, path in docstring_files().items()}
     if corpus in NAMES:
         return _hub_wikitext(corpus)
+    if corpus.startswith(HUB):
+        return _hub_rows(corpus)
     path = Path(corpus)
     if (path / WIKITEXT_FILES["train"]).is_file():
         files = {split: path / name for split, name in WIKITEXT_FILES.items() if (path / name).is_file()}
@@ -59,15 +60,38 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
             raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
         return {split: lambda file=file: _articles(_lines(file)) for split, file in files.items()}
     if path.is_file():
-        return _held_out([path])
+        return _held_out(functools.partial(_paragraphs_of, [path]))
     if path.is_dir():
         files = sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not files:
             raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
-        return _held_out(files)
+        return _held_out(functools.partial(_paragraphs_of, files))
     raise UserError(
-        f"--corpus {corpus} is neither docstrings, wikitext-2, wikitext-103, nor an existing file or folder"
+        f"--corpus {corpus} is neither docstrings, wikitext-2, wikitext-103, hf://user/name, "
+        "nor an existing file or folder"
     )
+
+
+def fingerprint(corpus: str) -> str:
+    """A hash that changes with the text of a corpus of `open_corpus`; of files, every byte is read."""
+    digest = hashlib.sha256()
+    if corpus == "docstrings":
+        files = [*docstring_files().values()]
+    elif corpus in NAMES or corpus.startswith(HUB):
+        name = parse_hub_name(corpus) if corpus.startswith(HUB) else (WIKITEXT, f"{corpus}-v1")
+        files, builder = [], hub_builder(*name)
+        digest.update(f"{builder.config_id} {builder.hash}".encode())  # of the commit on the Hub
+    else:
+        path = Path(corpus)
+        files = (
+            [path]
+            if path.is_file()
+            else sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".tokens") and p.is_file())
+        )
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -121,110 +145,41 @@ def _cut(text: str) -> Iterator[str]:
         start = end
 
 
-def _held_out(files: list[Path]) -> dict[str, Documents]:
-    def documents(validation: bool) -> Iterator[str]:
-        for file in files:
-            for document in _paragraphs(_lines(file)):
-                if (zlib.crc32(document.encode()) % HELD_OUT == 0) == validation:
-                    yield document
+def _held_out(documents: Documents) -> dict[str, Documents]:
+    def part(validation: bool) -> Iterator[str]:
+        return (text for text in documents() if (zlib.crc32(text.encode()) % HELD_OUT == 0) == validation)
 
-    return {"train": lambda: documents(False), "validation": lambda: documents(True)}
+    return {"train": functools.partial(part, False), "validation": functools.partial(part, True)}
+
+
+def _paragraphs_of(files: list[Path]) -> Iterator[str]:
+    for file in files:
+        yield from _paragraphs(_lines(file))
 
 
 def _hub_wikitext(name: str) -> dict[str, Documents]:
-    import datasets  # takes a second to import, and only this corpus needs it
-
-    try:
-        wikitext = datasets.load_dataset("Salesforce/wikitext", f"{name}-v1")
-    except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
-        raise UserError(
-            f"cannot fetch {name} from the Hugging Face Hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            "Without a network, download its files elsewhere and give their folder: --corpus FOLDER"
-        ) from error
+    splits = hub_splits(WIKITEXT, f"{name}-v1")
     return {
         split: lambda rows=rows: _articles(row["text"] for row in rows)
-        for split, rows in wikitext.items()
+        for split, rows in splits.items()
     }  # fmt: skip
+
+
+def _hub_rows(corpus: str) -> dict[str, Documents]:
+    splits = hub_splits(*parse_hub_name(corpus), streaming=True)
+    if "train" not in splits:
+        raise UserError(f"{corpus} has no split train; it has {', '.join(splits)}")
+
+    def documents(rows) -> Iterator[str]:
+        for row in rows:
+            if not isinstance(row.get("text"), str):
+                raise UserError(f"{corpus} has no column text; it has {', '.join(row)}")
+            yield from _cut(row["text"].strip())
+
+    streams = {split: functools.partial(documents, splits[split]) for split in SPLITS if split in splits}
+    return streams if "validation" in streams else _held_out(streams["train"])
 
 
 def _read_json_lines(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8") as file:
         yield from map(json.loads, file)
-
-
-def _docstrings() -> dict[str, Path]:
-    """Extracts the docstring corpus, once for each set of package versions; a document is a module's prose."""
-    versions = [platform.python_version(), *map(importlib.metadata.version, DOCSTRING_PACKAGES)]
-    key = [*versions, inspect.getsource(inspect.getmodule(_docstrings))]
-
-    def write(split: str, path: Path) -> None:
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(document) + "\n" for document in splits()[split])
-
-    @functools.cache
-    def splits() -> dict[str, list[str]]:
-        return _split_modules(_prose_by_module())
-
-    return {
-        split: cached_file(f"docstrings-{split}.jsonl", [*key, split], functools.partial(write, split))
-        for split in ("train", "validation")
-    }
-
-
-def _prose_by_module() -> Iterator[tuple[str, list[str]]]:
-    """(module, its paragraphs of prose), read without importing the packages; no paragraph comes twice."""
-    seen = set()
-
-    def prose(texts: Iterator[str]) -> list[str]:
-        found = []
-        for paragraph in (" ".join(p.split()) for text in texts for p in re.split(r"\n\s*\n", text) if _is_prose(p)):
-            if paragraph not in seen:
-                seen.add(paragraph)
-                found.append(paragraph)
-        return found
-
-    yield "pydoc_data.topics", prose(iter(pydoc_data.topics.topics.values()))
-    for package in DOCSTRING_PACKAGES:
-        root = Path(importlib.util.find_spec(package).origin).parent
-        for file in sorted(root.rglob("*.py")):
-            yield str(file.relative_to(root.parent)), prose(_docstrings_of(file))
-
-
-def _docstrings_of(file: Path) -> Iterator[str]:
-    try:
-        tree = ast.parse(file.read_bytes())
-    except SyntaxError:
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
-
-
-def _is_prose(paragraph: str) -> bool:
-    """At least ten words, no example code, and four characters in five are letters or spaces."""
-    letters = sum(c.isalpha() or c.isspace() for c in paragraph)
-    return (
-        len(paragraph.split()) >= 10
-        and ">>>" not in paragraph
-        and "```" not in paragraph
-        and letters > 0.8 * len(paragraph)
-    )
-
-
-def _split_modules(modules: Iterator[tuple[str, list[str]]]) -> dict[str, list[str]]:
-    """By a hash of the module's name; then validation loses what shares eight words in a row with training."""
-    train, validation = [], []
-    for module, paragraphs in modules:
-        if paragraphs:
-            (validation if zlib.crc32(module.encode()) % HELD_OUT == 0 else train).append(paragraphs)
-    known = {words for paragraphs in train for p in paragraphs for words in _eight_words(p)}
-    validation = [[p for p in paragraphs if known.isdisjoint(_eight_words(p))] for paragraphs in validation]
-    return {
-        "train": ["\n".join(paragraphs) for paragraphs in train],
-        "validation": ["\n".join(paragraphs) for paragraphs in validation if paragraphs],
-    }
-
-
-def _eight_words(paragraph: str) -> Iterator[int]:
-    words = re.findall(r"\w+", paragraph.lower())
-    return (hash(tuple(words[i : i + 8])) for i in range(max(len(words) - 7, 1)))

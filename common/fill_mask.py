@@ -1,41 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills `[MASK]` in sentences with a trained masked language model."""
+"""Fills the masks of sentences with a trained masked language model."""
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import keras
 import numpy as np
 
+from common.byte_pairs import Vocabulary
 from common.command_line import UserError
 from common.models import masked_lm_from_preset, preset_vocabulary
-from common.wordpiece import CLS, MASK, SEP, Vocabulary, make_tokenizer
+from common.wordpiece import WordPieces
 
 
-def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: int = 5) -> list[list[tuple[str, float]]]:
-    """The likeliest pieces for each `[MASK]` of a sentence.
+def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: int = 5) -> list[list[dict[str, Any]]]:
+    """The likeliest pieces for each mask of a sentence, with the entries of Hugging Face's `fill-mask` pipeline.
 
     Args:
-        model: a `BertMaskedLM`.
+        model: a `BertMaskedLM` or `RobertaMaskedLM`.
         vocabulary: the one it was trained with.
-        sentence: text with one or more `[MASK]`.
+        sentence: text with one or more masks: `[MASK]`, or the model's own, such as `<mask>`.
         top: how many pieces for each.
 
     Returns:
-        For each `[MASK]` in order, `top` pairs (piece, probability), the likeliest first.
+        For each mask in order, `top` guesses, the likeliest first: `score`, its probability; `token`, its id;
+        `token_str`, its text; and the `sequence` with the guess in the mask's place.
 
     Raises:
-        UserError: when there is no `[MASK]`, or the sentence is longer than the model's positions.
+        UserError: when there is no mask, or the sentence is longer than the model's positions.
     """
-    tokenizer = make_tokenizer(vocabulary)
-    parts = [tokenizer.encode(part, add_special_tokens=False).ids for part in sentence.split(MASK)]
-    ids = [vocabulary.pieces.index(CLS), *parts[0]]
-    positions = []
+    tokenizer, special = vocabulary.tokenizer(), vocabulary.special
+    *before, last = sentence.replace(WordPieces.special.mask, special.mask).split(special.mask)
+    # A mask is a word with the space before it, as in RoBERTa's own tokenizer; BERT's knows no spaces.
+    parts = [tokenizer.encode(part, add_special_tokens=False).ids for part in [*map(str.rstrip, before), last]]
+    special_ids = [vocabulary.pieces.index(piece) for piece in dataclasses.astuple(special)]
+    start, end, mask = (vocabulary.pieces.index(piece) for piece in (special.start, special.end, special.mask))
+    ids, positions = [start, *parts[0]], []
     for part in parts[1:]:
         positions.append(len(ids))
-        ids += [vocabulary.pieces.index(MASK), *part]
-    ids.append(vocabulary.pieces.index(SEP))
+        ids += [mask, *part]
+    ids.append(end)
     if not positions:
-        raise UserError(f"no {MASK} in {sentence!r}; put one where a word is to be guessed")
+        raise UserError(f"no {special.mask} in {sentence!r}; put one where a word is to be guessed")
     if len(ids) > model.backbone.max_sequence_length:
         raise UserError(f"the sentence has {len(ids)} tokens; the model takes {model.backbone.max_sequence_length}")
     inputs = {
@@ -44,13 +51,27 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
         "padding_mask": np.ones((1, len(ids)), np.int32),
         "mask_positions": np.array([positions], np.int32),
     }
-    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(model(inputs, training=False)[0]))
-    best = np.argsort(-probabilities, axis=-1)[:, :top]
-    return [[(vocabulary.pieces[i], float(p[i])) for i in row] for p, row in zip(probabilities, best, strict=True)]
+    logits = model({name: inputs[name] for name in model.input}, training=False)[0]
+    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
+
+    def guess(position: int, token: int, score: float) -> dict[str, Any]:
+        filled = [*ids[:position], token, *ids[position + 1 :]]
+        if len(positions) == 1:  # otherwise the other masks are shown
+            filled = [piece for piece in filled if piece not in special_ids]
+        texts = {
+            "token_str": tokenizer.decode([token]),
+            "sequence": tokenizer.decode(filled, skip_special_tokens=False),
+        }
+        return {"score": float(score), "token": int(token), **texts}
+
+    return [
+        [guess(position, token, scores[token]) for token in np.argsort(-scores)[:top]]
+        for position, scores in zip(positions, probabilities, strict=True)
+    ]
 
 
 def print_filled_masks(preset: str, sentences: Iterable[str], top: int = 5) -> None:
-    """Prints sentences with their `[MASK]`s' likeliest pieces, by the model saved in a preset.
+    """Prints sentences with their masks' likeliest pieces, by the model saved in a preset.
 
     Raises:
         UserError: as `fill_mask`, and when there is no such preset.
@@ -59,4 +80,5 @@ def print_filled_masks(preset: str, sentences: Iterable[str], top: int = 5) -> N
     for sentence in sentences:
         print(f"\n{sentence}")
         for guesses in fill_mask(model, vocabulary, sentence, top):
-            print("    " + "  ".join(f"{piece} {probability:.3f}" for piece, probability in guesses))
+            for guess in guesses:
+                print("    {score:.3f} {token:>6} {token_str:16} {sequence}".format_map(guess))

@@ -6,12 +6,13 @@ method says which fault it is for; docs/keras-under-tf-distribute.md shows every
 """
 
 import importlib.metadata
-import inspect
 import math
 import warnings
 
 import keras
 import tensorflow as tf
+
+from common.optimizers import do_not_reduce_again
 
 CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
 DRAWS = 2**16  # more than the random numbers that one layer draws in a step
@@ -61,7 +62,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
                 self, optimizer=optimizer, loss=loss, steps_per_execution=steps_per_execution, jit_compile=False
             )
             self.clip_norm, self.accumulate = clip_norm, accumulate
-            _do_not_reduce_again(self.optimizer)
+            do_not_reduce_again(self.optimizer)
             self.optimizer.build(self.trainable_variables)
             self.steps_done = 0
             self.told_to_stop = self.all_told_to_stop = False
@@ -275,23 +276,6 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
 def _sum_over_replicas(values):
     values = tf.nest.map_structure(tf.identity, values)  # on this replica's device, which collectives ask for
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
-
-
-def _do_not_reduce_again(optimizer: keras.optimizers.Optimizer) -> None:
-    """Tells a Keras optimizer that the gradients it is given are summed over replicas already.
-
-    It has no public switch for that. Only this one optimizer is changed.
-    """
-    reduce = optimizer._all_reduce_sum_gradients
-    if list(inspect.signature(reduce).parameters) != ["grads_and_vars"]:
-        raise RuntimeError(f"this Keras's optimizers differ from those of {CHECKED_VERSIONS}: {reduce}")
-    optimizer._all_reduce_sum_gradients = _reduced_already
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        _do_not_reduce_again(optimizer.inner_optimizer)
-
-
-def _reduced_already(grads_and_vars):
-    return list(grads_and_vars)
 
 
 def _warn_outside_checked_versions() -> None:

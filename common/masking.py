@@ -5,6 +5,9 @@ import dataclasses
 
 import tensorflow as tf
 
+from common.byte_pairs import Vocabulary
+from common.wordpiece import WordPieces
+
 
 @dataclasses.dataclass(frozen=True)
 class MaskingRule:
@@ -14,7 +17,8 @@ class MaskingRule:
         vocabulary_size: ids from which a random token is drawn.
         mask_id: id of [MASK].
         pad_id: id of [PAD].
-        never_masked: ids that are never chosen: [PAD], [CLS], [SEP], and [UNK], which teaches nothing.
+        never_masked: ids that are never chosen: those of padding, start, end, and unknown words, which teach nothing.
+        segments: whether the model takes segment ids, as BERT does.
         rate: share of a sequence's tokens that are chosen.
     """
 
@@ -22,14 +26,16 @@ class MaskingRule:
     mask_id: int
     pad_id: int
     never_masked: tuple[int, ...]
+    segments: bool = True
     rate: float = 0.15
 
     @classmethod
-    def for_pieces(cls, pieces: list[str], rate: float) -> "MaskingRule":
-        """The rule for WordPieces, a list from id to piece with BERT's special tokens."""
-        ids = {token: pieces.index(token) for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
-        mask_id = ids.pop("[MASK]")
-        return cls(len(pieces), mask_id, ids["[PAD]"], tuple(ids.values()), rate)
+    def of(cls, vocabulary: Vocabulary, rate: float) -> "MaskingRule":
+        """The rule for a model with this vocabulary: BERT, or RoBERTa, which has no segments."""
+        ids = {name: vocabulary.pieces.index(piece) for name, piece in dataclasses.asdict(vocabulary.special).items()}
+        mask_id = ids.pop("mask")
+        segments = isinstance(vocabulary, WordPieces)
+        return cls(len(vocabulary.pieces), mask_id, ids["pad"], tuple(ids.values()), segments, rate)
 
 
 def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
@@ -44,9 +50,10 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
         rule: what is masked, and with what.
 
     Returns:
-        `(x, y, sample_weight)` for `BertMaskedLM` with slots = round(rate * length), at least one: x has int32
-        `token_ids`, `segment_ids` and `padding_mask` [batch, length] and `mask_positions` [batch, slots]; y is the
-        chosen tokens' ids, int32 [batch, slots]; sample_weight is 1.0 for a chosen token and 0.0 for an unused slot.
+        `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM` with slots = round(rate * length), at least one:
+        x has int32 `token_ids`, `padding_mask` and, for BERT, `segment_ids` [batch, length], and `mask_positions`
+        [batch, slots]; y is the chosen tokens' ids, int32 [batch, slots]; sample_weight is 1.0 for a chosen token and
+        0.0 for an unused slot.
     """
     length = tf.shape(ids)[1]
     slots = tf.maximum(_round(rule.rate * tf.cast(length, tf.float32)), 1)
@@ -72,10 +79,9 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
 
     x = {
         "token_ids": token_ids,
-        "segment_ids": tf.zeros_like(ids),
         "padding_mask": tf.cast(ids != rule.pad_id, tf.int32),
         "mask_positions": positions,
-    }
+    } | ({"segment_ids": tf.zeros_like(ids)} if rule.segments else {})
     return x, labels, tf.cast(used, tf.float32)
 
 

@@ -7,12 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 
-def unigram_loss(
-    training_sequences: np.ndarray,
-    targets: Iterable[np.ndarray],
-    vocabulary_size: int,
-    never_targets: Iterable[int] = (),
-) -> float:
+def unigram_loss(counts: np.ndarray, targets: Iterable[np.ndarray], never_targets: Iterable[int] = ()) -> float:
     """Mean loss, in nats a token, of guessing targets by how often each token occurs in training.
 
     This is what the best model that looks at no context would reach; a language model has learned nothing until it is
@@ -20,18 +15,23 @@ def unigram_loss(
     training never saw has a finite loss (Laplace; Jurafsky and Martin, "Speech and Language Processing", chapter 3).
 
     Args:
-        training_sequences: ids [sequences, length].
+        counts: how often each id occurs in training, [vocabulary size]; see `count_ids`.
         targets: arrays of ids that the loss is the mean over.
-        vocabulary_size: number of ids.
         never_targets: ids that are not counted in training, as they are never asked for: padding and the like.
     """
-    counts = np.zeros(vocabulary_size, np.int64)
-    for start in range(0, len(training_sequences), 4096):
-        counts += np.bincount(training_sequences[start : start + 4096].ravel(), minlength=vocabulary_size)
+    counts = np.array(counts)
     counts[list(never_targets)] = 0
-    log_probability = np.log((counts + 1) / (counts.sum() + vocabulary_size))
+    log_probability = np.log((counts + 1) / (counts.sum() + len(counts)))
     targets = np.concatenate([np.ravel(t) for t in targets])
     return float(-log_probability[targets].mean())
+
+
+def count_ids(sequences: np.ndarray, vocabulary_size: int) -> np.ndarray:
+    """How often each id occurs, int64 [vocabulary_size], in ids [sequences, length]."""
+    counts = np.zeros(vocabulary_size, np.int64)
+    for start in range(0, len(sequences), 4096):
+        counts += np.bincount(sequences[start : start + 4096].ravel(), minlength=vocabulary_size)
+    return counts
 
 
 def perplexity(loss: float) -> float:

@@ -1,54 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT models from a size or a preset. Call these inside the strategy's scope."""
+"""BERT and RoBERTa from a size or a preset. Call these inside the strategy's scope."""
 
 import errno
 import math
 import os
 import shutil
 from pathlib import Path
-from typing import Literal
 
 import keras_hub
 
+from common.byte_pairs import BytePairs, Vocabulary
 from common.command_line import UserError
+from common.huggingface import in_huggingface_form, read_vocabulary, read_weights
 from common.keras_fixes import data_parallel
-from common.wordpiece import Vocabulary
-
-# Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
-# arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.
-BERT_SIZES = {
-    "nano": (1, 64),  # ours, published nowhere: for tests
-    "tiny": (2, 128),
-    "mini": (4, 256),
-    "small": (4, 512),
-    "medium": (8, 512),
-    "base": (12, 768),
-    "large": (24, 1024),
-}
-BertSize = Literal["nano", "tiny", "mini", "small", "medium", "base", "large"]
+from common.sizes import dimensions
+from common.wordpiece import WordPieces
 
 BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM)
+RobertaMaskedLM = data_parallel(keras_hub.models.RobertaMaskedLM)
 
 
 def masked_lm_from_size(
-    size: BertSize, vocabulary_size: int, dropout: float, seq_length: int
-) -> keras_hub.models.BertMaskedLM:
-    """A `BertMaskedLM` of a published size, with random weights and 512 positions, or more where `seq_length` is."""
-    num_layers, width = BERT_SIZES[size]
-    backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=vocabulary_size,
-        num_layers=num_layers,
-        num_heads=width // 64,
-        hidden_dim=width,
-        intermediate_dim=4 * width,
+    size: str, vocabulary: Vocabulary, dropout: float, seq_length: int
+) -> keras_hub.models.MaskedLM:
+    """A masked language model with random weights: BERT for word pieces, RoBERTa for byte pairs.
+
+    Args:
+        size: of `common.sizes`.
+        vocabulary: whose pieces it tells apart.
+        dropout: of the model.
+        seq_length: tokens in a sequence; the model has 512 positions, or more where this is.
+    """
+    bert = isinstance(vocabulary, WordPieces)
+    backbone = (keras_hub.models.BertBackbone if bert else keras_hub.models.RobertaBackbone)(
+        vocabulary_size=len(vocabulary.pieces),
+        **dimensions(size),
         dropout=dropout,
         max_sequence_length=max(512, seq_length),
     )
-    return _without_pooler(BertMaskedLM(backbone, compile=False))
+    return _without_pooler((BertMaskedLM if bert else RobertaMaskedLM)(backbone, compile=False))
 
 
-def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None = None) -> keras_hub.models.BertMaskedLM:
-    """A `BertMaskedLM` with the weights of a KerasHub preset: a name, or a folder made by `save_to_preset`.
+def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None = None) -> keras_hub.models.MaskedLM:
+    """A BERT or RoBERTa with the weights of a preset: a name, or a folder made by `save_to_preset` or `export_bert`.
 
     Args:
         preset: its name or folder.
@@ -58,34 +52,47 @@ def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None =
     Raises:
         UserError: when there is no such preset, or it cannot be fetched.
     """
-    plain = _from_preset(keras_hub.models.BertMaskedLM, preset, dropout=dropout, dtype=dtype, compile=False)
-    model = BertMaskedLM(plain.backbone, compile=False)
+    if in_huggingface_form(preset):
+        options = {"dropout": dropout, "dtype": dtype, "load_weights": False}
+        model = BertMaskedLM(_from_preset(keras_hub.models.BertBackbone, preset, **options), compile=False)
+        read_weights(model, preset)
+        return _without_pooler(model)
+    plain = _from_preset(keras_hub.models.MaskedLM, preset, dtype=dtype, compile=False)
+    bert = isinstance(plain, keras_hub.models.BertMaskedLM)
+    # KerasHub 0.32 keeps the dropout that a preset was saved with, whatever it is asked for.
+    backbone = type(plain.backbone).from_config(plain.backbone.get_config() | {"dropout": dropout})
+    model = (BertMaskedLM if bert else RobertaMaskedLM)(backbone, compile=False)
     model.set_weights(plain.get_weights())
     return _without_pooler(model)
 
 
-def masked_lm_width(preset: str, size: BertSize) -> int:
-    """The width of a preset's layers, or without one of a published size's.
+def masked_lm_width(preset: str, size: str) -> int:
+    """The width of a preset's layers, or without one of a size's.
 
     Raises:
         UserError: when there is no such preset, or it cannot be fetched.
     """
     if preset:
-        return _from_preset(keras_hub.models.BertBackbone, preset, load_weights=False).hidden_dim
-    return BERT_SIZES[size][1]
+        return _from_preset(keras_hub.models.Backbone, preset, load_weights=False).hidden_dim
+    return dimensions(size)["hidden_dim"]
 
 
 def preset_vocabulary(preset: str) -> Vocabulary:
-    """The WordPiece vocabulary of a preset.
+    """The vocabulary of a preset.
 
     Raises:
         UserError: when there is no such preset, or it cannot be fetched.
     """
-    tokenizer = _from_preset(keras_hub.models.BertTokenizer, preset)
-    return Vocabulary(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
+    if in_huggingface_form(preset):
+        return read_vocabulary(preset)
+    tokenizer = _from_preset(keras_hub.models.Tokenizer, preset)
+    if isinstance(tokenizer, keras_hub.models.RobertaTokenizer):
+        pieces = sorted(tokenizer.vocabulary, key=tokenizer.vocabulary.get)
+        return BytePairs(pieces, [merge for merge in tokenizer.merges if not merge.startswith("#version")])
+    return WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
 
 
-def save_preset(model: keras_hub.models.BertMaskedLM, vocabulary: Vocabulary, seq_length: int, folder: Path) -> None:
+def save_preset(model: keras_hub.models.MaskedLM, vocabulary: Vocabulary, seq_length: int, folder: Path) -> None:
     """Saves a preset that KerasHub loads without this project, what turns text into its inputs included.
 
     Raises:
@@ -98,17 +105,28 @@ def save_preset(model: keras_hub.models.BertMaskedLM, vocabulary: Vocabulary, se
     model.save_to_preset(str(folder))
 
 
-def masked_lm_preprocessor(vocabulary: Vocabulary, seq_length: int) -> keras_hub.models.BertMaskedLMPreprocessor:
+def masked_lm_preprocessor(vocabulary: Vocabulary, seq_length: int) -> keras_hub.models.MaskedLMPreprocessor:
     """What KerasHub users feed text through."""
-    tokenizer = keras_hub.models.BertTokenizer(
-        vocabulary.pieces, lowercase=vocabulary.lowercase, strip_accents=vocabulary.strip_accents
-    )
-    return keras_hub.models.BertMaskedLMPreprocessor(tokenizer, sequence_length=seq_length)
+    tokenizer = keras_tokenizer(vocabulary)
+    if isinstance(vocabulary, WordPieces):
+        return keras_hub.models.BertMaskedLMPreprocessor(tokenizer, sequence_length=seq_length)
+    return keras_hub.models.RobertaMaskedLMPreprocessor(tokenizer, sequence_length=seq_length)
 
 
-def _without_pooler(model: keras_hub.models.BertMaskedLM) -> keras_hub.models.BertMaskedLM:
-    # The pooled output takes no part in masked language modelling; its weights would have no gradient.
-    model.backbone.pooled_dense.trainable = False
+def keras_tokenizer(vocabulary: Vocabulary) -> keras_hub.models.Tokenizer:
+    """KerasHub's tokenizer for a vocabulary."""
+    if isinstance(vocabulary, WordPieces):
+        return keras_hub.models.BertTokenizer(
+            vocabulary.pieces, lowercase=vocabulary.lowercase, strip_accents=vocabulary.strip_accents
+        )
+    ids = {piece: index for index, piece in enumerate(vocabulary.pieces)}
+    return keras_hub.models.RobertaTokenizer(ids, vocabulary.merges)
+
+
+def _without_pooler(model: keras_hub.models.MaskedLM) -> keras_hub.models.MaskedLM:
+    # BERT's pooled output takes no part in masked language modelling; its weights would have no gradient.
+    if isinstance(model, BertMaskedLM):
+        model.backbone.pooled_dense.trainable = False
     return model
 
 

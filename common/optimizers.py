@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras's optimizers, with the settings that BERT-like models are trained with."""
 
+import inspect
 from typing import Literal
 
 import keras
@@ -28,3 +29,23 @@ def make_optimizer(name: OptimizerName, schedule, weight_decay: float) -> keras.
             optimizer = keras.optimizers.SGD(schedule, weight_decay=weight_decay, momentum=0.9)
     optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     return optimizer
+
+
+def do_not_reduce_again(optimizer: keras.optimizers.Optimizer) -> None:
+    """Tells a Keras optimizer that the gradients it is given are summed over replicas already.
+
+    It has no public switch for that. Only this one optimizer is changed.
+
+    Raises:
+        RuntimeError: when Keras's optimizers have changed so that this cannot be told.
+    """
+    reduce = optimizer._all_reduce_sum_gradients
+    if list(inspect.signature(reduce).parameters) != ["grads_and_vars"]:
+        raise RuntimeError(f"this Keras's optimizers differ from those of 3.15: {reduce}")
+    optimizer._all_reduce_sum_gradients = _reduced_already
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        do_not_reduce_again(optimizer.inner_optimizer)
+
+
+def _reduced_already(grads_and_vars):
+    return list(grads_and_vars)

@@ -2,6 +2,7 @@
 """From documents to sequences of token ids of one length, kept in the cache."""
 
 import itertools
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,18 +13,18 @@ from tokenizers import Tokenizer
 from common.caching import cached_file
 from common.corpora import Documents
 from common.order import NO_EXAMPLE
-from common.wordpiece import CLS, PAD, SEP
+from common.wordpiece import WordPieces
 
 DOCUMENTS_AT_ONCE = 256  # tokenised in one call, on all cores
 BUCKETS = (32, 64, 128, 256, 512)
 
 
-def make_sequences(documents: Documents, tokenizer: Tokenizer, seq_length: int, pack: bool) -> tf.Tensor:
+def make_sequences(documents: Documents, vocabulary: WordPieces, seq_length: int, pack: bool) -> tf.Tensor:
     """Tokenises documents into sequences, or takes them from the cache.
 
     Args:
         documents: opens the stream of documents; called twice, it must give the same ones.
-        tokenizer: a WordPiece tokenizer; its vocabulary has [PAD], [CLS] and [SEP].
+        vocabulary: whose tokenizer is used.
         seq_length: tokens in a sequence, [CLS] and [SEP] included.
         pack: True for documents, each with [SEP] at its end, concatenated and cut every `seq_length - 2` tokens, so
             that only the last sequence has padding; False for one sequence a line, cut at `seq_length`.
@@ -32,14 +33,18 @@ def make_sequences(documents: Documents, tokenizer: Tokenizer, seq_length: int, 
         A tensor [sequences, seq_length] of ids, uint16 or int32, in host memory; each sequence is [CLS], tokens,
         [SEP], and [PAD] to its end.
     """
-    dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.int32)
+    dtype = np.dtype(np.uint16 if len(vocabulary.pieces) <= 2**16 else np.int32)
+    tokenizer, special = vocabulary.tokenizer(), vocabulary.special
+    pad, start, end = (tokenizer.token_to_id(token) for token in (special.pad, special.start, special.end))
 
     def write(path: Path) -> None:
-        ids = (_packed if pack else _one_per_line)(documents(), tokenizer, seq_length - 2)
+        texts = documents() if pack else (line for document in documents() for line in document.splitlines())
+        encoded = filter(None, _encoded(texts, tokenizer))
+        bodies = _packed(encoded, end, seq_length - 2) if pack else (ids[: seq_length - 2] for ids in encoded)
         with path.open("wb") as file:
-            for body in ids:
-                sequence = np.full(seq_length, tokenizer.token_to_id(PAD), dtype)
-                sequence[: len(body) + 2] = [tokenizer.token_to_id(CLS), *body, tokenizer.token_to_id(SEP)]
+            for body in bodies:
+                sequence = np.full(seq_length, pad, dtype)
+                sequence[: len(body) + 2] = [start, *body, end]
                 file.write(sequence.tobytes())
 
     inputs = itertools.chain([tokenizer.to_str(), str(seq_length), str(pack)], documents())
@@ -52,10 +57,10 @@ def make_sequences(documents: Documents, tokenizer: Tokenizer, seq_length: int, 
         )
 
 
-def _packed(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
+def _packed(encoded: Iterable[list[int]], end: int, length: int) -> Iterator[list[int]]:
     waiting = []
-    for ids in filter(None, _encoded(documents, tokenizer)):
-        waiting += [*ids, tokenizer.token_to_id(SEP)]
+    for ids in encoded:
+        waiting += [*ids, end]
         whole = len(waiting) // length * length
         yield from (waiting[start : start + length] for start in range(0, whole, length))
         del waiting[:whole]
@@ -63,16 +68,21 @@ def _packed(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iter
         yield waiting
 
 
-def _one_per_line(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
-    lines = (line for document in documents for line in document.splitlines())
-    return (ids[:length] for ids in _encoded(lines, tokenizer) if ids)
-
-
 def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
     texts = iter(texts)
     while group := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
         for encoding in tokenizer.encode_batch_fast(group, add_special_tokens=False):
             yield encoding.ids
+
+
+def checksums(sequences: dict[str, tf.Tensor]) -> dict[str, int]:
+    """A checksum of the sequences of each split."""
+    return {split: zlib.crc32(part.numpy()) for split, part in sequences.items()}
+
+
+def count_tokens(sequences: dict[str, tf.Tensor], pad_id: int) -> dict[str, tuple[int, int]]:
+    """The number of sequences in each split, and of tokens in them, padding not counted."""
+    return {split: (len(part), int(np.count_nonzero(part.numpy() != pad_id))) for split, part in sequences.items()}
 
 
 def read_sequences(sequences: tf.Tensor, examples: tf.Tensor, pad_id: int, trim: bool) -> tf.Tensor:

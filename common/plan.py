@@ -6,14 +6,18 @@ import textwrap
 from collections.abc import Callable
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 BAR = 40  # columns of the highest learning rate
 
 
 def print_plan(
-    model: keras.Model, schedule: Callable, total_steps: int, sequences: dict[str, tf.Tensor], batch, pieces: list[str]
+    model: keras.Model,
+    schedule: Callable,
+    total_steps: int,
+    sizes: dict[str, tuple[int, int]],
+    batch,
+    pieces: list[str],
 ) -> None:
     """Prints memory for each replica, tokens, the learning rate's curve, and a sequence as the model sees it.
 
@@ -21,7 +25,7 @@ def print_plan(
         model: compiled.
         schedule: from a step, counted from 0, to a rate.
         total_steps: of the run.
-        sequences: for each split, the ids [sequences, length], padded with the id of [PAD].
+        sizes: sequences in each split, and tokens in them.
         batch: one replica's `(x, y, sample_weight)`, as `masking.mask_tokens` gives it.
         pieces: the vocabulary, from id to piece.
     """
@@ -29,9 +33,8 @@ def print_plan(
     print(
         f"memory of a replica: {state:,.0f} MiB of weights, gradients and optimizer, about {activations:,.0f} of layers"
     )
-    for split, ids in sequences.items():
-        tokens = np.count_nonzero(ids.numpy() != pieces.index("[PAD]"))
-        print(f"{split}: {tokens:,} tokens in {len(ids):,} sequences of {ids.shape[1]}")
+    for split, (sequences, tokens) in sizes.items():
+        print(f"{split}: {tokens:,} tokens in {sequences:,} sequences")
     print("learning rate by step:")
     steps = sorted({round(i / 10 * (total_steps - 1)) for i in range(11)})
     rates = [float(schedule(step)) for step in steps]

@@ -89,7 +89,7 @@ def test_wikitext_as_the_hub_gives_it(monkeypatch, wikitext):
         split: datasets.Dataset.from_dict({"text": (wikitext / f"wiki.{name}.tokens").read_text().splitlines(True)})
         for split, name in splits.items()
     }
-    monkeypatch.setattr(datasets, "load_dataset", lambda *words: datasets.DatasetDict(rows))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words, streaming: datasets.DatasetDict(rows))
     hub, local = open_corpus("wikitext-2"), open_corpus(str(wikitext))
     assert list(hub) == list(local)
     for split in local:
@@ -97,5 +97,5 @@ def test_wikitext_as_the_hub_gives_it(monkeypatch, wikitext):
 
 
 def test_the_hub_out_of_reach_says_what_to_do():
-    with pytest.raises(UserError, match="cannot fetch wikitext-2 .* --corpus FOLDER"):
+    with pytest.raises(UserError, match="cannot fetch Salesforce/wikitext .* --corpus FOLDER"):
         open_corpus("wikitext-2")

@@ -3,6 +3,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,14 +31,12 @@ def test_each_row_of_the_table_has_its_section():
     assert list(ROWS) == [re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in SECTIONS]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("anchor", ROWS)
-def test_the_program_prints_what_the_page_says(anchor, tmp_path):
-    name, shown, present = ROWS[anchor]
-    (tmp_path / "program.py").write_text(block("python", SECTIONS[name]), encoding="utf-8")
+def run_program(anchor, folder):
+    """The program of a section: its status, what it printed, and whether a process of it was left."""
+    (folder / "program.py").write_text(block("python", SECTIONS[ROWS[anchor][0]]), encoding="utf-8")
     process = subprocess.Popen(
         [sys.executable, "program.py"],
-        cwd=tmp_path,
+        cwd=folder,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1"},  # conftest.py has set Keras's backend and TensorFlow's log
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -45,11 +44,29 @@ def test_the_program_prints_what_the_page_says(anchor, tmp_path):
         start_new_session=True,  # so that the workers that one program starts can be found
     )
     try:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
     finally:
-        with pytest.raises(ProcessLookupError):  # all have ended; any that have not are ended here
+        try:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, err[-2000:]
+            left = True
+        except ProcessLookupError:
+            left = False
+    return process.returncode, out, err, left
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """All of them, two at a time: most of each is an import."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {anchor: pool.submit(run_program, anchor, tmp_path_factory.mktemp("program")) for anchor in ROWS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anchor", ROWS)
+def test_the_program_prints_what_the_page_says(anchor, programs):
+    name, shown, present = ROWS[anchor]
+    status, out, err, left = programs[anchor].result()
+    assert status == 0 and not left, err[-2000:]
     line = out.splitlines()[-1]
     assert line.startswith("FAULT: " if present == "yes" else "fine: ")
     assert line + "\n" == block("text", SECTIONS[name])

@@ -3,9 +3,10 @@ import pytest
 import tensorflow as tf
 
 from common.masking import MaskingRule, mask_tokens
+from common.wordpiece import WordPieces
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(995))]
-RULE = MaskingRule.for_pieces(VOCABULARY, rate=0.15)
+RULE = MaskingRule.of(WordPieces(VOCABULARY, lowercase=True, strip_accents=True), rate=0.15)
 
 
 def batch(rows=200, length=128, tokens=126):

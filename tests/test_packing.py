@@ -3,15 +3,16 @@ import pytest
 import tensorflow as tf
 
 from common.packing import make_sequences, read_sequences
-from common.wordpiece import make_tokenizer, train_vocabulary
+from common.wordpiece import train_wordpieces
 
 DOCUMENTS = ["One fish, two fish.\nRed fish, blue fish.", "", "Black fish.", "Old fish " * 40]
-TOKENIZER = make_tokenizer(train_vocabulary(lambda: DOCUMENTS, 100))
+VOCABULARY = train_wordpieces(lambda: DOCUMENTS, 100)
+TOKENIZER = VOCABULARY.tokenizer()
 PAD, CLS, SEP = (TOKENIZER.token_to_id(token) for token in ("[PAD]", "[CLS]", "[SEP]"))
 
 
 def test_packing_loses_no_token_and_pads_the_last_sequence_only():
-    sequences = make_sequences(lambda: iter(DOCUMENTS), TOKENIZER, seq_length=16, pack=True).numpy()
+    sequences = make_sequences(lambda: iter(DOCUMENTS), VOCABULARY, seq_length=16, pack=True).numpy()
     assert (sequences[:, 0] == CLS).all()
     assert (sequences[:-1, -1] == SEP).all()
     last = sequences[-1][sequences[-1] != PAD]
@@ -22,7 +23,7 @@ def test_packing_loses_no_token_and_pads_the_last_sequence_only():
 
 
 def test_one_line_a_sequence():
-    sequences = make_sequences(lambda: iter(DOCUMENTS), TOKENIZER, seq_length=16, pack=False).numpy()
+    sequences = make_sequences(lambda: iter(DOCUMENTS), VOCABULARY, seq_length=16, pack=False).numpy()
     lines = [line for document in DOCUMENTS for line in document.splitlines()]
     for row, line in zip(sequences, lines, strict=True):
         ids = TOKENIZER.encode(line, add_special_tokens=False).ids[:14]
@@ -30,7 +31,7 @@ def test_one_line_a_sequence():
 
 
 def test_sequences_come_from_the_cache_the_second_time(monkeypatch):
-    arguments = {"tokenizer": TOKENIZER, "seq_length": 8, "pack": True}
+    arguments = {"vocabulary": VOCABULARY, "seq_length": 8, "pack": True}
     first = make_sequences(lambda: iter(["fish"] * 9), **arguments).numpy()
     monkeypatch.setattr("common.packing._packed", None)
     assert (make_sequences(lambda: iter(["fish"] * 9), **arguments).numpy() == first).all()
