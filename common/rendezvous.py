@@ -10,11 +10,12 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from common.cluster import num_workers, tf_config, worker_index, workers
+from common.cluster import is_chief, num_workers, tf_config, worker_index, workers
 from common.command_line import UserError
 
 HEARTBEAT_TIMEOUT = 15  # seconds without a sign of life after which a worker is given up
@@ -81,6 +82,21 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
         if theirs.get("error"):
             raise UserError(theirs["error"])
     return everyones
+
+
+def chief_alone(work: Callable[[], None]) -> None:
+    """Has the chief do some work that is for all, such as writing files, while the other workers wait.
+
+    Raises:
+        UserError: on every worker, when the chief's work raised it.
+    """
+    error = None
+    if is_chief():
+        try:
+            work()
+        except UserError as refused:
+            error = str(refused)
+    exchange({"error": error})
 
 
 def _meet(seconds: float) -> None:
