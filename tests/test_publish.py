@@ -1,0 +1,387 @@
+"""Models uploaded while a run trains, by the real huggingface_hub and KerasHub, to a Hub of our own on loopback."""
+
+import ast
+import errno
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+from common.callbacks import StepLog
+from common.checks import check_push_to
+from common.command_line import UserError
+from common.model_card import model_card
+from common.models import save_preset
+from common.publish import Publish
+from common.wordpiece import WordPieces
+from recipes import bert_mlm
+from tests.hub import REPOSITORY, URI, StandIn, environment, use
+
+ROOT = Path(__file__).parent.parent
+
+
+def files_in(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def hub():
+    with StandIn() as hub:
+        yield hub
+        hub.released.set()
+        hub.shutdown()
+
+
+@pytest.fixture
+def to_hub(hub, monkeypatch, tmp_path):
+    use(hub.url, monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return hub
+
+
+def fit(small, callbacks, epochs=2):
+    """Trains on two replicas, two steps an epoch, as bert_mlm does; what saves the model, and the last epoch's logs."""
+    config = bert_mlm.Config(**small | {"epochs": epochs})
+    strategy = bert_mlm.make_strategy(2)
+    vocabulary, sequences = bert_mlm.make_datasets(config)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = bert_mlm.build_model(config, vocabulary, 1e-3)
+    rule = bert_mlm.MaskingRule.of(vocabulary, 0.15)
+
+    def batches(split):
+        make = functools.partial(bert_mlm.masked_batches, sequences[split][:32], rule, config, 8, 2, split == "train")
+        return bert_mlm.distribute(strategy, make)
+
+    Path(config.workdir).mkdir()
+    save = functools.partial(save_preset, model, vocabulary, 32)
+    log = StepLog(Path(config.workdir), {}, 2)
+    history = model.fit(
+        batches("train"),
+        epochs=epochs,
+        steps_per_epoch=2,
+        validation_data=batches("validation"),
+        validation_steps=2,
+        callbacks=[log, *callbacks(Path(config.workdir), save)],
+        verbose=0,
+        shuffle=False,
+    ).history
+    return model, save, {name: values[-1] for name, values in history.items()}
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory):
+    """A small preset, which `publisher` copies instead of saving one."""
+    folder = tmp_path_factory.mktemp("preset") / "preset"
+    vocabulary = WordPieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(295))], True, True)
+    model = bert_mlm.masked_lm_from_size("nano", vocabulary, 0.0, 32)
+    save_preset(model, vocabulary, 32, folder)
+    (folder / "README.md").write_text("the last card")
+    return folder
+
+
+@pytest.fixture
+def publisher(preset, tmp_path):
+    """A callback whose model is at the step that `step.steps_done` says, and a function that ends an epoch there."""
+    callback = Publish(URI, tmp_path, functools.partial(shutil.copytree, preset))
+    callback.set_model(SimpleNamespace(steps_done=0))
+
+    def end_epoch(step):
+        callback.model.steps_done = step
+        callback.on_train_batch_end(0)
+        callback.on_epoch_end(0, {"loss": step / 8})
+
+    return callback, end_epoch
+
+
+def test_each_epochs_model_arrives_with_its_card(to_hub, small):
+    arrived = []
+
+    class Wait(keras.callbacks.Callback):  # so that the next snapshot finds no upload at hand
+        def on_epoch_end(self, epoch, logs=None):
+            wait_for(lambda: len(to_hub.commits) == epoch + 2)  # one more for the first card
+            arrived.append(to_hub.files)
+
+    model, save, logs = fit(small, lambda workdir, save: [Publish(URI, workdir, save), Wait()])
+    snapshots = [Path(small["workdir"]) / "snapshots" / f"step-{step}" for step in (2, 4)]
+    assert list(to_hub.commits[0]) == ["README.md"]
+    for files, folder in zip(arrived, snapshots, strict=True):
+        assert files == files_in(folder)
+    assert arrived[0]["model.weights.h5"] != arrived[1]["model.weights.h5"]
+    card = arrived[1]["README.md"].decode()
+    assert card.startswith("---\nlibrary_name: keras-hub\npipeline_tag: fill-mask\n") and "at step 4" in card
+    for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+        assert f"| {name} | {logs[name]:.4f} |" in card
+    loaded = keras_hub.models.BertMaskedLM.from_preset(URI, compile=False)
+    for ours, theirs in zip(model.weights, loaded.weights, strict=True):
+        np.testing.assert_array_equal(np.array(ours), np.array(theirs), err_msg=ours.path)
+
+
+def test_a_slow_hub_holds_nothing_up_and_the_newest_snapshot_waits(to_hub, publisher, tmp_path):
+    callback, end_epoch = publisher
+    to_hub.hold = "/lfs$"
+    began = time.monotonic()
+    for step in (1, 2, 3, 4, 5):
+        end_epoch(step)
+    assert time.monotonic() - began < 2
+    wait_for(lambda: "PUT /lfs" in to_hub.requests)
+    kept = sorted(path.name for path in (tmp_path / "snapshots").iterdir())
+    assert kept == ["step-1", "step-3", "step-4", "step-5"]  # the last three, and the one being uploaded
+    to_hub.released.set()
+    wait_for(lambda: len(to_hub.commits) == 2 and not callback._thread.is_alive())
+    callback.on_train_batch_end(0)
+    wait_for(lambda: len(to_hub.commits) == 3)
+    cards = [re.search(r"at step (\d)", files["README.md"].decode())[1] for files in to_hub.commits]
+    assert cards == ["1", "1", "5"]
+    end_epoch(6)
+    assert sorted(path.name for path in (tmp_path / "snapshots").iterdir()) == ["step-4", "step-5", "step-6"]
+
+
+def test_a_failed_upload_is_a_line_and_the_end_tries_again(to_hub, publisher, preset, capfd):
+    callback, end_epoch = publisher
+    to_hub.failures = 1
+    end_epoch(1)
+    callback._thread.join()
+    callback.on_train_batch_end(0)
+    callback.on_train_batch_end(0)
+    out, err = capfd.readouterr()
+    (line,) = out.strip().splitlines()
+    assert "step-1 was not uploaded (HfHubHTTPError: " in line and "500" in line and not err
+    callback.finish(preset)
+    assert to_hub.files == files_in(preset) and to_hub.files["README.md"] == b"the last card"
+    assert capfd.readouterr() == (f"\nuploading to {URI}\n", "")
+
+
+def test_a_hub_that_stays_away_is_told_of_and_the_command_given_works(to_hub, publisher, preset, monkeypatch, capfd):
+    callback, end_epoch = publisher
+    use("http://127.0.0.1:9", monkeypatch)
+    end_epoch(1)
+    callback.finish(preset)
+    out, err = capfd.readouterr()
+    _, _, warning, told, command = out.strip().splitlines()
+    assert "step-1 was not uploaded (ConnectError: " in warning and not err
+    assert told.startswith("The run is complete, but not uploaded (ConnectError: ") and files_in(preset)["README.md"]
+    command = [str(Path(sys.executable).with_name("hf")), *shlex.split(command)[1:]]
+    assert command[1:] == ["upload", REPOSITORY, str(preset)]
+    subprocess.run(command, env=environment(to_hub, HF_HUB_DISABLE_XET="1"), check=True, capture_output=True)
+    assert to_hub.files == files_in(preset)
+
+
+def test_without_a_uri_nothing_is_done(tmp_path):
+    callback = Publish("", tmp_path / "run", None)
+    with callback:
+        callback.on_train_batch_end(0)
+        callback.on_epoch_end(0, {})
+    callback.finish(None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_chief_saves_and_uploads(tmp_path, monkeypatch):
+    workers = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(workers))
+    callback = Publish(URI, tmp_path / "run", None)
+    callback.on_epoch_end(0, {})
+    callback.finish(None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_is_whole_or_not_there(to_hub, publisher, preset, tmp_path, monkeypatch, capsys):
+    callback, end_epoch = publisher
+
+    def fill_the_disk(folder):
+        folder.mkdir()
+        (folder / "config.json").write_text("{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(callback, "_save", fill_the_disk)
+        end_epoch(3)
+    assert "No snapshot of step 3 ([Errno 28] No space left on device)." in capsys.readouterr().out
+    assert callback._thread is None and not list((tmp_path / "snapshots").glob("step-*"))
+    end_epoch(4)
+    assert {path.name for path in (tmp_path / "snapshots").iterdir()} == {"step-4"}
+    callback._thread.join()
+    assert files_in(tmp_path / "snapshots/step-4").keys() == files_in(preset).keys() == to_hub.files.keys()
+
+
+RESULTS = {
+    "steps": 1700,
+    "replicas": 2,
+    "workers": 1,
+    "global_batch_size": 32,
+    "seconds": 58.3,
+    "tokens_per_second": 49343.2,
+    "learning_rate": {"first": 2.82e-05, "peak": 2e-3, "last": 3.17e-06},
+    "train_loss": 5.2451,
+    "val_loss": 5.5499,
+    "val_accuracy": 0.1467,
+    "val_perplexity": 257.21,
+    "val_unigram_loss": 6.0912,
+    "versions": {"python": "3.11.9", "keras": "3.15.0"},
+    "hardware": {"cpu": "Some CPU", "cores": 2, "gpus": []},
+    "config": {"workdir": "/home/me/run", "corpus": "/home/me/texts", "vocabulary": "/home/me/vocab.txt", "seed": 7}
+    | {"push_to": URI, "architecture": "bert", "model": "tiny", "max_steps": 0},
+}
+
+
+def test_the_card_has_the_runs_figures_and_nothing_private():
+    card = model_card(RESULTS)
+    assert card.startswith("---\nlibrary_name: keras-hub\npipeline_tag: fill-mask\ntags:\n- masked-language-modeling\n")
+    for text in (
+        "in the form of BERT, trained from random weights on\n`texts` for 1,700 steps",
+        "| steps | 1,700 of 32 sequences |",
+        "| replicas, workers | 2, 1 |",
+        "| learning rate | first 2.82e-05, peak 2.00e-03, last 3.17e-06 |",
+        "| training loss | 5.245, mean of the last epoch |",
+        "| validation loss | 5.550, perplexity 257.2 |",
+        "| validation loss, by word frequency | 6.091 |",
+        "| validation accuracy | 14.7% |",
+        "| time | 58 s, 49,343 tokens/s |",
+        "| hardware | Some CPU, 2 cores |",
+        "| versions | python 3.11.9, keras 3.15.0 |",
+        "| configuration | architecture bert, model tiny, seed 7 |",
+    ):
+        assert text in card
+    assert "/home" not in card and "test loss" not in card
+    scores = {f"test_{name}": RESULTS[f"val_{name}"] for name in ("loss", "accuracy", "perplexity", "unigram_loss")}
+    gpus = {"cpu": "Some CPU", "cores": 2, "gpus": ["A100", "A100"]}
+    card = model_card(RESULTS | scores | {"hardware": gpus})
+    assert "| test loss | 5.550, perplexity 257.2 |" in card and "| hardware | A100, A100 |" in card
+
+
+def test_the_cards_snippet_runs(preset, capsys):
+    snippet = model_card(RESULTS).split("```python\n")[1].split("```")[0]
+    exec(snippet.replace(URI, str(preset)), {})
+    assert len(ast.literal_eval(capsys.readouterr().out)) == 5
+
+
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("someone/bert", "--push-to must be hf://user/name"),
+        ("kaggle://someone/bert/keras/tiny", "--push-to must be hf://user/name"),
+        ("hf://bert", "--push-to must be hf://user/name"),
+        ("hf://someone/bert/tiny", "--push-to must be hf://user/name"),
+        ("hf://someone/my bert", "alphanumeric"),
+        (URI, "run `hf auth login`, or set HF_TOKEN"),
+    ],
+)
+def test_where_models_go_is_checked(uri, told, monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(UserError, match=re.escape(told)) as error:
+        check_push_to(uri)
+    assert "\n" not in str(error.value)
+
+
+def test_a_good_place_to_go_passes(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_token")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    check_push_to(URI)
+    check_push_to("")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        check_push_to(URI)
+
+
+def test_the_check_needs_no_tensorflow():
+    words = "import sys; from common.checks import check_push_to as check; check('hf://a/b'); print(*sys.modules)"
+    environ = os.environ | {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_token"}
+    done = subprocess.run([sys.executable, "-c", words], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert "huggingface_hub" in done.stdout.split() and not {"tensorflow", "keras"} & set(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_uploads_change_no_bit_of_the_training(to_hub, small, tmp_path):
+    with_uploads, alone = (
+        fit(small | {"dropout": 0.1, "workdir": str(tmp_path / name)}, callbacks, epochs=3)[0].get_weights()
+        for name, callbacks in (("a", lambda *words: [Publish(URI, *words)]), ("b", lambda *words: []))
+    )
+    assert to_hub.commits
+    for ours, theirs in zip(with_uploads, alone, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+# A run whose upload hangs, and which is then told to stop, or ends by an error.
+STOPPED = """
+import contextlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from common import publish
+from tests import test_publish as t
+from common.checkpoints import Checkpoints
+from common.command_line import UserError, run
+
+def main(end):
+    publish.GRACE = int(sys.argv[4])
+    workdir = Path(sys.argv[2])
+    if end == "error":
+        with t.Publish(t.URI, workdir, lambda folder: t.shutil.copytree(sys.argv[3], folder)) as callback:
+            callback.set_model(SimpleNamespace(steps_done=1))
+            callback.on_epoch_end(0, {})
+            sys.stdin.readline()
+            raise UserError("wrong")
+
+    def callbacks(folder, save):
+        wait = t.keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epoch and sys.stdin.readline())
+        checkpoints = Checkpoints(folder, save.args[0], 100)
+        publish = stack.enter_context(t.Publish(t.URI, folder, save))
+        return [checkpoints, publish, wait]
+
+    with contextlib.ExitStack() as stack:
+        t.fit(t.json.loads(sys.argv[3]), callbacks)
+
+run(main, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "without_xet", "status"), [("SIGTERM", "1", 143), ("error", "1", 2), ("error", "0", 2)]
+)
+def test_an_upload_that_hangs_holds_up_no_end(end, without_xet, status, hub, small, preset, tmp_path):
+    hub.hold = "^/lfs$|^/xet/"
+    grace = "3" if without_xet == "1" else "60"  # with Xet, there is no need of it
+    knobs = json.dumps(small | {"workdir": str(tmp_path / "run")}) if end == "SIGTERM" else str(preset)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, end, str(tmp_path), knobs, grace],
+        env=environment(hub, HF_HUB_DISABLE_XET=without_xet, PYTHONPATH=str(ROOT)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for(lambda: process.poll() is not None or any(re.search(" /lfs| /xet/", r) for r in hub.requests))
+        if end == "SIGTERM":
+            process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        output, _ = process.communicate("\n", timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == status, output
+    assert time.monotonic() - began < 10
+    assert ("Stopped by SIGTERM after step 3." if end == "SIGTERM" else "error: wrong\n") in output
