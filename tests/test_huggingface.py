@@ -1,0 +1,239 @@
+"""Hugging Face transformers' form: what is written is read back to the bit, and transformers computes the same."""
+
+import dataclasses
+import json
+import shutil
+import sys
+
+import huggingface_hub
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from common.byte_pairs import train_byte_pairs
+from common.command_line import UserError
+from common.corpora import open_corpus
+from common.fill_mask import fill_mask
+from common.huggingface import export_bert
+from common.models import (
+    masked_lm_from_preset,
+    masked_lm_from_size,
+    masked_lm_width,
+    preset_vocabulary,
+    save_preset,
+)
+from common.wordpiece import WordPieces, train_wordpieces
+from recipes import __main__, bert_mlm
+
+SENTENCES = (
+    "Returns a [MASK] with the same shape as the input.",
+    "The function raises a [MASK] if the argument is not valid.",
+    "This layer is applied to the [MASK] of the model.",
+    "If [MASK] is given, the result is a list.",
+    "The default value of the argument is [MASK].",
+    "[MASK] is a statement, and so is return.",
+    "An integer or a list of [MASK].",
+    "A class [MASK] defines the methods of its objects.",
+    "Names, numbers, (brackets) and a [MASK]!",
+    "The optimizer updates the [MASK] with the gradients; see the documentation for what that means.",
+)
+AWKWARD = (
+    "",
+    " \t \n",
+    "Crème brûlée, naïve coöperation, Ångström, e\u0301 and é, İstanbul, straße",
+    "今日は良い天気 mixed中文text 한국어 ไทย",
+    "🙂🙃 👩‍👩‍👧 flags 🇳🇱",
+    "x" * 100 + " " + "y" * 101 + " Donaudampfschifffahrtsgesellschaftskapitän",
+    "don't self.attr __init__ a-b 1,000.5 $x += y**2 \u200bzero\u00a0width\x07 bell \ufffd",
+    "an [UNK] word",
+)
+
+
+def random_preset(vocabulary, folder):
+    """A model of 2 layers and 2 heads in which no two numbers are alike: nothing can stand in another's place."""
+    model = masked_lm_from_size("tiny", vocabulary, dropout=0.1, seq_length=32)
+    rng = np.random.default_rng(0)
+    for variable in model.weights:
+        around = 1.0 if "gamma" in variable.path else 0.0
+        variable.assign(rng.normal(around, 0.2, variable.shape))
+    save_preset(model, vocabulary, 32, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(wikitext):
+    return train_wordpieces(open_corpus(str(wikitext))["train"], 300)
+
+
+@pytest.fixture(scope="module")
+def preset(vocabulary, tmp_path_factory):
+    return random_preset(vocabulary, tmp_path_factory.mktemp("saved") / "preset")
+
+
+@pytest.fixture(scope="module")
+def exported(preset, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported") / "a/b"
+    export_bert(preset, folder)
+    return str(folder)
+
+
+def assert_same_weights(model, other):
+    for weight, value, expected in zip(model.weights, model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(value, expected, err_msg=weight.path)
+
+
+def test_what_is_written_is_read_back_to_the_bit(preset, exported, vocabulary, tmp_path):
+    before, after = (masked_lm_from_preset(folder) for folder in (preset, exported))
+    assert_same_weights(after, before)
+    assert preset_vocabulary(exported) == preset_vocabulary(preset) == vocabulary
+    assert masked_lm_width(exported, "nano") == 128
+    assert all(masked_lm_from_preset(folder, dropout=0.3).backbone.dropout == 0.3 for folder in (preset, exported))
+    assert bert_mlm.Config(preset=exported, seq_length=512)
+    with pytest.raises(UserError, match="--seq-length 513 is more than the 512 positions of the preset"):
+        bert_mlm.Config(preset=exported, seq_length=513)
+    for sentence in SENTENCES[:2]:
+        assert fill_mask(after, vocabulary, sentence) == fill_mask(before, vocabulary, sentence)
+    save_preset(after, preset_vocabulary(exported), 32, tmp_path / "again")
+    assert_same_weights(keras_hub.models.BertMaskedLM.from_preset(str(tmp_path / "again"), compile=False), before)
+
+
+def test_keras_hubs_own_converter_reads_the_same_backbone(preset, exported):
+    backbone = keras_hub.models.BertBackbone.from_preset(exported)
+    assert_same_weights(backbone, keras_hub.models.BertBackbone.from_preset(preset))
+
+
+def test_checkpoints_of_others_are_read(preset, exported, vocabulary, tmp_path, monkeypatch):
+    """Names as older checkpoints have them; without a pooler and vocab.txt, as transformers 5 saves."""
+    folder = shutil.copytree(exported, tmp_path / "older")
+    tensors = load_file(folder / "model.safetensors")
+    older = {}
+    for name, tensor in tensors.items():
+        if "LayerNorm" in name:
+            name = name.replace(".weight", ".gamma").replace(".bias", ".beta")
+        if "pooler" not in name:
+            older[name.replace("predictions.bias", "predictions.decoder.bias")] = tensor
+    save_file(older, folder / "model.safetensors")
+    (folder / "vocab.txt").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"strip_accents": None}))
+
+    def download(repo_id, filename):
+        if not (folder / filename).exists():
+            raise huggingface_hub.errors.EntryNotFoundError(repo_id)
+        return str(folder / filename)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    before, after = masked_lm_from_preset(preset), masked_lm_from_preset("hf://user/name")
+    for model in (before, after):
+        model.backbone.pooled_dense.set_weights([np.zeros((128, 128)), np.zeros(128)])
+    assert_same_weights(after, before)
+    assert preset_vocabulary("hf://user/name") == vocabulary
+
+    save_file({name: t for name, t in tensors.items() if "cls." not in name}, folder / "model.safetensors")
+    with pytest.raises(UserError, match="lacks cls.predictions.bias; give a BERT masked language model"):
+        masked_lm_from_preset(str(folder))
+    (folder / "model.safetensors").write_text("damaged")
+    (folder / "tokenizer.json").unlink()
+    for read in (masked_lm_from_preset, preset_vocabulary):
+        with pytest.raises(UserError, match=f"^cannot load {folder} \\(.*\\)$"):
+            read(str(folder))
+
+
+def test_whether_case_and_accents_count_survives(vocabulary, tmp_path):
+    for lowercase, strip_accents in ((False, False), (True, False), (False, True)):
+        other = dataclasses.replace(vocabulary, lowercase=lowercase, strip_accents=strip_accents)
+        folder = tmp_path / f"{lowercase}{strip_accents}"
+        export_bert(random_preset(other, tmp_path / "preset"), folder)
+        assert preset_vocabulary(str(folder)) == other
+
+
+def test_the_command_says_how_to_load(preset, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["recipes", "export", preset, f"{tmp_path}/hf"])
+    __main__.main()
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/hf: config.json model.safetensors tokenizer.json tokenizer_config.json vocab.txt\n"
+        f'Load it: transformers.pipeline("fill-mask", "{tmp_path}/hf")\n'
+    )
+
+
+def test_a_folder_is_complete_or_absent(preset, exported, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="exists already; give a folder that does not"):
+        export_bert(preset, tmp_path.parent)
+    with pytest.raises(UserError, match="cannot write .*Not a directory"):
+        (tmp_path / "file").write_text("")
+        export_bert(preset, tmp_path / "file/under")
+
+    def full_disk(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("common.huggingface.save", full_disk)
+    with pytest.raises(UserError, match="No space left on device"):
+        export_bert(preset, tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_is_no_masked_language_model_is_refused(preset, exported, tmp_path):
+    backbone = str(tmp_path / "backbone")
+    keras_hub.models.BertBackbone.from_preset(preset).save_to_preset(backbone)
+    classifier = str(tmp_path / "classifier")
+    keras_hub.models.BertTextClassifier.from_preset(preset, num_classes=2).save_to_preset(classifier)
+    for other in ("no_such_preset", str(tmp_path), backbone, classifier, exported):
+        with pytest.raises(UserError, match=f"^cannot load {other} as a BertMaskedLM that KerasHub saved \\(.*\\)$"):
+            export_bert(other, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.slow
+def test_transformers_computes_the_same(preset, exported, vocabulary, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model, other = masked_lm_from_preset(preset), transformers.BertForMaskedLM.from_pretrained(exported).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+
+    def gap():
+        """The largest difference of logits, over all tokens."""
+        gaps = []
+        for sentence in SENTENCES:
+            ids = np.array([tokenizer(sentence)["input_ids"]])
+            inputs = {"token_ids": ids, "segment_ids": 0 * ids, "padding_mask": 1 + 0 * ids}
+            logits = model(inputs | {"mask_positions": np.arange(ids.size)[None]}, training=False)
+            with torch.no_grad():
+                gaps.append(np.abs(np.array(logits) - other(torch.tensor(ids)).logits.numpy()).max())
+        return max(gaps)
+
+    pipeline = transformers.pipeline("fill-mask", exported)
+    for sentence in SENTENCES:
+        (guesses,) = fill_mask(model, vocabulary, sentence)
+        theirs = pipeline(sentence, top_k=5)
+        for their, our in zip(theirs, guesses, strict=True):
+            assert their.pop("score") == pytest.approx(our.pop("score"), abs=1e-3) and their == our
+    assert gap() < 2e-3
+    # What the module says differs is all that differs.
+    model.masked_lm_head._intermediate_dense.activation = lambda x: keras.activations.gelu(x, approximate=True)
+    model.masked_lm_head._intermediate_layer_norm.epsilon = 1e-12
+    assert gap() < 1e-4
+
+    special = WordPieces.special
+    for lowercase, strip_accents in ((True, True), (False, False), (True, False), (False, True)):
+        cased = dataclasses.replace(vocabulary, lowercase=lowercase, strip_accents=strip_accents)
+        folder = tmp_path / f"{lowercase}{strip_accents}"
+        export_bert(random_preset(cased, tmp_path / "preset"), folder)
+        theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), cased.tokenizer()
+        for text in AWKWARD:
+            ids = ours.encode(text, add_special_tokens=False).ids
+            assert theirs(text)["input_ids"] == [
+                cased.pieces.index(special.start),
+                *ids,
+                cased.pieces.index(special.end),
+            ]
+        assert theirs.mask_token == special.mask and set(theirs.all_special_tokens) == set(dataclasses.astuple(special))
+        assert theirs.model_max_length == 512
+
+    # The tokenizer beside the shards, of either kind.
+    for vocabulary in (cased, train_byte_pairs(lambda: iter(AWKWARD * 5), 500)):
+        (tmp_path / "tokenizer.json").write_text(vocabulary.tokenizer().to_str())
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+        for text in AWKWARD:
+            ids = vocabulary.tokenizer().encode(text, add_special_tokens=False).ids
+            assert theirs(text, add_special_tokens=False)["input_ids"] == ids
