@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be told to be wrong before TensorFlow is imported, and told in words that name the mend."""
 
+import dataclasses
 import json
 import math
 import re
@@ -9,7 +10,8 @@ from typing import Any
 
 from common.command_line import UserError
 from common.corpora import NAMES, open_corpus
-from common.wordpiece import load_vocabulary
+from common.sizes import dimensions
+from common.wordpiece import load_wordpieces
 
 # The least value of each knob that has one; the knobs below it are shares of a whole, and rates.
 AT_LEAST = {
@@ -20,12 +22,13 @@ AT_LEAST = {
     "steps_per_execution": 1,
     "replicas": 0,
     "max_steps": 0,
+    "shards": 0,
     "seed": 0,
     "seq_length": 3,  # [CLS], a token, [SEP]
     "vocabulary_size": 100,
 }
 SHARES = ("mask_rate", "dropout", "warmup")
-RATES = ("learning_rate", "weight_decay", "clip_norm")
+RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power")
 
 
 def check_knobs(config: Any) -> None:
@@ -34,23 +37,29 @@ def check_knobs(config: Any) -> None:
     Raises:
         UserError: for the first thing that is wrong.
     """
+    knobs = dataclasses.asdict(config)
     for name, least in AT_LEAST.items():
-        _require(getattr(config, name) >= least, config, name, f"at least {least}")
+        _require(knobs.get(name, least) >= least, knobs, name, f"at least {least}")
     for name in SHARES:
-        _require(0 <= getattr(config, name) < 1, config, name, "a share in [0, 1)")
-    _require(config.mask_rate > 0, config, "mask_rate", "above 0")
+        _require(0 <= knobs[name] < 1, knobs, name, "a share in [0, 1)")
+    _require(config.mask_rate > 0, knobs, "mask_rate", "above 0")
     for name in RATES:
-        value = getattr(config, name)
-        _require(math.isfinite(value) and value >= 0, config, name, "a finite number, 0 or more")
+        value = knobs.get(name, 0)
+        _require(math.isfinite(value) and value >= 0, knobs, name, "a finite number, 0 or more")
     step_range(config.profile_steps)
     check_accumulate(config.accumulate, config.batch_size)
-    if config.preset and (config.model or config.vocabulary):
+    if knobs.get("preset") and (config.model or config.vocabulary):
         both = "--model" if config.model else "--vocabulary"
         raise UserError(f"--preset brings its own model and vocabulary: leave out {both}, or --preset")
-    if config.vocabulary:
-        load_vocabulary(config.vocabulary)
-    if Path(config.preset).is_dir() and config.preset:
+    if knobs.get("vocabulary"):
+        load_wordpieces(config.vocabulary)
+    if knobs.get("preset") and Path(config.preset).is_dir():
         _check_preset_folder(Path(config.preset), config.seq_length)
+    if config.model:
+        dimensions(config.model)
+    if knobs.get("architecture") == "roberta":
+        _require(config.vocabulary_size >= 261, knobs, "vocabulary_size", "at least 261: 256 bytes, 5 special tokens")
+    check_push_to(knobs.get("push_to", ""))
     if config.corpus not in NAMES:
         _check_texts(config.corpus)
 
@@ -82,30 +91,61 @@ def check_accumulate(parts: int, batch_size: int) -> None:
         )
 
 
-def check_sizes(sequences: dict[str, Any], global_batch: int) -> None:
+def check_push_to(uri: str) -> None:
+    """Checks that models can be uploaded there: `hf://user/name`, with a token. An empty one asks for no uploads.
+
+    Raises:
+        UserError: when they cannot.
+    """
+    if not uri:
+        return
+    # Not above: it takes a while, and most runs do without.
+    from huggingface_hub import get_token, is_offline_mode
+    from huggingface_hub.utils import validate_repo_id
+
+    if not re.fullmatch("hf://[^/]+/[^/]+", uri):
+        raise UserError(f"--push-to must be hf://user/name, a model on the Hugging Face Hub; got {uri}")
+    try:
+        validate_repo_id(uri.removeprefix("hf://"))
+    except ValueError as error:
+        raise UserError(f"--push-to {uri}: {error}") from error
+    if is_offline_mode():
+        raise UserError("--push-to needs the network, and HF_HUB_OFFLINE is set: unset it")
+    if not get_token():
+        raise UserError("--push-to needs a token of the Hugging Face Hub: run `hf auth login`, or set HF_TOKEN")
+
+
+def check_sizes(sequences: dict[str, int], global_batch: int) -> None:
     """Checks that there is enough text for a batch, and some to validate on.
+
+    Args:
+        sequences: in each split.
+        global_batch: sequences in a step, over all replicas.
 
     Raises:
         UserError: when there is not.
     """
-    if len(sequences["train"]) < global_batch:
+    if sequences["train"] < global_batch:
         raise UserError(
-            f"the corpus makes {len(sequences['train'])} training sequences, too few for one batch of {global_batch}. "
+            f"the corpus makes {sequences['train']} training sequences, too few for one batch of {global_batch}. "
             "Give more text, or a smaller --batch-size or --seq-length"
         )
-    if not len(sequences["validation"]):
+    if not sequences["validation"]:
         raise UserError("no text was left for validation. Give more text, or a folder with a wiki.valid.tokens")
 
 
-def _require(holds: bool, config: Any, name: str, what: str) -> None:
+def _require(holds: bool, knobs: dict[str, Any], name: str, what: str) -> None:
     if not holds:
-        raise UserError(f"--{name.replace('_', '-')} must be {what}; got {getattr(config, name)}")
+        raise UserError(f"--{name.replace('_', '-')} must be {what}; got {knobs[name]}")
 
 
 def _check_preset_folder(folder: Path, seq_length: int) -> None:
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
-        positions = settings["max_sequence_length"]
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "model_type" in settings:  # Hugging Face's form
+            positions = settings["max_position_embeddings"]
+        else:
+            positions = settings["config"]["max_sequence_length"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder} is no BERT preset; give a folder that save_to_preset made") from error
     if seq_length > positions:

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import uuid
-import zlib
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,7 +21,7 @@ PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose 
 
 # Knobs that may differ when a run goes on: they do not change what it computes.
 FREE_KNOBS = (
-    *("workdir", "overwrite", "dry_run", "checkpoint_every", "profile_steps"),
+    *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps", "push_to"),
     *("replicas", "batch_size", "accumulate", "jit", "steps_per_execution"),
 )
 
@@ -71,17 +70,16 @@ class Run:
             )
         return total // replicas, self.keep("peak_learning_rate", peak_learning_rate)
 
-    def check_data(self, sequences: dict[str, Any]) -> None:
+    def check_data(self, checksums: dict[str, int]) -> None:
         """Refuses to go on with other data than the run began with: a file may have changed since.
 
         Args:
-            sequences: for each split, a tensor.
+            checksums: of each split's data.
 
         Raises:
-            UserError: when a tensor is another one.
+            UserError: when one is another.
         """
-        checksums = {split: zlib.crc32(part.numpy()) for split, part in sequences.items()}
-        if self.keep("data", checksums) != checksums:
+        if self.keep("data_checksums", checksums) != checksums:
             raise UserError(
                 f"the text or the vocabulary has changed since the run in {self.workdir} began. "
                 "Bring back what it was, or give another --workdir, or --overwrite to start afresh"
@@ -196,5 +194,5 @@ def _clear(workdir: Path) -> None:
     """Removes what a run writes, and nothing else."""
     for name in ("config.json", "results.json", "steps.jsonl"):
         (workdir / name).unlink(missing_ok=True)
-    for name in ("tensorboard", "checkpoints", "preset"):
+    for name in ("tensorboard", "checkpoints", "preset", "snapshots", "tokens", "data"):
         shutil.rmtree(workdir / name, ignore_errors=True)

@@ -23,6 +23,7 @@ Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.
   python -m recipes run bert_mlm              train; --help after the name lists the knobs
   python -m recipes launch --workers 2 bert_mlm    the same on two worker processes, or on many machines
   python -m recipes fill-mask "A [MASK]."     ask the model just trained
+  python -m recipes export PRESET DEST        write a model for Hugging Face transformers
   python -m recipes doctor                    prove on this machine that training is exact
   python -m recipes cp bert_mlm my_project    take a recipe and its helpers into your own project
 
@@ -129,6 +130,9 @@ def main() -> None:
     fill = commands.add_parser("fill-mask", help="let a trained model fill [MASK] in sentences")
     fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
     fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
+    export = commands.add_parser("export", help="write a trained model in the form of Hugging Face transformers")
+    export.add_argument("preset", help="KerasHub name or folder, such as runs/bert_mlm/preset")
+    export.add_argument("destination", type=Path, help="folder, which must be empty or not there")
     arguments = parser.parse_args()
 
     match arguments.command:
@@ -157,6 +161,15 @@ def main() -> None:
             with quiet_stderr():
                 from common.fill_mask import print_filled_masks
             print_filled_masks(preset, arguments.sentences)
+        case "export":
+            os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+            from common.quiet import quiet_stderr
+
+            with quiet_stderr():
+                from common.huggingface import export_bert
+            export_bert(arguments.preset, arguments.destination)
+            print(f"{arguments.destination}: {' '.join(sorted(path.name for path in arguments.destination.iterdir()))}")
+            print(f'Load it: transformers.pipeline("fill-mask", "{arguments.destination}")')
 
 
 if __name__ == "__main__":

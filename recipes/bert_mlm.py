@@ -80,13 +80,14 @@ from common.callbacks import Profile, StepLog
 from common.checkpoints import Checkpoints, epochs_left
 from common.cluster import is_chief
 from common.corpora import open_corpus
+from common.docstrings import SENTENCES
 from common.fill_mask import print_filled_masks
 from common.masking import MaskingRule, mask_tokens
-from common.metrics import unigram_loss
+from common.metrics import count_ids, unigram_loss
 from common.models import masked_lm_from_preset, masked_lm_from_size, masked_lm_width, preset_vocabulary, save_preset
 from common.optimizers import make_optimizer
 from common.order import locate, steps_per_epoch
-from common.packing import make_sequences, read_sequences
+from common.packing import checksums, count_tokens, make_sequences, read_sequences
 from common.plan import print_plan
 from common.precision import choose_precision
 from common.results import language_model_scores, report, training_results
@@ -94,27 +95,20 @@ from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
 from common.strategy import distribute, make_strategy
-from common.wordpiece import Vocabulary, load_vocabulary, make_tokenizer, train_vocabulary
-
-SENTENCES = (
-    "Returns a [MASK] with the same shape as the input.",
-    "The function raises a [MASK] if the argument is not valid.",
-    "This layer is applied to the [MASK] of the model.",
-)
+from common.wordpiece import WordPieces, load_wordpieces, train_wordpieces
 
 
-def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:
+def make_datasets(config: Config) -> tuple[WordPieces, dict[str, tf.Tensor]]:
     """The vocabulary, and for each split of the corpus a tensor [sequences, seq_length] of token ids."""
     corpus = open_corpus(config.corpus)
     if config.preset:
         vocabulary = preset_vocabulary(config.preset)
     elif config.vocabulary:
-        vocabulary = load_vocabulary(config.vocabulary)
+        vocabulary = load_wordpieces(config.vocabulary)
     else:
-        vocabulary = train_vocabulary(corpus["train"], config.vocabulary_size)
-    tokenizer = make_tokenizer(vocabulary)
+        vocabulary = train_wordpieces(corpus["train"], config.vocabulary_size)
     return vocabulary, {
-        split: make_sequences(documents, tokenizer, config.seq_length, pack=config.pack == "full")
+        split: make_sequences(documents, vocabulary, config.seq_length, pack=config.pack == "full")
         for split, documents in corpus.items()
     }
 
@@ -139,12 +133,12 @@ def masked_batches(
     return positions.map(make_batch, num_parallel_calls=2).prefetch(8)
 
 
-def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model:
+def build_model(config: Config, vocabulary: WordPieces, schedule) -> keras.Model:
     """A compiled `BertMaskedLM`. Call it inside the strategy's scope."""
     if config.preset:
         model = masked_lm_from_preset(config.preset, config.dropout)
     else:
-        model = masked_lm_from_size(config.model or "tiny", len(vocabulary), config.dropout, config.seq_length)
+        model = masked_lm_from_size(config.model or "tiny", vocabulary, config.dropout, config.seq_length)
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay)
     # The sum over a replica's labels: train_step divides it, once, by the number of labels in the whole batch.
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
@@ -170,10 +164,11 @@ def train_and_evaluate(config: Config) -> dict:
     global_batch = global_batch_size(batch_size, replicas)
 
     vocabulary, sequences = make_datasets(config)
-    check_sizes(sequences, global_batch)
-    run.check_data(sequences)
-    rule = MaskingRule.for_pieces(vocabulary.pieces, config.mask_rate)
-    steps = {split: steps_per_epoch(len(part), global_batch) for split, part in sequences.items()}
+    sizes = {split: len(part) for split, part in sequences.items()}
+    check_sizes(sizes, global_batch)
+    run.check_data(checksums(sequences))
+    rule = MaskingRule.of(vocabulary, config.mask_rate)
+    steps = {split: steps_per_epoch(size, global_batch) for split, size in sizes.items()}
     total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(peak_rate, int(config.warmup * total_steps), total_steps)
     with strategy.scope():
@@ -189,16 +184,13 @@ def train_and_evaluate(config: Config) -> dict:
 
     if config.dry_run:
         batch = next(iter(batches("train")()))
-        print_plan(model, schedule, total_steps, sequences, batch, vocabulary.pieces)
+        print_plan(model, schedule, total_steps, count_tokens(sequences, rule.pad_id), batch, vocabulary.pieces)
         return {}
 
     checkpoints = Checkpoints(run.workdir, model, config.checkpoint_every)
     log = StepLog(run.workdir, asdict(config), steps["train"], first_step=checkpoints.restore())
     profile = Profile(run.workdir, step_range(config.profile_steps))
-    print(
-        f"going on from step {log.step}" if log.step else f"watch it with: tensorboard --logdir {run.workdir}",
-        flush=True,
-    )
+    print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     scores = {}
     for left in epochs_left(log.step, steps["train"], total_steps):
         history = model.fit(
@@ -221,7 +213,7 @@ def train_and_evaluate(config: Config) -> dict:
     results = training_results("bert_mlm", config, strategy, global_batch, log)
     for split, score in scores.items():
         labels = (y[w > 0] for _, y, w in batches(split)())
-        unigram = unigram_loss(sequences["train"].numpy(), labels, len(vocabulary), rule.never_masked)
+        unigram = unigram_loss(count_ids(sequences["train"].numpy(), len(vocabulary.pieces)), labels, rule.never_masked)
         results |= language_model_scores(split, score["loss"], score["accuracy"], unigram)
     save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
     write_json(run.workdir / "results.json", results)

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import tyro
 
 from common.command_line import UserError
-from recipes import bert_mlm
+from recipes import bert_from_scratch, bert_mlm
 from tests.conftest import MESSAGES
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +56,10 @@ AT_ONCE = [
     ("--accumulate 3", "--accumulate 3 does not divide a replica's batch of 16. Give one of 1, 2, 4, 8, 16"),
     ("--optimizer adam", "Expected one of ('adamw', 'lamb', 'sgd')"),
     ("--profile-steps 9-3", "--profile-steps must be two steps with a dash, such as 10-20; got 9-3"),
-    ("--corpus missing.txt", "neither docstrings, wikitext-2, wikitext-103, nor an existing file or folder"),
+    (
+        "--corpus missing.txt",
+        "neither docstrings, wikitext-2, wikitext-103, hf://user/name, nor an existing file or folder",
+    ),
     ("--corpus {files}/empty.txt", "there is no text in"),
     ("--corpus {files}/binary.txt", "is a binary file, not text"),
     ("--corpus {files}/latin1.txt", "is not UTF-8 text (invalid continuation byte at byte 3); convert it first"),
@@ -68,11 +72,22 @@ AT_ONCE = [
     ("--preset bert_tiny_en_uncased --vocabulary v.txt", "leave out --vocabulary, or --preset"),
 ]
 
+# The same for bert_from_scratch.
+FROM_SCRATCH = [
+    ("--shards -1", "--shards must be at least 0; got -1"),
+    ("--vocabulary-size 260 --architecture roberta", "must be at least 261: 256 bytes, 5 special tokens; got 260"),
+    ("--model huge", "--model huge is neither nano, tiny, mini, small, medium, base, large, nor a JSON file"),
+    ("--model {files}/preset/config.json", "must hold these as whole numbers above 0, and no more: num_layers"),
+    ("--push-to someone/bert", "--push-to must be hf://user/name, a model on the Hugging Face Hub"),
+    ("--corpus hf://name", "--corpus hf://name must be hf://user/name or hf://user/name/configuration"),
+    ("--corpus hf://user/name", "cannot fetch user/name from the Hugging Face Hub"),
+]
+
 # The same, where TensorFlow or the text must have been looked at first.
 LATER = [
     ("--preset bert_tinny_en", "cannot load the preset bert_tinny_en"),
     ("--preset bert_tiny_en_uncased", "Give a KerasHub name, which needs a network on first use, or a folder"),
-    ("--corpus wikitext-2", "cannot fetch wikitext-2 from the Hugging Face Hub"),
+    ("--corpus wikitext-2", "cannot fetch Salesforce/wikitext from the Hugging Face Hub"),
     ("--corpus {files}/good.txt", "too few for one batch of 32. Give more text, or a smaller --batch-size"),
     ("--workdir {files}/good.txt/run", "cannot write to the work folder"),
     ("--workdir {files}/other_run", "is not of this program. Give another --workdir, or --overwrite"),
@@ -93,6 +108,14 @@ def test_a_mistake_is_told_at_once(words, message, files, tmp_path):
     assert time.perf_counter() - began < 3  # under 0.3 s on a quiet machine; TensorFlow alone takes five
     assert not list(tmp_path.iterdir())  # nothing half-written
     MESSAGES.append((words.format(files="F"), done.stderr.strip().replace(str(files), "F")))
+
+
+@pytest.mark.parametrize(("words", "message"), FROM_SCRATCH, ids=[words for words, _ in FROM_SCRATCH])
+def test_a_mistake_is_told_when_the_knobs_are_read(words, message, files):
+    with pytest.raises(UserError) as error:
+        tyro.cli(bert_from_scratch.Config, args=words.format(files=files).split())
+    assert message in str(error.value) and "\n" not in str(error.value)
+    MESSAGES.append((words.format(files="F"), str(error.value).replace(str(files), "F")))
 
 
 @pytest.mark.parametrize(("words", "message"), LATER, ids=[words for words, _ in LATER])
@@ -148,13 +171,13 @@ PEAK_MEMORY = """
 import resource, sys
 from common.corpora import open_corpus
 from common.quiet import quiet_stderr
-from common.wordpiece import make_tokenizer, train_vocabulary
+from common.wordpiece import train_wordpieces
 with quiet_stderr():
     from common.packing import make_sequences
 
 documents = open_corpus(sys.argv[1])["train"]
-tokenizer = make_tokenizer(train_vocabulary(documents, 100))
-tokens = make_sequences(documents, tokenizer, 128, pack=True).numpy().nbytes
+vocabulary = train_wordpieces(documents, 100)
+tokens = make_sequences(documents, vocabulary, 128, pack=True).numpy().nbytes
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - 2 * tokens)
 """
 

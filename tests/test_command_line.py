@@ -47,8 +47,8 @@ def test_help_lists_every_knob():
         (["run", "bert_mlm", "--batch-sise", "4"], "unknown knob --batch-sise. The knobs are: --workdir --corpus"),
         (["run", "bert_mlm", "--batch-size", "many"], "--batch-size: invalid literal for int()"),
         (["run", "bert_mlm", "--lr-scaling", "cubic"], "Expected one of ('linear', 'sqrt', 'none')"),
-        (["run", "bert_mml"], "there is no recipe bert_mml. There are: bert_mlm"),
-        (["cp", "bert_mml", "x"], "there is no recipe bert_mml. There are: bert_mlm"),
+        (["run", "bert_mml"], "there is no recipe bert_mml. There are: bert_from_scratch bert_mlm"),
+        (["cp", "bert_mml", "x"], "there is no recipe bert_mml. There are: bert_from_scratch bert_mlm"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(words, message):

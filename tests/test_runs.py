@@ -2,7 +2,6 @@ import dataclasses
 import json
 
 import pytest
-import tensorflow as tf
 
 from common.command_line import UserError
 from common.runs import open_run, write_json
@@ -83,11 +82,10 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 
 
 def test_a_run_goes_on_with_the_same_data_only(config):
-    text = tf.constant([[1, 2], [3, 4]])
-    reopen(config).check_data({"train": text})
-    reopen(config).check_data({"train": text})
+    reopen(config).check_data({"train": 7})
+    reopen(config).check_data({"train": 7})
     with pytest.raises(UserError, match="has changed since the run"):
-        reopen(config).check_data({"train": text + 1})
+        reopen(config).check_data({"train": 8})
 
 
 def test_a_dry_run_writes_nothing(config):
