@@ -6,6 +6,8 @@ import re
 import statistics
 from pathlib import Path
 
+from common.results import report
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 
@@ -60,16 +62,51 @@ def faults_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def shards_table(results: dict[str, dict]) -> str:
+    """What `python -m benchmarks.shards` measured, a line a measure and tokenizer."""
+    lines = ["| what | tokens/s | at ten times the corpus | peak memory | at ten times |", "| --- " * 5 + "|"]
+    for what in dict.fromkeys(name.rsplit(", ", 1)[0] for name in results):
+        once, ten = (results[f"{what}, {times} x"] for times in (1, 10))
+        speeds = " | ".join(f"{row['tokens_per_second']:,}" for row in (once, ten))
+        memory = " | ".join(f"{row['peak_memory_mb']:,} MiB" for row in (once, ten))
+        lines.append(f"| {what} | {speeds} | {memory} |")
+    return "\n".join(lines)
+
+
+def wikitext_table(summary: dict) -> str:
+    """What `python -m benchmarks.wikitext` read of a run: its report, and the sentences it fills."""
+    guesses = [
+        f"| {sentence} | " + ", ".join(f"{guess['token_str']} {guess['score']:.2f}" for guess in found) + " |"
+        for sentence, found in summary["filled"].items()
+    ]
+    return "\n".join(
+        [
+            f"```text\n{report(summary['results'])}\n```",
+            "",
+            "| sentence | guesses, with their probabilities |",
+            "| --- | --- |",
+            *guesses,
+        ]
+    )
+
+
 def with_tables(readme: str) -> str:
     """The README with its tables as the results have them, each between `<!-- name -->` and `<!-- end -->`."""
     faults = (RESULTS / "faults.jsonl").read_text().splitlines()
     tables = {
-        "doctor": parity_table(json.loads((RESULTS / "doctor.json").read_text())),
+        "doctor": parity_table(_results("doctor")),
         "faults": faults_table([json.loads(line) for line in faults]),
+        "bert_mlm": f"```text\n{report(_results('bert_mlm'))}\n```",
+        "shards": shards_table(_results("shards")),
+        "wikitext": wikitext_table(_results("wikitext-2")),
     }
     for name, table in tables.items():
         readme = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{table}\n\g<2>", readme, flags=re.DOTALL)
     return readme
+
+
+def _results(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 if __name__ == "__main__":
