@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -77,19 +76,6 @@ def assert_same(results, undisturbed):
         assert results[name] == undisturbed[name], name
 
 
-def test_sigkill_in_the_middle_of_an_epoch(wikitext, undisturbed, tmp_path):
-    workdir = tmp_path / "run"
-    status, _, done = run_until(10, signal.SIGKILL, wikitext, workdir)
-    assert status == -signal.SIGKILL and 10 <= done < STEPS
-    (workdir / "checkpoints/ckpt-99_temp").mkdir()  # as one that is killed while it writes leaves
-    output, results = go_on(wikitext, workdir)
-    assert not list((workdir / "checkpoints").glob("*_temp"))
-    first = results["resumed_from_step"]
-    assert first <= done and (first % CHECKPOINT_EVERY == 0 or first % 8 == 0) and first > 0
-    assert f"going on from step {first}" in output
-    assert_same(results, undisturbed)
-
-
 @pytest.mark.slow
 def test_sigterm_saves_and_leaves_with_143(wikitext, undisturbed, tmp_path):
     workdir = tmp_path / "run"
@@ -104,8 +90,10 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(wikitext, undisturbed
     run_until(9, signal.SIGKILL, wikitext, workdir)
     data = max((workdir / "checkpoints").glob("*.data*"), key=lambda path: path.stat().st_mtime)
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    (workdir / "checkpoints/ckpt-99_temp").mkdir()  # as one that is killed while it writes leaves
     output, results = go_on(wikitext, workdir)
     assert "is damaged" in output and results["resumed_from_step"] == 4
+    assert not list((workdir / "checkpoints").glob("*_temp")) and "going on from step 4" in output
     assert_same(results, undisturbed)
 
 
@@ -152,6 +140,7 @@ def test_another_split_of_the_batch_goes_on_and_other_knobs_do_not(wikitext, tmp
     assert results["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder(wikitext, tmp_path):
     workdir = tmp_path / "run"
     first = subprocess.Popen(command(wikitext, workdir), stdout=subprocess.DEVNULL)
@@ -183,15 +172,17 @@ def test_twenty_kills_at_random_steps(wikitext, undisturbed, tmp_path):
     print(f"KILL_SEED={seed}")
 
     def ten_kills(number):
-        workdir, kills, chance = tmp_path / f"run {number}", 0, random.Random(seed + number)
+        runs, kills, chance = [tmp_path / f"run {number} 0"], 0, random.Random(seed + number)
         while kills < 10:
-            status, _, done = run_until(steps_in(workdir) + chance.randrange(1, 4), signal.SIGKILL, wikitext, workdir)
-            if status == -signal.SIGKILL:
+            before_kill = steps_in(runs[-1]) + chance.randrange(1, 4)
+            if run_until(before_kill, signal.SIGKILL, wikitext, runs[-1])[0] == -signal.SIGKILL:
                 kills += 1
-                continue
-            assert_same(json.loads((workdir / "results.json").read_text()), undisturbed)
-            shutil.rmtree(workdir)
-        assert_same(go_on(wikitext, workdir)[1], undisturbed)
+            else:  # it was complete before the kill
+                runs.append(tmp_path / f"run {number} {len(runs)}")
+        go_on(wikitext, runs[-1])
+        return runs
 
     with ThreadPoolExecutor() as two_at_a_time:
-        list(two_at_a_time.map(ten_kills, range(2)))
+        all_runs = list(two_at_a_time.map(ten_kills, range(2)))
+    for run in all_runs[0] + all_runs[1]:  # Keras loads one model at a time
+        assert_same(json.loads((run / "results.json").read_text()), undisturbed)

@@ -86,7 +86,7 @@ WRONG = [
     ("--hosts a:1,b:x --worker-index 0 bert_mlm", {}, "'b:x' is not host:port"),
     ("--hosts a:1,a:1 --worker-index 0 bert_mlm", {}, "--hosts names an address twice: a:1,a:1"),
     ("--hosts a:1,b:1 --worker-index 2 bert_mlm", {}, "--worker-index must be from 0 to 1, not 2"),
-    ("--workers 2 bert", {}, "there is no recipe bert. There are: bert_mlm"),
+    ("--workers 2 bert", {}, "there is no recipe bert. There are: bert_from_scratch bert_mlm"),
     ("--workers 2 bert_mlm --workdir /proc/run", {}, "cannot write to the work folder /proc/run"),
 ]
 
