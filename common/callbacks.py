@@ -1,81 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras callbacks that every recipe's `fit` uses."""
+"""Keras callbacks that every recipe's `fit` uses. They need a model of `keras_fixes.data_parallel`."""
 
 import importlib.util
-import json
-import os
 import time
 from pathlib import Path
 
 import keras
 import tensorflow as tf
 
+from common.checkpoints import Checkpoints
 from common.cluster import is_chief
+from common.replicas import COUNTS
+from common.step_log import StepLog
 
-COUNTS = ("labels", "tokens", "slots")
 
+class FitLog(StepLog, keras.callbacks.Callback):
+    """A `StepLog` of what `fit` does, in TensorBoard too; the progress bar shows tokens per second.
 
-class StepLog(keras.callbacks.Callback):
-    """Writes each step's own values to `steps.jsonl` and TensorBoard, and shows tokens per second in the progress bar.
-
-    It needs a model of `keras_fixes.data_parallel`, which keeps each step's own values. Of several workers, only the
-    chief writes.
-
-    - `steps.jsonl`: a line a step with `step` (from 1), `loss`, `accuracy`, `learning_rate` (that the step used),
-      `labels` (over which the loss is the mean), `tokens`, and `slots`, the places for tokens. It is the record that
-      results are computed from: a run that goes on from step n keeps n lines of it.
-    - `tensorboard/`: `loss`, `accuracy`, `learning_rate` and `tokens_per_second` of each step under `train/`, `loss`
-      and `accuracy` of each epoch under `validation/`, and the configuration as text.
+    In `tensorboard/` are `loss`, `accuracy`, `learning_rate` and `tokens_per_second` of each step under `train/`,
+    `loss` and `accuracy` of each epoch under `validation/`, and the configuration as text.
 
     Args:
         workdir: the run's folder.
         config: shown as text in TensorBoard; a dict.
         steps_per_epoch: steps over which an epoch's means are taken.
         first_step: steps that the run has done before.
-
-    Attributes:
-        first_step: see above.
-        step: steps done.
-        learning_rate: the `first`, `peak` and `last` that steps used.
-        epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far.
-        padding_fraction: share of the places for tokens that held none.
-        seconds, tokens_per_second: of this process's steps but its first call, which holds the compilation; padding not
-            counted.
     """
 
     def __init__(self, workdir: Path, config: dict, steps_per_epoch: int, first_step: int = 0):
-        super().__init__()
-        self.first_step = self.step = first_step
-        self.steps_per_epoch = steps_per_epoch
-        self.learning_rate = {}
-        self.seconds = self.tokens_per_second = 0.0
-        self._calls = self._timed_tokens = self._tokens = self._slots = 0
-        self._epoch_labels, self._epoch_totals = 0, {"loss": 0.0, "accuracy": 0.0}
-        if not is_chief():
-            self._lines = Path(os.devnull).open("w")  # noqa: SIM115
-            self._board = tf.summary.create_noop_writer()
-            return
-        path = workdir / "steps.jsonl"
-        kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:first_step] if first_step else []
-        for line in kept:
-            self._count(json.loads(line))
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text("".join(kept), encoding="utf-8")
-        os.replace(unfinished, path)  # at once, so that a kill never takes lines of steps that are saved
-        self._lines = path.open("a", encoding="utf-8", buffering=1)
-        self._board = tf.summary.create_file_writer(str(workdir / "tensorboard"))
-        with self._board.as_default(step=first_step):
-            tf.summary.text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
-
-    @property
-    def epoch(self) -> dict[str, float]:
-        """See the class."""
-        return {name: total / self._epoch_labels for name, total in self._epoch_totals.items()}
-
-    @property
-    def padding_fraction(self) -> float:
-        """See the class."""
-        return 1 - self._tokens / self._slots
+        super().__init__(workdir, steps_per_epoch, first_step)
+        self._board = open_board(workdir, config, first_step)
 
     def on_train_batch_begin(self, batch, logs=None):
         """Starts the clock."""
@@ -85,24 +39,16 @@ class StepLog(keras.callbacks.Callback):
         """Writes the steps' values; in the progress bar, tokens per second take the place of the counts."""
         seconds = time.perf_counter() - self._began
         values = self.model.step_values
-        tokens = int(values["tokens"].sum())
-        self._calls += 1
-        if self._calls > 1:
-            self.seconds += seconds
-            self._timed_tokens += tokens
-            self.tokens_per_second = self._timed_tokens / self.seconds
+        self.record(values, seconds)
         for name in COUNTS:
             del logs[name]
-        logs["tokens_per_second"] = tokens / seconds
+        logs["tokens_per_second"] = float(values["tokens"].sum()) / seconds
+        shown = {name: vector for name, vector in values.items() if name not in COUNTS}
+        shown["tokens_per_second"] = [logs["tokens_per_second"]] * len(values["loss"])
         for i in range(len(values["loss"])):
-            self.step += 1
-            means = {name: float(values[name][i]) for name in ("accuracy", "loss", "learning_rate")}
-            line = {"step": self.step, **means, **{name: int(values[name][i]) for name in COUNTS}}
-            self._lines.write(json.dumps(line) + "\n")
-            self._count(line)
-            with self._board.as_default(step=self.step):
-                for name, value in (means | {"tokens_per_second": tokens / seconds}).items():
-                    tf.summary.scalar(f"train/{name}", value)
+            with self._board.as_default(step=self.step - len(values["loss"]) + i + 1):
+                for name, vector in shown.items():
+                    tf.summary.scalar(f"train/{name}", vector[i])
 
     def on_epoch_end(self, epoch, logs=None):
         """Writes the validation's values; the epoch's means are of all its steps, those before a restart too."""
@@ -117,18 +63,68 @@ class StepLog(keras.callbacks.Callback):
         """Flushes TensorBoard's file."""
         self._board.flush()
 
-    def _count(self, line: dict) -> None:
-        if (line["step"] - 1) % self.steps_per_epoch == 0:
-            self._epoch_labels = 0
-            self._epoch_totals = {"loss": 0.0, "accuracy": 0.0}
-        self._epoch_labels += line["labels"]
-        for name in self._epoch_totals:
-            self._epoch_totals[name] += line[name] * line["labels"]
-        rate = line["learning_rate"]
-        past = self.learning_rate
-        self.learning_rate = {"first": past.get("first", rate), "peak": max(past.get("peak", rate), rate), "last": rate}
-        self._tokens += line["tokens"]
-        self._slots += line["slots"]
+
+class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
+    """`Checkpoints` during `fit`: every so many steps, at each epoch's end, and when SIGTERM asks the process to stop.
+
+    Args:
+        workdir: the run's folder.
+        model: compiled, so that its optimizer has variables.
+        every: steps between two checkpoints; where several are done in one call, the first call's end after them.
+    """
+
+    def __init__(self, workdir: Path, model: keras.Model, every: int):
+        super().__init__(workdir, every, model=model, optimizer=model.optimizer)
+        self.set_model(model)
+
+    def restore(self) -> int:
+        """As `Checkpoints.restore`; the model counts on from there."""
+        self.model.steps_done = super().restore()
+        return self.model.steps_done
+
+    def on_train_begin(self, logs=None):
+        """Listens for SIGTERM while `fit` runs."""
+        self.__enter__()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Tells the model what this worker was told."""
+        self.model.told_to_stop = self.told_to_stop
+
+    on_test_batch_begin = on_train_batch_begin
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Saves where it is time to, and stops where asked to."""
+        self.save_if_due(self.model.steps_done, steps=len(self.model.step_values["loss"]))
+        self.on_test_batch_end(batch)
+
+    def on_test_batch_end(self, batch, logs=None):
+        """Stops where asked to, in a validation too."""
+        if self.model.all_told_to_stop:
+            self.save_and_leave(self.model.steps_done)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Saves."""
+        self.save(self.model.steps_done)
+
+    def on_train_end(self, logs=None):
+        """Gives SIGTERM back its meaning."""
+        self.__exit__()
+
+
+def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.SummaryWriter:
+    """TensorBoard's writer to `tensorboard/`, with the configuration as text; of several workers, the chief's writes.
+
+    Args:
+        workdir: the run's folder.
+        config: a dict.
+        first_step: at which the text stands.
+    """
+    if not is_chief():
+        return tf.summary.create_noop_writer()
+    board = tf.summary.create_file_writer(str(workdir / "tensorboard"))
+    with board.as_default(step=first_step):
+        tf.summary.text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
+    return board
 
 
 class Profile(keras.callbacks.Callback):

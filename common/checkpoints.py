@@ -7,10 +7,9 @@ and in the schedule, order, masks and dropout are functions of it, and `steps.js
 
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import keras
 import tensorflow as tf
 
 from common.cluster import is_chief
@@ -20,28 +19,35 @@ from common.rendezvous import exchange
 KEEP = 3
 
 
-class Checkpoints(keras.callbacks.Callback):
-    """Saves during `fit`: every so many steps, at each epoch's end, and when SIGTERM asks the process to stop.
+class Checkpoints:
+    """Saves a run every so many steps, and when SIGTERM asks the process to stop.
 
-    Schedulers send SIGTERM some time before they kill. The step at hand is then finished and saved, and the process
-    ends with status 143; with several workers, all do, after the same step. Only the chief writes.
+    Schedulers send SIGTERM some time before they kill. As a context, it listens: `with checkpoints:`. A loop that finds
+    `told_to_stop` finishes its step and calls `save_and_leave`; with several workers, all must, after the same step.
 
     Args:
         workdir: the run's folder; checkpoints go to `checkpoints/` there, the last three are kept.
-        model: of `keras_fixes.data_parallel`, which counts its steps; compiled, so that its optimizer has variables.
-        every: steps between two checkpoints; where several are done in one call, the first call's end after them.
+        every: steps between two checkpoints.
+        objects: by name, what is saved: the model, and the optimizer once it is built.
+
+    Attributes:
+        told_to_stop: whether SIGTERM has come.
+        saved_step: of the newest checkpoint; 0 where there is none.
     """
 
-    def __init__(self, workdir: Path, model: keras.Model, every: int):
+    def __init__(self, workdir: Path, every: int, **objects):
         super().__init__()
-        self.set_model(model)
         self.every = every
         self.saved_step = 0
-        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        self.told_to_stop = False
+        checkpoint = tf.train.Checkpoint(**objects)
         self.manager = tf.train.CheckpointManager(checkpoint, str(workdir / "checkpoints"), KEEP)
 
-    def restore(self) -> int:
+    def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
         """Takes up the newest checkpoint that can be read, and returns its step; 0 where there is none.
+
+        Args:
+            init_fn: called where there is none, such as to load the weights that the run starts from.
 
         Raises:
             UserError: when there are checkpoints, and none can be read.
@@ -50,21 +56,21 @@ class Checkpoints(keras.callbacks.Callback):
         for path in reversed(self.manager.checkpoints):
             try:
                 self.manager.checkpoint.restore(path).assert_existing_objects_matched()
-                self.model.steps_done = self.saved_step = int(path.rsplit("-", 1)[1])
+                self.saved_step = int(path.rsplit("-", 1)[1])
                 break
             except (tf.errors.OpError, AssertionError, ValueError, IndexError) as error:
                 print(f"The checkpoint {path} is damaged ({type(error).__name__}): going back to the one before it.")
         else:
             if self.manager.checkpoints:
                 raise UserError(f"no checkpoint in {self.manager.directory} can be read; --overwrite starts afresh")
+            init_fn()
         steps = [theirs["step"] for theirs in exchange({"step": self.saved_step})]
         if len(set(steps)) > 1:
             raise UserError(f"the workers have found different checkpoints in {self.manager.directory}: steps {steps}")
         return self.saved_step
 
-    def save(self) -> None:
+    def save(self, step: int) -> None:
         """Writes a checkpoint, whole or not at all. A full disk is told of, and leaves the last good one."""
-        step = self.model.steps_done
         if step == self.saved_step or not is_chief():
             return
         try:
@@ -78,40 +84,33 @@ class Checkpoints(keras.callbacks.Callback):
                 flush=True,
             )
 
-    def on_train_begin(self, logs=None):
-        """Listens for SIGTERM while `fit` runs."""
-        self._handler = signal.signal(signal.SIGTERM, lambda *_: setattr(self.model, "told_to_stop", True))
+    def save_if_due(self, step: int, steps: int = 1) -> None:
+        """Saves if it is time to after the step; `steps` have been done since it was last asked."""
+        if step // self.every > (step - steps) // self.every:
+            self.save(step)
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Saves where it is time to."""
-        last_call = self.model.steps_done - len(self.model.step_values["loss"])
-        if self.model.steps_done // self.every > last_call // self.every:
-            self.save()
-        self._stop_if_told()
+    def save_and_leave(self, step: int) -> None:
+        """Saves, and ends the process with status 143.
 
-    def on_test_batch_end(self, batch, logs=None):
-        """Stops where asked to, in a validation too."""
-        self._stop_if_told()
+        Raises:
+            SystemExit: 143.
+        """
+        self.save(step)
+        exchange({})  # the others wait until the chief has saved
+        print(f"\nStopped by SIGTERM after step {step}. The same command goes on from there.")
+        raise SystemExit(128 + signal.SIGTERM)
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Saves."""
-        self.save()
+    def __enter__(self):
+        self._handler = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "told_to_stop", True))
+        return self
 
-    def on_train_end(self, logs=None):
-        """Gives SIGTERM back its meaning."""
+    def __exit__(self, *_):
         signal.signal(signal.SIGTERM, self._handler)
 
     def _remove_unfinished(self) -> None:
         if is_chief():
             for folder in Path(self.manager.directory).glob("*_temp"):
                 shutil.rmtree(folder)
-
-    def _stop_if_told(self) -> None:
-        if self.model.all_told_to_stop:
-            self.save()
-            exchange({})  # the others wait until the chief has saved
-            print(f"\nStopped by SIGTERM after step {self.model.steps_done}. The same command goes on from there.")
-            raise SystemExit(128 + signal.SIGTERM)
 
 
 def epochs_left(step: int, steps_per_epoch: int, last_step: int) -> Iterator[dict[str, int]]:

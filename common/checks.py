@@ -10,6 +10,7 @@ from typing import Any
 
 from common.command_line import UserError
 from common.corpora import NAMES, open_corpus
+from common.glue import open_examples
 from common.sizes import dimensions
 from common.wordpiece import load_wordpieces
 
@@ -18,6 +19,7 @@ AT_LEAST = {
     "batch_size": 1,
     "epochs": 1,
     "checkpoint_every": 1,
+    "steps_per_loop": 1,
     "accumulate": 1,
     "steps_per_execution": 1,
     "replicas": 0,
@@ -41,14 +43,14 @@ def check_knobs(config: Any) -> None:
     for name, least in AT_LEAST.items():
         _require(knobs.get(name, least) >= least, knobs, name, f"at least {least}")
     for name in SHARES:
-        _require(0 <= knobs[name] < 1, knobs, name, "a share in [0, 1)")
-    _require(config.mask_rate > 0, knobs, "mask_rate", "above 0")
+        _require(0 <= knobs.get(name, 0) < 1, knobs, name, "a share in [0, 1)")
+    _require(knobs.get("mask_rate", 1) > 0, knobs, "mask_rate", "above 0")
     for name in RATES:
         value = knobs.get(name, 0)
         _require(math.isfinite(value) and value >= 0, knobs, name, "a finite number, 0 or more")
-    step_range(config.profile_steps)
-    check_accumulate(config.accumulate, config.batch_size)
-    if knobs.get("preset") and (config.model or config.vocabulary):
+    step_range(knobs.get("profile_steps", ""))
+    check_accumulate(knobs.get("accumulate", 1), config.batch_size)
+    if knobs.get("preset") and (config.model or knobs.get("vocabulary")):
         both = "--model" if config.model else "--vocabulary"
         raise UserError(f"--preset brings its own model and vocabulary: leave out {both}, or --preset")
     if knobs.get("vocabulary"):
@@ -60,7 +62,9 @@ def check_knobs(config: Any) -> None:
     if knobs.get("architecture") == "roberta":
         _require(config.vocabulary_size >= 261, knobs, "vocabulary_size", "at least 261: 256 bytes, 5 special tokens")
     check_push_to(knobs.get("push_to", ""))
-    if config.corpus not in NAMES:
+    if "task" in knobs:
+        open_examples(config.task, config.data, config.text_columns, config.label_column)
+    elif config.corpus not in NAMES:
         _check_texts(config.corpus)
 
 

@@ -58,24 +58,38 @@ def is_address(text: str) -> bool:
     return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
+def parameter_server_config(addresses: list[str], servers: int, index: int) -> dict[str, Any]:
+    """The `TF_CONFIG` of process `index` where the first is the chief, the last are servers, the others workers."""
+    first_server = len(addresses) - servers
+    jobs = {"chief": addresses[:1], "worker": addresses[1:first_server], "ps": addresses[first_server:]}
+    kind = "chief" if index == 0 else "worker" if index < first_server else "ps"
+    return {"cluster": jobs, "task": {"type": kind, "index": jobs[kind].index(addresses[index])}}
+
+
+def has_parameter_servers() -> bool:
+    """Whether workers train each at its own pace, on variables that servers hold."""
+    return "ps" in tf_config().get("cluster", {})
+
+
 def workers() -> list[str]:
-    """Addresses of all workers, the chief's first; empty for a process of its own."""
-    cluster = tf_config().get("cluster", {})
+    """Addresses of all workers that train in step, the chief's first; empty for a process of its own."""
+    cluster = {} if has_parameter_servers() else tf_config().get("cluster", {})
     return [*cluster.get("chief", []), *cluster.get("worker", [])]
 
 
 def num_workers() -> int:
-    """Worker processes that train together; 1 for a process of its own."""
+    """Worker processes that train in step; 1 for a process of its own, and with parameter servers."""
     return len(workers()) or 1
 
 
 def worker_index(config: dict[str, Any] | None = None) -> int:
-    """A worker's place by its `TF_CONFIG`, this one's by default; 0 is the chief."""
+    """A process's place by its `TF_CONFIG`, this one's by default; 0 is the chief, and servers come last."""
     config = tf_config() if config is None else config
     if not config:
         return 0
-    behind_chief = config["task"]["type"] == "worker" and "chief" in config["cluster"]
-    return config["task"]["index"] + behind_chief
+    order = [job for job in ("chief", "worker", "ps") if job in config["cluster"]]
+    before = order[: order.index(config["task"]["type"])]
+    return sum(len(config["cluster"][job]) for job in before) + config["task"]["index"]
 
 
 def is_chief() -> bool:

@@ -6,16 +6,26 @@ method says which fault it is for; docs/keras-under-tf-distribute.md shows every
 """
 
 import importlib.metadata
+import inspect
 import math
 import warnings
 
 import keras
 import tensorflow as tf
 
+from common.noise import noise_seeds
 from common.optimizers import do_not_reduce_again
+from common.replicas import (
+    COUNTS,
+    MEANS,
+    batch_sums,
+    first_replica,
+    means_of,
+    steps_in_one_call,
+    sum_over_replicas,
+)
 
 CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
-DRAWS = 2**16  # more than the random numbers that one layer draws in a step
 
 
 def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
@@ -66,8 +76,8 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             self.optimizer.build(self.trainable_variables)
             self.steps_done = 0
             self.told_to_stop = self.all_told_to_stop = False
-            self.means = {name: keras.metrics.Mean(name=name) for name in ("loss", "accuracy")}
-            self.sums = {name: keras.metrics.Sum(name=name) for name in ("labels", "tokens", "slots")}
+            self.means = {name: keras.metrics.Mean(name=name) for name in MEANS}
+            self.sums = {name: keras.metrics.Sum(name=name) for name in COUNTS}
             # XLA cannot compile a function that touches another device's variables, as Keras's own step does
             # ("Trying to access resource ... located in device CPU:1"): this one is a pure function of tensors.
             self._gradients = tf.function(self._gradients_of_part, jit_compile=True) if jit else self._gradients_of_part
@@ -89,7 +99,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             """
             examples = tf.cast(tf.shape(data[1])[0], tf.float32)  # keeps numbers small in float16
             gradients, sums = self._gradients_and_sums(data, self.optimizer.scale_loss(1.0 / examples))
-            gradients, batch_sums = _sum_over_replicas((gradients, sums | {"stop": stop}))
+            gradients, batch_sums = sum_over_replicas((gradients, sums | {"stop": stop}))
             share = tf.math.divide_no_nan(examples, batch_sums["labels"])
             gradients = [gradient * share for gradient in gradients]
             if self.clip_norm:
@@ -97,18 +107,18 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             learning_rate = tf.cast(self.optimizer.learning_rate, tf.float32)
             self.optimizer.apply(gradients, self.trainable_variables)
             self._update_metrics(sums)
-            return self._means(batch_sums) | {"learning_rate": learning_rate}
+            return means_of(batch_sums) | {"learning_rate": learning_rate}
 
         def test_step(self, data, stop=0.0):
             """One replica's part of an evaluation step."""
             sums = self._sums(*data, self(data[0], training=False))
             self._update_metrics(sums)
-            return self._means(_sum_over_replicas(sums | {"stop": stop}))
+            return means_of(sum_over_replicas(sums | {"stop": stop}))
 
         def make_train_function(self, force=False):
             """See `_on_replicas`. The train function leaves each step's own values in `step_values`."""
             if self.train_function is None or force:
-                run_steps = self._on_replicas(self.train_step, [*self.means, *self.sums, "learning_rate"])
+                run_steps = self._on_replicas(self.train_step)
 
                 def train_function(iterator):
                     left = self._steps_per_epoch - (self.steps_done - self._fit_began_at) % self._steps_per_epoch
@@ -121,7 +131,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
         def make_test_function(self, force=False):
             """See `_on_replicas`."""
             if self.test_function is None or force:
-                run_steps = self._on_replicas(self.test_step, [*self.means, *self.sums])
+                run_steps = self._on_replicas(self.test_step)
 
                 def test_function(iterator):
                     values = run_steps(iterator, min(self.steps_per_execution, self._test_steps_left))
@@ -147,7 +157,14 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             KerasHub 0.32 saves a model in mixed precision as what it cannot load (`Invalid dtype: mixed_bfloat16`).
             """
             backbone = type(self.backbone).from_config(self.backbone.get_config() | {"dtype": "float32"})
-            plain = task_class(backbone=backbone, preprocessor=self.preprocessor, compile=False)
+            own = inspect.signature(task_class.__init__).parameters.keys() - {
+                "self",
+                "backbone",
+                "preprocessor",
+                "kwargs",
+            }
+            head = {name: value for name, value in self.get_config().items() if name in own}
+            plain = task_class(backbone=backbone, preprocessor=self.preprocessor, compile=False, **head)
             plain.set_weights(self.get_weights())
             plain.save_to_preset(preset_dir, **kwargs)
 
@@ -159,36 +176,26 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
                 raise ValueError(f"steps_per_execution needs {name}, to end at the epoch's last step")
             return steps or math.inf
 
-        def _on_replicas(self, step, names):
+        def _on_replicas(self, step):
             """A function of (iterator, count) that does `count` steps and returns a dict of vectors.
 
             A worker that is told to stop says so in the step's reduction, so that all stop after the same step.
 
-            Keras's own loop of several steps fails where replicas are reduced by collectives (`You must feed a value
-            for placeholder`). The loss it gives for an epoch of unknown length is too low, N / (N + 1) of it for N
-            steps: the end of the data is found by one more step, which raises the loss's count before it fails. On
-            several workers it averages scalars over an axis that they do not have (keras-team/keras#20585). Here values
-            are the same on every replica, and the first one's are taken.
+            The loss that Keras gives for an epoch of unknown length is too low, N / (N + 1) of it for N steps: the end
+            of the data is found by one more step, which raises the loss's count before it fails. On several workers it
+            averages scalars over an axis that they do not have (keras-team/keras#20585). Here values are the same on
+            every replica, and the first one's are taken.
             """
+
             strategy = self.distribute_strategy
 
             def one_step(iterator, stop):
-                values = strategy.run(step, args=(next(iterator), stop))
-                return {name: strategy.experimental_local_results(value)[0] for name, value in values.items()}
+                return first_replica(strategy, strategy.run(step, args=(next(iterator), stop)))
 
-            @tf.function(reduce_retracing=True, autograph=False)
-            def many_steps(iterator, count, stop):
-                # The flag is an element of the loop: captured by it, on its way to another device, it never arrives.
-                return tf.map_fn(
-                    lambda stop: one_step(iterator, stop),
-                    tf.fill([count], stop),
-                    fn_output_signature=dict.fromkeys([*names, "stop"], tf.float32),
-                    parallel_iterations=1,
-                )
+            do_steps = steps_in_one_call(one_step)
 
             def run_steps(iterator, count):
-                values = many_steps(iterator, tf.constant(count), tf.constant(float(self.told_to_stop)))
-                values = {name: value.numpy() for name, value in values.items()}
+                values = do_steps(iterator, count, self.told_to_stop)
                 self.all_told_to_stop = bool(values.pop("stop")[-1])
                 return values
 
@@ -231,51 +238,25 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             return [tf.convert_to_tensor(gradient) for gradient in gradients], sums
 
         def _others(self, part):
-            """Values of the variables that are not trained, with seeds for one part of one replica's batch.
-
-            Keras counts up seeds kept in mirrored variables: every replica drops the same units, and no checkpoint
-            saves the count. Here noise is a function of the layer's seed, the optimizer's step and the replica, without
-            state.
-            """
-            replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+            """Values of the variables that are not trained, with seeds for one part of one replica's batch."""
             count = tf.cast(self.optimizer.iterations, tf.int64) * self.accumulate + tf.cast(part, tf.int64)
+            seeds = {id(variable): seed for variable, seed in noise_seeds(self, count)}
             return [
-                tf.stack([variable.value[0] + replica * 2**32, count * DRAWS])
-                if variable.name == "seed_generator_state"
-                else tf.convert_to_tensor(variable.value)
+                seeds.get(id(variable), tf.convert_to_tensor(variable.value))
                 for variable in self.non_trainable_variables
             ]
 
         def _sums(self, x, y, weight, logits):
-            matches = tf.cast(tf.argmax(logits, axis=-1, output_type=y.dtype) == y, tf.float32)
-            is_token = tf.cast(x["padding_mask"], tf.float32)
-            return {
-                "loss": self.compute_loss(x, y, logits, weight),
-                "accuracy": tf.reduce_sum(matches * weight),
-                "labels": tf.reduce_sum(weight),
-                "tokens": tf.reduce_sum(is_token),
-                "slots": tf.cast(tf.size(is_token), tf.float32),
-            }
-
-        def _means(self, sums):
-            return {
-                name: tf.math.divide_no_nan(total, sums["labels"]) if name in self.means else total
-                for name, total in sums.items()
-            }
+            return batch_sums(x, y, weight, logits, self.compute_loss(x, y, logits, weight))
 
         def _update_metrics(self, sums):
-            means = self._means(sums)
+            means = means_of(sums)
             for name, metric in self.means.items():
                 metric.update_state(means[name], sample_weight=sums["labels"])
             for name, metric in self.sums.items():
                 metric.update_state(sums[name])
 
     return DataParallel
-
-
-def _sum_over_replicas(values):
-    values = tf.nest.map_structure(tf.identity, values)  # on this replica's device, which collectives ask for
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
 
 
 def _warn_outside_checked_versions() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT and RoBERTa from a size or a preset. Call these inside the strategy's scope."""
+"""BERT and RoBERTa, as masked language models and as classifiers, from a size or a preset. Call inside the scope."""
 
 import errno
 import math
@@ -18,6 +18,7 @@ from common.wordpiece import WordPieces
 
 BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM)
 RobertaMaskedLM = data_parallel(keras_hub.models.RobertaMaskedLM)
+BertTextClassifier = data_parallel(keras_hub.models.BertTextClassifier)
 
 
 def masked_lm_from_size(
@@ -31,14 +32,34 @@ def masked_lm_from_size(
         dropout: of the model.
         seq_length: tokens in a sequence; the model has 512 positions, or more where this is.
     """
-    bert = isinstance(vocabulary, WordPieces)
-    backbone = (keras_hub.models.BertBackbone if bert else keras_hub.models.RobertaBackbone)(
-        vocabulary_size=len(vocabulary.pieces),
-        **dimensions(size),
-        dropout=dropout,
-        max_sequence_length=max(512, seq_length),
-    )
-    return _without_pooler((BertMaskedLM if bert else RobertaMaskedLM)(backbone, compile=False))
+    task = BertMaskedLM if isinstance(vocabulary, WordPieces) else RobertaMaskedLM
+    return _without_pooler(task(_backbone_from_size(size, vocabulary, dropout, seq_length), compile=False))
+
+
+def classifier_from_size(
+    size: str, vocabulary: WordPieces, num_classes: int, dropout: float, seq_length: int
+) -> keras_hub.models.BertTextClassifier:
+    """A classifier of texts with random weights; see `masked_lm_from_size`."""
+    backbone = _backbone_from_size(size, vocabulary, dropout, seq_length)
+    return BertTextClassifier(backbone, num_classes, dropout=dropout, compile=False)
+
+
+def classifier_from_preset(preset: str, num_classes: int, dropout: float) -> keras_hub.models.BertTextClassifier:
+    """A classifier of texts with a BERT of `preset` under a head of random weights; see `masked_lm_from_preset`.
+
+    Raises:
+        UserError: when there is no such preset, it cannot be fetched, or is no BERT.
+    """
+    if in_huggingface_form(preset):
+        backbone = masked_lm_from_preset(preset, dropout).backbone
+        backbone.pooled_dense.trainable = True
+    else:
+        plain = _from_preset(keras_hub.models.Backbone, preset)
+        if not isinstance(plain, keras_hub.models.BertBackbone):
+            raise UserError(f"the preset {preset} is a {type(plain).__name__}; give one of BERT")
+        backbone = type(plain).from_config(plain.get_config() | {"dropout": dropout})
+        backbone.set_weights(plain.get_weights())
+    return BertTextClassifier(backbone, num_classes, dropout=dropout, compile=False)
 
 
 def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None = None) -> keras_hub.models.MaskedLM:
@@ -66,7 +87,7 @@ def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None =
     return _without_pooler(model)
 
 
-def masked_lm_width(preset: str, size: str) -> int:
+def model_width(preset: str, size: str) -> int:
     """The width of a preset's layers, or without one of a size's.
 
     Raises:
@@ -92,7 +113,7 @@ def preset_vocabulary(preset: str) -> Vocabulary:
     return WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
 
 
-def save_preset(model: keras_hub.models.MaskedLM, vocabulary: Vocabulary, seq_length: int, folder: Path) -> None:
+def save_preset(model: keras_hub.models.Task, vocabulary: Vocabulary, seq_length: int, folder: Path) -> None:
     """Saves a preset that KerasHub loads without this project, what turns text into its inputs included.
 
     Raises:
@@ -101,16 +122,15 @@ def save_preset(model: keras_hub.models.MaskedLM, vocabulary: Vocabulary, seq_le
     needed = sum(4 * math.prod(weight.shape) for weight in model.weights) + 2**20
     if shutil.disk_usage(folder.parent).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-    model.preprocessor = masked_lm_preprocessor(vocabulary, seq_length)
+    model.preprocessor = preprocessor(type(model), vocabulary, seq_length)
     model.save_to_preset(str(folder))
 
 
-def masked_lm_preprocessor(vocabulary: Vocabulary, seq_length: int) -> keras_hub.models.MaskedLMPreprocessor:
-    """What KerasHub users feed text through."""
-    tokenizer = keras_tokenizer(vocabulary)
-    if isinstance(vocabulary, WordPieces):
-        return keras_hub.models.BertMaskedLMPreprocessor(tokenizer, sequence_length=seq_length)
-    return keras_hub.models.RobertaMaskedLMPreprocessor(tokenizer, sequence_length=seq_length)
+def preprocessor(
+    task: type[keras_hub.models.Task], vocabulary: Vocabulary, seq_length: int
+) -> keras_hub.models.Preprocessor:
+    """What KerasHub users feed text for such a model through."""
+    return task.preprocessor_cls(keras_tokenizer(vocabulary), sequence_length=seq_length)
 
 
 def keras_tokenizer(vocabulary: Vocabulary) -> keras_hub.models.Tokenizer:
@@ -121,6 +141,16 @@ def keras_tokenizer(vocabulary: Vocabulary) -> keras_hub.models.Tokenizer:
         )
     ids = {piece: index for index, piece in enumerate(vocabulary.pieces)}
     return keras_hub.models.RobertaTokenizer(ids, vocabulary.merges)
+
+
+def _backbone_from_size(size: str, vocabulary: Vocabulary, dropout: float, seq_length: int):
+    kind = keras_hub.models.BertBackbone if isinstance(vocabulary, WordPieces) else keras_hub.models.RobertaBackbone
+    return kind(
+        vocabulary_size=len(vocabulary.pieces),
+        **dimensions(size),
+        dropout=dropout,
+        max_sequence_length=max(512, seq_length),
+    )
 
 
 def _without_pooler(model: keras_hub.models.MaskedLM) -> keras_hub.models.MaskedLM:

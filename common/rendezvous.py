@@ -52,9 +52,7 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     _meet(timeout)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # TensorFlow has made it a note that nobody reads
-    own = workers()[worker_index()]
-    if own.startswith("127."):
-        _close_to_other_machines(int(own.rsplit(":", 1)[1]))
+    close_to_other_machines(workers()[worker_index()])
     return strategy
 
 
@@ -137,12 +135,13 @@ def _answers(address: str) -> bool:
         return False
 
 
-def _close_to_other_machines(port: int) -> None:
-    """TensorFlow listens on all interfaces, whatever the address; who connects may run what he likes."""
-    if sys.platform != "linux":
+def close_to_other_machines(address: str) -> None:
+    """At a loopback address `host:port`, ends TensorFlow's listening on all interfaces: who connects may run code."""
+    host, port = address.rsplit(":", 1)
+    if sys.platform != "linux" or not host.startswith("127."):
         return
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError), socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
             listens = ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if listens and ours.getsockname()[1] == port:
+            if listens and ours.getsockname()[1] == int(port):
                 ours.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")

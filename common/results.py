@@ -12,10 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from common.callbacks import StepLog
 from common.cluster import num_workers
 from common.metrics import perplexity
 from common.runs import PACKAGES
+from common.step_log import StepLog
 
 
 def training_results(
@@ -44,15 +44,15 @@ def training_results(
     }
 
 
+def entry(split: str, name: str) -> str:
+    """The name of an entry: `val_loss` for the split `validation` and the name `loss`."""
+    return f"{'val' if split == 'validation' else split}_{name}"
+
+
 def language_model_scores(split: str, loss: float, accuracy: float, unigram: float) -> dict[str, float]:
     """Entries `val_loss` (for the split `validation`), `val_accuracy` and so on; losses in nats a masked token."""
-    split = {"validation": "val"}.get(split, split)
-    return {
-        f"{split}_loss": loss,
-        f"{split}_accuracy": accuracy,
-        f"{split}_perplexity": perplexity(loss),
-        f"{split}_unigram_loss": unigram,
-    }
+    scores = {"loss": loss, "accuracy": accuracy, "perplexity": perplexity(loss), "unigram_loss": unigram}
+    return {entry(split, name): value for name, value in scores.items()}
 
 
 def report(results: dict[str, Any]) -> str:
@@ -66,15 +66,23 @@ def report(results: dict[str, Any]) -> str:
         ("train loss", f"{results['train_loss']:.3f}, mean of the last epoch"),
     ]
     for split, name in (("val", "validation"), ("test", "test")):
-        if f"{split}_loss" not in results:
-            rows.append((name, "the corpus has no such split"))
-            continue
-        loss, unigram = results[f"{split}_loss"], results[f"{split}_unigram_loss"]
-        rows += [
-            (f"{name} loss", f"{loss:.3f}, perplexity {results[f'{split}_perplexity']:.1f}"),
-            ("  by word frequency", f"{unigram:.3f}: the model is {unigram - loss:.3f} nats better"),
-            (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}"),
-        ]
+        if f"{split}_unigram_loss" in results:
+            loss, unigram = results[f"{split}_loss"], results[f"{split}_unigram_loss"]
+            rows += [
+                (f"{name} loss", f"{loss:.3f}, perplexity {results[f'{split}_perplexity']:.1f}"),
+                ("  by word frequency", f"{unigram:.3f}: the model is {unigram - loss:.3f} nats better"),
+                (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}"),
+            ]
+        elif f"{split}_loss" in results:
+            rows += [
+                (f"{name} loss", f"{results[f'{split}_loss']:.3f}"),
+                (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}, F1 {results[f'{split}_f1']:.3f}"),
+                ("  the larger class", f"{results[f'{split}_majority_accuracy']:.1%}"),
+                ("  by length alone", f"{results[f'{split}_length_accuracy']:.1%}"),
+                ("  by a bag of words", f"{results[f'{split}_bag_of_words_accuracy']:.1%}"),
+            ]
+        else:
+            rows.append((name, "no such split, or one without labels"))
     rows.append(("run folder", results["config"]["workdir"]))
     return "\n".join(f"{name:20} {value}" for name, value in rows)
 

@@ -22,7 +22,7 @@ PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose 
 # Knobs that may differ when a run goes on: they do not change what it computes.
 FREE_KNOBS = (
     *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps", "push_to"),
-    *("replicas", "batch_size", "accumulate", "jit", "steps_per_execution"),
+    *("replicas", "batch_size", "accumulate", "jit", "steps_per_execution", "steps_per_loop"),
 )
 
 
@@ -87,13 +87,13 @@ class Run:
 
 
 def open_run(recipe: str, config: Any) -> Run:
-    """Opens the run in `config.workdir`, or begins one there; with `config.dry_run`, writes nothing.
+    """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, writes nothing.
 
     Of several workers, which must have joined, the chief does it, and the others look on.
 
     Args:
         recipe: the recipe's name.
-        config: its `Config`, with the knobs `workdir`, `overwrite` and `dry_run`.
+        config: its `Config`, with the knobs `workdir` and `overwrite`.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
@@ -113,7 +113,7 @@ def open_run(recipe: str, config: Any) -> Run:
     if run is None:
         begun = (workdir / "config.json").is_file()
         run = Run(workdir, _saved_config(workdir, wanted) if begun else wanted, _results(workdir), None)
-    shared = config.dry_run or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
+    shared = wanted.get("dry_run") or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
     refused = (
         f"worker {worker_index()} does not see the chief's work folder {workdir}. "
         "Give a --workdir on a disk that all share"
@@ -130,7 +130,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _open(workdir: Path, wanted: dict[str, Any], token: str) -> Run:
-    lock = None if wanted["dry_run"] else _locked(workdir, token)
+    lock = None if wanted.get("dry_run") else _locked(workdir, token)
     if wanted["overwrite"] and lock:
         _clear(workdir)
     begun = (workdir / "config.json").is_file() and not wanted["overwrite"]
@@ -192,7 +192,7 @@ def _saved_config(workdir: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 def _clear(workdir: Path) -> None:
     """Removes what a run writes, and nothing else."""
-    for name in ("config.json", "results.json", "steps.jsonl"):
+    for name in ("config.json", "results.json", "steps.jsonl", "best.json"):
         (workdir / name).unlink(missing_ok=True)
-    for name in ("tensorboard", "checkpoints", "preset", "snapshots", "tokens", "data"):
+    for name in ("tensorboard", "checkpoints", "preset", "best", "predictions", "snapshots", "tokens", "data"):
         shutil.rmtree(workdir / name, ignore_errors=True)

@@ -11,13 +11,16 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from common.cluster import num_workers
+from common.cluster import has_parameter_servers, num_workers
 from common.command_line import UserError
+from common.parameter_server import parameter_server_strategy
 from common.rendezvous import join
 
 
-def make_strategy(replicas: int = 0) -> tf.distribute.Strategy:
+def make_strategy(replicas: int = 0, parameter_servers: bool = False) -> tf.distribute.Strategy:
     """Picks the strategy for this process. Call it before anything else touches a device.
+
+    - Parameter servers: `ParameterServerStrategy`; see `common.parameter_server`.
 
     - Several workers (see `common.cluster`): `MultiWorkerMirroredStrategy` over all their GPUs, or one replica a CPU
       worker.
@@ -28,11 +31,19 @@ def make_strategy(replicas: int = 0) -> tf.distribute.Strategy:
 
     Args:
         replicas: replicas on this machine; 0 for the default of the devices found.
+        parameter_servers: whether the recipe has a loop for them.
 
     Raises:
-        UserError: when the machine cannot give that many replicas.
+        UserError: when the machine cannot give that many replicas, or there are parameter servers and no loop for them.
     """
     gpus = tf.config.list_physical_devices("GPU")
+    if has_parameter_servers():
+        if not parameter_servers:
+            raise UserError(
+                "this recipe's workers train in step, and Keras's fit refuses parameter servers "
+                "(keras-team/keras#18624): leave out --parameter-servers, or launch glue_custom_loop"
+            )
+        return parameter_server_strategy()
     if num_workers() > 1:
         if replicas not in (0, len(gpus) or 1):
             raise UserError(

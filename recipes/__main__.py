@@ -112,6 +112,9 @@ def main() -> None:
     run.add_argument("knobs", nargs=argparse.REMAINDER)
     start = commands.add_parser("launch", help="run a recipe on several workers, on this machine or on many")
     start.add_argument("--workers", type=int, metavar="N", help="start N workers on this machine")
+    start.add_argument(
+        "--parameter-servers", type=int, default=0, metavar="P", help="experimental: N workers out of step, P servers"
+    )
     start.add_argument("--hosts", metavar="H1:PORT,H2:PORT", help="all workers' addresses, the chief's first")
     start.add_argument("--worker-index", type=int, metavar="I", help="this machine's place among --hosts, from 0")
     start.add_argument(

@@ -18,9 +18,10 @@ import sys
 import tempfile
 import termios
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from common.cluster import is_address, tf_config, worker_config, worker_index
+from common.cluster import is_address, parameter_server_config, tf_config, worker_config, worker_index
 from common.command_line import UserError
 
 TO_SAVE = 60  # seconds in which workers that are told to stop must have ended
@@ -35,8 +36,8 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
     0: done. 1: a worker died, and no restart is left. 2: the input is wrong. 143: stopped by a signal, after saving.
 
     Args:
-        arguments: of `python -m recipes launch`: `workers`, or `hosts` and `worker_index` where the environment does
-            not tell the place; `restarts`; `join_timeout` in seconds; `knobs` of the recipe.
+        arguments: of `python -m recipes launch`: `workers` and `parameter_servers`, or `hosts` and `worker_index` where
+            the environment does not tell the place; `restarts`; `join_timeout` in seconds; `knobs` of the recipe.
         recipe: its file.
 
     Raises:
@@ -53,8 +54,12 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
         os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout)}
         logs = Path(temporary) if "--dry-run" in arguments.knobs else logs_folder(workdir)  # a dry run writes nothing
         began = time.time()
-        for restarts_left in range(arguments.restarts, -1, -1):
-            status, cause = Workers(places(arguments), command, logs).wait()
+        restarts_left = arguments.restarts + 1
+        while restarts_left:
+            restarts_left -= 1
+            workers = Workers(places(arguments), command, logs, restarts_left)
+            status, cause = workers.wait()
+            restarts_left = workers.restarts_left
             if status != 1:
                 print(cause, end="", file=sys.stderr)
                 return status
@@ -77,8 +82,15 @@ def places(arguments: argparse.Namespace) -> list[dict]:
             raise UserError(f"--workers must be at least 1, not {arguments.workers}")
         if told or arguments.hosts:
             raise UserError("--workers starts all workers on this machine; leave it out where hosts are given")
+        if servers := arguments.parameter_servers:
+            addresses = free_addresses(1 + arguments.workers + servers)
+            return [parameter_server_config(addresses, servers, i) for i in range(len(addresses))]
         addresses = free_addresses(arguments.workers)
         return [worker_config(addresses, i) for i in range(arguments.workers)]
+    if arguments.parameter_servers:
+        raise UserError(
+            "--parameter-servers needs --workers; on many machines, set TF_CONFIG with chief, worker and ps"
+        )
     if told:
         return [told]
     if not arguments.hosts or arguments.worker_index is None:
@@ -121,62 +133,90 @@ def free_addresses(count: int) -> list[str]:
 class Workers:
     """Processes that run the recipe, each with a log; the chief's output is shown too.
 
+    With parameter servers, the chief's end is the end of all, and a worker that dies is started again alone.
+
     Args:
         places: the `TF_CONFIG` of each.
         command: the recipe's.
         logs: folder of `worker-I.log`, which are appended to.
+        restarts: of single workers.
+
+    Attributes:
+        restarts_left: of `restarts`.
     """
 
-    def __init__(self, places: list[dict], command: list[str], logs: Path):
-        self.logs = {index: logs / f"worker-{index}.log" for index in map(worker_index, places)}
+    def __init__(self, places: list[dict], command: list[str], logs: Path, restarts: int):
+        self.places = {worker_index(place): place for place in places}
+        self.command, self.restarts_left = command, restarts
+        self.logs = {index: logs / f"worker-{index}.log" for index in self.places}
         self.processes = {}
         self.screen = Screen(logs / "worker-0.log")
         self.asked_to_stop = False
+        served = any("ps" in place["cluster"] for place in places)
+        self.leading = [0] if served else list(self.places)  # those that run the recipe, and whose end is the end
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
-        for place, (index, log) in zip(places, self.logs.items(), strict=True):
-            with log.open("ab") as file:
-                output, errors = (file, file) if index else self.screen.open()
-                self.processes[index] = subprocess.Popen(
-                    command,
-                    env=os.environ | {"TF_CONFIG": json.dumps(place)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=errors,
-                    start_new_session=True,  # Ctrl-C comes to this process alone, and the workers are asked to save
-                    preexec_fn=_die_with_parent,
-                )
-            if index == 0:
-                os.close(output)
-                os.close(errors)
+        for index in self.places:
+            self._start(index)
+
+    def _start(self, index: int) -> None:
+        with self.logs[index].open("ab") as file:
+            output, errors = (file, file) if index else self.screen.open()
+            self.processes[index] = subprocess.Popen(
+                self.command,
+                env=os.environ | {"TF_CONFIG": json.dumps(self.places[index])},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C comes to this process alone, and the workers are asked to save
+                preexec_fn=_die_with_parent,
+            )
+        if index == 0:
+            os.close(output)
+            os.close(errors)
 
     def wait(self) -> tuple[int, str]:
         """Waits for the end of all; returns the exit status, and the cause of a failure."""
         while not (failed := self._failed()):
-            if not self._running():
-                self.screen.copy(0)
+            if not self._running(self.leading):
+                self._kill_all()
                 return 0, ""
             self.screen.copy(0.1)
+            self._start_served_again()
         stopped = self.asked_to_stop or any(status in STOPPED for status in failed.values())
         if stopped:
-            for process in self._running():
+            for process in self._running(self.leading):
                 process.terminate()
         deadline = time.monotonic() + (TO_SAVE if stopped else TO_FOLLOW)
-        while self._running() and time.monotonic() < deadline:
+        while self._running(self.leading) and time.monotonic() < deadline:
             self.screen.copy(0.1)
         failed = self._failed()
         cause = self._cause(failed)
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
-        self.screen.copy(0)
+        self._kill_all()
         if stopped:
             return STOPPED[0], ""
         wrong_input = 2 in failed.values() and min(failed.values()) > 0
         return (2 if wrong_input else 1), cause
 
-    def _running(self) -> list[subprocess.Popen]:
-        return [process for process in self.processes.values() if process.poll() is None]
+    def _kill_all(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+        self.screen.copy(0)
+
+    def _start_served_again(self) -> None:
+        """Starts workers of parameter servers that have died: the chief has others do their steps meanwhile."""
+        for index, status in self._failed().items():
+            served = index not in self.leading and self.places[index]["task"]["type"] == "worker"
+            if served and status != 2 and self.restarts_left and not self.asked_to_stop:
+                self.restarts_left -= 1
+                print(
+                    f"\n{self._cause({index: status})}{self.restarts_left} restart(s) left", file=sys.stderr, flush=True
+                )
+                self._start(index)
+
+    def _running(self, indices: Iterable[int]) -> list[subprocess.Popen]:
+        return [self.processes[index] for index in indices if self.processes[index].poll() is None]
 
     def _failed(self) -> dict[int, int]:
         return {index: process.returncode for index, process in self.processes.items() if process.poll()}
@@ -197,7 +237,7 @@ class Workers:
 
     def _stop(self, *_) -> None:
         """A signal came: the first asks the workers to save and end, the second ends them."""
-        for process in self._running():
+        for process in self._running(self.leading):
             process.kill() if self.asked_to_stop else process.terminate()
         self.asked_to_stop = True
 

@@ -77,8 +77,8 @@ with quiet_stderr():
     import tensorflow as tf
 
 from common.byte_pairs import Vocabulary, train_byte_pairs
-from common.callbacks import Profile, StepLog
-from common.checkpoints import Checkpoints, epochs_left
+from common.callbacks import FitCheckpoints, FitLog, Profile
+from common.checkpoints import epochs_left
 from common.cluster import is_chief
 from common.corpora import fingerprint, open_corpus
 from common.docstrings import SENTENCES
@@ -194,8 +194,8 @@ def train_and_evaluate(config: Config) -> dict:
         print_plan(model, schedule, total_steps, tokens, next(iter(batches("train")())), shards.vocabulary.pieces)
         return {}
 
-    checkpoints = Checkpoints(run.workdir, model, config.checkpoint_every)
-    log = StepLog(run.workdir, asdict(config), steps["train"], first_step=checkpoints.restore())
+    checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
+    log = FitLog(run.workdir, asdict(config), steps["train"], first_step=checkpoints.restore())
     profile = Profile(run.workdir, step_range(config.profile_steps))
     save = functools.partial(save_preset, model, shards.vocabulary, config.seq_length)
     publish = Publish(config.push_to, run.workdir, save)

@@ -76,15 +76,15 @@ with quiet_stderr():
     import keras
     import tensorflow as tf
 
-from common.callbacks import Profile, StepLog
-from common.checkpoints import Checkpoints, epochs_left
+from common.callbacks import FitCheckpoints, FitLog, Profile
+from common.checkpoints import epochs_left
 from common.cluster import is_chief
 from common.corpora import open_corpus
 from common.docstrings import SENTENCES
 from common.fill_mask import print_filled_masks
 from common.masking import MaskingRule, mask_tokens
 from common.metrics import count_ids, unigram_loss
-from common.models import masked_lm_from_preset, masked_lm_from_size, masked_lm_width, preset_vocabulary, save_preset
+from common.models import masked_lm_from_preset, masked_lm_from_size, model_width, preset_vocabulary, save_preset
 from common.optimizers import make_optimizer
 from common.order import locate, steps_per_epoch
 from common.packing import checksums, count_tokens, make_sequences, read_sequences
@@ -154,7 +154,7 @@ def train_and_evaluate(config: Config) -> dict:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
         return run.results
     keras.utils.set_random_seed(config.seed)
-    width = masked_lm_width(config.preset, config.model or "tiny")
+    width = model_width(config.preset, config.model or "tiny")
     precision = run.keep("chosen_precision", choose_precision(config.precision, config.jit, width))
     keras.config.set_dtype_policy(precision)
     replicas = strategy.num_replicas_in_sync
@@ -187,8 +187,8 @@ def train_and_evaluate(config: Config) -> dict:
         print_plan(model, schedule, total_steps, count_tokens(sequences, rule.pad_id), batch, vocabulary.pieces)
         return {}
 
-    checkpoints = Checkpoints(run.workdir, model, config.checkpoint_every)
-    log = StepLog(run.workdir, asdict(config), steps["train"], first_step=checkpoints.restore())
+    checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
+    log = FitLog(run.workdir, asdict(config), steps["train"], first_step=checkpoints.restore())
     profile = Profile(run.workdir, step_range(config.profile_steps))
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     scores = {}

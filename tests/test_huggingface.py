@@ -20,7 +20,7 @@ from common.huggingface import export_bert
 from common.models import (
     masked_lm_from_preset,
     masked_lm_from_size,
-    masked_lm_width,
+    model_width,
     preset_vocabulary,
     save_preset,
 )
@@ -88,7 +88,7 @@ def test_what_is_written_is_read_back_to_the_bit(preset, exported, vocabulary, t
     before, after = (masked_lm_from_preset(folder) for folder in (preset, exported))
     assert_same_weights(after, before)
     assert preset_vocabulary(exported) == preset_vocabulary(preset) == vocabulary
-    assert masked_lm_width(exported, "nano") == 128
+    assert model_width(exported, "nano") == 128
     assert all(masked_lm_from_preset(folder, dropout=0.3).backbone.dropout == 0.3 for folder in (preset, exported))
     assert bert_mlm.Config(preset=exported, seq_length=512)
     with pytest.raises(UserError, match="--seq-length 513 is more than the 512 positions of the preset"):

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from common.callbacks import StepLog
+from common.callbacks import FitLog
 from common.checks import check_push_to
 from common.command_line import UserError
 from common.model_card import model_card
@@ -76,7 +76,7 @@ def fit(small, callbacks, epochs=2):
 
     Path(config.workdir).mkdir()
     save = functools.partial(save_preset, model, vocabulary, 32)
-    log = StepLog(Path(config.workdir), {}, 2)
+    log = FitLog(Path(config.workdir), {}, 2)
     history = model.fit(
         batches("train"),
         epochs=epochs,
@@ -332,7 +332,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from common import publish
 from tests import test_publish as t
-from common.checkpoints import Checkpoints
+from common.callbacks import FitCheckpoints
 from common.command_line import UserError, run
 
 def main(end):
@@ -347,7 +347,7 @@ def main(end):
 
     def callbacks(folder, save):
         wait = t.keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epoch and sys.stdin.readline())
-        checkpoints = Checkpoints(folder, save.args[0], 100)
+        checkpoints = FitCheckpoints(folder, save.args[0], 100)
         publish = stack.enter_context(t.Publish(t.URI, folder, save))
         return [checkpoints, publish, wait]
 

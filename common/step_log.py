@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A line for each step: the record that a run's results are computed from."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from common.cluster import is_chief
+from common.replicas import COUNTS, MEANS
+
+
+class StepLog:
+    """Writes each step's own values to `steps.jsonl`, a run's record: one that goes on from step n keeps n lines of it.
+
+    A line has `step` (from 1), `loss`, `accuracy`, `learning_rate` (that the step used), `labels` (over which loss and
+    accuracy are means), `tokens`, and `slots`, the places for tokens. Of several workers, only the chief writes.
+
+    Args:
+        workdir: the run's folder.
+        steps_per_epoch: steps over which an epoch's means are taken.
+        first_step: steps that the run has done before.
+
+    Attributes:
+        first_step: see above.
+        step: steps done.
+        learning_rate: the `first`, `peak` and `last` that steps used.
+        epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far.
+        padding_fraction: share of the places for tokens that held none.
+        seconds, tokens_per_second: of this process's steps but its first call, which holds the compilation; padding not
+            counted.
+    """
+
+    def __init__(self, workdir: Path, steps_per_epoch: int, first_step: int = 0):
+        super().__init__()
+        self.first_step = self.step = first_step
+        self.steps_per_epoch = steps_per_epoch
+        self.learning_rate = {}
+        self.seconds = self.tokens_per_second = 0.0
+        self._calls = self._timed_tokens = self._tokens = self._slots = 0
+        self._epoch_labels, self._epoch_totals = 0, dict.fromkeys(MEANS, 0.0)
+        if not is_chief():
+            self._lines = Path(os.devnull).open("w")  # noqa: SIM115
+            return
+        path = workdir / "steps.jsonl"
+        kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:first_step] if first_step else []
+        for line in kept:
+            self._count(json.loads(line))
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text("".join(kept), encoding="utf-8")
+        os.replace(unfinished, path)  # at once, so that a kill never takes lines of steps that are saved
+        self._lines = path.open("a", encoding="utf-8", buffering=1)
+
+    @property
+    def epoch(self) -> dict[str, float]:
+        """See the class."""
+        return {name: total / self._epoch_labels for name, total in self._epoch_totals.items()}
+
+    @property
+    def padding_fraction(self) -> float:
+        """See the class."""
+        return 1 - self._tokens / self._slots
+
+    def record(self, values: dict[str, np.ndarray], seconds: float) -> None:
+        """Writes the lines of the steps of one call.
+
+        Args:
+            values: a vector for each entry of a line but `step`, with a number for each step.
+            seconds: that the call took.
+        """
+        self._calls += 1
+        if self._calls > 1:
+            self.seconds += seconds
+            self._timed_tokens += int(values["tokens"].sum())
+            self.tokens_per_second = self._timed_tokens / self.seconds
+        for i in range(len(values["loss"])):
+            self.step += 1
+            means = {name: float(values[name][i]) for name in (*MEANS, "learning_rate")}
+            line = {"step": self.step, **means, **{name: int(values[name][i]) for name in COUNTS}}
+            self._lines.write(json.dumps(line) + "\n")
+            self._count(line)
+
+    def _count(self, line: dict) -> None:
+        if (line["step"] - 1) % self.steps_per_epoch == 0:
+            self._epoch_labels = 0
+            self._epoch_totals = dict.fromkeys(MEANS, 0.0)
+        self._epoch_labels += line["labels"]
+        for name in self._epoch_totals:
+            self._epoch_totals[name] += line[name] * line["labels"]
+        rate = line["learning_rate"]
+        past = self.learning_rate
+        self.learning_rate = {"first": past.get("first", rate), "peak": max(past.get("peak", rate), rate), "last": rate}
+        self._tokens += line["tokens"]
+        self._slots += line["slots"]

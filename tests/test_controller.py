@@ -1,0 +1,187 @@
+import json
+import math
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common.checkpoints import Checkpoints
+from common.controller import Controller, Evaluator, Trainer, when_best
+from common.optimizers import do_not_reduce_again
+from common.replicas import first_replica, sum_over_replicas
+from common.strategy import distribute, make_strategy
+
+BATCH = 8
+TRUE = np.array([[1.0], [-2.0], [0.5]], np.float32)
+
+
+def batches(first, **shard):
+    def make(step):
+        x = tf.random.stateless_normal([BATCH, 3], [step, 0])
+        return x, x @ TRUE
+
+    parts = tf.data.Dataset.range(first, 10**6).map(make)
+    half = BATCH // shard["num_shards"]
+    return parts.map(lambda *pair: [part[shard["shard"] * half :][:half] for part in pair])
+
+
+class LeastSquares(Trainer):
+    def __init__(self, strategy, model, optimizer, first=0):
+        super().__init__(distribute(strategy, lambda **shard: batches(first, **shard)))
+        self.strategy, self.model, self.optimizer = strategy, model, optimizer
+        self.loops = []
+
+    def train_loop_begin(self):
+        self.loops.append("begin")
+
+    def train_step(self, iterator):
+        def replica_step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((self.model(x) - y) ** 2) / BATCH
+            gradients = tape.gradient(loss, self.model.trainable_variables)
+            gradients, loss = sum_over_replicas((gradients, loss))
+            self.optimizer.apply(gradients, self.model.trainable_variables)
+            return {"loss": loss}
+
+        return first_replica(self.strategy, self.strategy.run(replica_step, args=next(iterator)))
+
+    def train_loop_end(self, values, seconds):
+        self.loops.append(len(values["loss"]))
+        return super().train_loop_end(values, seconds)
+
+
+class Distance(Evaluator):
+    def __init__(self, strategy, model):
+        super().__init__(distribute(strategy, lambda **shard: batches(0, **shard)))
+        self.strategy, self.model = strategy, model
+        self.begun = 0
+
+    def eval_begin(self):
+        self.begun += 1
+
+    def eval_step(self, iterator):
+        def replica_step(x, y):
+            return sum_over_replicas(tf.reduce_sum(tf.abs(self.model(x) - y)))
+
+        return first_replica(self.strategy, self.strategy.run(replica_step, args=next(iterator)))
+
+    def eval_end(self, outputs):
+        return {"closeness": -float(sum(outputs)) / BATCH / len(outputs)}
+
+
+def make(folder, replicas=1, every=10**6, **options):
+    strategy = make_strategy(replicas)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    do_not_reduce_again(optimizer)
+    checkpoints = Checkpoints(folder, every, model=model, optimizer=optimizer)
+    step = checkpoints.restore()
+    return model, Controller(
+        trainer=LeastSquares(strategy, model, optimizer, step),
+        evaluator=Distance(strategy, model),
+        eval_steps=2,
+        global_step=step,
+        checkpoint_manager=checkpoints,
+        summary_dir=folder / "tensorboard",
+        **options,
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_it_trains_and_evaluates_by_turns(tmp_path, capsys, replicas):
+    seen = []
+    model, controller = make(tmp_path, replicas, steps_per_loop=4, eval_actions=[lambda *given: seen.append(given)])
+    output = controller.train_and_evaluate(20, eval_interval=6)
+    assert controller.trainer.loops == [
+        "begin",
+        4,
+        "begin",
+        2,
+        "begin",
+        2,
+        "begin",
+        4,
+        "begin",
+        4,
+        "begin",
+        2,
+        "begin",
+        2,
+    ]
+    assert [step for step, _ in seen] == [6, 12, 18, 20] and controller.evaluator.begun == 4
+    assert seen[-1][1] == output and output["closeness"] > seen[0][1]["closeness"]
+    np.testing.assert_allclose(model.get_weights()[0], TRUE, atol=0.2)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[0].strip() for line in printed].count("train") == 7
+    assert "steps/s | loss" in printed[0]
+
+
+def test_replicas_train_as_one_device_does(tmp_path):
+    weights = []
+    for replicas in (1, 2, 4):
+        model, controller = make(tmp_path / str(replicas), replicas, steps_per_loop=3)
+        controller.train(10)
+        weights.append(model.get_weights()[0])
+    np.testing.assert_allclose(weights[1:], [weights[0]] * 2, rtol=1e-6)
+
+
+def test_summaries(tmp_path):
+    _, controller = make(tmp_path, steps_per_loop=2, summary_interval=4)
+    controller.train_and_evaluate(8, eval_interval=4)
+    board = EventAccumulator(str(tmp_path / "tensorboard"), {"tensors": 0})
+    board.Reload()
+    steps = {tag: [event.step for event in board.Tensors(tag)] for tag in board.Tags()["tensors"]}
+    assert steps == {"train/loss": [4, 8], "train/steps_per_second": [4, 8], "validation/closeness": [4, 8]}
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path):
+    whole, controller = make(tmp_path / "whole", steps_per_loop=4)
+    output = controller.train_and_evaluate(20, eval_interval=10)
+
+    def stop(step, output):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    _, controller = make(tmp_path / "stopped", steps_per_loop=4, eval_actions=[stop])
+    with pytest.raises(SystemExit) as ended:
+        controller.train_and_evaluate(20, eval_interval=10)
+    assert ended.value.code == 143 and controller.global_step == 10
+    model, controller = make(tmp_path / "stopped", steps_per_loop=4)
+    assert controller.global_step == 10
+    assert controller.train_and_evaluate(20, eval_interval=10) == output
+    assert (model.get_weights()[0] == whole.get_weights()[0]).all()
+    _, controller = make(tmp_path / "stopped", steps_per_loop=4)
+    assert controller.train_and_evaluate(20, eval_interval=10) == output  # once more, where only this was left to do
+    assert controller.trainer.loops == []
+
+
+def test_checkpoints_are_written_where_due_and_at_the_end(tmp_path):
+    _, controller = make(tmp_path, every=5, steps_per_loop=2)
+    controller.train(11)
+    saved = [path.rsplit("-", 1)[1] for path in controller.checkpoint_manager.manager.checkpoints]
+    assert saved == ["6", "10", "11"]
+
+
+def test_init_fn_is_called_where_there_is_nothing_to_go_on_from(tmp_path):
+    _, controller = make(tmp_path)
+    called = []
+    checkpoints = controller.checkpoint_manager
+    assert checkpoints.restore(init_fn=lambda: called.append("begins")) == 0 and called == ["begins"]
+    controller.train(3)
+    assert checkpoints.restore(init_fn=lambda: called.append("again")) == 3 and called == ["begins"]
+
+
+def test_when_best_remembers(tmp_path):
+    saved = []
+    for step, closeness in enumerate([-3.0, -1.0, -2.0, -1.0, -0.5]):
+        action = when_best(
+            "closeness", lambda step, output: saved.append(step), tmp_path / "best.json"
+        )  # a new process
+        action(step, {"closeness": closeness, "other": math.nan})
+    assert saved == [0, 1, 4]
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 4, "closeness": -0.5}

@@ -1,0 +1,286 @@
+"""The two recipes that fine-tune are the same job: by a Controller, and by an explicit loop."""
+
+import csv
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from sklearn.metrics import accuracy_score, f1_score
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common.order import steps_per_epoch
+from common.roles import role_pairs
+from common.schedules import WarmUpPolynomialDecay
+from common.strategy import distribute, make_strategy
+from common.text_batches import numbered_batches, with_labels
+from recipes import glue_controller, glue_custom_loop
+from tests.test_bert_mlm import weights_of
+
+ROOT = Path(__file__).parent.parent
+RECIPES = pytest.mark.parametrize("recipe", [glue_controller, glue_custom_loop], ids=lambda recipe: recipe.__name__)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Path:
+    """Files of one's own: a few generated pairs."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for split, rows in role_pairs().items():
+        with (folder / f"{split}.csv").open("w", newline="") as file:
+            count = 200 if split == "train" else 45
+            csv.writer(file).writerows([("first", "second", "same"), *rows[:count]])
+    return folder
+
+
+@pytest.fixture
+def small(pairs, tmp_path):
+    return {
+        "task": "own",
+        "data": str(pairs),
+        "text_columns": "first,second",
+        "label_column": "same",
+        "workdir": str(tmp_path / "run"),
+        "model": "nano",
+        "vocabulary_size": 300,
+        "seq_length": 32,
+        "batch_size": 8,
+        "epochs": 4,
+    }
+
+
+def steps_of(results):
+    lines = Path(results["config"]["workdir"], "steps.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def predictions_of(results, split="validation"):
+    return Path(results["config"]["workdir"], "predictions", f"{split}.tsv").read_text()
+
+
+def fit(config):
+    """The losses and the validation logits of Keras's fit: the same data, seed, order and schedule."""
+    strategy = make_strategy(config.replicas)
+    keras.utils.set_random_seed(config.seed)
+    texts, vocabulary, encoded = glue_controller.make_datasets(config)
+    replicas = strategy.num_replicas_in_sync
+    epoch_steps = steps_per_epoch(len(encoded["train"]), config.batch_size * replicas)
+    total_steps = epoch_steps * config.epochs
+    schedule = WarmUpPolynomialDecay(5e-4 * replicas, int(0.1 * total_steps), total_steps)
+    with strategy.scope():
+        model = glue_controller.build_model(config, vocabulary, 2, schedule)
+    batches = functools.partial(
+        numbered_batches, encoded["train"], vocabulary, config.batch_size, replicas, range(total_steps), config.seed
+    )
+    labelled = with_labels(texts.splits["train"].labels)
+    losses = []
+    model.fit(
+        distribute(strategy, lambda **shard: batches(**shard).map(labelled)),
+        steps_per_epoch=total_steps,
+        callbacks=[
+            keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: losses.extend(model.step_values["loss"])
+            )
+        ],
+        verbose=0,
+    )
+    ((x, examples),) = numbered_batches(encoded["validation"], vocabulary, 45, 1, range(1))
+    return losses, model.predict_on_batch(x)[np.argsort(examples)]
+
+
+def test_controller_loop_and_fit_agree(small, tmp_path):
+    by_controller, by_loop = (
+        recipe.train_and_evaluate(recipe.Config(**small | {"workdir": str(tmp_path / recipe.__name__), "replicas": 2}))
+        for recipe in (glue_controller, glue_custom_loop)
+    )
+    losses, logits = fit(glue_controller.Config(**small | {"replicas": 2}))
+    assert len(losses) == 52 == by_loop["steps"] == by_controller["steps"]
+    assert [step["loss"] for step in steps_of(by_loop)] == pytest.approx(losses, rel=1e-5)
+    assert [step["loss"] for step in steps_of(by_controller)] == pytest.approx(losses, rel=1e-5)
+    predicted = "".join(f"{i}\t{label}\n" for i, label in enumerate(logits.argmax(axis=1)))
+    assert predictions_of(by_controller) == predictions_of(by_loop) == "index\tprediction\n" + predicted
+    own = {"recipe", "seconds", "tokens_per_second", "peak_memory_mb", "config"}
+    assert {k: v for k, v in by_loop.items() if k not in own} == {
+        k: v for k, v in by_controller.items() if k not in own
+    }
+
+
+@RECIPES
+def test_replicas_train_as_one_device_does(recipe, small, tmp_path):
+    results = [
+        recipe.train_and_evaluate(
+            recipe.Config(
+                **small
+                | {"workdir": str(tmp_path / str(replicas)), "replicas": replicas, "batch_size": 16 // replicas}
+                | {"dropout": 0.0, "learning_rate": 1e-3 / replicas, "max_steps": 20}
+            )
+        )
+        for replicas in (1, 2, 4)
+    ]
+    one, *others = [[step["loss"] for step in steps_of(each)] for each in results]
+    for losses in others:
+        assert losses == pytest.approx(one, rel=1e-6)
+    assert results[1]["val_loss"] == pytest.approx(results[0]["val_loss"], rel=1e-6)
+
+
+@RECIPES
+def test_what_a_run_leaves_behind(recipe, small, pairs):
+    config = recipe.Config(**small | {"max_steps": 20, "replicas": 2})
+    results = recipe.train_and_evaluate(config)
+    assert recipe.train_and_evaluate(config) == results  # complete: not trained again
+    with (pairs / "validation.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    labels = [int(row["same"]) for row in rows]
+    predicted = [int(line.split("\t")[1]) for line in predictions_of(results).splitlines()[1:]]
+    assert results["val_accuracy"] == pytest.approx(accuracy_score(labels, predicted), abs=1e-6)
+    assert results["val_f1"] == pytest.approx(f1_score(labels, predicted), abs=1e-6)
+    assert results["val_majority_accuracy"] == pytest.approx(max(np.bincount(labels)) / len(labels))
+    rates = results["learning_rate"]
+    assert rates["peak"] == pytest.approx(1e-3) and rates["last"] == pytest.approx(1e-3 / 18)
+
+    workdir = Path(config.workdir)
+    # KerasHub alone loads the preset, tokenises, and gives the same.
+    plain = keras_hub.models.TextClassifier.from_preset(str(workdir / "preset"))
+    theirs = plain.predict((([row["first"] for row in rows], [row["second"] for row in rows])), verbose=0)
+    assert theirs.argmax(axis=1).tolist() == predicted
+
+    board = EventAccumulator(str(workdir / "tensorboard"), {"tensors": 0})
+    board.Reload()
+    tags = set(board.Tags()["tensors"])
+    assert {"train/loss", "train/learning_rate", "validation/val_accuracy", "validation/confusion"} <= tags
+    table = board.Tensors("validation/confusion")[-1].tensor_proto.string_val[0].decode()
+    cells = [int(cell) for cell in re.findall(r"(?<=\| )\d+(?= \|)", table.split("---")[-1])]
+    assert cells[1::3] + cells[2::3] == [
+        sum(pair == (true, guess) for pair in zip(labels, predicted, strict=True))
+        for guess in (0, 1)
+        for true in (0, 1)
+    ]
+
+
+@RECIPES
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+def test_half_precision(recipe, small, precision, tmp_path):
+    losses = []
+    for policy in ("float32", precision):
+        knobs = small | {"workdir": str(tmp_path / policy), "precision": policy, "max_steps": 26, "dropout": 0.0}
+        results = recipe.train_and_evaluate(recipe.Config(**knobs, replicas=2))
+        losses.append(np.mean([step["loss"] for step in steps_of(results)[-5:]]))
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+def test_a_masked_language_model_is_fine_tuned(small, tmp_path, wikitext):
+    from recipes import bert_mlm
+
+    knobs = {"corpus": str(wikitext), "workdir": str(tmp_path / "mlm"), "vocabulary_size": 300, "seq_length": 32}
+    bert_mlm.train_and_evaluate(bert_mlm.Config(**knobs, model="nano", max_steps=3, batch_size=8))
+    config = glue_controller.Config(**small | {"model": None, "preset": str(tmp_path / "mlm/preset"), "max_steps": 1})
+    results = glue_controller.train_and_evaluate(config)
+    assert results["learning_rate"]["peak"] == pytest.approx(2 * 3e-5)
+    pretrained, tuned = (
+        weights_of({"config": {"workdir": str(folder)}}) for folder in (tmp_path / "mlm", config.workdir)
+    )
+    moved = [
+        np.abs(tuned[name] - weight).max()
+        for name, weight in pretrained.items()
+        if name in tuned and tuned[name].shape == weight.shape and "embedding" in name
+    ]
+    assert moved and max(moved) < 1e-3
+
+
+def test_the_test_split_of_glue_is_predicted(tmp_path):
+    rows = role_pairs()["validation"][:40]
+    for name, part in (("train", rows), ("dev", rows[:10])):
+        lines = "".join(f"{label}\t1\t2\t{first}\t{second}\n" for first, second, label in part)
+        (tmp_path / f"{name}.tsv").write_text("\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n" + lines)
+    lines = "".join(f"{i}\t1\t2\t{first}\t{second}\n" for i, (first, second, _) in enumerate(rows[:7]))
+    (tmp_path / "test.tsv").write_text("\ufeffindex\t#1 ID\t#2 ID\t#1 String\t#2 String\n" + lines)
+    knobs = {"task": "mrpc", "data": str(tmp_path), "workdir": str(tmp_path / "run"), "model": "nano", "max_steps": 2}
+    for recipe in (glue_controller, glue_custom_loop):
+        results = recipe.train_and_evaluate(recipe.Config(**knobs, vocabulary_size=300, batch_size=4, overwrite=True))
+        written = (tmp_path / "run/predictions/MRPC.tsv").read_text().splitlines()
+        assert written[0] == "index\tprediction" and [line.split("\t")[0] for line in written[1:]] == list("0123456")
+        assert "test_accuracy" not in results
+
+
+def command(recipe, small, workdir, *more):
+    knobs = small | {"workdir": workdir, "checkpoint_every": 4}
+    words = [word for name, value in knobs.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    return [sys.executable, "-m", "recipes", *more, recipe.__name__.split(".")[1], *words]
+
+
+def lines_in(path):
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def same_bits(ours, theirs):
+    ours, theirs = (json.loads((workdir / "results.json").read_text()) for workdir in (ours, theirs))
+    assert steps_of(ours) == steps_of(theirs) and predictions_of(ours) == predictions_of(theirs)
+    for name, weight in weights_of(theirs).items():
+        np.testing.assert_array_equal(weights_of(ours)[name], weight, err_msg=name)
+    return ours
+
+
+@pytest.mark.slow
+@RECIPES
+def test_killed_it_goes_on_with_the_same_bits(recipe, small, tmp_path):
+    more = ["--steps-per-loop", "3"] if recipe is glue_controller else []
+    subprocess.run([*command(recipe, small, tmp_path / "whole", "run"), *more], check=True, stdout=subprocess.DEVNULL)
+    for sig, status in ((signal.SIGKILL, -9), (signal.SIGTERM, 143)):
+        workdir = tmp_path / sig.name
+        begun = subprocess.Popen([*command(recipe, small, workdir, "run"), *more], stdout=subprocess.DEVNULL)
+        while begun.poll() is None and lines_in(workdir / "steps.jsonl") < 21:
+            time.sleep(0.002)
+        begun.send_signal(sig)
+        assert begun.wait(60) == status
+        subprocess.run([*command(recipe, small, workdir, "run"), *more], check=True, stdout=subprocess.DEVNULL)
+        assert 16 <= same_bits(workdir, tmp_path / "whole")["resumed_from_step"] < 52
+
+
+@pytest.mark.slow
+@RECIPES
+def test_two_workers_train_as_one_process_does(recipe, small, tmp_path):
+    knobs = small | {"dropout": 0.0, "max_steps": 20}
+    for words, name in ((["launch", "--workers", "2"], "two"), (["run"], "one")):
+        subprocess.run(command(recipe, knobs, tmp_path / name, *words), check=True, stdout=subprocess.DEVNULL)
+    two, one = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("two", "one"))
+    assert two["workers"] == 2 and predictions_of(two) == predictions_of(one)
+    assert [step["loss"] for step in steps_of(two)] == pytest.approx([s["loss"] for s in steps_of(one)], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_parameter_servers_survive_a_worker(small, tmp_path):
+    words = ["launch", "--parameter-servers", "1", "--workers", "2", "--restarts", "1"]
+    knobs = small | {"epochs": 40}
+    launched = subprocess.Popen(
+        command(glue_custom_loop, knobs, tmp_path / "run", *words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while launched.poll() is None and lines_in(tmp_path / "run/steps.jsonl") < 40:
+        time.sleep(0.01)
+    children = Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()
+    worker = next(pid for pid in children if '"type": "worker", "index": 1' in Path(f"/proc/{pid}/environ").read_text())
+    os.kill(int(worker), signal.SIGKILL)
+    output, _ = launched.communicate(timeout=200)
+    assert launched.returncode == 0 and "worker 2 was killed by SIGKILL" in output and "0 restart(s) left" in output
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert [step["step"] for step in steps_of(results)] == list(range(1, 25 * 40 + 1))
+    assert results["train_loss"] < 0.69
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glue_controller", "bert_mlm"])
+def test_other_recipes_refuse_parameter_servers(name, tmp_path):
+    words = ["--parameter-servers", "1", "--workers", "1", name, "--workdir", str(tmp_path / "run")]
+    refused = subprocess.run([sys.executable, "-m", "recipes", "launch", *words], capture_output=True, text=True)
+    assert refused.returncode == 2 and "refuses parameter servers (keras-team/keras#18624)" in refused.stderr
+    assert "Traceback" not in refused.stderr

@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+
+from common.models import BertTextClassifier, preprocessor
+from common.text_batches import encode, in_order, numbered_batches, with_labels
+from common.wordpiece import WordPieces
+
+WORDS = ["the", "a", "cat", "dog", "sees", "hears", "old", "young", "and"]
+VOCABULARY = WordPieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS], lowercase=True, strip_accents=True)
+
+
+def sentences(count, longest, seed=0):
+    draw = np.random.default_rng(seed)
+    return [" ".join(draw.choice(WORDS, draw.integers(1, longest))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_texts_are_encoded_as_keras_hub_does(columns):
+    texts = list(zip(*(sentences(200, 30, seed) for seed in range(columns)), strict=True))
+    given = tuple(list(column) for column in zip(*texts, strict=True))
+    kerashub = preprocessor(BertTextClassifier, VOCABULARY, 24)(x=given if columns == 2 else given[0])
+    batches = numbered_batches(encode(texts, VOCABULARY, 24), VOCABULARY, 200, 1, range(1))
+    (ours, examples), *none = list(batches)
+    assert examples.numpy().tolist() == list(range(200)) and not none
+    for name, theirs in kerashub.items():
+        np.testing.assert_array_equal(ours[name], np.array(theirs).astype(np.int32), err_msg=name)
+
+
+def test_a_batch_is_as_long_as_its_longest_example_on_every_replica():
+    texts = [("cat",)] * 7 + [(" ".join(["dog"] * 40),)] + [("cat",)] * 8
+    encoded = encode(texts, VOCABULARY, 128)
+    for shard in range(2):
+        batches = numbered_batches(encoded, VOCABULARY, 4, 2, range(2), num_shards=2, shard=shard)
+        assert [x["token_ids"].shape[1] for x, _ in batches] == [64, 32]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_each_example_comes_once_an_epoch_in_another_order_each(replicas):
+    encoded = encode([(text,) for text in sentences(30, 20)], VOCABULARY, 32)
+    labels = list(range(30))
+    epochs = [range(4), range(4, 8)]  # of 8 examples
+    orders = []
+    for steps in epochs:
+        shards = [
+            numbered_batches(encoded, VOCABULARY, 8 // replicas, replicas, steps, 7, replicas, shard)
+            for shard in range(replicas)
+        ]
+        of_step = [np.concatenate([examples for _, examples in batch]) for batch in zip(*shards, strict=True)]
+        orders.append([sorted(examples) for examples in of_step])
+        used = np.concatenate(of_step)
+        assert sorted(used[used >= 0]) == labels and sum(used < 0) == 2
+    assert orders[0] != orders[1]
+    whole = numbered_batches(encoded, VOCABULARY, 8, 1, range(8), 7)
+    assert [sorted(examples.numpy()) for _, examples in whole] == orders[0] + orders[1]
+    for x, y, weight in numbered_batches(encoded, VOCABULARY, 8, 1, range(8), 7).map(with_labels(labels)):
+        for ids, label, used in zip(x["token_ids"], y, weight, strict=True):
+            assert not used or (ids.numpy() == encoded[label][: len(ids)]).all()
+
+
+def test_rows_come_back_in_the_examples_order():
+    import tensorflow as tf
+
+    batches = [(tf.constant([2, -1]), tf.constant([[2.0], [9.0]])), (tf.constant([1, 0]), tf.constant([[1.0], [0.0]]))]
+    assert in_order(batches, 3).tolist() == [[0.0], [1.0], [2.0]]
