@@ -1,0 +1,234 @@
+import json
+import re
+
+import datasets
+import pytest
+
+from common import glue
+from common.command_line import UserError
+from common.glue import open_examples, write_predictions
+from common.labelled import HELD_OUT
+
+# In GLUE's own form: a byte-order mark, and quotation marks that stand for themselves, also alone at a field's start.
+MRPC = {
+    "train.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+    "1\t10\t11\tHe said it doesn 't fit .\t\" It does not fit .\n"
+    '0\t12\t13\t"\tHis wife said , " No .\n',
+    "dev.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t14\t15\tA\u2028b .\tC .\n",
+    "test.tsv": "\ufeffindex\t#1 ID\t#2 ID\t#1 String\t#2 String\n7\t16\t17\tD .\tE .\n8\t18\t19\tF .\tG .\n",
+}
+SST2 = {
+    "train.tsv": 'sentence\tlabel\na " gorgeous film \t1\ndull \t0\n',
+    "dev.tsv": "sentence\tlabel\nit 's slow . \t0\n",
+    "test.tsv": "index\tsentence\n0\tuneasy mishmash\n1\tfun\n",
+}
+
+
+def write(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(folder)
+
+
+def test_mrpc_in_glues_own_form(tmp_path):
+    found = open_examples("mrpc", write(tmp_path / "mrpc", MRPC))
+    assert found.classes == ["0", "1"] and found.submission == "MRPC.tsv"
+    assert list(found.splits) == ["train", "validation", "test"]
+    train, validation, test = found.splits.values()
+    assert train.texts == [("He said it doesn 't fit .", '" It does not fit .'), ('"', 'His wife said , " No .')]
+    assert train.labels == [1, 0] and train.indices == ["0", "1"]
+    assert validation.texts == [("A\u2028b .", "C .")] and validation.labels == [1]
+    assert test.texts == [("D .", "E ."), ("F .", "G .")]
+    assert test.labels is None and test.indices == ["7", "8"]
+
+
+def test_sst2_in_glues_own_form_with_windows_line_ends(tmp_path):
+    windows = {name: text.replace("\n", "\r\n") for name, text in SST2.items()}
+    found = open_examples("sst2", write(tmp_path / "unix", SST2))
+    assert found == open_examples("sst2", write(tmp_path / "windows", windows))
+    assert found.submission == "SST-2.tsv"
+    assert found.splits["train"].texts == [('a " gorgeous film ',), ("dull ",)]
+    assert found.splits["train"].labels == [1, 0]
+    assert found.splits["test"].indices == ["0", "1"] and found.splits["test"].labels is None
+
+
+def test_a_test_split_is_not_needed(tmp_path):
+    folder = write(tmp_path, {name: text for name, text in MRPC.items() if name != "test.tsv"})
+    assert list(open_examples("mrpc", folder).splits) == ["train", "validation"]
+
+
+@pytest.mark.parametrize("task", ["mrpc", "sst2"])
+def test_as_the_hub_gives_it(task, tmp_path, monkeypatch):
+    """The hub cannot be reached from here: a local folder with the same columns, read by the real library."""
+    local = open_examples(task, write(tmp_path / "local", {"mrpc": MRPC, "sst2": SST2}[task]))
+    hub = tmp_path / "hub"
+    for split, examples in local.splits.items():
+        texts = zip(*examples.texts, strict=True)
+        columns = dict(zip(["sentence1", "sentence2"] if task == "mrpc" else ["sentence"], texts, strict=True))
+        columns["label"] = examples.labels or [-1] * len(examples.texts)
+        columns["idx"] = [int(index) for index in examples.indices]
+        features = datasets.Dataset.from_dict(columns)
+        features = features.cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
+        (hub / task).mkdir(parents=True, exist_ok=True)
+        features.to_parquet(hub / task / f"{split}-0.parquet")
+    files = "\n".join(f"  - {{split: {split}, path: {task}/{split}-*}}" for split in local.splits)
+    (hub / "README.md").write_text(f"---\nconfigs:\n- config_name: {task}\n  data_files:\n{files}\n---\n")
+    monkeypatch.setattr(glue, "HUB_NAME", str(hub))
+    assert open_examples(task) == local
+
+
+def test_the_hub_out_of_reach_says_what_to_do():
+    with pytest.raises(UserError, match="cannot fetch nyu-mll/glue .* give their folder: --data FOLDER"):
+        open_examples("mrpc")
+
+
+def test_csv_has_quoted_commas_quotes_and_line_breaks(tmp_path):
+    content = 'id,review,stars\n1,"Good, really\n""good"".",10\n2,Bad,9\n\n'
+    files = {"train.csv": content, "validation.csv": content, "test.csv": "review\nSo so\n"}
+    found = open_examples(None, write(tmp_path, files), "review", "stars")
+    assert found.classes == ["9", "10"] and found.submission == "test.tsv"  # sorted as numbers
+    assert found.splits["train"].texts == [('Good, really\n"good".',), ("Bad",)]
+    assert found.splits["train"].labels == [1, 0]
+    assert found.splits["test"].texts == [("So so",)] and found.splits["test"].labels is None
+
+
+def test_jsonl_and_two_texts(tmp_path):
+    rows = [{"a": "x\ty", "b": "z", "kind": kind} for kind in ("spam", "ham", "eggs")]
+    content = "\n".join(map(json.dumps, rows)) + "\n"
+    found = open_examples(
+        None, write(tmp_path, {f"{s}.jsonl": content for s in ("train", "dev", "test")}), "a, b", "kind"
+    )
+    assert found.classes == ["eggs", "ham", "spam"]
+    assert found.splits["train"].texts == [("x\ty", "z")] * 3
+    assert found.splits["test"].labels == [2, 1, 0]
+    whole = "\n".join(json.dumps({"a": "t", "label": label}) for label in (3, 20, 3))
+    assert open_examples(None, write(tmp_path, {"train.jsonl": whole, "dev.jsonl": whole}), "a", "label").classes == [
+        "3",
+        "20",
+    ]
+
+
+def test_a_tenth_of_a_single_file_is_held_out(tmp_path):
+    lines = [f"Text number {n}.\t{'even' if n % 2 == 0 else 'odd'}\n" for n in range(2000)]
+    write(tmp_path, {"all.tsv": "text\tlabel\n" + "".join(lines), "half.tsv": "text\tlabel\n" + "".join(lines[:1000])})
+    found = open_examples(None, str(tmp_path / "all.tsv"), "text", "label")
+    train, validation = found.splits["train"], found.splits["validation"]
+    assert found.classes == ["even", "odd"]
+    assert len(validation.texts) == pytest.approx(2000 / HELD_OUT, rel=0.2)
+    numbers = [int(re.search(r"\d+", text)[0]) for (text,) in train.texts + validation.texts]
+    assert sorted(numbers) == list(range(2000))
+    assert [number % 2 for number in numbers] == train.labels + validation.labels
+    half = open_examples(None, str(tmp_path / "half.tsv"), "text", "label")
+    assert set(half.splits["validation"].texts) < set(validation.texts)  # an example's split is its own
+
+
+def test_roles():
+    found = open_examples("roles")
+    assert found.classes == ["0", "1"] and list(found.splits) == ["train", "validation"]
+    assert all(len(texts) == 2 for examples in found.splits.values() for texts in examples.texts)
+
+
+def test_predictions_as_glue_wants_them(tmp_path):
+    write_predictions(tmp_path / "MRPC.tsv", ["7", "8"], ["1", "0"])
+    assert (tmp_path / "MRPC.tsv").read_bytes() == b"index\tprediction\n7\t1\n8\t0\n"
+    with pytest.raises(ValueError):
+        write_predictions(tmp_path / "MRPC.tsv", ["7", "8"], ["1"])
+
+
+# Files put over those of a good folder (None: taken away), and words of the message.
+GLUE_FOLDERS = [
+    ({"train.tsv": None}, "has no train.tsv"),
+    ({"dev.tsv": None}, "has no dev.tsv or validation.tsv"),
+    ({"dev.tsv": ""}, "dev.tsv is empty"),
+    ({"dev.tsv": " \n\n"}, "dev.tsv is empty"),
+    ({"dev.tsv": "sentence\tlabel\n"}, "the split validation has no examples"),
+    ({"dev.tsv": "text\tlabel\nA\t1\n"}, "dev.tsv, line 2 has no column sentence; it has text, label"),
+    ({"dev.tsv": "sentence\tlabel\nA\t1\nB\n"}, "dev.tsv, line 3 has 1 fields, the first line 2: sentence, label"),
+    ({"dev.tsv": "sentence\tlabel\nA\tB\t1\n"}, "dev.tsv, line 2 has 3 fields, the first line 2"),
+    ({"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "gives two columns the same name"),
+    ({"dev.tsv": "sentence\tlabel\nA\t1\nB\t2\n"}, "dev.tsv, line 3: the label '2' is none of 0, 1"),
+    ({"dev.tsv": "sentence\tlabel\nA\t1\n" + "B\t\n"}, "dev.tsv, line 3: the label '' is none of 0, 1"),
+    ({"dev.tsv": b"sentence\tlabel\nA\t1\ncaf\xe9 \t1\n"}, "dev.tsv, line 3 is not UTF-8 text (invalid continuation"),
+    ({"dev.tsv": b"\0\1\2"}, "is a binary file"),
+    ({"train.tsv": "sentence\tlabel\nA\t1\nB\t1\n"}, "all labels of the split train are the same"),
+    ({"test.tsv": "index\ttext\n0\tA\n"}, "test.tsv, line 2 has no column sentence; it has index, text"),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), GLUE_FOLDERS, ids=[message for _, message in GLUE_FOLDERS])
+def test_a_wrong_file_in_glues_form(files, message, tmp_path):
+    folder = write(tmp_path, {name: text for name, text in (SST2 | files).items() if text is not None})
+    with pytest.raises(UserError) as error:
+        open_examples("sst2", folder)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# A file of one's own, with columns `text` and `label`.
+OWN_FILES = [
+    ("a.csv", 'text,label\n"A,0\nB,1\n', "a.csv, line 2: broken quoting (unexpected end of data)"),
+    ("a.csv", 'text,label\nA,0\n"B" C,1\n', "a.csv, line 3: broken quoting"),
+    ("a.csv", 'text,label\n"A\nB",0\nC\n', "a.csv, line 4 has 1 fields, the first line 2: text, label"),
+    ("a.csv", "name,label\nA,0\n", "a.csv, line 2 has no column text; it has name, label"),
+    ("a.csv", "text,name\nA,0\n", "a.csv, line 2 has no column label; it has text, name"),
+    ("a.csv", "text,label\n", "the split train has no examples"),
+    ("a.csv", "text,label\nA,0\nB,1\n", "the split validation has no examples"),
+    ("a.csv", 'text,label\nA,"0\n1"\n', 'a.csv, line 2: label must be a line of text or a whole number; got "0\\n1"'),
+    ("a.jsonl", '{"text": "A", "label": 0}\n{"text": "B"\n', "a.jsonl, line 2 is not JSON"),
+    ("a.jsonl", "[" * 100_000, "a.jsonl, line 1 is not JSON"),
+    ("a.jsonl", '["A", 0]\n', "a.jsonl, line 1 is not a JSON object"),
+    ("a.jsonl", '{"text": "A", "label": 0}\n{"label": 1}\n', "a.jsonl, line 2 has no column text; it has label"),
+    ("a.jsonl", '{"text": "A", "label": 0}\n{"text": 5, "label": 1}\n', "a.jsonl, line 2: text must be a text"),
+    ("a.jsonl", '{"text": "\\ud800", "label": 0}\n', "a.jsonl, line 1: text must be a text"),
+    ("a.jsonl", '{"text": "A", "label": 0.5}\n', "a.jsonl, line 1: label must be a line of text or a whole number"),
+    ("a.jsonl", '{"text": "A", "label": null}\n', "a.jsonl, line 1: label must be a line of text or a whole number"),
+    ("a.txt", "text", "a.txt must be one of .tsv, .csv, .jsonl"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), OWN_FILES, ids=[message for _, _, message in OWN_FILES])
+def test_a_wrong_file_of_ones_own(name, content, message, tmp_path):
+    write(tmp_path, {name: content})
+    with pytest.raises(UserError) as error:
+        open_examples(None, str(tmp_path / name), "text", "label")
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert len(str(error.value)) < len(str(tmp_path)) + 200
+
+
+def test_labels_that_training_does_not_have(tmp_path):
+    folder = write(tmp_path, {"train.csv": "text,label\nA,x\nB,y\n", "dev.csv": "text,label\nA,x\nB,z\n"})
+    with pytest.raises(UserError, match="dev.csv, line 3: the label 'z' is none of x, y"):
+        open_examples(None, folder, "text", "label")
+    write(tmp_path, {"dev.csv": "text,label\nA,x\n", "test.csv": "text,label\nA,z\n"})
+    with pytest.raises(UserError, match="test.csv, line 2: the label 'z' is none of x, y"):
+        open_examples(None, folder, "text", "label")
+
+
+def test_two_files_for_a_split(tmp_path):
+    folder = write(tmp_path, dict.fromkeys(("train.csv", "dev.csv", "validation.csv"), "text,label\nA,0\nB,1\n"))
+    with pytest.raises(UserError, match="has both dev.csv and validation.csv"):
+        open_examples(None, folder, "text", "label")
+
+
+# Arguments of open_examples, and words of the message.
+KNOBS = [
+    ((None,), "give --task roles, mrpc or sst2, or files of your own by --data"),
+    ((None, "f.csv"), "--data needs --task mrpc or sst2, or --text-columns and --label-column"),
+    ((None, "f.csv", "text"), "--data needs --task mrpc or sst2, or --text-columns and --label-column"),
+    ((None, "f.csv", "a,b,c", "label"), "must be one name or two with a comma"),
+    ((None, "f.csv", "a,", "label"), "must be one name or two with a comma"),
+    ((None, "f.csv", "a,a", "label"), "must be one name or two with a comma"),
+    ((None, "f.csv", "a,label", "label"), "must be one name or two with a comma"),
+    ((None, "missing.csv", "text", "label"), "cannot read missing.csv: No such file or directory"),
+    (("mrpc", "missing"), "there is no folder missing"),
+    (("mrpc", "f", "text", "label"), "are for files of your own: leave them out, or --task mrpc"),
+    (("roles", "f"), "--task roles makes its own texts: leave out --data"),
+    ((None, "", "text", "label"), "give --task roles, mrpc or sst2, or files of your own by --data"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), KNOBS, ids=[str(arguments) for arguments, _ in KNOBS])
+def test_knobs_that_do_not_go_together(arguments, message):
+    with pytest.raises(UserError) as error:
+        open_examples(*arguments)
+    assert message in str(error.value) and "\n" not in str(error.value)
