@@ -2,8 +2,10 @@ import math
 
 import numpy as np
 import pytest
+import scipy.special
+import sklearn.metrics
 
-from common.metrics import count_ids, perplexity, unigram_loss
+from common.metrics import classification_scores, confusion_matrix, count_ids, perplexity, unigram_loss
 
 
 def test_unigram_loss_against_a_hand_count():
@@ -17,3 +19,34 @@ def test_unigram_loss_against_a_hand_count():
 def test_perplexity():
     assert perplexity(math.log(50)) == pytest.approx(50)
     assert perplexity(1e9) == math.inf
+
+
+def random_case(seed, num_classes, num_present):
+    draw = np.random.default_rng(seed)
+    logits = draw.normal(scale=3, size=(200, num_classes)).astype(np.float32)
+    logits[:, num_present:] -= 100  # the other classes are neither there nor predicted
+    return logits, draw.integers(num_present, size=200)
+
+
+@pytest.mark.parametrize(("num_classes", "num_present"), [(2, 2), (2, 1), (3, 3), (5, 3)])
+def test_scores_equal_scikit_learns(num_classes, num_present):
+    logits, labels = random_case(num_classes, num_classes, num_present)
+    scores, predictions, classes = (
+        classification_scores(logits, labels),
+        logits.argmax(axis=1),
+        list(range(num_classes)),
+    )
+    assert scores["accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(labels, predictions), abs=1e-6)
+    average = "binary" if num_classes == 2 else "macro"
+    f1 = sklearn.metrics.f1_score(labels, predictions, labels=classes, average=average, zero_division=0)
+    assert scores["f1"] == pytest.approx(f1, abs=1e-6)
+    probabilities = scipy.special.softmax(logits.astype(np.float64), axis=1)
+    assert scores["loss"] == pytest.approx(sklearn.metrics.log_loss(labels, probabilities, labels=classes), abs=1e-6)
+    expected = sklearn.metrics.confusion_matrix(labels, predictions, labels=classes)
+    np.testing.assert_array_equal(confusion_matrix(labels, predictions, num_classes), expected)
+
+
+def test_f1_is_of_class_one_and_large_logits_do_not_overflow():
+    logits = np.array([[1000, 0], [0, 1000], [0, 1000], [1000, 0]])
+    scores = classification_scores(logits, np.array([0, 1, 0, 0]))
+    assert scores == {"loss": 250.0, "accuracy": 0.75, "f1": pytest.approx(2 / 3)}  # of class 0 it is 0.8
