@@ -152,6 +152,8 @@ GLUE_FOLDERS = [
     ({"dev.tsv": b"sentence\tlabel\nA\t1\ncaf\xe9 \t1\n"}, "dev.tsv, line 3 is not UTF-8 text (invalid continuation"),
     ({"dev.tsv": b"\0\1\2"}, "is a binary file"),
     ({"train.tsv": "sentence\tlabel\nA\t1\nB\t1\n"}, "all labels of the split train are the same"),
+    ({"train.tsv": "sentence\nA\nB\n"}, "train.tsv, line 2 has no column label; it has sentence"),
+    ({"dev.tsv": "index\tsentence\n0\tA\n"}, "dev.tsv, line 2 has no column label; it has index, sentence"),
     ({"test.tsv": "index\ttext\n0\tA\n"}, "test.tsv, line 2 has no column sentence; it has index, text"),
 ]
 
