@@ -35,7 +35,7 @@ TASKS = {
 }
 
 
-def open_examples(task: str | None, data: str = "", text_columns: str = "", label_column: str = "") -> LabelledTexts:
+def open_examples(task: str, data: str = "", text_columns: str = "", label_column: str = "") -> LabelledTexts:
     """Reads a data set into memory.
 
     Args:
@@ -43,24 +43,24 @@ def open_examples(task: str | None, data: str = "", text_columns: str = "", labe
             - `roles`: generated pairs (`common.roles`), which need no network;
             - `mrpc`, `sst2`: of GLUE. `data` is a folder with GLUE's `train.tsv`, `dev.tsv` and, if there, `test.tsv`;
               without one they come from the Hugging Face Hub (`nyu-mll/glue`), by the `datasets` library;
-            - None: `data` is your own.
-        data: without a task, a .tsv, .csv or .jsonl file (see `common.tables.read_rows`), of which one example in 10,
+            - `own`: `data` is yours.
+        data: for `own`, a .tsv, .csv or .jsonl file (see `common.tables.read_rows`), of which one example in 10,
             chosen by a hash of its texts, is held out for validation; or a folder with such files named `train`, `dev`
             or `validation`, and, if there, `test`, which may lack the labels.
-        text_columns: without a task, the name of the texts' column, or two names with a comma between them.
-        label_column: without a task, the name of the labels' column. The classes are the distinct labels in `train`,
+        text_columns: for `own`, the name of the texts' column, or two names with a comma between them.
+        label_column: for `own`, the name of the labels' column. The classes are the distinct labels in `train`,
             sorted by value where all are numbers, otherwise as texts.
 
     Raises:
         UserError: when it cannot be read, or something in it is wrong.
     """
-    if task is not None and (text_columns or label_column):
+    if task != "own" and (text_columns or label_column):
         raise UserError(
-            f"--text-columns and --label-column are for files of your own: leave them out, or --task {task}"
+            "--text-columns and --label-column are for files of your own: say --task own, or leave them out"
         )
     if task == "roles":
         return _generated(data)
-    if task is not None:
+    if task != "own":
         return _from_glue(task, data)
     return _own_files(data, text_columns, label_column)
 
@@ -83,9 +83,9 @@ def write_predictions(path: Path, indices: list[str], labels: list[str]) -> None
 def _own_columns(data: str, text_columns: str, label_column: str) -> tuple[str, ...]:
     """The names of the texts' columns, checked."""
     if not data:
-        raise UserError("give --task roles, mrpc or sst2, or files of your own by --data")
+        raise UserError("--task own needs a file or a folder of yours: give --data")
     if not text_columns or not label_column:
-        raise UserError("--data needs --task mrpc or sst2, or --text-columns and --label-column for files of your own")
+        raise UserError("--task own needs the names of the columns: give --text-columns and --label-column")
     names = tuple(name.strip() for name in text_columns.split(","))
     if len(names) > 2 or not all(names) or len({*names, label_column}) <= len(names):
         raise UserError(

@@ -14,7 +14,7 @@ import pytest
 import tyro
 
 from common.command_line import UserError
-from recipes import bert_from_scratch, bert_mlm
+from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop
 from tests.conftest import MESSAGES
 
 ROOT = Path(__file__).parent.parent
@@ -29,8 +29,15 @@ def files(tmp_path_factory):
     (folder / "latin1.txt").write_bytes("caf\xe9 ".encode("latin-1") * 100)
     (folder / "no_text").mkdir()
     (folder / "no_mask.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n")
-    (folder / "preset").mkdir()
-    (folder / "preset/config.json").write_text(json.dumps({"config": {"max_sequence_length": 64}}))
+    for name, positions in (("preset", 64), ("untold", 512), ("mixed_up", 512)):
+        (folder / name).mkdir()
+        dimensions = {"max_sequence_length": positions, "vocabulary_size": 9}
+        (folder / name / "config.json").write_text(json.dumps({"config": dimensions}))
+    (folder / "mixed_up/assets/tokenizer").mkdir(parents=True)
+    (folder / "mixed_up/tokenizer.json").write_text("{}")
+    (folder / "mixed_up/assets/tokenizer/vocabulary.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n")
+    (folder / "good.csv").write_text("text,stars\nfine,1\nbad,0\n")
+    (folder / "reviews.csv").write_text('text,stars\nfine,1\n"bad,0\n')
     (folder / "other_run").mkdir()
     (folder / "other_run/config.json").write_text(json.dumps({"recipe": "glue", "seed": 7}))
     (folder / "good.txt").write_text("A line of text.\n\n" * 10)
@@ -72,6 +79,22 @@ AT_ONCE = [
     ("--preset bert_tiny_en_uncased --vocabulary v.txt", "leave out --vocabulary, or --preset"),
 ]
 
+# The same for both recipes that fine-tune; tests/test_glue.py has what can be wrong in their files.
+GLUE = [
+    ("--task cola", "Expected one of ('roles', 'mrpc', 'sst2', 'own')"),
+    ("--task mrpc --data missing", "there is no folder missing"),
+    ("--task own --data {files}/reviews.csv", "give --text-columns and --label-column"),
+    (
+        "--task own --data {files}/good.csv --text-columns title --label-column stars",
+        "has no column title; it has text, stars",
+    ),
+    ("--task own --data {files}/reviews.csv --text-columns text --label-column stars", "reviews.csv, line 3: "),
+    ("--preset {files}/untold", "has no tokenizer.json, the tokenizer that its model was trained with"),
+    ("--preset {files}/mixed_up", "has 6 pieces, and the preset's model 9: they do not belong together"),
+    ("--preset {files}/preset", "--seq-length 128 is more than the 64 positions of the preset"),
+    ("--preset bert_tiny_en_uncased --model base", "leave out --model, or --preset"),
+]
+
 # The same for bert_from_scratch.
 FROM_SCRATCH = [
     ("--shards -1", "--shards must be at least 0; got -1"),
@@ -110,12 +133,25 @@ def test_a_mistake_is_told_at_once(words, message, files, tmp_path):
     MESSAGES.append((words.format(files="F"), done.stderr.strip().replace(str(files), "F")))
 
 
-@pytest.mark.parametrize(("words", "message"), FROM_SCRATCH, ids=[words for words, _ in FROM_SCRATCH])
-def test_a_mistake_is_told_when_the_knobs_are_read(words, message, files):
-    with pytest.raises(UserError) as error:
-        tyro.cli(bert_from_scratch.Config, args=words.format(files=files).split())
-    assert message in str(error.value) and "\n" not in str(error.value)
-    MESSAGES.append((words.format(files="F"), str(error.value).replace(str(files), "F")))
+READ = [
+    (recipe, words, message)
+    for recipe, mistakes in ((bert_from_scratch, FROM_SCRATCH), (glue_controller, GLUE), (glue_custom_loop, GLUE[:2]))
+    for words, message in mistakes
+]
+
+
+@pytest.mark.parametrize(("recipe", "words", "message"), READ, ids=[f"{r.__name__} {words}" for r, words, _ in READ])
+def test_a_mistake_is_told_when_the_knobs_are_read(recipe, words, message, files, capsys):
+    try:
+        tyro.cli(recipe.Config, args=words.format(files=files).split())
+    except UserError as error:
+        told = str(error)
+    except SystemExit:  # tyro's own word
+        told = " ".join(line.strip("│ ") for line in capsys.readouterr().err.splitlines())
+        assert message in told
+        return
+    assert message in told and "\n" not in told
+    MESSAGES.append((words.format(files="F"), told.replace(str(files), "F")))
 
 
 @pytest.mark.parametrize(("words", "message"), LATER, ids=[words for words, _ in LATER])

@@ -86,7 +86,7 @@ def test_the_hub_out_of_reach_says_what_to_do():
 def test_csv_has_quoted_commas_quotes_and_line_breaks(tmp_path):
     content = 'id,review,stars\n1,"Good, really\n""good"".",10\n2,Bad,9\n\n'
     files = {"train.csv": content, "validation.csv": content, "test.csv": "review\nSo so\n"}
-    found = open_examples(None, write(tmp_path, files), "review", "stars")
+    found = open_examples("own", write(tmp_path, files), "review", "stars")
     assert found.classes == ["9", "10"] and found.submission == "test.tsv"  # sorted as numbers
     assert found.splits["train"].texts == [('Good, really\n"good".',), ("Bad",)]
     assert found.splits["train"].labels == [1, 0]
@@ -97,13 +97,13 @@ def test_jsonl_and_two_texts(tmp_path):
     rows = [{"a": "x\ty", "b": "z", "kind": kind} for kind in ("spam", "ham", "eggs")]
     content = "\n".join(map(json.dumps, rows)) + "\n"
     found = open_examples(
-        None, write(tmp_path, {f"{s}.jsonl": content for s in ("train", "dev", "test")}), "a, b", "kind"
+        "own", write(tmp_path, {f"{s}.jsonl": content for s in ("train", "dev", "test")}), "a, b", "kind"
     )
     assert found.classes == ["eggs", "ham", "spam"]
     assert found.splits["train"].texts == [("x\ty", "z")] * 3
     assert found.splits["test"].labels == [2, 1, 0]
     whole = "\n".join(json.dumps({"a": "t", "label": label}) for label in (3, 20, 3))
-    assert open_examples(None, write(tmp_path, {"train.jsonl": whole, "dev.jsonl": whole}), "a", "label").classes == [
+    assert open_examples("own", write(tmp_path, {"train.jsonl": whole, "dev.jsonl": whole}), "a", "label").classes == [
         "3",
         "20",
     ]
@@ -112,14 +112,14 @@ def test_jsonl_and_two_texts(tmp_path):
 def test_a_tenth_of_a_single_file_is_held_out(tmp_path):
     lines = [f"Text number {n}.\t{'even' if n % 2 == 0 else 'odd'}\n" for n in range(2000)]
     write(tmp_path, {"all.tsv": "text\tlabel\n" + "".join(lines), "half.tsv": "text\tlabel\n" + "".join(lines[:1000])})
-    found = open_examples(None, str(tmp_path / "all.tsv"), "text", "label")
+    found = open_examples("own", str(tmp_path / "all.tsv"), "text", "label")
     train, validation = found.splits["train"], found.splits["validation"]
     assert found.classes == ["even", "odd"]
     assert len(validation.texts) == pytest.approx(2000 / HELD_OUT, rel=0.2)
     numbers = [int(re.search(r"\d+", text)[0]) for (text,) in train.texts + validation.texts]
     assert sorted(numbers) == list(range(2000))
     assert [number % 2 for number in numbers] == train.labels + validation.labels
-    half = open_examples(None, str(tmp_path / "half.tsv"), "text", "label")
+    half = open_examples("own", str(tmp_path / "half.tsv"), "text", "label")
     assert set(half.splits["validation"].texts) < set(validation.texts)  # an example's split is its own
 
 
@@ -192,7 +192,7 @@ OWN_FILES = [
 def test_a_wrong_file_of_ones_own(name, content, message, tmp_path):
     write(tmp_path, {name: content})
     with pytest.raises(UserError) as error:
-        open_examples(None, str(tmp_path / name), "text", "label")
+        open_examples("own", str(tmp_path / name), "text", "label")
     assert message in str(error.value) and "\n" not in str(error.value)
     assert len(str(error.value)) < len(str(tmp_path)) + 200
 
@@ -200,32 +200,32 @@ def test_a_wrong_file_of_ones_own(name, content, message, tmp_path):
 def test_labels_that_training_does_not_have(tmp_path):
     folder = write(tmp_path, {"train.csv": "text,label\nA,x\nB,y\n", "dev.csv": "text,label\nA,x\nB,z\n"})
     with pytest.raises(UserError, match="dev.csv, line 3: the label 'z' is none of x, y"):
-        open_examples(None, folder, "text", "label")
+        open_examples("own", folder, "text", "label")
     write(tmp_path, {"dev.csv": "text,label\nA,x\n", "test.csv": "text,label\nA,z\n"})
     with pytest.raises(UserError, match="test.csv, line 2: the label 'z' is none of x, y"):
-        open_examples(None, folder, "text", "label")
+        open_examples("own", folder, "text", "label")
 
 
 def test_two_files_for_a_split(tmp_path):
     folder = write(tmp_path, dict.fromkeys(("train.csv", "dev.csv", "validation.csv"), "text,label\nA,0\nB,1\n"))
     with pytest.raises(UserError, match="has both dev.csv and validation.csv"):
-        open_examples(None, folder, "text", "label")
+        open_examples("own", folder, "text", "label")
 
 
 # Arguments of open_examples, and words of the message.
 KNOBS = [
-    ((None,), "give --task roles, mrpc or sst2, or files of your own by --data"),
-    ((None, "f.csv"), "--data needs --task mrpc or sst2, or --text-columns and --label-column"),
-    ((None, "f.csv", "text"), "--data needs --task mrpc or sst2, or --text-columns and --label-column"),
-    ((None, "f.csv", "a,b,c", "label"), "must be one name or two with a comma"),
-    ((None, "f.csv", "a,", "label"), "must be one name or two with a comma"),
-    ((None, "f.csv", "a,a", "label"), "must be one name or two with a comma"),
-    ((None, "f.csv", "a,label", "label"), "must be one name or two with a comma"),
-    ((None, "missing.csv", "text", "label"), "cannot read missing.csv: No such file or directory"),
+    (("own",), "--task own needs a file or a folder of yours"),
+    (("own", "f.csv"), "--task own needs the names of the columns"),
+    (("own", "f.csv", "text"), "--task own needs the names of the columns"),
+    (("own", "f.csv", "a,b,c", "label"), "must be one name or two with a comma"),
+    (("own", "f.csv", "a,", "label"), "must be one name or two with a comma"),
+    (("own", "f.csv", "a,a", "label"), "must be one name or two with a comma"),
+    (("own", "f.csv", "a,label", "label"), "must be one name or two with a comma"),
+    (("own", "missing.csv", "text", "label"), "cannot read missing.csv: No such file or directory"),
     (("mrpc", "missing"), "there is no folder missing"),
-    (("mrpc", "f", "text", "label"), "are for files of your own: leave them out, or --task mrpc"),
+    (("mrpc", "f", "text", "label"), "are for files of your own: say --task own"),
     (("roles", "f"), "--task roles makes its own texts: leave out --data"),
-    ((None, "", "text", "label"), "give --task roles, mrpc or sst2, or files of your own by --data"),
+    (("own", "", "text", "label"), "--task own needs a file or a folder of yours"),
 ]
 
 
