@@ -1,0 +1,72 @@
+import hashlib
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from common import roles
+from common.baselines import baseline_accuracies, majority_accuracy
+from common.roles import role_pairs
+
+PAIRS = role_pairs()
+
+
+def words(text):
+    return re.findall(r"\w+", text.lower())
+
+
+def event(pair):
+    """The verb, and the two people of a pair in the order of their names."""
+    _, agent, verb, _, patient = words(pair[0])
+    return verb, *sorted([agent, patient])
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_either_class_has_the_same_words(split):
+    for same, swapped in zip(PAIRS[split][::2], PAIRS[split][1::2], strict=True):
+        assert (same[2], swapped[2]) == (1, 0)
+        assert same[0] == swapped[0] and same[1] != swapped[1]
+        assert Counter(words(same[1])) == Counter(words(swapped[1]))
+
+
+def test_the_label_is_true():
+    for first, second, label in PAIRS["train"]:
+        _, agent, verb, _, patient = words(first)
+        assert verb in second
+        assert label == (words(second)[1] == patient and words(second)[-1] == agent)
+
+
+def test_no_event_comes_twice_within_a_split_or_across_both():
+    train, validation = ([event(pair) for pair in PAIRS[split]] for split in ("train", "validation"))
+    assert set(Counter(train + validation).values()) == {2}  # its two pairs
+    assert set(train).isdisjoint(validation)
+    assert (len(train), len(validation)) == (26_648, 1_000)
+    # Only their combination is new in validation.
+    assert {word for words_ in validation for word in words_} <= {word for words_ in train for word in words_}
+
+
+def test_the_pairs_are_a_pure_function_of_the_seed():
+    assert role_pairs() == PAIRS and role_pairs(1) != PAIRS
+    assert hashlib.sha256(json.dumps(PAIRS).encode()).hexdigest()[:16] == "c8982ede7c22772b"
+
+
+def test_words_and_lengths_tell_nothing():
+    number = {}
+    ids = {
+        split: [tuple([number.setdefault(w, len(number)) for w in words(text)] for text in pair[:2]) for pair in pairs]
+        for split, pairs in PAIRS.items()
+    }
+    labels = {split: [pair[2] for pair in pairs] for split, pairs in PAIRS.items()}
+    found = baseline_accuracies(
+        ids["train"][:8000], labels["train"][:8000], ids["validation"], labels["validation"], len(number), 2
+    )
+    # To the last pair: those of an event are the same to such a classifier, and one of them is right.
+    assert found == {"majority": 0.5, "length": 0.5, "bag_of_words": 0.5}
+    assert majority_accuracy(labels["train"], labels["train"]) == 0.5
+
+
+def test_the_order_of_the_second_sentence_alone_tells_what_the_module_says():
+    usual = set(roles.MOSTLY_ACT.split())
+    right = [(words(second)[-1] in usual) == label for _, second, label in PAIRS["train"]]
+    assert sum(right) / len(right) == pytest.approx(roles.AS_EXPECTED, abs=0.01)
