@@ -142,7 +142,7 @@ class Controller:
         self.trainer, self.evaluator = trainer, evaluator
         self.steps_per_loop, self.eval_steps = steps_per_loop, eval_steps
         self.checkpoint_manager, self.eval_actions = checkpoint_manager, eval_actions
-        self.summary_interval = summary_interval or steps_per_loop
+        self.summary_interval = summary_interval or 1
         writes = summary_dir and is_chief()
         self._board = tf.summary.create_file_writer(str(summary_dir)) if writes else tf.summary.create_noop_writer()
         self.global_step = global_step

@@ -111,6 +111,7 @@ def test_controller_loop_and_fit_agree(small, tmp_path):
         assert by_loop[name] == pytest.approx(by_controller[name], rel=1e-6)
 
 
+@pytest.mark.slow
 @RECIPES
 def test_replicas_train_as_one_device_does(recipe, small, tmp_path):
     results = [
@@ -163,6 +164,7 @@ def test_what_a_run_leaves_behind(recipe, small, pairs):
     ]
 
 
+@pytest.mark.slow
 @RECIPES
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision(recipe, small, precision, tmp_path):
@@ -174,6 +176,7 @@ def test_half_precision(recipe, small, precision, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_masked_language_model_is_fine_tuned(small, tmp_path, wikitext):
     from recipes import bert_mlm
 
@@ -193,6 +196,7 @@ def test_a_masked_language_model_is_fine_tuned(small, tmp_path, wikitext):
     assert moved and max(moved) < 1e-3
 
 
+@pytest.mark.slow
 def test_the_test_split_of_glue_is_predicted(tmp_path):
     rows = role_pairs()["validation"][:40]
     for name, part in (("train", rows), ("dev", rows[:10])):
