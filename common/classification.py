@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a classifier's logits are worth: scores, what it must beat, a table of its mistakes, predictions for GLUE."""
+"""What a classifier's logits are worth: scores, what it must beat, its mistakes in TensorBoard, and predictions."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from common.baselines import baseline_accuracies
 from common.glue import write_predictions
@@ -46,12 +47,20 @@ def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], voca
     return results
 
 
-def confusion_table(texts: LabelledTexts, split: str, logits: np.ndarray) -> str:
-    """How often each class was taken for each, as a table in Markdown: a row for a true class."""
+def draw_confusion(texts: LabelledTexts, split: str, logits: np.ndarray, step: int) -> None:
+    """Writes to TensorBoard, as text `validation/confusion` for that split, how often each class was taken for which.
+
+    Args:
+        texts: all splits.
+        split: with labels.
+        logits: of its examples, [examples, classes].
+        step: of training.
+    """
     counts = confusion_matrix(np.array(texts.splits[split].labels), logits.argmax(axis=1), len(texts.classes))
     rows = [["true \\ predicted", *texts.classes], ["---"] * (len(texts.classes) + 1)]
     rows += [[name, *map(str, row)] for name, row in zip(texts.classes, counts, strict=True)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    tf.summary.text(f"{split}/confusion", table, step=step)
 
 
 def write_all_predictions(folder: Path, texts: LabelledTexts, logits: dict[str, np.ndarray]) -> None:

@@ -72,11 +72,12 @@ class Evaluator:
     """Evaluates. Make a subclass that has `eval_begin`, `eval_step` and `eval_end`.
 
     Args:
-        dataset: whose batches, all of them, are one evaluation.
+        dataset: of batches, distributed.
+        steps: batches of an evaluation.
     """
 
-    def __init__(self, dataset):
-        self._dataset = dataset
+    def __init__(self, dataset, steps: int):
+        self._dataset, self._steps = dataset, steps
 
     def eval_begin(self) -> None:
         """Called before an evaluation."""
@@ -93,11 +94,11 @@ class Evaluator:
         """
         raise NotImplementedError
 
-    def evaluate(self, steps: int) -> Output:
-        """Evaluates so many batches."""
+    def evaluate(self) -> Output:
+        """Evaluates the data set's first batches, and gives what `eval_end` does."""
         self.eval_begin()
         iterator = iter(self._dataset)
-        return self.eval_end([self._eval_step(iterator) for _ in range(steps)])
+        return self.eval_end([self._eval_step(iterator) for _ in range(self._steps)])
 
     @tf.function
     def _eval_step(self, iterator):
@@ -114,7 +115,6 @@ class Controller:
         trainer: None to evaluate only.
         evaluator: None to train only.
         steps_per_loop: steps in one call. A loop ends earlier where an evaluation or the end is due.
-        eval_steps: batches of an evaluation.
         global_step: steps that the run has done before, as `Checkpoints.restore` returns them.
         checkpoint_manager: saves after the loops and evaluations that it is due after, and at the end.
         summary_dir: TensorBoard's folder; what the trainer gives goes to `train/`, the evaluator's to `validation/`.
@@ -132,7 +132,6 @@ class Controller:
         trainer: Trainer | None = None,
         evaluator: Evaluator | None = None,
         steps_per_loop: int = 1,
-        eval_steps: int = 0,
         global_step: int = 0,
         checkpoint_manager: Checkpoints | None = None,
         summary_dir: Path | None = None,
@@ -140,7 +139,7 @@ class Controller:
         eval_actions: Sequence[Action] = (),
     ):
         self.trainer, self.evaluator = trainer, evaluator
-        self.steps_per_loop, self.eval_steps = steps_per_loop, eval_steps
+        self.steps_per_loop = steps_per_loop
         self.checkpoint_manager, self.eval_actions = checkpoint_manager, eval_actions
         self.summary_interval = summary_interval or 1
         writes = summary_dir and is_chief()
@@ -164,7 +163,7 @@ class Controller:
     def evaluate(self) -> Output:
         """Evaluates once, and calls the actions."""
         began = time.perf_counter()
-        output = self.evaluator.evaluate(self.eval_steps)
+        output = self.evaluator.evaluate()
         print(f"eval  | step {self.global_step:6,} | {time.perf_counter() - began:6.1f} s       | {_shown(output)}")
         self._summarise("validation", output)
         with self._board.as_default():

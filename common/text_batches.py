@@ -109,6 +109,11 @@ def with_labels(labels: Sequence[int]) -> Callable:
     return look_up
 
 
+def labelled(make_batches: Callable[..., tf.data.Dataset], labels: Sequence[int]) -> Callable[..., tf.data.Dataset]:
+    """A function that makes batches (x, y, weight) of those (x, examples) that another makes; see `with_labels`."""
+    return lambda **shard: make_batches(**shard).map(with_labels(labels))
+
+
 def in_order(batches: Iterable[tuple[tf.Tensor, tf.Tensor]], num_examples: int) -> np.ndarray:
     """Rows for all examples, [examples, columns], from batches of (examples, rows), in which each comes once."""
     parts = [(examples.numpy(), rows.numpy()) for examples, rows in batches]

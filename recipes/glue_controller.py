@@ -7,8 +7,8 @@
 
 Time: 2 min on 2 cores. Metric: accuracy and F1 on the validation split, against a bag of words.
 
-A Trainer knows a step, an Evaluator an evaluation; the Controller calls them by turns, logs, saves, and goes on where a
-run was stopped. The recipe `glue_custom_loop` is the same job as one explicit loop.
+A Trainer knows a step, an Evaluator an evaluation; the Controller calls them by turns, logs and saves. The recipe
+`glue_custom_loop` is the same job as one explicit loop.
 """
 
 import functools
@@ -20,7 +20,6 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is ours
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from common.checks import check_knobs, check_sizes
@@ -52,7 +51,6 @@ class Config:
     learning_rate: float = 0.0  # peak, for one replica; 0: 3e-5 from a preset, 5e-4 from random weights
     lr_scaling: LearningRateScaling = "linear"  # how the rate grows with the number of replicas
     warmup: float = 0.1  # share of all steps in which the rate rises
-    weight_decay: float = 0.01  # not on biases and norms
     dropout: float = 0.1
     epochs: int = 3
     max_steps: int = 0  # end after this many steps; 0: no cap
@@ -77,7 +75,7 @@ with quiet_stderr():
     import tensorflow as tf
 
 from common.checkpoints import Checkpoints
-from common.classification import classifier_results, confusion_table, scores_of, write_all_predictions
+from common.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
 from common.cluster import is_chief
 from common.controller import Controller, Evaluator, Trainer, when_best
 from common.models import classifier_from_preset, classifier_from_size, model_width, preset_vocabulary, save_preset
@@ -92,7 +90,7 @@ from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
 from common.step_log import StepLog
 from common.strategy import distribute, make_strategy
-from common.text_batches import checksums, encode, in_order, numbered_batches, with_labels
+from common.text_batches import checksums, encode, in_order, labelled, numbered_batches
 from common.wordpiece import WordPieces, train_wordpieces
 
 
@@ -118,7 +116,7 @@ def build_model(config: Config, vocabulary: WordPieces, num_classes: int, schedu
         model = classifier_from_size(config.model or "tiny", vocabulary, num_classes, config.dropout, config.seq_length)
     # The sum over a replica's labels: a step divides it, once, by the number of labels in the whole batch.
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    model.compile(make_optimizer("adamw", schedule, config.weight_decay), loss)
+    model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), loss)
     return model
 
 
@@ -156,22 +154,21 @@ class GlueTrainer(Trainer):
 class GlueEvaluator(Evaluator):
     """Logits of every example of a split, once, and what they are worth."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, model: keras.Model, dataset, split: str, examples: Examples):
-        super().__init__(dataset)
+    def __init__(self, strategy, model: keras.Model, dataset, steps: int, split: str, examples: Examples):
+        super().__init__(dataset, steps)
         self.strategy, self.model, self.split, self.examples = strategy, model, split, examples
 
     def eval_step(self, iterator):
         """See `Evaluator`."""
-
-        def replica_step(x, examples):
-            return gather_over_replicas((examples, self.model(x, training=False)))
-
-        return first_replica(self.strategy, self.strategy.run(replica_step, args=next(iterator)))
+        return first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
 
     def eval_end(self, outputs) -> dict[str, float]:
         """See `Evaluator`."""
         self.logits = in_order(outputs, len(self.examples.texts))
         return scores_of(self.split, self.examples, self.logits) if self.examples.labels is not None else {}
+
+    def _replica_step(self, x, examples):
+        return gather_over_replicas((examples, self.model(x, training=False)))
 
 
 def train_and_evaluate(config: Config) -> dict:
@@ -207,42 +204,33 @@ def train_and_evaluate(config: Config) -> dict:
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=model.optimizer)
     log = StepLog(run.workdir, epoch_steps, first_step=checkpoints.restore())
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
-    labelled = with_labels(texts.splits["train"].labels)
     numbered = batches("train", range(log.step, total_steps), config.seed)
-    train_batches = distribute(strategy, lambda **shard: numbered(**shard).map(labelled))
-    evaluators, eval_steps = {}, {}
+    train_batches = distribute(strategy, labelled(numbered, texts.splits["train"].labels))
+    evaluators = {}
     for split in [split for split in encoded if split != "train"]:
-        eval_steps[split] = steps_per_epoch(len(encoded[split]), global_batch)
-        dataset = distribute(strategy, batches(split, range(eval_steps[split])))
-        evaluators[split] = GlueEvaluator(strategy, model, dataset, split, texts.splits[split])
-
-    def save(folder: Path) -> None:
-        save_preset(model, vocabulary, config.seq_length, folder)
-
-    def draw_confusion(step: int, output: dict[str, float]) -> None:
-        table = confusion_table(texts, "validation", evaluators["validation"].logits)
-        tf.summary.text("validation/confusion", table, step=step)
-
+        steps = steps_per_epoch(len(encoded[split]), global_batch)
+        dataset = distribute(strategy, batches(split, range(steps)))
+        evaluators[split] = GlueEvaluator(strategy, model, dataset, steps, split, texts.splits[split])
+    save = functools.partial(save_preset, model, vocabulary, config.seq_length)
     controller = Controller(
         trainer=GlueTrainer(strategy, model, train_batches, log),
         evaluator=evaluators["validation"],
         steps_per_loop=config.steps_per_loop,
-        eval_steps=eval_steps["validation"],
         global_step=log.step,
         checkpoint_manager=checkpoints,
         summary_dir=run.workdir / "tensorboard",
         eval_actions=[
-            draw_confusion,
-            when_best("val_accuracy", lambda step, output: save(run.workdir / "best"), run.workdir / "best.json"),
+            lambda step, _: draw_confusion(texts, "validation", evaluators["validation"].logits, step),
+            when_best("val_accuracy", lambda *_: save(run.workdir / "best"), run.workdir / "best.json"),
         ],
     )
     controller.train_and_evaluate(total_steps, eval_interval=epoch_steps)
 
-    for split in evaluators.keys() - {"validation"}:
-        evaluators[split].evaluate(eval_steps[split])
-    logits = {split: evaluator.logits for split, evaluator in evaluators.items()}
+    if "test" in evaluators:
+        evaluators["test"].evaluate()
     if not is_chief():
         return {}
+    logits = {split: evaluator.logits for split, evaluator in evaluators.items()}
     results = training_results("glue_controller", config, strategy, global_batch, log)
     results |= classifier_results(texts, logits, vocabulary)
     write_all_predictions(run.workdir / "predictions", texts, logits)

@@ -52,7 +52,6 @@ class Config:
     learning_rate: float = 0.0  # peak, for one replica; 0: 3e-5 from a preset, 5e-4 from random weights
     lr_scaling: LearningRateScaling = "linear"  # how the rate grows with the number of replicas
     warmup: float = 0.1  # share of all steps in which the rate rises
-    weight_decay: float = 0.01  # not on biases and norms
     dropout: float = 0.1
     epochs: int = 3
     max_steps: int = 0  # end after this many steps; 0: no cap
@@ -79,7 +78,7 @@ from tqdm import tqdm
 
 from common.callbacks import open_board
 from common.checkpoints import Checkpoints
-from common.classification import classifier_results, confusion_table, scores_of, write_all_predictions
+from common.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
 from common.cluster import is_chief
 from common.models import classifier_from_preset, classifier_from_size, model_width, preset_vocabulary, save_preset
 from common.noise import noise_of_step
@@ -94,7 +93,7 @@ from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
 from common.step_log import StepLog
 from common.strategy import distribute, make_strategy
-from common.text_batches import batches_by_step, checksums, encode, in_order, numbered_batches, with_labels
+from common.text_batches import batches_by_step, checksums, encode, in_order, labelled, numbered_batches, with_labels
 from common.wordpiece import WordPieces, train_wordpieces
 
 
@@ -120,7 +119,7 @@ def build_model(config: Config, vocabulary: WordPieces, num_classes: int, schedu
         model = classifier_from_size(config.model or "tiny", vocabulary, num_classes, config.dropout, config.seq_length)
     # The sum over a replica's labels: a step divides it, once, by the number of labels in the whole batch.
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    model.compile(make_optimizer("adamw", schedule, config.weight_decay), loss)
+    model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), loss)
     return model
 
 
@@ -188,21 +187,18 @@ def train_and_evaluate(config: Config) -> dict:
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=optimizer)
     log = StepLog(run.workdir, epoch_steps, first_step=checkpoints.restore())
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
-    labelled = with_labels(texts.splits["train"].labels)
+    labels = texts.splits["train"].labels
+    steps = range(log.step, total_steps)
 
     def steps_in_turn():
-        numbered = batches("train", range(log.step, total_steps), config.seed)
-        for batch in distribute(strategy, lambda **shard: numbered(**shard).map(labelled)):  # (8) to each its part
+        numbered = batches("train", steps, config.seed)
+        for batch in distribute(strategy, labelled(numbered, labels)):  # (8) to each its part
             yield train_step(batch, tf.constant(float(checkpoints.told_to_stop)))
 
     def steps_out_of_step():
-        batch_of = batches_by_step(encoded["train"], vocabulary, batch_size, config.seed)
-        return asynchronous_steps(
-            strategy,
-            lambda step: train_step(labelled(*batch_of(step)), 0.0),
-            range(log.step, total_steps),
-            round_ends=(epoch_steps, config.checkpoint_every),
-        )
+        batch_of, look_up = batches_by_step(encoded["train"], vocabulary, batch_size, config.seed), with_labels(labels)
+        round_ends = (epoch_steps, config.checkpoint_every)
+        return asynchronous_steps(strategy, lambda step: train_step(look_up(*batch_of(step)), 0.0), steps, round_ends)
 
     bar = tqdm(total=total_steps, initial=log.step, unit="step", disable=None)
     with checkpoints, board.as_default():
@@ -219,7 +215,7 @@ def train_and_evaluate(config: Config) -> dict:
                 for name, value in scores_of("validation", texts.splits["validation"], logits).items():
                     bar.write(f"step {log.step}: {name} {value:.4f}")
                     tf.summary.scalar(f"validation/{name}", value, step=log.step)
-                tf.summary.text("validation/confusion", confusion_table(texts, "validation", logits), step=log.step)
+                draw_confusion(texts, "validation", logits, log.step)
             checkpoints.save_if_due(log.step, len(values["loss"]))
             if values["stop"][-1] or asynchronous and checkpoints.told_to_stop:
                 checkpoints.save_and_leave(log.step)

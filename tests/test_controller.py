@@ -56,7 +56,7 @@ class LeastSquares(Trainer):
 
 class Distance(Evaluator):
     def __init__(self, strategy, model):
-        super().__init__(distribute(strategy, lambda **shard: batches(0, **shard)))
+        super().__init__(distribute(strategy, lambda **shard: batches(0, **shard)), steps=2)
         self.strategy, self.model = strategy, model
         self.begun = 0
 
@@ -85,7 +85,6 @@ def make(folder, replicas=1, every=10**6, **options):
     return model, Controller(
         trainer=LeastSquares(strategy, model, optimizer, step),
         evaluator=Distance(strategy, model),
-        eval_steps=2,
         global_step=step,
         checkpoint_manager=checkpoints,
         summary_dir=folder / "tensorboard",

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps per second of the Controller, of Keras's fit and of Orbit, driving the same step of the same Keras 3 model.
+
+    pip install --no-deps --target ORBIT tf-models-official==2.20.0 tf_keras==2.21.0
+    PYTHONPATH=ORBIT python -m benchmarks.controller
+
+Orbit needs Keras 2 (`tf_keras`), and its package 40 others: so it is in a folder of its own, without them. All run in
+turn, in one process, for several rounds. Writes `benchmarks/results/controller.json`: steps per second of each round.
+"""
+
+import os
+
+os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+import numpy as np
+import orbit
+import tensorflow as tf
+import tf_keras
+
+from common.controller import Controller
+from common.noise import noise_of_step
+from common.optimizers import make_optimizer
+from common.replicas import sum_over_replicas
+from common.step_log import StepLog
+from common.strategy import distribute, make_strategy
+from common.text_batches import numbered_batches, with_labels
+from common.wordpiece import WordPieces
+from recipes.glue_controller import Config, GlueTrainer, build_model
+
+ROOT = Path(__file__).parent.parent
+ROUNDS, STEPS, STEPS_PER_LOOP = 7, 100, 50
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+VOCABULARY = WordPieces([*SPECIAL, *map(str, range(4091))], lowercase=True, strip_accents=True)
+LENGTH = 64  # tokens of every example
+
+
+class OrbitTrainer(orbit.StandardTrainer):
+    """The step of `GlueTrainer`, as Orbit wants it."""
+
+    def __init__(self, strategy, model, dataset):
+        self.strategy, self.model = strategy, model
+        self.global_step = tf.Variable(0, dtype=tf.int64)
+        with strategy.scope():
+            self.loss = tf_keras.metrics.Mean("loss")
+        super().__init__(dataset)
+
+    def train_loop_begin(self):
+        """See Orbit."""
+        self.loss.reset_state()
+
+    def train_step(self, iterator):
+        """See Orbit."""
+
+        def replica_step(batch):
+            x, y, weight = batch
+            model, optimizer = self.model, self.model.optimizer
+            with noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:
+                loss = model.compute_loss(x, y, model(x, training=True), weight)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            gradients, labels = sum_over_replicas((gradients, tf.reduce_sum(weight)))
+            optimizer.apply([gradient / labels for gradient in gradients], model.trainable_variables)
+            self.loss.update_state(loss / tf.reduce_sum(weight))
+
+        self.strategy.run(replica_step, args=(next(iterator),))
+        self.global_step.assign_add(1)
+
+    def train_loop_end(self):
+        """See Orbit."""
+        return {"loss": self.loss.result()}
+
+
+def main() -> None:
+    """Measures, prints the medians, and writes the file."""
+    strategy = make_strategy()
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = make_contenders(strategy, Path(folder))
+        rates = {name: [] for name in contenders}
+        for train in contenders.values():
+            train(STEPS_PER_LOOP)  # traces
+        for _ in range(ROUNDS):
+            for name, train in contenders.items():
+                began = time.perf_counter()
+                train(STEPS)
+                rates[name].append(round(STEPS / (time.perf_counter() - began), 2))
+    fit = np.median(rates["fit"])
+    for name, measured in rates.items():
+        print(f"{name:30} {np.median(measured):6.1f} steps/s  {np.median(measured) / fit:.2f} of fit's")
+    (ROOT / "benchmarks/results/controller.json").write_text(json.dumps(rates, indent=2) + "\n")
+
+
+def make_contenders(strategy: tf.distribute.Strategy, folder: Path) -> dict[str, Callable[[int], None]]:
+    """By name, functions that train so many more steps."""
+    draw = np.random.default_rng(0)
+    encoded = draw.integers(5, 4096, (4096, LENGTH)).astype(np.uint16)
+    labels = draw.integers(0, 2, 4096)
+    numbered = lambda **shard: numbered_batches(encoded, VOCABULARY, 16, 2, range(10**6), 0, **shard)  # noqa: E731
+
+    def parts():
+        with strategy.scope():
+            model = build_model(Config(seq_length=LENGTH), VOCABULARY, 2, 1e-4)
+        return model, distribute(strategy, lambda **shard: numbered(**shard).map(with_labels(labels)))
+
+    def by_fit(steps_per_execution: int):
+        model, dataset = parts()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+        with strategy.scope():
+            model.compile(make_optimizer("adamw", 1e-4, 0.01), loss, steps_per_execution=steps_per_execution)
+        return lambda steps: model.fit(dataset, steps_per_epoch=steps, verbose=0)
+
+    model, dataset = parts()
+    controller = Controller(
+        trainer=GlueTrainer(strategy, model, dataset, StepLog(folder, 10**6)), steps_per_loop=STEPS_PER_LOOP
+    )
+    model, dataset = parts()
+    trainer = OrbitTrainer(strategy, model, dataset)
+    orbits = orbit.Controller(
+        trainer=trainer, global_step=trainer.global_step, steps_per_loop=STEPS_PER_LOOP, strategy=strategy
+    )
+    return {
+        "fit": by_fit(1),
+        f"fit, {STEPS_PER_LOOP} steps in a call": by_fit(STEPS_PER_LOOP),
+        "Orbit": lambda steps: orbits.train(int(trainer.global_step) + steps),
+        "Controller": lambda steps: controller.train(controller.global_step + steps),
+    }
+
+
+if __name__ == "__main__":
+    main()
