@@ -11,7 +11,8 @@ words, so that counting words tells nothing: their order must be understood. The
 
 As in real texts, some people act more often than others: the guard praises the tourist in 17 of 20 events, the tourist
 the guard in 3. Who only looks at the order of the second sentence is right in 85 % of the pairs; only who compares it
-with the first is right in all. Without this first step, a small model with random weights did not begin to learn.
+with the first is right in all. Without that first step (at 0.5), BERT-tiny with random weights had learned nothing
+after two epochs; with it, all after one.
 """
 
 import itertools
