@@ -52,5 +52,31 @@ def mend(hosts: list[str]) -> None:
         _ip("-netns", host, "neighbour", "flush", "dev", "cable", "nud", "permanent")
 
 
+def shape(hosts: list[str], megabits: float | None) -> None:
+    """Lets each host send so many megabits a second, headers included, from now on; None for as many as it can.
+
+    Raises:
+        PermissionError: where the kernel cannot hold packets back.
+    """
+    for host in hosts:
+        command = on(host, "tc", "qdisc", "replace", "dev", "cable", "root")
+        # After a rest, `burst` goes at full speed: 2 ms' worth. A queue that is too short would lose packets.
+        burst = max(int(megabits * 1e6 / 8 * 0.002), 100_000) if megabits else 0
+        command += (
+            ["tbf", "rate", f"{megabits}mbit", "burst", f"{burst}", "latency", "400ms"] if megabits else ["pfifo"]
+        )
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            why = getattr(error, "stderr", error)
+            raise PermissionError(f"needs `tc`, and a kernel with its tbf: {why}") from error
+
+
+def bytes_sent(host: str) -> int:
+    """Bytes that it has sent by the cable, headers included."""
+    words = on(host, "cat", "/sys/class/net/cable/statistics/tx_bytes")
+    return int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+
+
 def _ip(*words: str) -> str:
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout

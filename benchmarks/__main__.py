@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks NAME`: measures, prints a table, and writes `benchmarks/results/NAME.json`."""
+
+import argparse
+import importlib
+
+NAMES = {
+    "throughput": "training speed, beside the published Keras example and transformers with Accelerate",
+    "scaling": "one device against 2 replicas and 2 workers, and a model of many",
+    "memory": "peak memory by batch, sequence length and corpus",
+    "input": "the input pipeline alone, and how long a step waits for it",
+    "quality": "validation loss by time, beside the published Keras example",
+}
+
+
+def main() -> None:
+    """Reads the command line, and measures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="NAME")
+    for name, text in NAMES.items():
+        module = importlib.import_module(f"benchmarks.{name}")
+        command = commands.add_parser(name, help=text, description=module.__doc__)
+        module.add_arguments(command)
+        command.add_argument("--quick", action="store_true", help="to try it: few steps, smallest size, nothing kept")
+        command.set_defaults(main=module.main)
+    arguments = parser.parse_args()
+    arguments.main(arguments)
+
+
+if __name__ == "__main__":
+    main()

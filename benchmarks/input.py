@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast the input pipeline is by itself, and what training waits for it.
+
+Waiting is the time in `next(iterator)`, in a loop of `next` and the model's own `train_step`; what the pipeline costs in
+all, its use of the cores too, is the same steps on one batch that is held.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.machine import machine, write_results
+from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
+from benchmarks.workers import Worker, together
+
+WAYS = (
+    ("one device", {"replicas": 1}),
+    ("one device, jit", {"replicas": 1, "jit": True}),
+    ("2 replicas", {"replicas": 2}),
+    ("2 replicas, jit", {"replicas": 2, "jit": True}),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The knobs of this benchmark."""
+    add_text_arguments(parser)
+    parser.add_argument("--model", default="tiny", help="size; the smaller, the more a step waits")
+    parser.add_argument("--batch-size", type=int, default=32, help="sequences of 128 in a step")
+    parser.add_argument("--rounds", type=int, default=5, help="times that everything is timed")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of steps in a round, about")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes the results."""
+    if arguments.quick:
+        arguments.model, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
+    results: dict[str, Any] = {"machine": machine(), "model": arguments.model, "batch": arguments.batch_size}
+    with temporary_folder() as folder:
+        text = prepare_text(arguments, 128, folder)
+        knobs = {"model": arguments.model, "corpus": text["corpus"], "vocabulary": text["vocabulary"]}
+        knobs |= {"precision": "float32", "batch_size": arguments.batch_size, "seq_length": 128}
+        makers = [("benchmarks.input:pipeline", knobs), *(("benchmarks.input:waiter", knobs | own) for _, own in WAYS)]
+        with together(Worker(*maker) for maker in makers) as workers:
+            steps = [_steps(worker, arguments.seconds) for worker in workers]
+            rounds = []
+            for number in range(arguments.rounds):
+                rounds.append([worker(steps=n) for worker, n in zip(workers, steps, strict=True)])
+                print(f"round {number + 1}: {rounds[-1]}", file=sys.stderr, flush=True)
+    alone, *waiting = zip(*rounds, strict=True)
+    results["pipeline"] = {
+        f"{unit}_per_second": [round(answer[unit] / answer["seconds"]) for answer in alone]
+        for unit in ("sequences", "tokens")
+    }
+    results["waiting"] = {name: list(answers) for (name, _), answers in zip(WAYS, waiting, strict=True)}
+    print(table(results), flush=True)
+    if not arguments.quick:
+        write_results("input", results)
+
+
+def _steps(worker: Worker, seconds: float) -> int:
+    worker(steps=2)
+    return min(max(3, math.ceil(seconds * 10 / worker(steps=10)["seconds"])), 10_000)
+
+
+def pipeline(batch_size: int, **knobs: Any) -> Callable[..., dict[str, float]]:
+    """A function that reads and masks so many batches, for one device."""
+    from benchmarks import ours
+
+    _, _, batches = ours.set_up(ours.Config(**knobs, epochs=ours.FOR_EVER, replicas=1), batch_size, 1e-4)
+
+    def run(steps: int) -> dict[str, float]:
+        iterator, tokens = iter(batches(0)(num_shards=1, shard=0)), 0
+        for _ in range(10):  # as many as wait in its queues, and more
+            next(iterator)
+        began = time.perf_counter()
+        for _ in range(steps):
+            tokens += int(next(iterator)[0]["padding_mask"].numpy().sum())
+        return {"seconds": time.perf_counter() - began, "sequences": steps * batch_size, "tokens": tokens}
+
+    return run
+
+
+def waiter(batch_size: int, **knobs: Any) -> Callable[..., dict[str, float]]:
+    """A function that trains so many steps on new batches, and as many on one, and tells what it waited for the new."""
+    import tensorflow as tf
+
+    from benchmarks import ours
+
+    strategy, model, batches = ours.set_up(ours.Config(**knobs, epochs=ours.FOR_EVER), batch_size, 1e-4)
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def train(batch):
+        values = strategy.run(model.train_step, args=(batch,))
+        return strategy.experimental_local_results(values["loss"])[0]
+
+    def run(steps: int) -> dict[str, float]:
+        iterator = iter(ours.distribute(strategy, batches(0)))
+        for _ in range(2):
+            batch = next(iterator)
+            train(batch).numpy()
+        waited, began = 0.0, time.perf_counter()
+        for _ in range(steps):
+            asked = time.perf_counter()
+            batch = next(iterator)
+            waited += time.perf_counter() - asked
+            train(batch).numpy()
+        seconds, began = time.perf_counter() - began, time.perf_counter()
+        del iterator  # with it, what it prepares
+        for _ in range(steps):
+            train(batch).numpy()
+        held = time.perf_counter() - began
+        return {"steps": steps, "seconds": seconds, "waited": waited, "seconds_on_one_batch": held}
+
+    return run
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    sequences, tokens = (statistics.median(results["pipeline"][f"{u}_per_second"]) for u in ("sequences", "tokens"))
+    lines = [
+        f"The pipeline alone: {sequences:,.0f} sequences/s, {tokens:,.0f} tokens/s.",
+        "",
+        "| | step | waiting for its batch | of the step | the pipeline costs in all |",
+        "| --- " * 5 + "|",
+    ]
+    for name, answers in results["waiting"].items():
+        step, wait, held = (
+            statistics.median(1e3 * a[what] / a["steps"] for a in answers)
+            for what in ("seconds", "waited", "seconds_on_one_batch")
+        )
+        lines.append(f"| {name} | {step:.1f} ms | {wait:.2f} ms | {wait / step:.1%} | {(step - held) / step:+.1%} |")
+    return "\n".join(lines)

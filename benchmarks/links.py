@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long replicas take to add up their gradients in a ring: a model, fitted to measured times.
+
+Of B bytes among n replicas, each sends 2 (n - 1) pieces of B / n, one after another (Patarasuk and Yuan 2009, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations"). A round has a latency; each byte that is sent costs time in
+software, and time on the link, more than its share by the headers. With a step's computing, which nothing overlaps:
+
+    time(step) = compute + rounds * latency + sent * (software + headers / bandwidth)
+    rounds = 2 (n - 1)
+    sent = 2 (n - 1) / n * B
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """What took a time.
+
+    Args:
+        reduced: bytes that are added up over the replicas.
+        replicas: their number.
+        bandwidth: of each replica's link, bytes a second; infinite where nothing holds them back.
+    """
+
+    reduced: float
+    replicas: int
+    bandwidth: float = math.inf
+
+    def terms(self) -> tuple[float, float, float]:
+        """What the three parameters of a `Link` are multiplied by."""
+        rounds = 2 * (self.replicas - 1)
+        sent = rounds / self.replicas * self.reduced
+        return rounds, sent, sent / self.bandwidth
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The fitted parameters.
+
+    Args:
+        latency: seconds a round.
+        software: seconds a byte that is sent.
+        headers: bytes on the link for each byte that is sent.
+    """
+
+    latency: float
+    software: float
+    headers: float
+
+    def seconds(self, reduction: Reduction) -> float:
+        """How long it takes."""
+        return float(np.dot(dataclasses.astuple(self), reduction.terms()))
+
+    def efficiency(self, compute: float, reduction: Reduction) -> float:
+        """Share of a step in which replicas compute, which takes them `compute` seconds however many they are."""
+        return compute / (compute + self.seconds(reduction))
+
+
+def fit_link(measured: Iterable[tuple[Reduction, float]]) -> Link:
+    """The link whose times are nearest to those measured, in seconds, by the squares of relative errors.
+
+    A parameter that would be below 0, which noise can make of a small one, is 0.
+    """
+    reductions, seconds = zip(*measured, strict=True)
+    weights = 1 / np.array(seconds)
+    terms = np.array([reduction.terms() for reduction in reductions]) * weights[:, None]
+    scale = np.abs(terms).max(axis=0) + 1e-300  # seconds and bytes are far apart
+    kept = [0, 1, 2]
+    while True:
+        found = np.zeros(3)
+        found[kept] = np.linalg.lstsq((terms / scale)[:, kept], np.ones(len(weights)))[0]
+        if min(found) >= 0:
+            return Link(*map(float, found / scale))
+        kept.remove(int(found.argmin()))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a figure depends on: the machine, the packages, the code. And the machine's peak, to which speeds are compared."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
+PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy", "torch", "transformers", "accelerate")
+FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # that matmuls use
+PEAK_SIZE = 2048  # rows and columns of the matrices whose product gives the peak
+
+
+def machine() -> dict[str, Any]:
+    """The machine, the packages' versions, and the commit, with `+` where files differ from it."""
+    information = _read("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", information)
+    flags = re.search(r"flags\s*: (.*)", information)
+    installed = {distribution.name.lower().replace("_", "-") for distribution in importlib.metadata.distributions()}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "hardware": {
+            "cpu": model[1] if model else platform.machine(),
+            "cores": len(cores()),
+            "features": [name for name in FEATURES if flags and name in flags[1].split()],
+            "memory_gb": round(memory / 2**30),
+        },
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in PACKAGES if name in installed},
+        "commit": _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "--porcelain") else ""),
+    }
+
+
+def cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def write_results(name: str, results: dict[str, Any]) -> None:
+    """Writes `benchmarks/results/NAME.json`."""
+    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+def matmul(dtype: str) -> Callable[..., dict[str, float]]:
+    """A function that does `steps` products of two square matrices, by TensorFlow on all cores, and gives the fastest.
+
+    Args:
+        dtype: `float32` or `bfloat16`.
+
+    Returns:
+        A function whose result has `flops` a second: a product of n x n matrices has 2 n^3.
+    """
+    import tensorflow as tf
+
+    matrix = tf.cast(tf.random.normal([PEAK_SIZE, PEAK_SIZE]), dtype)
+    multiply = tf.function(lambda: tf.reduce_sum(tf.matmul(matrix, matrix)[0]))
+    multiply()
+
+    def run(steps: int) -> dict[str, float]:
+        seconds = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            multiply().numpy()
+            seconds.append(time.perf_counter() - began)
+        return {"seconds": sum(seconds), "flops": 2 * PEAK_SIZE**3 / min(seconds)}
+
+    return run
+
+
+def _git(*words: str) -> str:
+    try:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This project's `fit`, as `recipes/bert_mlm.py` does it, some steps at a time."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from benchmarks.clock import WARM, Clock
+from common.masking import MaskingRule
+from common.strategy import distribute, make_strategy
+from recipes.bert_mlm import Config, build_model, make_datasets, masked_batches
+
+FOR_EVER = 10**6  # epochs
+
+
+def trainer(batch_size: int, rate: float = 1e-4, **knobs: Any) -> Callable[..., dict[str, Any]]:
+    """A function that trains some steps and times them; see `benchmarks.workers`.
+
+    Args:
+        batch_size: sequences in a step, over all replicas and workers.
+        rate: learning rate, of every step.
+        knobs: of `bert_mlm`.
+    """
+    config = Config(**knobs, epochs=FOR_EVER)
+    strategy, model, batches = set_up(config, batch_size, rate)
+    reduced = sum(4 * np.prod(weight.shape) for weight in model.trainable_variables)
+
+    def run(steps: int) -> dict[str, Any]:
+        clock = Clock(lambda step: int(model.step_values["tokens"].sum()))
+        fit(model, strategy, batches, WARM + steps, [clock])
+        return {"steps": steps, "seconds": clock.seconds, "tokens": clock.tokens, "bytes_reduced": int(reduced)}
+
+    return run
+
+
+def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Strategy, keras.Model, Callable]:
+    """The recipe's strategy and model, and a function of the first step that gives a function for `distribute`.
+
+    Args:
+        config: of the recipe, with a `precision` that is not `auto`.
+        batch_size: sequences in a step, over all replicas and workers.
+        schedule: of the learning rate, or a number.
+
+    Raises:
+        ValueError: when the replicas cannot share the batch.
+    """
+    strategy = make_strategy(config.replicas)
+    keras.utils.set_random_seed(config.seed)
+    keras.config.set_dtype_policy(config.precision)
+    vocabulary, sequences = make_datasets(config)
+    replicas = strategy.num_replicas_in_sync
+    if batch_size % replicas:
+        raise ValueError(f"{replicas} replicas cannot share a batch of {batch_size}")
+    rule = MaskingRule.of(vocabulary, config.mask_rate)
+    with strategy.scope():
+        model = build_model(config, vocabulary, schedule)
+
+    def batches(first_step: int, split: str = "train") -> Callable[..., tf.data.Dataset]:
+        own = batch_size // replicas
+        return functools.partial(
+            masked_batches, sequences[split], rule, config, own, replicas, split == "train", first_step
+        )
+
+    return strategy, model, batches
+
+
+def fit(model: keras.Model, strategy: tf.distribute.Strategy, batches: Callable, steps: int, callbacks: list) -> None:
+    """Trains so many more steps, without a word."""
+    data = distribute(strategy, batches(model.steps_done))
+    model.fit(data, steps_per_epoch=steps, callbacks=callbacks, verbose=0, shuffle=False)

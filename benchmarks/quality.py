@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation loss by time: the published Keras example's pipeline, and this project's `fit`.
+
+Both begin with the same random weights and are validated on the same masked sequences, for which the clock stops; it
+runs while they compile. Writes docs/quality.png.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT, machine, write_results
+from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
+from benchmarks.workers import once
+
+PUBLISHED, OURS = "published", "ours"
+# A run a line: whose pipeline; the learning rate; dropout; whether the rate rises and decays. The first of each side is
+# the published example's rate and model, 2e-4 for its 64 lines in a step on 2 replicas; the lowest last loss is its best.
+RUNS = (
+    (PUBLISHED, 2e-4, 0.1, False),
+    (OURS, 2e-4, 0.1, False),
+    (PUBLISHED, 1e-3, 0.0, False),
+    (OURS, 1e-3, 0.0, True),
+    (OURS, 2e-3, 0.0, True),
+)
+BATCHES = {PUBLISHED: 64, OURS: 32}  # lines padded to 512 tokens, and sequences of 128, in a step
+VALIDATION = 32  # batches of 32 sequences
+VALIDATIONS = 120  # in a run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The knobs of this benchmark."""
+    add_text_arguments(parser)
+    parser.add_argument("--model", default="tiny", help="size")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of training, of each of the runs")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes the results."""
+    if arguments.quick:
+        arguments.model, arguments.minutes, arguments.vocabulary_size = "nano", 0.1, 500
+    results = {"machine": machine(), "model": arguments.model, "corpus": Path(arguments.corpus).name, "runs": []}
+    with temporary_folder() as folder:
+        text = prepare_text(arguments, 128, folder)
+        words = {"model": arguments.model, "corpus": text["corpus"], "vocabulary": text["vocabulary"]}
+        once(
+            "benchmarks.quality:initial", {"folder": folder, "model": words["model"], "vocabulary": words["vocabulary"]}
+        )
+        steps = _steps_in(60 * arguments.minutes, words)
+        for side, rate, dropout, decays in RUNS:
+            knobs = words | {"side": side, "rate": rate, "dropout": dropout, "folder": folder}
+            run = {"side": side, "rate": rate, "dropout": dropout, "decays": decays}
+            knobs |= {"steps": steps if decays else 0}
+            run |= once("benchmarks.quality:trainer", knobs, seconds=60 * arguments.minutes)
+            results["runs"].append(run)
+            print(run | {"curve": run["curve"][-1]}, file=sys.stderr, flush=True)
+    print(table(results), flush=True)
+    if not arguments.quick:
+        write_results("quality", results)
+        draw(results, ROOT / "docs/quality.png")
+
+
+def _steps_in(seconds: float, words: dict[str, str]) -> int:
+    """Steps that our side does in so many seconds, over which its learning rate rises and decays."""
+    knobs = words | {"batch_size": BATCHES[OURS], "precision": "float32", "jit": True}
+    timed = once("benchmarks.ours:trainer", knobs, steps=20)
+    return max(10, int(seconds * timed["steps"] / timed["seconds"]))
+
+
+def initial(folder: str, model: str, vocabulary: str) -> Callable[[], dict]:
+    """Writes the random weights with which all begin."""
+    import keras
+    import numpy as np
+
+    from benchmarks import published
+
+    def write() -> dict:
+        keras.utils.set_random_seed(0)
+        task = published.build(model, vocabulary, 0.0, 0.0, "float32")
+        np.savez(Path(folder, "weights.npz"), *task.get_weights())
+        return {}
+
+    return write
+
+
+def trainer(side: str, folder: str, steps: int, rate: float, dropout: float, **words: str) -> Callable[..., dict]:
+    """A function that trains for so many seconds, and gives the curve: pairs of seconds and validation loss."""
+    import numpy as np
+
+    from benchmarks import ours, published
+    from common.schedules import WarmUpPolynomialDecay
+
+    knobs = words | {"precision": "float32", "dropout": dropout}
+    config = ours.Config(**knobs, jit=True, epochs=ours.FOR_EVER)
+    if side == OURS:
+        schedule = WarmUpPolynomialDecay(rate, steps // 10, steps) if steps else rate
+        strategy, model, batches = ours.set_up(config, BATCHES[OURS], schedule)
+    else:
+        model = published.build(words["model"], words["vocabulary"], dropout, rate, "float32")
+        data = published.lines(words["corpus"], BATCHES[PUBLISHED])
+    with np.load(Path(folder, "weights.npz")) as weights:
+        model.set_weights([weights[name] for name in weights.files])
+    loss = _validation(model, config)
+
+    def run(seconds: float) -> dict:
+        curve = _curve(seconds, loss)
+        if side == OURS:
+            ours.fit(model, strategy, batches, ours.FOR_EVER, [curve])
+        else:
+            model.fit(data, epochs=ours.FOR_EVER, callbacks=[curve], verbose=0)
+        return {"curve": curve.points, "steps": curve.steps}
+
+    return run
+
+
+def _validation(model, config) -> Callable[[], float]:
+    """A function that gives the mean loss of a model over the masked tokens of the validation sequences."""
+    import keras
+    import tensorflow as tf
+
+    from common.masking import MaskingRule
+    from recipes.bert_mlm import make_datasets, masked_batches
+
+    vocabulary, sequences = make_datasets(config)
+    rule = MaskingRule.of(vocabulary, config.mask_rate)
+    batches = list(masked_batches(sequences["validation"], rule, config, 32, 1, training=False).take(VALIDATION))
+
+    @tf.function(reduce_retracing=True)
+    def total(x, y, weight):
+        losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=False), from_logits=True)
+        return tf.reduce_sum(losses * weight), tf.reduce_sum(weight)
+
+    def mean() -> float:
+        losses, labels = zip(*(total(*batch) for batch in batches), strict=True)
+        return float(sum(losses) / sum(labels))
+
+    return mean
+
+
+def _curve(budget: float, loss: Callable[[], float]):
+    import keras
+
+    class Curve(keras.callbacks.Callback):
+        """Validates now and then, with the clock stopped, and ends the `fit` when its time is over."""
+
+        def on_train_begin(self, logs=None):
+            self.points, self.steps, self.stopped = [(0.0, loss())], 0, 0.0
+            self.began = time.perf_counter()
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.steps += 1
+            now = time.perf_counter()
+            seconds = now - self.began - self.stopped
+            if seconds >= self.points[-1][0] + budget / VALIDATIONS or seconds >= budget:
+                self.points.append((round(seconds, 2), loss()))
+                self.stopped += time.perf_counter() - now
+                self.model.stop_training = seconds >= budget
+
+    return Curve()
+
+
+def compare(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """For the same learning rate, and for each side's best: when ours reaches the loss that the published ends with.
+
+    Returns:
+        For each, `loss` that the published ends with, after so many seconds (`published`); when ours has it first, in
+        seconds (`ours`, infinite for never); and `ratio`, how many times sooner.
+    """
+    compared = {}
+    for name in ("the same learning rate", "each at its best"):
+        sides = []
+        for side in (PUBLISHED, OURS):
+            runs = [run for run in results["runs"] if run["side"] == side]
+            sides.append(runs[0] if name.startswith("the same") else min(runs, key=lambda run: run["curve"][-1][1]))
+        seconds, loss = sides[0]["curve"][-1]
+        reached = next((at for at, found in sides[1]["curve"] if found <= loss), math.inf)
+        compared[name] = {"loss": loss, "published": seconds, "ours": reached, "ratio": seconds / reached}
+    return compared
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    lines = ["| pipeline | learning rate | dropout | steps | seconds | validation loss |", "| --- " * 6 + "|"]
+    for run in results["runs"]:
+        seconds, loss = run["curve"][-1]
+        rate = f"{run['rate']:g}, {'decays' if run['decays'] else 'stays'}"
+        numbers = f"{run['steps']:,} | {seconds:,.0f} | {loss:.3f} |"
+        lines.append(f"| {run['side']} | {rate} | {run['dropout']} | {numbers}")
+    lines.append("")
+    for name, found in compare(results).items():
+        when = f"after {found['ours']:,.0f} s, {found['ratio']:.1f} times sooner" if found["ratio"] else "never"
+        lines.append(
+            f"- {name}: the published pipeline ends at {found['loss']:.3f} after {found['published']:,.0f} s; "
+            f"ours has it {when}."
+        )
+    return "\n".join(lines)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """The curves."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for run in results["runs"]:
+        seconds, losses = zip(*run["curve"], strict=True)
+        label = f"{run['side']}, {run['rate']:g}{', decays' if run['decays'] else ''}, dropout {run['dropout']:g}"
+        axes.plot([s / 60 for s in seconds], losses, "-" if run["side"] == OURS else "--", label=label)
+    title = f"BERT-{results['model']} from the same random weights, {results['corpus']}"
+    axes.set(xlabel="minutes of training", ylabel="validation loss, nats a masked token", title=title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

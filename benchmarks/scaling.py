@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What 2 replicas and 2 workers make of the cores that one device has, and a model of what many would make of theirs.
+
+Same global batch, loop and number format on all sides. For the model, two workers train over a link of several speeds,
+between two network namespaces (which root may make); one speed is held out to test it. Writes docs/scaling.png.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.hosts import ADDRESSES, bytes_sent, on, shape, two_hosts
+from benchmarks.links import Link, Reduction, fit_link
+from benchmarks.machine import ROOT, cores, machine, write_results
+from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
+from benchmarks.workers import Worker, together
+from common.cluster import worker_config
+from recipes._launch import free_addresses
+
+OURS, REDUCER = "benchmarks.ours:trainer", "benchmarks.reducer:reducer"
+WAYS = ("one device", "2 replicas", "2 workers")
+SPEEDS = (None, 1600, 800, 400, 200, 100)  # megabits a second; None: as fast as the kernel copies
+HELD_OUT = 400  # of them, which the model is not fitted to
+COUNTS = (1, 250_000, 1_000_000, 4_000_000)  # float32 numbers in a bare reduction
+REPLICAS = tuple(2**i for i in range(3, 11))
+GIGABITS = (10, 100, 400)  # links to which the model is taken
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The knobs of this benchmark."""
+    add_text_arguments(parser)
+    parser.add_argument("--model", default="tiny", help="size")
+    parser.add_argument("--batch-size", type=int, default=32, help="sequences of 128 in a step, over all replicas")
+    parser.add_argument("--rounds", type=int, default=5, help="times that everything is timed")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of steps in a round, about")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes the results."""
+    if arguments.quick:
+        arguments.model, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
+    results: dict[str, Any] = {"machine": machine()}
+    with temporary_folder() as folder:
+        text = prepare_text(arguments, 128, folder)
+        knobs = {
+            "model": arguments.model,
+            "corpus": text["corpus"],
+            "vocabulary": text["vocabulary"],
+            "seq_length": 128,
+        }
+        knobs |= {"precision": "float32", "batch_size": arguments.batch_size}
+        results |= {"model": arguments.model, "batch": arguments.batch_size, "pieces": text["pieces"]}
+        results["ways"] = {
+            name: compare(knobs | {"jit": jit}, arguments) for name, jit in (("float32", False), ("float32, jit", True))
+        }
+        results["link"] = measure_link(knobs, arguments)
+    results |= extrapolate(results["link"], arguments.batch_size // 2)
+    print(tables(results), flush=True)
+    if not arguments.quick:
+        write_results("scaling", results)
+        draw(results, ROOT / "docs/scaling.png")
+
+
+def compare(knobs: dict[str, Any], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """One device, 2 replicas and 2 workers with half the cores each, in turn."""
+    with contextlib.ExitStack() as stack:
+        groups = {
+            "one device": stack.enter_context(together([Worker(OURS, knobs | {"replicas": 1})])),
+            "2 replicas": stack.enter_context(together([Worker(OURS, knobs | {"replicas": 2})])),
+            "2 workers": stack.enter_context(two_workers(OURS, knobs)),
+        }
+        steps = {name: rehearse(group, arguments.seconds) for name, group in groups.items()}
+        answers = {name: [] for name in groups}
+        for number in range(arguments.rounds):
+            for name, group in groups.items():
+                answers[name].append(ask(group, steps=steps[name]))
+                print(f"round {number + 1}: {name} {answers[name][-1]}", file=sys.stderr, flush=True)
+    return {
+        name: {
+            "tokens_per_second": [round(a["tokens"] / a["seconds"], 1) for a in found],
+            "step_ms": [round(1e3 * a["seconds"] / a["steps"], 2) for a in found],
+            "bytes_reduced": found[0]["bytes_reduced"],
+        }
+        for name, found in answers.items()
+    }
+
+
+def measure_link(knobs: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Times of two workers over links of several speeds.
+
+    Returns:
+        `compute`, seconds of a step of two processes that do not talk, each with half the batch and half the cores;
+        `bytes_reduced` in a step; `steps` and `reductions`, rows of `megabits`, the `count` of numbers in a bare
+        reduction, `seconds` of each round, and bytes that a worker `sent`.
+    """
+    half = knobs | {"batch_size": arguments.batch_size // 2, "replicas": 1}
+    with together(Worker(OURS, half, cores=share) for share in halves()) as silent:
+        number = rehearse(silent, arguments.seconds)
+        apart = [ask(silent, steps=number) for _ in range(arguments.rounds)]
+    rows: dict[str, list[dict[str, Any]]] = {"steps": [], "reductions": []}
+    with (
+        two_hosts() as hosts,
+        two_workers(OURS, knobs, hosts) as trainers,
+        two_workers(REDUCER, {}, hosts, 1) as adders,
+    ):
+        speeds = SPEEDS[:3] + SPEEDS[3:4] if arguments.quick else SPEEDS
+        for megabits in speeds:
+            shape(hosts, megabits)
+            rows["steps"].append({"megabits": megabits} | over_link(hosts[0], trainers, arguments))
+            print(rows["steps"][-1], file=sys.stderr, flush=True)
+            for count in COUNTS:
+                row = {"megabits": megabits, "count": count}
+                rows["reductions"].append(row | over_link(hosts[0], adders, arguments, count=count))
+                print(rows["reductions"][-1], file=sys.stderr, flush=True)
+    compute = statistics.median(a["seconds"] / a["steps"] for a in apart)
+    return {"compute": compute, "bytes_reduced": apart[0]["bytes_reduced"]} | rows
+
+
+def over_link(host: str, group: list[Worker], arguments: argparse.Namespace, **question: Any) -> dict[str, Any]:
+    """Seconds of a step in each round, and bytes that the host sent for a step."""
+    steps = rehearse(group, arguments.seconds / 2, **question)
+    seconds = [
+        (lambda a: a["seconds"] / a["steps"])(ask(group, steps=steps, **question)) for _ in range(arguments.rounds)
+    ]
+    before = bytes_sent(host)
+    ask(group, steps=0, **question)
+    between = bytes_sent(host)
+    ask(group, steps=steps, **question)
+    return {"seconds": seconds, "sent": round((bytes_sent(host) - between - (between - before)) / steps)}
+
+
+def extrapolate(link: dict[str, Any], sequences: int) -> dict[str, Any]:
+    """Fits the model, tests it at the speed that was held out, and takes it to many replicas."""
+
+    def reduction(row: dict[str, Any], replicas: int = 2) -> Reduction:
+        reduced = 4 * row["count"] if "count" in row else link["bytes_reduced"]
+        return Reduction(reduced, replicas, row["megabits"] * 1e6 / 8 if row["megabits"] else math.inf)
+
+    def talking(row: dict[str, Any]) -> float:
+        return max(statistics.median(row["seconds"]) - (0 if "count" in row else link["compute"]), 1e-6)
+
+    rows = link["steps"] + link["reductions"]
+    fitted = fit_link((reduction(row), talking(row)) for row in rows if row["megabits"] != HELD_OUT)
+    held_out = next(row for row in link["steps"] if row["megabits"] == HELD_OUT)
+    measured = statistics.median(held_out["seconds"])
+    predicted = link["compute"] + fitted.seconds(reduction(held_out))
+    efficiency = {
+        f"{gigabits}": {
+            f"{n}": fitted.efficiency(link["compute"], Reduction(link["bytes_reduced"], n, gigabits * 1e9 / 8))
+            for n in REPLICAS
+        }
+        for gigabits in GIGABITS
+    }
+    return {
+        "fitted": {"latency": fitted.latency, "software": fitted.software, "headers": fitted.headers},
+        "held_out": {"megabits": HELD_OUT, "measured": measured, "predicted": predicted},
+        "extrapolated": {"sequences": sequences, "efficiency": efficiency},
+    }
+
+
+@contextlib.contextmanager
+def two_workers(
+    function: str, arguments: dict[str, Any], hosts: list[str] = (), port: int = 0
+) -> Iterator[list[Worker]]:
+    """Two workers with half the cores each, on this host or on two."""
+    addresses = [f"{address}:{8888 + port}" for address in ADDRESSES] if hosts else free_addresses(2)
+    with together(
+        Worker(
+            function,
+            arguments,
+            cores=share,
+            environment={"TF_CONFIG": json.dumps(worker_config(addresses, number))},
+            prefix=on(hosts[number]) if hosts else (),
+        )
+        for number, share in enumerate(halves())
+    ) as workers:
+        yield workers
+
+
+def halves() -> list[list[int]]:
+    """This process's cores in two parts; of a single one, it twice."""
+    own = cores()
+    return [own[: len(own) // 2] or own, own[len(own) // 2 :]]
+
+
+def rehearse(group: list[Worker], seconds: float, **question: Any) -> int:
+    """Lets them do two steps, which compiles what is to be, and two more; returns how many take so many seconds."""
+    ask(group, steps=2, **question)
+    timed = ask(group, steps=2, **question)
+    return min(max(3, math.ceil(seconds * 2 / timed["seconds"])), 2000)
+
+
+def ask(group: list[Worker], **question: Any) -> dict[str, Any]:
+    """Has all of them begin, and waits for the last."""
+    for worker in group:
+        worker.ask(**question)
+    return max((worker.answer() for worker in group), key=lambda answer: answer["seconds"])
+
+
+def tables(results: dict[str, Any]) -> str:
+    """The results in Markdown: three tables, and how far the model was off."""
+    return "\n\n".join([ways_table(results), link_table(results), extrapolation_table(results)])
+
+
+def ways_table(results: dict[str, Any]) -> str:
+    """What the same cores make of one device, 2 replicas and 2 workers."""
+    lines = ["| | one device | 2 replicas | of one device | 2 workers, half the cores each | of one device |"]
+    lines.append("| --- " * 6 + "|")
+    for name, ways in results["ways"].items():
+        one, replicas, workers = (statistics.median(ways[way]["tokens_per_second"]) for way in WAYS)
+        lines.append(
+            f"| {name} | {one:,.0f} tokens/s | {replicas:,.0f} | {replicas / one:.0%} "
+            f"| {workers:,.0f} | {workers / one:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def link_table(results: dict[str, Any]) -> str:
+    """A step of two workers by the speed of their link, as measured and by the model."""
+    link, fitted, held_out = results["link"], Link(**results["fitted"]), results["held_out"]
+    megabytes = link["bytes_reduced"] / 1e6
+    lines = [
+        f"| link, {megabytes:.1f} MB reduced a step | step | by the model | off by | each worker sent |",
+        "| --- " * 5 + "|",
+    ]
+    for row in link["steps"]:
+        bandwidth = row["megabits"] * 1e6 / 8 if row["megabits"] else math.inf
+        measured = statistics.median(row["seconds"])
+        modelled = link["compute"] + fitted.seconds(Reduction(link["bytes_reduced"], 2, bandwidth))
+        name = f"{row['megabits']} Mbit/s" if row["megabits"] else "not held back"
+        name += ", held out" if row["megabits"] == held_out["megabits"] else ""
+        lines.append(
+            f"| {name} | {1e3 * measured:,.0f} ms | {1e3 * modelled:,.0f} ms "
+            f"| {modelled / measured - 1:+.1%} | {row['sent'] / 1e6:.1f} MB |"
+        )
+    return "\n".join(lines)
+
+
+def extrapolation_table(results: dict[str, Any]) -> str:
+    """The efficiency that the model gives many replicas."""
+    efficiency = results["extrapolated"]["efficiency"]
+    lines = [
+        "| extrapolated | " + " | ".join(f"{n:,} replicas" for n in REPLICAS) + " |",
+        "| --- " * (1 + len(REPLICAS)) + "|",
+    ]
+    for gigabits, row in efficiency.items():
+        lines.append(f"| {gigabits} Gbit/s | " + " | ".join(f"{row[str(n)]:.1%}" for n in REPLICAS) + " |")
+    return "\n".join(lines)
+
+
+def draw(results: dict[str, Any], path) -> None:
+    """The measured steps beside the model, and what it gives many replicas."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    link, fitted = results["link"], Link(**results["fitted"])
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    shaped = [row for row in link["steps"] if row["megabits"]]
+    speeds = [row["megabits"] for row in shaped]
+    curve = [min(speeds) * 1.1**i for i in range(int(math.log(max(speeds) / min(speeds), 1.1)) + 2)]
+    modelled = [link["compute"] + fitted.seconds(Reduction(link["bytes_reduced"], 2, m * 1e6 / 8)) for m in curve]
+    left.plot(curve, [1e3 * s for s in modelled], color="gray", label="model")
+    for held_out, style, label in ((False, "o", "measured, fitted"), (True, "s", "measured, held out")):
+        rows = [row for row in shaped if (row["megabits"] == HELD_OUT) == held_out]
+        times = [1e3 * statistics.median(row["seconds"]) for row in rows]
+        left.plot([row["megabits"] for row in rows], times, style, label=label)
+    left.set(xscale="log", xlabel="link, Mbit/s", ylabel="step, ms", title="Two workers, measured")
+    left.set_ylim(bottom=0)
+    for gigabits, row in results["extrapolated"]["efficiency"].items():
+        right.plot(REPLICAS, [100 * row[str(n)] for n in REPLICAS], "o--", label=f"{gigabits} Gbit/s")
+    each = f"{results['extrapolated']['sequences']} sequences of 128 a replica, {link['compute'] * 1e3:.0f} ms"
+    title = f"Extrapolated by the model, not measured:\n{each}"
+    right.set(xscale="log", xlabel="replicas", ylabel="share of a step spent computing, %", title=title, ylim=(0, 102))
+    right.set_xticks(REPLICAS, [f"{n:,}" for n in REPLICAS])
+    right.minorticks_off()
+    for axes in (left, right):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

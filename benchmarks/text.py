@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of a benchmark: one vocabulary for all contenders, and packed sequences for those without TensorFlow."""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workers import once
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """The knobs of a benchmark's text."""
+    parser.add_argument("--corpus", default="docstrings", help="as in bert_mlm: a name, a file or a folder")
+    parser.add_argument("--vocabulary", default="", help="WordPiece file; else one is trained on the corpus")
+    parser.add_argument("--vocabulary-size", type=int, default=30_522, help="pieces of a trained vocabulary")
+
+
+def prepare_text(arguments: argparse.Namespace, seq_length: int, folder: str) -> dict[str, Any]:
+    """Writes a benchmark's text to a folder: `vocab.txt`, and `sequences.npy` [sequences, seq_length].
+
+    Returns:
+        `corpus` and `vocabulary`, knobs of `bert_mlm`; and `pieces`, `sequences` and `tokens`, their numbers.
+    """
+    corpus = str(Path(arguments.corpus).resolve()) if Path(arguments.corpus).exists() else arguments.corpus
+    knobs = {"corpus": corpus, "vocabulary_size": arguments.vocabulary_size, "seq_length": seq_length}
+    knobs["vocabulary"] = str(Path(arguments.vocabulary).resolve()) if arguments.vocabulary else ""
+    vocabulary = str(Path(folder, "vocab.txt"))
+    return {"corpus": corpus, "vocabulary": vocabulary} | once("benchmarks.text:writer", {"folder": folder} | knobs)
+
+
+def writer(folder: str, **knobs: Any) -> Callable[[], dict[str, int]]:
+    """The work of `prepare_text`, in a process that has TensorFlow."""
+    import numpy as np
+
+    from common.packing import count_tokens
+    from recipes.bert_mlm import Config, make_datasets
+
+    def write() -> dict[str, int]:
+        vocabulary, sequences = make_datasets(Config(**knobs))
+        Path(folder, "vocab.txt").write_text("".join(f"{piece}\n" for piece in vocabulary.pieces), encoding="utf-8")
+        np.save(Path(folder, "sequences.npy"), sequences["train"].numpy())
+        pad = vocabulary.pieces.index(vocabulary.special.pad)
+        number, tokens = count_tokens(sequences, pad)["train"]
+        return {"pieces": len(vocabulary.pieces), "sequences": number, "tokens": tokens}
+
+    return write
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory:
+    """A folder for what contenders share, gone at the end."""
+    return tempfile.TemporaryDirectory(prefix="benchmark-")

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training speed of this project's `fit`, of the published Keras example, and of transformers with Accelerate.
+
+Every contender trains the same size of BERT with the same vocabulary on the same text, in a process of its own, and is
+timed in turn, round after round; only one computes at a time. Tokens are counted without padding.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from typing import Any
+
+from benchmarks.flops import flops_per_token
+from benchmarks.machine import machine, write_results
+from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
+from benchmarks.workers import Worker, together
+
+SEQ_LENGTH, MASK_RATE = 128, 0.15
+PUBLISHED = "published Keras example, padded to 512"
+OURS = "benchmarks.ours:trainer"
+PUBLISHERS = "benchmarks.published:trainer"
+PEERS = "benchmarks.transformers_peer:trainer"
+
+# A line a contender: its name; what makes it; its own arguments; the number format of most of its matrix products.
+CONTENDERS = (
+    (PUBLISHED, PUBLISHERS, {}, "float32"),
+    ("transformers, Accelerate", PEERS, {}, "float32"),
+    ("transformers, Accelerate, bfloat16", PEERS, {"precision": "bf16"}, "bfloat16"),
+    ("fit, one device", OURS, {"replicas": 1}, "float32"),
+    ("fit, one device, jit", OURS, {"replicas": 1, "jit": True}, "float32"),
+    ("fit, one device, bfloat16", OURS, {"replicas": 1, "precision": "mixed_bfloat16"}, "bfloat16"),
+    ("fit, 2 replicas", OURS, {"replicas": 2}, "float32"),
+    ("fit, 2 replicas, jit", OURS, {"replicas": 2, "jit": True}, "float32"),
+    ("fit, 2 replicas, bfloat16", OURS, {"replicas": 2, "precision": "mixed_bfloat16"}, "bfloat16"),
+)
+# Sequences in a step: of 128 tokens, and of the published example's 512, whose own 64 need more memory than time tells.
+BATCHES = {"nano": (32, 32), "tiny": (32, 64), "small": (32, 16), "base": (16, 4)}
+FRESH = ("base",)  # sizes whose contenders do not fit in memory together: each is started anew in every round
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The knobs of this benchmark."""
+    add_text_arguments(parser)
+    parser.add_argument("--sizes", default="tiny,small,base", help="of models, with commas between")
+    parser.add_argument("--rounds", type=int, default=5, help="times that every contender is timed")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a contender's steps in a round, about")
+    parser.add_argument("--dropout", type=float, default=0.1, help="of every contender")
+    parser.add_argument("--only", default="", help="contenders whose name contains this")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes the results."""
+    if arguments.quick:
+        arguments.sizes, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
+    results = {"machine": machine(), "dropout": arguments.dropout, "corpus": arguments.corpus, "sizes": {}}
+    with temporary_folder() as folder:
+        text = prepare_text(arguments, SEQ_LENGTH, folder)
+        for size in arguments.sizes.split(","):
+            results["sizes"][size] = measure(size, arguments, text, folder)
+            print(table(results["sizes"][size]), "\n", flush=True)
+            if not arguments.quick and not arguments.only:
+                write_results("throughput", results)
+
+
+def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], folder: str) -> dict[str, Any]:
+    """All contenders of a size: the rounds of each, and the machine's peaks."""
+    contenders = [contender for contender in CONTENDERS if arguments.only in contender[0]]
+    rounds = [Timed(*specification(c, size, arguments, text, folder), arguments.seconds) for c in contenders]
+    peaks = {dtype: Timed("benchmarks.machine:matmul", {"dtype": dtype}, 1.0) for dtype in ("float32", "bfloat16")}
+    everyone = [*peaks.values(), *rounds]
+    with together([]) as workers:
+        for number in range(arguments.rounds):
+            for timed in everyone:
+                timed.round(workers, stays=size not in FRESH)
+                print(f"{size}, round {number + 1}: {timed}", file=sys.stderr, flush=True)
+    best = {dtype: max(answer["flops"] for answer in timed.answers) for dtype, timed in peaks.items()}
+    flops = flops_per_token(size, text["pieces"], SEQ_LENGTH, MASK_RATE)
+    rows = {
+        name: {
+            "precision": dtype,
+            "batch": timed.arguments["batch_size"],
+            "tokens_per_second": [round(a["tokens"] / a["seconds"], 1) for a in timed.answers],
+            "step_ms": [round(1e3 * a["seconds"] / a["steps"], 2) for a in timed.answers],
+        }
+        for (name, _, _, dtype), timed in zip(contenders, rounds, strict=True)
+    }
+    for row in rows.values():
+        row["share_of_peak"] = statistics.median(row["tokens_per_second"]) * flops / best[row["precision"]]
+    return {"pieces": text["pieces"], "flops_per_token": flops, "peak_flops": best, "contenders": rows}
+
+
+def specification(contender, size: str, arguments: argparse.Namespace, text: dict[str, Any], folder: str):
+    """What makes a contender: the function and its arguments."""
+    _, function, own, _ = contender
+    packed, padded = BATCHES[size]
+    common = {"model": size, "dropout": arguments.dropout, "batch_size": padded if function == PUBLISHERS else packed}
+    words = {"corpus": text["corpus"], "vocabulary": text["vocabulary"]}
+    match function:
+        case "benchmarks.ours:trainer":
+            own = {"seq_length": SEQ_LENGTH, "mask_rate": MASK_RATE, "precision": "float32"} | words | own
+        case "benchmarks.published:trainer":
+            own = words | own
+        case "benchmarks.transformers_peer:trainer":
+            own = {"folder": folder} | own
+    return function, common | own
+
+
+class Timed:
+    """A contender, and what its rounds gave.
+
+    Args:
+        function, arguments: of `workers.Worker`.
+        seconds: that a round shall last, about.
+    """
+
+    def __init__(self, function: str, arguments: dict[str, Any], seconds: float):
+        self.function, self.arguments, self.seconds = function, arguments, seconds
+        self.answers, self.worker, self.steps = [], None, 0
+
+    def __str__(self):
+        return f"{self.function} {self.arguments}: {self.answers[-1]}"
+
+    def round(self, workers: list[Worker], stays: bool) -> None:
+        """Its turn. The first time, it is started, into the list of workers, and tells how long its steps are."""
+        if self.worker is None:
+            self.worker = Worker(self.function, self.arguments)
+            workers.append(self.worker)
+            compiled = self.worker(steps=2)  # a rehearsal
+            self.steps = self.steps or max(3, math.ceil(self.seconds * 2 / compiled["seconds"]))
+        self.answers.append(self.worker(steps=self.steps))
+        if not stays:
+            self.worker.close()
+            workers.remove(self.worker)
+            self.worker = None
+
+
+def table(measured: dict[str, Any]) -> str:
+    """The results of one size, in Markdown.
+
+    Ratios are of medians: to the published example, and to the fastest of transformers'.
+    """
+    rows = measured["contenders"]
+    medians = {name: statistics.median(row["tokens_per_second"]) for name, row in rows.items()}
+    published = medians.get(PUBLISHED, math.nan)
+    peer = max((speed for name, speed in medians.items() if name.startswith("transformers")), default=math.nan)
+    lines = [
+        "| contender | tokens/s | lowest to highest | to the published | to transformers' best | share of the peak |",
+        "| --- " * 6 + "|",
+    ]
+    for name, row in rows.items():
+        speeds = row["tokens_per_second"]
+        lines.append(
+            f"| {name} | {medians[name]:,.0f} | {min(speeds):,.0f} to {max(speeds):,.0f} "
+            f"| {medians[name] / published:.1f} x | {medians[name] / peer:.2f} x | {row['share_of_peak']:.1%} |"
+        )
+    return "\n".join(lines)
