@@ -11,7 +11,7 @@ def flops_per_token(size: str, vocabulary_size: int, seq_length: int, mask_rate:
     weight (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Of a layer of width h and inner width i, these are
     4 h^2 + 2 h i. Attention adds 12 h s a layer, for the scores and the mean of s values (Chowdhery et al. 2022, PaLM,
     arXiv:2204.02311, appendix B). The head, h^2 and h for each of V pieces, is needed for masked tokens only. What is
-    not a matrix product (norms, gelu, softmax, the optimizer) is left out, so that a share of the peak is a lower bound.
+    not a matrix product (norms, gelu, softmax, the optimizer) is left out, so a share of the peak is a lower bound.
 
     The same figure stands for every contender: what one computes for padding, or for the logits of tokens that are not
     masked, is waste.

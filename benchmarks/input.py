@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast the input pipeline is by itself, and what training waits for it.
 
-Waiting is the time in `next(iterator)`, in a loop of `next` and the model's own `train_step`; what the pipeline costs in
-all, its use of the cores too, is the same steps on one batch that is held.
+Waiting is the time in `next(iterator)`, in a loop of `next` and the model's own `train_step`. What the pipeline costs
+in all, its use of the cores too, is told by the same steps on one batch that is held.
 """
 
 import argparse

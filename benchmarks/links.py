@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long replicas take to add up their gradients in a ring: a model, fitted to measured times.
 
-Of B bytes among n replicas, each sends 2 (n - 1) pieces of B / n, one after another (Patarasuk and Yuan 2009, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations"). A round has a latency; each byte that is sent costs time in
-software, and time on the link, more than its share by the headers. With a step's computing, which nothing overlaps:
+Of B bytes among n replicas, each sends 2 (n - 1) pieces of B / n, one after another (Patarasuk and Yuan 2009,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations"). A round has a latency; each byte that is sent
+costs time in software, and time on the link, more than its share by the headers. With a step's computing, which
+nothing overlaps:
 
     time(step) = compute + rounds * latency + sent * (software + headers / bandwidth)
     rounds = 2 (n - 1)

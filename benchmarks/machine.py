@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a figure depends on: the machine, the packages, the code. And the machine's peak, to which speeds are compared."""
+"""What a figure depends on: machine, packages, code. And the machine's peak, to which speeds are compared."""
 
 import importlib.metadata
 import json

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak memory of training, by the batch, the sequences' length, and the size of the corpus.
 
-Each figure is of a process of its own (Linux: VmHWM, which begins anew with a program). Text is tokenised beforehand, by
-another process.
+Each figure is of a process of its own (Linux: VmHWM, which begins anew with a program). Text is tokenised beforehand,
+by another process.
 """
 
 import argparse

@@ -18,8 +18,8 @@ from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
 from benchmarks.workers import once
 
 PUBLISHED, OURS = "published", "ours"
-# A run a line: whose pipeline; the learning rate; dropout; whether the rate rises and decays. The first of each side is
-# the published example's rate and model, 2e-4 for its 64 lines in a step on 2 replicas; the lowest last loss is its best.
+# A run a line: whose pipeline; the learning rate; dropout; whether the rate rises and decays. The first of each side
+# has the published example's rate and dropout, 2e-4 for its 64 lines in a step; its best is the one that ends lowest.
 RUNS = (
     (PUBLISHED, 2e-4, 0.1, False),
     (OURS, 2e-4, 0.1, False),

@@ -4,8 +4,11 @@
 import json
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
+import benchmarks.input
+from benchmarks import memory, quality, scaling, throughput
 from common.results import report
 
 ROOT = Path(__file__).parent.parent
@@ -90,6 +93,42 @@ def wikitext_table(summary: dict) -> str:
     )
 
 
+def throughput_table(results: dict) -> str:
+    """What `python -m benchmarks throughput` measured, a table a size."""
+    parts = []
+    for size, one in results["sizes"].items():
+        single, half = (f"{one['peak_flops'][dtype] / 1e9:,.0f}" for dtype in ("float32", "bfloat16"))
+        parts.append(
+            f"BERT-{size}, {one['pieces']:,} pieces, {one['flops_per_token'] / 1e6:,.1f} MFLOP a token; "
+            f"the machine's peak is {single} GFLOP/s in float32, {half} in bfloat16:"
+        )
+        parts.append(throughput.table(one))
+    return "\n\n".join([*parts, hardware_line(results)])
+
+
+def with_machine(table: Callable[[dict], str]) -> Callable[[dict], str]:
+    """A benchmark's own table, and what it was measured on."""
+    return lambda results: f"{table(results)}\n\n{hardware_line(results)}"
+
+
+def hardware_line(results: dict) -> str:
+    """What a benchmark's figures were measured on."""
+    hardware, versions = results["machine"]["hardware"], results["machine"]["versions"]
+    features = ", ".join(hardware["features"][-2:])
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("tensorflow", "keras", "torch") if name in versions)
+    return f"{hardware['cpu']}, {hardware['cores']} cores ({features}), {hardware['memory_gb']} GiB; {packages}."
+
+
+# Of `python -m benchmarks NAME`.
+MEASURED = {
+    "throughput": throughput_table,
+    "scaling": with_machine(scaling.tables),
+    "memory": with_machine(memory.table),
+    "input": with_machine(benchmarks.input.table),
+    "quality": with_machine(quality.table),
+}
+
+
 def with_tables(readme: str) -> str:
     """The README with its tables as the results have them, each between `<!-- name -->` and `<!-- end -->`."""
     faults = (RESULTS / "faults.jsonl").read_text().splitlines()
@@ -100,6 +139,7 @@ def with_tables(readme: str) -> str:
         "shards": shards_table(_results("shards")),
         "wikitext": wikitext_table(_results("wikitext-2")),
     }
+    tables |= {name: table(_results(name)) for name, table in MEASURED.items() if f"<!-- {name} -->" in readme}
     for name, table in tables.items():
         readme = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{table}\n\g<2>", readme, flags=re.DOTALL)
     return readme

@@ -124,14 +124,15 @@ def measure_link(knobs: dict[str, Any], arguments: argparse.Namespace) -> dict[s
 def over_link(host: str, group: list[Worker], arguments: argparse.Namespace, **question: Any) -> dict[str, Any]:
     """Seconds of a step in each round, and bytes that the host sent for a step."""
     steps = rehearse(group, arguments.seconds / 2, **question)
-    seconds = [
-        (lambda a: a["seconds"] / a["steps"])(ask(group, steps=steps, **question)) for _ in range(arguments.rounds)
-    ]
+    answers = [ask(group, steps=steps, **question) for _ in range(arguments.rounds)]
     before = bytes_sent(host)
     ask(group, steps=0, **question)
     between = bytes_sent(host)
     ask(group, steps=steps, **question)
-    return {"seconds": seconds, "sent": round((bytes_sent(host) - between - (between - before)) / steps)}
+    return {
+        "seconds": [a["seconds"] / steps for a in answers],
+        "sent": round((bytes_sent(host) - between - (between - before)) / steps),
+    }
 
 
 def extrapolate(link: dict[str, Any], sequences: int) -> dict[str, Any]:

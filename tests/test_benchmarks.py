@@ -1,0 +1,194 @@
+"""The arithmetic of the benchmarks, and that they run; their figures are measured by hand, on a quiet machine."""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+import benchmarks.input
+from benchmarks import memory, quality, scaling, throughput
+from benchmarks.flops import flops_per_token
+from benchmarks.hosts import ADDRESSES, on, shape, two_hosts
+from benchmarks.links import Link, Reduction, fit_link
+from benchmarks.machine import machine
+from benchmarks.readme import MEASURED
+from benchmarks.workers import Worker, together
+from tests.conftest import ROOT
+
+
+def matmul_flops(*shapes):
+    return sum(2 * rows * inner * columns for rows, inner, columns in shapes)
+
+
+def test_flops_are_those_of_every_matrix_product_of_a_small_bert():
+    length, width, inner, pieces, masked = 20, 64, 256, 500, 3  # nano: one layer, one head of 64
+    forward = matmul_flops(
+        *[(length, width, width)] * 4,  # query, key, value, output
+        (length, width, length),  # scores
+        (length, length, width),  # mean of the values
+        (length, width, inner),
+        (length, inner, width),
+        (masked, width, width),  # the head
+        (masked, width, pieces),
+    )
+    assert flops_per_token("nano", pieces, length, masked / length) * length == pytest.approx(3 * forward)
+
+
+def test_flops_of_tiny_are_those_known():
+    # 55 GFLOP for 70 sequences of 128, counted by another hand.
+    assert flops_per_token("tiny", 30_522, 128, 0.15) * 70 * 128 == pytest.approx(56e9, rel=0.01)
+
+
+PLANTED = Link(latency=2e-3, software=3e-10, headers=1.06)
+REDUCTIONS = [
+    Reduction(reduced, 2, bandwidth)
+    for reduced in (4, 1e6, 4e6, 17e6)
+    for bandwidth in (math.inf, 2e8, 1e8, 5e7, 2.5e7, 1.25e7)
+]
+
+
+def test_the_link_that_was_planted_is_found():
+    found = fit_link((reduction, PLANTED.seconds(reduction)) for reduction in REDUCTIONS)
+    assert vars(found) == pytest.approx(vars(PLANTED))
+
+
+def test_the_link_is_found_through_noise():
+    noisy = [
+        (reduction, PLANTED.seconds(reduction) * (1 + 0.03 * math.sin(7 * number)))
+        for number, reduction in enumerate(REDUCTIONS)
+    ]
+    assert vars(fit_link(noisy)) == pytest.approx(vars(PLANTED), rel=0.1)
+
+
+def test_no_parameter_of_a_link_is_below_zero():
+    without = Link(latency=0.0, software=0.0, headers=1.0)
+    measured = [(r, without.seconds(r) - 1e-4) for r in REDUCTIONS if r.bandwidth < math.inf and r.reduced > 1e5]
+    assert min(vars(fit_link(measured)).values()) >= 0
+
+
+def test_a_ring_of_two_sends_all_bytes_once_and_of_many_nearly_twice():
+    assert Reduction(1e6, 2).terms()[:2] == (2, 1e6)
+    assert Reduction(1e6, 1000).terms()[:2] == (1998, pytest.approx(1.998e6))
+    assert PLANTED.efficiency(1.0, Reduction(1e6, 8)) > PLANTED.efficiency(1.0, Reduction(1e6, 64))
+
+
+def sample_link():
+    rows = [{"megabits": megabits} for megabits in scaling.SPEEDS]
+    rows += [row | {"count": count} for row in rows for count in scaling.COUNTS]
+    for row in rows:
+        bandwidth = row["megabits"] * 1e6 / 8 if row["megabits"] else math.inf
+        seconds = PLANTED.seconds(Reduction(4 * row.get("count", 4_400_000), 2, bandwidth))
+        row |= {"seconds": [seconds + (0 if "count" in row else 0.3)] * 3, "sent": 1}
+    steps, reductions = rows[: len(scaling.SPEEDS)], rows[len(scaling.SPEEDS) :]
+    return {"compute": 0.3, "bytes_reduced": 17_600_000, "steps": steps, "reductions": reductions}
+
+
+def sample_results():
+    link = sample_link()
+    way = {"tokens_per_second": [1e4, 2e4, 3e4], "step_ms": [1.0], "bytes_reduced": 1}
+    row = {"precision": "float32", "batch": 32, "step_ms": [1.0], "share_of_peak": 0.5}
+    names = [name for name, *_ in throughput.CONTENDERS]
+    contenders = {name: row | {"tokens_per_second": [1e3 * i, 2e3 * i]} for i, name in enumerate(names, 1)}
+    peaks = {"float32": 1e11, "bfloat16": 2e11}
+    answer = {"steps": 10, "seconds": 1.0, "waited": 0.01, "seconds_on_one_batch": 0.9}
+    curves = {quality.PUBLISHED: [(0.0, 9.0), (600.0, 7.0), (1200.0, 6.5)], quality.OURS: [(0.0, 9.0), (120.0, 6.4)]}
+    knobs = {"rate": 1e-3, "dropout": 0.0, "decays": True, "steps": 9}
+    results = {
+        "throughput": {
+            "sizes": {"tiny": {"pieces": 9, "flops_per_token": 6e6, "peak_flops": peaks, "contenders": contenders}}
+        },
+        "scaling": {"link": link, "ways": {"float32": dict.fromkeys(scaling.WAYS, way)}}
+        | scaling.extrapolate(link, 16),
+        "memory": {"rows": [{"batch": 8, "length": 128, "tokens": 1000, "shards": True, "peak_mb": 900}]},
+        "input": {
+            "pipeline": {"sequences_per_second": [1000], "tokens_per_second": [128_000]},
+            "waiting": {name: [answer] for name, _ in benchmarks.input.WAYS},
+        },
+        "quality": {
+            "model": "tiny",
+            "corpus": "x",
+            "runs": [knobs | {"side": s, "curve": c} for s, c in curves.items()],
+        },
+    }
+    return {name: result | {"machine": machine()} for name, result in results.items()}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_readme_says_what_was_measured(name):
+    table = MEASURED[name](sample_results()[name])
+    expected = {
+        "throughput": ["| transformers, Accelerate, bfloat16 | 4,500 | 3,000 to 6,000 | 3.0 x | 1.00 x | 50.0% |"],
+        "scaling": ["| float32 | 20,000 tokens/s | 20,000 | 100% | 20,000 | 100% |", "400 Mbit/s, held out", "+0.0%"],
+        "memory": ["| 8 | 128 | 1,000, in shards | 900 MiB |"],
+        "input": ["1,000 sequences/s", "| one device | 100.0 ms | 1.00 ms | 1.0% | +10.0% |"],
+        "quality": ["ours has it after 120 s, 10.0 times sooner"],
+    }
+    assert all(words in table for words in [*expected[name], machine()["hardware"]["cpu"]]), table
+
+
+def test_the_model_finds_the_speed_that_was_held_out():
+    held_out = scaling.extrapolate(sample_link(), 16)["held_out"]
+    assert held_out["predicted"] == pytest.approx(held_out["measured"])
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    results = sample_results()
+    scaling.draw(results["scaling"], tmp_path / "scaling.png")
+    quality.draw(results["quality"], tmp_path / "quality.png")
+    assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
+
+
+def test_a_worker_answers_and_tells_why_it_failed():
+    with together([Worker("tests.test_benchmarks:adder", {"first": 1})]) as [worker]:
+        assert worker(second=2) == {"sum": 3}
+        assert worker(second=3) == {"sum": 4}
+        with pytest.raises(RuntimeError, match="unsupported operand"):
+            worker(second="x")
+    assert worker.process.returncode is not None
+
+
+def adder(first):
+    return lambda second: {"sum": first + second}
+
+
+def test_a_link_is_as_slow_as_it_is_told():
+    receive = "import socket,sys; s=socket.create_server(('', 9000)); print('up', flush=True); c=s.accept()[0]\n"
+    receive += "while c.recv(2**16): pass\nc.send(b'!')"
+    send = "import socket,time; s=socket.create_connection(('%s', 9000)); b=time.perf_counter(); s.sendall(bytes(%d));"
+    send += "s.shutdown(1); s.recv(1); print(time.perf_counter() - b)"
+    try:
+        with two_hosts() as hosts:
+            shape(hosts, 80)
+            command = on(hosts[0], sys.executable, "-c", receive)
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver:
+                receiver.stdout.readline()
+                code = send % (ADDRESSES[0], 10**7)
+                answer = subprocess.check_output(on(hosts[1], sys.executable, "-c", code), text=True, timeout=60)
+    except PermissionError as error:
+        pytest.skip(str(error))
+    assert 0.95 < float(answer) < 2.0  # a second, headers, and what a busy machine adds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["throughput", "scaling"])
+def test_a_benchmark_runs(name, wikitext):
+    if name == "throughput":
+        pytest.importorskip("accelerate")
+    command = [sys.executable, "-m", "benchmarks", name, "--quick", "--corpus", str(wikitext)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=900)
+    if "PermissionError" in done.stderr:
+        pytest.skip("needs network namespaces and tc")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "| --- " in done.stdout
+
+
+def test_every_benchmark_has_its_knobs():
+    for module in (throughput, scaling, memory, benchmarks.input, quality):
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        assert parser.parse_args([]).corpus == "docstrings"
