@@ -20,7 +20,7 @@ PEAK_SIZE = 2048  # rows and columns of the matrices whose product gives the pea
 
 
 def machine() -> dict[str, Any]:
-    """The machine, the packages' versions, and the commit, with `+` where files differ from it."""
+    """The machine, the packages' versions, and the commit, with `+` where code differs from it."""
     information = _read("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", information)
     flags = re.search(r"flags\s*: (.*)", information)
@@ -35,7 +35,8 @@ def machine() -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES if name in installed},
-        "commit": _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "--porcelain") else ""),
+        "commit": _git("rev-parse", "--short=12", "HEAD")
+        + ("+" if _git("status", "--porcelain", "--", "*.py") else ""),
     }
 
 

@@ -49,6 +49,7 @@ def main(arguments: argparse.Namespace) -> None:
         for batch in batches:
             add("batch", text, batch, LENGTH)
         for length in lengths:
+            prepare_text(arguments, length, folder)  # so that it is in the cache
             add("length", text, BATCH, length)
         os.environ["XDG_CACHE_HOME"] = folder  # texts that nobody will want again
         for number in times:

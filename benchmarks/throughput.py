@@ -6,13 +6,15 @@ timed in turn, round after round; only one computes at a time. Tokens are counte
 """
 
 import argparse
+import json
 import math
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks.flops import flops_per_token
-from benchmarks.machine import machine, write_results
+from benchmarks.machine import RESULTS, machine, write_results
 from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
 from benchmarks.workers import Worker, together
 
@@ -37,6 +39,7 @@ CONTENDERS = (
 # Sequences in a step: of 128 tokens, and of the published example's 512, whose own 64 need more memory than time tells.
 BATCHES = {"nano": (32, 32), "tiny": (32, 64), "small": (32, 16), "base": (16, 4)}
 FRESH = ("base",)  # sizes whose contenders do not fit in memory together: each is started anew in every round
+FRESH_ROUNDS = 3  # of these, at most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +56,22 @@ def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     if arguments.quick:
         arguments.sizes, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
-    results = {"machine": machine(), "dropout": arguments.dropout, "corpus": arguments.corpus, "sizes": {}}
+    results = {"machine": machine(), "dropout": arguments.dropout, "corpus": Path(arguments.corpus).name, "sizes": {}}
     with temporary_folder() as folder:
         text = prepare_text(arguments, SEQ_LENGTH, folder)
         for size in arguments.sizes.split(","):
             results["sizes"][size] = measure(size, arguments, text, folder)
             print(table(results["sizes"][size]), "\n", flush=True)
             if not arguments.quick and not arguments.only:
-                write_results("throughput", results)
+                write_results("throughput", with_sizes_before(results))
+
+
+def with_sizes_before(results: dict[str, Any]) -> dict[str, Any]:
+    """The results, and those of other sizes that the same code measured on the same machine before."""
+    path = RESULTS / "throughput.json"
+    before = json.loads(path.read_text()) if path.exists() else {"sizes": {}}
+    same = all(before.get(name) == value for name, value in results.items() if name != "sizes")
+    return results | {"sizes": before["sizes"] | results["sizes"]} if same else results
 
 
 def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -70,7 +81,7 @@ def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], fold
     peaks = {dtype: Timed("benchmarks.machine:matmul", {"dtype": dtype}, 1.0) for dtype in ("float32", "bfloat16")}
     everyone = [*peaks.values(), *rounds]
     with together([]) as workers:
-        for number in range(arguments.rounds):
+        for number in range(min(arguments.rounds, FRESH_ROUNDS) if size in FRESH else arguments.rounds):
             for timed in everyone:
                 timed.round(workers, stays=size not in FRESH)
                 print(f"{size}, round {number + 1}: {timed}", file=sys.stderr, flush=True)
@@ -122,12 +133,13 @@ class Timed:
         return f"{self.function} {self.arguments}: {self.answers[-1]}"
 
     def round(self, workers: list[Worker], stays: bool) -> None:
-        """Its turn. The first time, it is started, into the list of workers, and tells how long its steps are."""
+        """Its turn. It is started where it does not run; the first time, a rehearsal tells how long it takes."""
         if self.worker is None:
             self.worker = Worker(self.function, self.arguments)
             workers.append(self.worker)
-            compiled = self.worker(steps=2)  # a rehearsal
-            self.steps = self.steps or max(3, math.ceil(self.seconds * 2 / compiled["seconds"]))
+        if not self.steps:
+            rehearsed = self.worker(steps=2)
+            self.steps = max(3, math.ceil(self.seconds * 2 / rehearsed["seconds"]))
         self.answers.append(self.worker(steps=self.steps))
         if not stays:
             self.worker.close()
