@@ -62,19 +62,22 @@ class Link:
         return compute / (compute + self.seconds(reduction))
 
 
-def fit_link(measured: Iterable[tuple[Reduction, float]]) -> Link:
-    """The link whose times are nearest to those measured, in seconds, by the squares of relative errors.
+def fit_link(measured: Iterable[tuple[Reduction, float, float]]) -> Link:
+    """The link by which the times are nearest to those measured, by the squares of relative errors.
 
     A parameter that would be below 0, which noise can make of a small one, is 0.
+
+    Args:
+        measured: reductions; the seconds of the step that each is part of; and those of them that are computing.
     """
-    reductions, seconds = zip(*measured, strict=True)
-    weights = 1 / np.array(seconds)
-    terms = np.array([reduction.terms() for reduction in reductions]) * weights[:, None]
+    reductions, seconds, computing = zip(*measured, strict=True)
+    terms = np.array([reduction.terms() for reduction in reductions]) / np.array(seconds)[:, None]
+    talking = 1 - np.array(computing) / np.array(seconds)  # as a share of the step
     scale = np.abs(terms).max(axis=0) + 1e-300  # seconds and bytes are far apart
     kept = [0, 1, 2]
     while True:
         found = np.zeros(3)
-        found[kept] = np.linalg.lstsq((terms / scale)[:, kept], np.ones(len(weights)))[0]
+        found[kept] = np.linalg.lstsq((terms / scale)[:, kept], talking)[0]
         if min(found) >= 0:
             return Link(*map(float, found / scale))
         kept.remove(int(found.argmin()))

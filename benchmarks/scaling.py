@@ -108,7 +108,7 @@ def measure_link(knobs: dict[str, Any], arguments: argparse.Namespace) -> dict[s
         two_workers(OURS, knobs, hosts) as trainers,
         two_workers(REDUCER, {}, hosts, 1) as adders,
     ):
-        speeds = SPEEDS[:3] + SPEEDS[3:4] if arguments.quick else SPEEDS
+        speeds = (None, 800, HELD_OUT) if arguments.quick else SPEEDS
         for megabits in speeds:
             shape(hosts, megabits)
             rows["steps"].append({"megabits": megabits} | over_link(hosts[0], trainers, arguments))
@@ -142,13 +142,12 @@ def extrapolate(link: dict[str, Any], sequences: int) -> dict[str, Any]:
         reduced = 4 * row["count"] if "count" in row else link["bytes_reduced"]
         return Reduction(reduced, replicas, row["megabits"] * 1e6 / 8 if row["megabits"] else math.inf)
 
-    def talking(row: dict[str, Any]) -> float:
-        return max(statistics.median(row["seconds"]) - (0 if "count" in row else link["compute"]), 1e-6)
+    def measured(row: dict[str, Any]) -> tuple[Reduction, float, float]:
+        return reduction(row), statistics.median(row["seconds"]), 0.0 if "count" in row else link["compute"]
 
     rows = link["steps"] + link["reductions"]
-    fitted = fit_link((reduction(row), talking(row)) for row in rows if row["megabits"] != HELD_OUT)
+    fitted = fit_link(measured(row) for row in rows if row["megabits"] != HELD_OUT)
     held_out = next(row for row in link["steps"] if row["megabits"] == HELD_OUT)
-    measured = statistics.median(held_out["seconds"])
     predicted = link["compute"] + fitted.seconds(reduction(held_out))
     efficiency = {
         f"{gigabits}": {
@@ -159,7 +158,7 @@ def extrapolate(link: dict[str, Any], sequences: int) -> dict[str, Any]:
     }
     return {
         "fitted": {"latency": fitted.latency, "software": fitted.software, "headers": fitted.headers},
-        "held_out": {"megabits": HELD_OUT, "measured": measured, "predicted": predicted},
+        "held_out": {"megabits": HELD_OUT, "measured": statistics.median(held_out["seconds"]), "predicted": predicted},
         "extrapolated": {"sequences": sequences, "efficiency": efficiency},
     }
 

@@ -51,13 +51,13 @@ REDUCTIONS = [
 
 
 def test_the_link_that_was_planted_is_found():
-    found = fit_link((reduction, PLANTED.seconds(reduction)) for reduction in REDUCTIONS)
+    found = fit_link((reduction, 0.2 + PLANTED.seconds(reduction), 0.2) for reduction in REDUCTIONS)
     assert vars(found) == pytest.approx(vars(PLANTED))
 
 
 def test_the_link_is_found_through_noise():
     noisy = [
-        (reduction, PLANTED.seconds(reduction) * (1 + 0.03 * math.sin(7 * number)))
+        (reduction, PLANTED.seconds(reduction) * (1 + 0.03 * math.sin(7 * number)), 0.0)
         for number, reduction in enumerate(REDUCTIONS)
     ]
     assert vars(fit_link(noisy)) == pytest.approx(vars(PLANTED), rel=0.1)
@@ -65,7 +65,7 @@ def test_the_link_is_found_through_noise():
 
 def test_no_parameter_of_a_link_is_below_zero():
     without = Link(latency=0.0, software=0.0, headers=1.0)
-    measured = [(r, without.seconds(r) - 1e-4) for r in REDUCTIONS if r.bandwidth < math.inf and r.reduced > 1e5]
+    measured = [(r, without.seconds(r) - 1e-4, 0.0) for r in REDUCTIONS if r.bandwidth < math.inf and r.reduced > 1e5]
     assert min(vars(fit_link(measured)).values()) >= 0
 
 
