@@ -2,11 +2,11 @@
 """How long replicas take to add up their gradients in a ring: a model, fitted to measured times.
 
 Of B bytes among n replicas, each sends 2 (n - 1) pieces of B / n, one after another (Patarasuk and Yuan 2009,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations"). A round has a latency; each byte that is sent
-costs time in software, and time on the link, more than its share by the headers. With a step's computing, which
-nothing overlaps:
+"Bandwidth optimal all-reduce algorithms for clusters of workstations"). A reduction takes a while to start, and a
+round has a latency; each byte that is sent costs time in software, and time on the link, more than its share by the
+headers. With a step's computing, which nothing overlaps:
 
-    time(step) = compute + rounds * latency + sent * (software + headers / bandwidth)
+    time(step) = compute + start + rounds * latency + sent * (software + headers / bandwidth)
     rounds = 2 (n - 1)
     sent = 2 (n - 1) / n * B
 """
@@ -32,11 +32,11 @@ class Reduction:
     replicas: int
     bandwidth: float = math.inf
 
-    def terms(self) -> tuple[float, float, float]:
-        """What the three parameters of a `Link` are multiplied by."""
+    def terms(self) -> tuple[float, float, float, float]:
+        """What the four parameters of a `Link` are multiplied by."""
         rounds = 2 * (self.replicas - 1)
         sent = rounds / self.replicas * self.reduced
-        return rounds, sent, sent / self.bandwidth
+        return 1.0, rounds, sent, sent / self.bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +44,13 @@ class Link:
     """The fitted parameters.
 
     Args:
-        latency: seconds a round.
+        start: seconds a reduction.
+        latency: seconds a round. Two replicas alone do not tell it from `start`.
         software: seconds a byte that is sent.
         headers: bytes on the link for each byte that is sent.
     """
 
+    start: float
     latency: float
     software: float
     headers: float
@@ -74,9 +76,9 @@ def fit_link(measured: Iterable[tuple[Reduction, float, float]]) -> Link:
     terms = np.array([reduction.terms() for reduction in reductions]) / np.array(seconds)[:, None]
     talking = 1 - np.array(computing) / np.array(seconds)  # as a share of the step
     scale = np.abs(terms).max(axis=0) + 1e-300  # seconds and bytes are far apart
-    kept = [0, 1, 2]
+    kept = list(range(terms.shape[1]))
     while True:
-        found = np.zeros(3)
+        found = np.zeros(terms.shape[1])
         found[kept] = np.linalg.lstsq((terms / scale)[:, kept], talking)[0]
         if min(found) >= 0:
             return Link(*map(float, found / scale))

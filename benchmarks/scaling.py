@@ -7,11 +7,12 @@ between two network namespaces (which root may make); one speed is held out to t
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.hosts import ADDRESSES, bytes_sent, on, shape, two_hosts
@@ -27,6 +28,7 @@ WAYS = ("one device", "2 replicas", "2 workers")
 SPEEDS = (None, 1600, 800, 400, 200, 100)  # megabits a second; None: as fast as the kernel copies
 HELD_OUT = 400  # of them, which the model is not fitted to
 COUNTS = (1, 250_000, 1_000_000, 4_000_000)  # float32 numbers in a bare reduction
+RINGS = (2, 3, 4, 6, 8)  # workers on this host that add up one number, by which a round's latency is told
 REPLICAS = tuple(2**i for i in range(3, 11))
 GIGABITS = (10, 100, 400)  # links to which the model is taken
 
@@ -96,7 +98,7 @@ def measure_link(knobs: dict[str, Any], arguments: argparse.Namespace) -> dict[s
     Returns:
         `compute`, seconds of a step of two processes that do not talk, each with half the batch and half the cores;
         `bytes_reduced` in a step; `steps` and `reductions`, rows of `megabits`, the `count` of numbers in a bare
-        reduction, `seconds` of each round, and bytes that a worker `sent`.
+        reduction, `seconds` of each round, and bytes that a worker `sent`; and `rings` of other numbers of workers.
     """
     half = knobs | {"batch_size": arguments.batch_size // 2, "replicas": 1}
     with together(Worker(OURS, half, cores=share) for share in halves()) as silent:
@@ -117,8 +119,17 @@ def measure_link(knobs: dict[str, Any], arguments: argparse.Namespace) -> dict[s
                 row = {"megabits": megabits, "count": count}
                 rows["reductions"].append(row | over_link(hosts[0], adders, arguments, count=count))
                 print(rows["reductions"][-1], file=sys.stderr, flush=True)
+    rows["rings"] = [reduce_in_ring(size, arguments) for size in (RINGS[:1] if arguments.quick else RINGS)]
     compute = statistics.median(a["seconds"] / a["steps"] for a in apart)
     return {"compute": compute, "bytes_reduced": apart[0]["bytes_reduced"]} | rows
+
+
+def reduce_in_ring(replicas: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Seconds in which so many workers on this host add up one number."""
+    with ring(REDUCER, {}, free_addresses(replicas)) as group:
+        steps = rehearse(group, arguments.seconds / 2, count=1)
+        answers = [ask(group, steps=steps, count=1) for _ in range(arguments.rounds)]
+    return {"megabits": None, "replicas": replicas, "count": 1, "seconds": [a["seconds"] / steps for a in answers]}
 
 
 def over_link(host: str, group: list[Worker], arguments: argparse.Namespace, **question: Any) -> dict[str, Any]:
@@ -138,14 +149,14 @@ def over_link(host: str, group: list[Worker], arguments: argparse.Namespace, **q
 def extrapolate(link: dict[str, Any], sequences: int) -> dict[str, Any]:
     """Fits the model, tests it at the speed that was held out, and takes it to many replicas."""
 
-    def reduction(row: dict[str, Any], replicas: int = 2) -> Reduction:
+    def reduction(row: dict[str, Any]) -> Reduction:
         reduced = 4 * row["count"] if "count" in row else link["bytes_reduced"]
-        return Reduction(reduced, replicas, row["megabits"] * 1e6 / 8 if row["megabits"] else math.inf)
+        return Reduction(reduced, row.get("replicas", 2), row["megabits"] * 1e6 / 8 if row["megabits"] else math.inf)
 
     def measured(row: dict[str, Any]) -> tuple[Reduction, float, float]:
         return reduction(row), statistics.median(row["seconds"]), 0.0 if "count" in row else link["compute"]
 
-    rows = link["steps"] + link["reductions"]
+    rows = link["steps"] + link["reductions"] + link["rings"]
     fitted = fit_link(measured(row) for row in rows if row["megabits"] != HELD_OUT)
     held_out = next(row for row in link["steps"] if row["megabits"] == HELD_OUT)
     predicted = link["compute"] + fitted.seconds(reduction(held_out))
@@ -157,27 +168,32 @@ def extrapolate(link: dict[str, Any], sequences: int) -> dict[str, Any]:
         for gigabits in GIGABITS
     }
     return {
-        "fitted": {"latency": fitted.latency, "software": fitted.software, "headers": fitted.headers},
+        "fitted": dataclasses.asdict(fitted),
         "held_out": {"megabits": HELD_OUT, "measured": statistics.median(held_out["seconds"]), "predicted": predicted},
         "extrapolated": {"sequences": sequences, "efficiency": efficiency},
     }
 
 
-@contextlib.contextmanager
-def two_workers(
-    function: str, arguments: dict[str, Any], hosts: list[str] = (), port: int = 0
-) -> Iterator[list[Worker]]:
-    """Two workers with half the cores each, on this host or on two."""
+def two_workers(function: str, arguments: dict[str, Any], hosts: Sequence[str] = (), port: int = 0):
+    """Two workers with half the cores each, on this host or on two; for a `with` statement."""
     addresses = [f"{address}:{8888 + port}" for address in ADDRESSES] if hosts else free_addresses(2)
+    return ring(function, arguments, addresses, halves(), hosts)
+
+
+@contextlib.contextmanager
+def ring(
+    function: str, arguments: dict[str, Any], addresses: list[str], shares=None, hosts=()
+) -> Iterator[list[Worker]]:
+    """Workers that know of each other, each with its share of the cores, or all."""
     with together(
         Worker(
             function,
             arguments,
-            cores=share,
+            cores=shares[number] if shares else None,
             environment={"TF_CONFIG": json.dumps(worker_config(addresses, number))},
             prefix=on(hosts[number]) if hosts else (),
         )
-        for number, share in enumerate(halves())
+        for number in range(len(addresses))
     ) as workers:
         yield workers
 

@@ -42,12 +42,12 @@ def test_flops_of_tiny_are_those_known():
     assert flops_per_token("tiny", 30_522, 128, 0.15) * 70 * 128 == pytest.approx(56e9, rel=0.01)
 
 
-PLANTED = Link(latency=2e-3, software=3e-10, headers=1.06)
+PLANTED = Link(start=1e-3, latency=2e-4, software=3e-10, headers=1.06)
 REDUCTIONS = [
     Reduction(reduced, 2, bandwidth)
     for reduced in (4, 1e6, 4e6, 17e6)
     for bandwidth in (math.inf, 2e8, 1e8, 5e7, 2.5e7, 1.25e7)
-]
+] + [Reduction(4, replicas) for replicas in (3, 4, 6, 8)]
 
 
 def test_the_link_that_was_planted_is_found():
@@ -64,26 +64,31 @@ def test_the_link_is_found_through_noise():
 
 
 def test_no_parameter_of_a_link_is_below_zero():
-    without = Link(latency=0.0, software=0.0, headers=1.0)
+    without = Link(start=0.0, latency=0.0, software=0.0, headers=1.0)
     measured = [(r, without.seconds(r) - 1e-4, 0.0) for r in REDUCTIONS if r.bandwidth < math.inf and r.reduced > 1e5]
     assert min(vars(fit_link(measured)).values()) >= 0
 
 
 def test_a_ring_of_two_sends_all_bytes_once_and_of_many_nearly_twice():
-    assert Reduction(1e6, 2).terms()[:2] == (2, 1e6)
-    assert Reduction(1e6, 1000).terms()[:2] == (1998, pytest.approx(1.998e6))
+    assert Reduction(1e6, 2).terms()[1:3] == (2, 1e6)
+    assert Reduction(1e6, 1000).terms()[1:3] == (1998, pytest.approx(1.998e6))
     assert PLANTED.efficiency(1.0, Reduction(1e6, 8)) > PLANTED.efficiency(1.0, Reduction(1e6, 64))
 
 
 def sample_link():
     rows = [{"megabits": megabits} for megabits in scaling.SPEEDS]
     rows += [row | {"count": count} for row in rows for count in scaling.COUNTS]
+    rows += [{"megabits": None, "replicas": replicas, "count": 1} for replicas in scaling.RINGS]
     for row in rows:
         bandwidth = row["megabits"] * 1e6 / 8 if row["megabits"] else math.inf
-        seconds = PLANTED.seconds(Reduction(4 * row.get("count", 4_400_000), 2, bandwidth))
+        seconds = PLANTED.seconds(Reduction(4 * row.get("count", 4_400_000), row.get("replicas", 2), bandwidth))
         row |= {"seconds": [seconds + (0 if "count" in row else 0.3)] * 3, "sent": 1}
-    steps, reductions = rows[: len(scaling.SPEEDS)], rows[len(scaling.SPEEDS) :]
-    return {"compute": 0.3, "bytes_reduced": 17_600_000, "steps": steps, "reductions": reductions}
+    parts = {
+        "steps": [row for row in rows if "count" not in row],
+        "reductions": [row for row in rows if "count" in row and "replicas" not in row],
+        "rings": [row for row in rows if "replicas" in row],
+    }
+    return {"compute": 0.3, "bytes_reduced": 17_600_000} | parts
 
 
 def sample_results():
