@@ -101,18 +101,18 @@ def measure_link(knobs: dict[str, Any], arguments: argparse.Namespace) -> dict[s
         reduction, `seconds` of each round, and bytes that a worker `sent`; and `rings` of other numbers of workers.
     """
     half = knobs | {"batch_size": arguments.batch_size // 2, "replicas": 1}
-    with together(Worker(OURS, half, cores=share) for share in halves()) as silent:
-        number = rehearse(silent, arguments.seconds)
-        apart = [ask(silent, steps=number) for _ in range(arguments.rounds)]
     rows: dict[str, list[dict[str, Any]]] = {"steps": [], "reductions": []}
+    speeds, apart = (None, 800, HELD_OUT) if arguments.quick else SPEEDS, []
     with (
         two_hosts() as hosts,
+        together(Worker(OURS, half, cores=share) for share in halves()) as silent,
         two_workers(OURS, knobs, hosts) as trainers,
         two_workers(REDUCER, {}, hosts, 1) as adders,
     ):
-        speeds = (None, 800, HELD_OUT) if arguments.quick else SPEEDS
+        number = rehearse(silent, arguments.seconds / 2)
         for megabits in speeds:
             shape(hosts, megabits)
+            apart += [ask(silent, steps=number) for _ in range(arguments.rounds)]
             rows["steps"].append({"megabits": megabits} | over_link(hosts[0], trainers, arguments))
             print(rows["steps"][-1], file=sys.stderr, flush=True)
             for count in COUNTS:
