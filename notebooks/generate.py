@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the notebooks: `python -m notebooks.generate [--execute] [NAME ...]`.
+
+`NAME.md` is a notebook's narrative, and its only source. Text becomes a Markdown cell; a block of Python, a code cell;
+and a line that is a link alone, a cell too:
+
+    [make_datasets](../recipes/bert_mlm.py)    that part of the recipe, read from its file
+    [install](generate.py)                     the cell that installs the project where it is missing
+
+A recipe's parts are its `docstring`, `environment` (all before `Config`), `Config`, `imports` (all before the first
+function), and its functions by name; all of them must be there, in their order. What a recipe does where it is run as a
+program is left out: a notebook makes its own `Config`.
+
+Without `--execute`, outputs are kept where the code is what it was, comments aside, and removed where it is not.
+"""
+
+import argparse
+import ast
+import re
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+FOLDER = Path(__file__).parent
+# The project's public address. While nobody has put it here, no notebook has a button that opens it in Colab.
+REPOSITORY = "https://github.com/OWNER/keras-data-parallel-recipes"
+BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+LINK = re.compile(r"\[(\w+)\]\((\S+\.py)\)")
+LINK_LINE = re.compile(r"^(\[\w+\]\(\S+\.py\))$", re.MULTILINE)
+INSTALL = f'''\
+# Installs the recipes where they are missing, as on Colab. Elsewhere it does nothing.
+import importlib.util
+import subprocess
+import sys
+import warnings
+
+if not importlib.util.find_spec("recipes"):
+    repository, folder = "{REPOSITORY}", "recipes-of-the-notebook"
+    subprocess.run(["git", "clone", "--depth", "1", repository, folder], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", f"{{folder}}[notebooks]"], check=True)
+    sys.path.insert(0, folder)  # this kernel was there before
+warnings.filterwarnings("ignore", message="IProgress not found")  # of a package that draws progress bars'''
+
+
+def narratives() -> dict[str, Path]:
+    """The narratives' files by name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.md")) if path.stem != "README"}
+
+
+def recipe_parts(recipe: Path) -> dict[str, str]:
+    """A recipe's parts by name, in their order; see the module."""
+    source = recipe.read_text(encoding="utf-8")
+    docstring, *statements = ast.parse(source).body
+    lines, end = source.splitlines(), docstring.end_lineno
+    parts = {"docstring": [ast.get_docstring(ast.parse(source))]}
+    for statement in statements:
+        name = getattr(statement, "name", "imports" if "Config" in parts else "environment")
+        if not isinstance(statement, ast.If):  # if __name__ == "__main__"
+            parts.setdefault(name, []).extend(lines[end : statement.end_lineno])
+        end = statement.end_lineno
+    return {name: "\n".join(part).strip("\n") for name, part in parts.items()}
+
+
+def generate(narrative: Path) -> nbformat.NotebookNode:
+    """The notebook of a narrative, without outputs.
+
+    Raises:
+        ValueError: when it links to a part that a recipe does not have, or lacks one, or has them in another order.
+    """
+    cells, linked = [], {}
+    for text, code in _blocks(narrative.read_text(encoding="utf-8")):
+        link = LINK.fullmatch(text)
+        if not link:
+            cells.append(new_code_cell(text) if code else new_markdown_cell(text))
+        elif link[2] == "generate.py":
+            cells.append(new_code_cell(INSTALL))
+        else:
+            recipe = narrative.parent / link[2]
+            parts = recipe_parts(recipe)
+            if link[1] not in parts:
+                raise ValueError(f"{recipe.name} has no part {link[1]}; it has {', '.join(parts)}")
+            linked.setdefault(recipe, []).append(link[1])
+            cells.append((new_markdown_cell if link[1] == "docstring" else new_code_cell)(parts[link[1]]))
+    for recipe, names in linked.items():
+        if names != list(recipe_parts(recipe)):
+            raise ValueError(f"{narrative.name} must link to {', '.join(recipe_parts(recipe))}, in this order")
+    if "/OWNER/" not in REPOSITORY:
+        address = REPOSITORY.removeprefix("https://github.com/")
+        colab = f"https://colab.research.google.com/github/{address}/blob/main/notebooks/{narrative.stem}.ipynb"
+        cells[0].source += f"\n\n{BADGE}({colab})"
+    for number, cell in enumerate(cells):
+        cell.id = f"cell-{number}"  # nbformat's own are drawn anew each time
+    metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    return new_notebook(cells=cells, metadata=metadata)
+
+
+def execute(notebook: nbformat.NotebookNode, timeout: int = 900) -> None:
+    """Runs all cells in a folder of their own, which is removed, and keeps their outputs.
+
+    Args:
+        notebook: of `generate`.
+        timeout: seconds for a cell.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: when a cell fails.
+    """
+    metadata = dict(notebook.metadata)
+    with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
+        resources = {"metadata": {"path": folder}}
+        options = {"timeout": timeout, "record_timing": False, "coalesce_streams": True}
+        NotebookClient(notebook, resources=resources, **options).execute()
+    notebook.metadata = nbformat.from_dict(metadata)  # without this Python's version
+
+
+def keep_outputs(notebook: nbformat.NotebookNode, old: nbformat.NotebookNode) -> None:
+    """Takes the outputs of an older notebook, where it has the same code."""
+    pairs = list(zip(_code_cells(notebook), _code_cells(old), strict=False))
+    if len(_code_cells(notebook)) == len(_code_cells(old)) and all(_same(new, was) for new, was in pairs):
+        for new, was in pairs:
+            new.outputs, new.execution_count = was.outputs, was.execution_count
+
+
+def _blocks(text: str) -> list[tuple[str, bool]]:
+    """The texts of a narrative's cells, and whether each is code."""
+    blocks = []
+    for i, part in enumerate(re.split(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)):
+        # Every second part is what stood in a block of Python. A link that is a paragraph of its own ends a cell.
+        pieces = [part] if i % 2 else LINK_LINE.split(part)
+        blocks += [(piece.strip(), bool(i % 2)) for piece in pieces if piece.strip()]
+    return blocks
+
+
+def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _same(cell: nbformat.NotebookNode, other: nbformat.NotebookNode) -> bool:
+    return ast.dump(ast.parse(cell.source)) == ast.dump(ast.parse(other.source))
+
+
+def main() -> None:
+    """Reads the command line and does what it says."""
+    parser = argparse.ArgumentParser(prog="python -m notebooks.generate", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="by default, all")
+    parser.add_argument("--execute", action="store_true", help="run them, and keep what they show")
+    arguments = parser.parse_args()
+    for name in arguments.names or narratives():
+        notebook, path = generate(narratives()[name]), FOLDER / f"{name}.ipynb"
+        if arguments.execute:
+            execute(notebook)
+        elif path.exists():
+            keep_outputs(notebook, nbformat.read(path, as_version=4))
+        nbformat.write(notebook, path)
+        print(path.relative_to(FOLDER.parent))
+
+
+if __name__ == "__main__":
+    main()
