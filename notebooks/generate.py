@@ -16,6 +16,7 @@ Without `--execute`, outputs are kept where the code is what it was, comments as
 
 import argparse
 import ast
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -24,7 +25,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-FOLDER = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "notebooks"
 # The project's public address. While nobody has put it here, no notebook has a button that opens it in Colab.
 REPOSITORY = "https://github.com/OWNER/keras-data-parallel-recipes"
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
@@ -114,7 +116,8 @@ def execute(notebook: nbformat.NotebookNode, timeout: int = 900) -> None:
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         resources = {"metadata": {"path": folder}}
         options = {"timeout": timeout, "record_timing": False, "coalesce_streams": True}
-        NotebookClient(notebook, resources=resources, **options).execute()
+        # These recipes, whichever are installed.
+        NotebookClient(notebook, resources=resources, **options).execute(env=os.environ | {"PYTHONPATH": str(ROOT)})
     notebook.metadata = nbformat.from_dict(metadata)  # without this Python's version
 
 
@@ -157,7 +160,7 @@ def main() -> None:
         elif path.exists():
             keep_outputs(notebook, nbformat.read(path, as_version=4))
         nbformat.write(notebook, path)
-        print(path.relative_to(FOLDER.parent))
+        print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import re
 
 import nbformat
@@ -146,7 +145,6 @@ def test_a_notebook_runs(name, small, monkeypatch):
     }
     tiny = {name: value for name, value in small.items() if name in knobs}
     monkeypatch.setenv("NOTEBOOK_KNOBS", json.dumps(tiny))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     files = {path: path.stat().st_mtime_ns for path in generate.FOLDER.iterdir()}
     notebook = generate.generate(generate.narratives()[name])
     generate.execute(notebook, timeout=200)
