@@ -33,9 +33,7 @@ def texts(notebook):
         yield from (content for kind, content in output.get("data", {}).items() if kind.startswith("text/"))
 
 
-def test_each_recipe_has_a_notebook_and_each_notebook_a_narrative():
-    recipes = {path.stem for path in (ROOT / "recipes").glob("[a-z]*.py")}
-    assert recipes <= set(NAMES)
+def test_each_narrative_has_a_notebook_and_each_notebook_a_narrative():
     assert {path.stem for path in generate.FOLDER.glob("*.ipynb")} == set(NAMES)
 
 
