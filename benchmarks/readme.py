@@ -168,7 +168,7 @@ def glue_table(starts: dict[str, list[dict]]) -> str:
         ),
         "",
         "With published weights and network, the reference figures for BERT-base are about 0.84 accuracy and 0.89 F1",
-        "(Hugging Face's `run_glue`, dev split; Devlin et al. 2018 report the same F1 on the test split). Not measured here.",
+        "(Hugging Face's `run_glue`, dev split; Devlin et al. 2018 have that F1 on the test split). Not measured here.",
     ]
     return "\n".join(lines)
 

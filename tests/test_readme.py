@@ -1,0 +1,410 @@
+"""README.md and docs/: what they name is there, what they say to type works, their figures are those of the results."""
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import recipes.__main__ as command_line
+from benchmarks import readme
+from common.command_line import parse
+from common.scaling import LearningRateScaling
+from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop
+
+ROOT = Path(__file__).parent.parent
+RECIPES = {
+    module.__name__.split(".")[1]: module for module in (bert_mlm, bert_from_scratch, glue_controller, glue_custom_loop)
+}
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in readme.PAGES}
+README = PAGES["README.md"]
+TROUBLES = PAGES["docs/troubleshooting.md"]
+ALL = "\n".join(PAGES.values())
+# What a machine without a network is told.
+NETWORK = ("from the Hugging Face Hub", "which needs a network on first use", "--push-to needs the network")
+
+
+def section(page, title):
+    return re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
+
+
+def shell_lines():
+    """The commands of the shell blocks, without the two of the README that set everything up."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", ALL, re.MULTILINE | re.DOTALL)
+    return [shlex.join(shlex.split(line, comments=True)) for block in blocks[2:] for line in block.splitlines()]
+
+
+def code_spans(pages=PAGES):
+    """What stands between backticks in the text; of tables with an old and a new line, only the new one."""
+    for name, page in pages.items():
+        for line in re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL).splitlines():
+            if name == "docs/coming-from.md" and line.startswith("|"):
+                line = line.rsplit(" | ", 1)[1]
+            yield from re.findall(r"`([^`]+)`", line)
+
+
+def all_commands():
+    """Each command once, as `python ...` and so on."""
+    found = dict.fromkeys(line.replace(".venv/bin/", "", 1) for line in shell_lines())
+    for span in code_spans():
+        if re.match(r"launch --\S+ \d|doctor --", span):
+            span = f"python -m recipes {span}"
+        if re.match(r"python |pip |sbatch |kubectl |ray job |tensorboard ", span):
+            found[span] = None
+    whole = {"python -m recipes launch --restarts 3": "python -m recipes launch --workers 2 --restarts 3 bert_mlm"}
+    return list(dict.fromkeys(whole.get(command, command) for command in found))
+
+
+COMMANDS = all_commands()
+OF_RECIPES = [command for command in COMMANDS if command.startswith("python -m recipes ")]
+
+
+def words_of(command):
+    return shlex.split(command, comments=True)
+
+
+@pytest.fixture(scope="module")
+def placeholders(tmp_path_factory):
+    """A folder with all that the pages name as the reader's own."""
+    folder = tmp_path_factory.mktemp("of the reader")
+    text = "".join(f"Line {i} of a text that is made of words, and of the number {i * i}.\n\n" for i in range(400))
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the"]
+    (folder / "vocab.txt").write_text("\n".join(pieces))
+    for name in ("FILE", "my.txt", "my_texts/a.txt", "FOLDER/a.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    pairs = "".join(f"the cat saw dog {i},a dog was seen by cat {i},{i % 2}\n" for i in range(200))
+    for name in ("my.csv", "pairs.csv"):
+        (folder / name).write_text(f"a,b,same\n{pairs}")
+    (folder / "GLUE/SST-2").mkdir(parents=True)
+    for split in ("train", "dev"):
+        rows = "".join(f"film number {i} is {'good' if i % 2 else 'bad'} \t{i % 2}\n" for i in range(100))
+        (folder / f"GLUE/SST-2/{split}.tsv").write_text(f"sentence\tlabel\n{rows}")
+    for preset in ("FOLDER", "runs/bert_mlm/preset", "runs/bert_from_scratch/preset"):
+        (folder / preset).mkdir(parents=True, exist_ok=True)
+        settings = {"config": {"max_sequence_length": 512, "vocabulary_size": len(pieces)}}
+        (folder / preset / "config.json").write_text(json.dumps(settings))
+        (folder / preset / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def at_the_reader(placeholders, monkeypatch):
+    monkeypatch.chdir(placeholders)
+
+
+def test_the_first_two_blocks_set_everything_up_and_test_it():
+    first, second = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[:2]
+    assert first.splitlines()[-1] == ".venv/bin/python -m recipes run bert_mlm"
+    assert second.splitlines()[-1] == ".venv/bin/python -m pytest -q"
+
+
+def test_the_readme_is_one_page():
+    assert len(README.splitlines()) <= 300
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_is_linked_and_named_exists(name):
+    folder = (ROOT / name).parent
+    for target in re.findall(r"\]\(([^)]+)\)", PAGES[name]):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = folder / path if path else ROOT / name
+        assert file.exists(), target
+        if anchor:  # as GitHub makes them of headings
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    for path in re.findall(r"\b(?:common|recipes|docs|benchmarks|tests|notebooks)/[\w./-]*\w\.\w+", PAGES[name]):
+        assert (ROOT / path).is_file(), path
+    for module in re.findall(r"python -m benchmarks\.(\w+)", PAGES[name]):
+        assert (ROOT / f"benchmarks/{module}.py").is_file(), module
+    notebooks = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    if notebooks:  # until they are there, the page says what comes
+        assert set(re.findall(r"`(\w+\.ipynb)`", PAGES[name])) in (set(), notebooks)
+
+
+def test_each_page_of_docs_is_linked_from_the_readme():
+    assert {name for name in PAGES if name != "README.md"} <= set(re.findall(r"\]\((docs/[\w-]+\.md)", README))
+
+
+def test_each_recipe_and_each_name_of_a_helper_is_one():
+    assert set(re.findall(r"^\| `(\w+)` \|", section(README, "The recipes"), re.MULTILINE)) == set(RECIPES)
+    sources = "".join(path.read_text() for folder in ("common", "recipes") for path in (ROOT / folder).glob("*.py"))
+    page = "docs/coming-from.md"
+    names = re.findall(r"^(\w+)(?:\(.*|)$", "\n".join(code_spans({page: PAGES[page]})), re.MULTILINE)
+    # What begins with a small letter and is not called is a word of another kind: a knob's value, an entry, a recipe.
+    ours = {name for name in names if name[0].isupper() or f"`{name}(" in PAGES[page]}
+    assert {"Checkpoints", "FitLog", "distribute", "when_best"} <= ours
+    defined = set(re.findall(r"(?:def|class) (\w+)", sources)) | {"MultiWorkerMirroredStrategy", "make_batches"}
+    assert ours <= defined | {"TensorflowTrainer", "Trainer"}
+
+
+def test_every_command_is_of_a_known_kind():
+    kinds = (
+        r"python (-m (recipes|benchmarks\.\w+)|recipes/\w+\.py)\b|(tensorboard|sbatch|ray job|kubectl|pip install -e) "
+    )
+    assert [command for command in COMMANDS if not re.match(kinds, command)] == []
+    assert len(OF_RECIPES) > 20
+
+
+def test_packages_that_are_named_can_be_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(re.findall(r"pip install (?:-q )?-e '\.\[(\w+)\]'", ALL))
+    if not list((ROOT / "notebooks").glob("*.ipynb")):
+        extras -= {"notebooks"}
+    assert extras <= set(project["optional-dependencies"])
+
+
+def check_knobs_of(name, knobs, capsys):
+    """Builds the recipe's `Config`; what it lacks may be the network alone."""
+    if "--help" in knobs:
+        return
+    try:
+        parse(RECIPES[name].Config, RECIPES[name].__doc__, knobs)
+    except SystemExit as end:
+        told = capsys.readouterr().err
+        assert end.code == 2 and any(words in told for words in NETWORK), f"{name} {shlex.join(knobs)}: {told}"
+
+
+@pytest.mark.parametrize("command", OF_RECIPES)
+def test_the_words_of_a_command_parse(command, at_the_reader, monkeypatch, capsys):
+    class Parsed(Exception):
+        pass
+
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def stop(parser):
+        raise Parsed(parse_args(parser))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", words_of(command)[2:])
+    with pytest.raises(Parsed) as found:
+        command_line.main()
+    (arguments,) = found.value.args
+    assert getattr(arguments, "name", "bert_mlm") in RECIPES
+    if arguments.command in ("run", "launch"):
+        check_knobs_of(arguments.name, arguments.knobs, capsys)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if re.match(r"sbatch|ray|kubectl|python recipes/", c)])
+def test_what_schedulers_start_parses(command, at_the_reader, capsys):
+    words = words_of(command)
+    place, script = next((i, word) for i, word in enumerate(words) if word.startswith("recipes/"))
+    assert (ROOT / script).is_file()
+    if script.endswith("ray_launch.py"):
+        source = (ROOT / script).read_text()
+        while words[place + 1].startswith("--"):
+            assert f'"{words[place + 1]}"' in source
+            place += 2
+    if len(words) > place + 1:
+        check_knobs_of(words[place + 1], words[place + 2 :], capsys)
+
+
+def test_knobs_that_are_named_exist_and_take_the_values_shown(at_the_reader, capsys):
+    knobs = {
+        name: {"--" + field.name.replace("_", "-") for field in dataclasses.fields(module.Config)}
+        for name, module in RECIPES.items()
+    }
+    others = {
+        option
+        for path in ("recipes/__main__.py", "recipes/cluster/ray_launch.py")
+        for option in re.findall(r'"(--[a-z-]+)"', (ROOT / path).read_text())
+    }
+    spans = {span for span in code_spans() if span.startswith("--")}
+    assert len(spans) > 40
+    for span in spans:
+        words = words_of(span)
+        named = {word for word in words if word.startswith("--")}
+        if named <= others or named == {"--help"}:
+            continue
+        having = [name for name in RECIPES if named <= knobs[name]]
+        assert having, span
+        if len(words) > len(named):
+            wrong = []
+            for name in having:
+                try:
+                    check_knobs_of(name, words, capsys)
+                except AssertionError as error:
+                    wrong.append(error)
+            assert len(wrong) < len(having), wrong
+
+
+def test_the_table_of_strategies_and_that_of_scaling_are_those_of_the_code():
+    sources = "".join((ROOT / f"common/{name}.py").read_text() for name in ("strategy", "rendezvous"))
+    rows = section(README, "Which strategy when").split("\n| ")[3:]
+    strategies = [re.search(r"\w+Strategy", row).group() for row in rows]
+    assert set(strategies) == set(re.findall(r"\b(\w+Strategy)\(", sources)) | {"ParameterServerStrategy"}
+    rules = section(README, "Batch size and learning rate")
+    assert set(re.findall(r"^\| `(\w+)` \|", rules, re.MULTILINE)) == set(get_args(LearningRateScaling))
+    papers = re.findall(r"arXiv:([\d.]+\d)", (ROOT / "common/scaling.py").read_text())
+    assert papers and set(papers) == set(re.findall(r"arXiv:([\d.]+\d)", rules))
+
+
+def test_the_picture_of_the_architecture_names_each_module_of_common():
+    (picture,) = re.findall(r"^```text\n(recipes/.*?)^```", README, re.MULTILINE | re.DOTALL)
+    lines = picture[picture.index("\ncommon/") : picture.index("\ndocs/")].splitlines()[2:]
+    assert all(line.startswith("    ") for line in lines)
+    named = [name for line in lines for name in re.findall(r"\w+", re.split("  +", line.strip())[0])]
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "common").glob("[a-z]*.py"))
+
+
+def test_troubleshooting_has_each_fault_of_keras_with_its_message():
+    faults = PAGES["docs/keras-under-tf-distribute.md"]
+    rows = re.findall(r"^\| \[.+?\]\(#(.+?)\) \| .+ \| `(.+)` \| (?:yes|no) \|$", faults, re.MULTILINE)
+    assert len(rows) > 10
+    for anchor, shown in rows:
+        assert f"(keras-under-tf-distribute.md#{anchor})" in TROUBLES
+        if not re.search(r"\d|both", shown) or "dimension" in shown:  # a message, not a figure
+            assert shown in TROUBLES
+    for message in re.findall(r"^\| \[`(.+?)`\]", TROUBLES, re.MULTILINE):
+        assert message in faults
+
+
+def test_messages_of_our_own_are_as_the_code_has_them():
+    def texts(path):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+
+    printed = "\n".join(
+        text for folder in ("common", "recipes") for path in (ROOT / folder).glob("*.py") for text in texts(path)
+    )
+    ours = section(TROUBLES, "Several workers") + section(TROUBLES, "Text, models, folders")
+    messages = re.findall(r"^\| `(.+?)`", ours, re.MULTILINE)
+    assert len(messages) > 15
+    assert [message for message in messages if message not in printed] == []
+
+
+def test_each_table_of_results_stands_on_one_page():
+    assert sorted(re.findall(r"^<!-- (?!end )(\w+) -->$", ALL, re.MULTILINE)) == sorted(readme.tables())
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "README.md"])
+def test_the_figures_of_a_page_are_those_of_the_results(name):
+    """Of the README, tests/test_doctor.py holds it."""
+    assert readme.with_tables(PAGES[name]) == PAGES[name]
+
+
+def test_the_recipes_table_shows_the_runs_of_its_commands():
+    shown = {"bert_mlm": readme._results("bert_mlm"), "bert_from_scratch": readme._results("wikitext-2")["results"]}
+    for name, found in shown.items():
+        config = RECIPES[name].Config(**found["config"])
+        same = dataclasses.replace(config, workdir=RECIPES[name].Config.workdir)
+        assert same == parse(RECIPES[name].Config, "", shlex.split(readme.RECIPES[name][1]))
+    lm = {"seconds": 60.4, "val_loss": 4.0, "val_unigram_loss": 6.5}
+    classifier = {
+        "seconds": 119.0,
+        "val_accuracy": 0.9,
+        "val_majority_accuracy": 0.5,
+        "val_bag_of_words_accuracy": 0.51,
+    }
+    table = readme.recipes_table(
+        dict.fromkeys(["bert_mlm", "bert_from_scratch"], lm) | dict.fromkeys(RECIPES, classifier)
+    )
+    assert "| 2 min | accuracy 0.900; a bag of words 0.510, the larger class 0.500 |" in table
+    table = readme.recipes_table(dict.fromkeys(RECIPES, lm))
+    assert (
+        "| `python -m recipes run bert_mlm` | 60 s | loss 4.000, 2.500 nats below guessing by word frequency |" in table
+    )
+
+
+def test_the_table_of_mrpc():
+    same = {"val_majority_accuracy": 0.6838, "val_bag_of_words_accuracy": 0.7}
+    runs = [{"val_accuracy": accuracy, "val_f1": accuracy + 0.1} | same for accuracy in (0.7, 0.71, 0.75)]
+    table = readme.glue_table({"a preset": runs, "random weights": runs[:1]}).splitlines()
+    assert table[2] == "| from a preset | 3 | 0.720 (0.700 to 0.750) | 0.820 (0.800 to 0.850) | 0.700 |"
+    assert table[3] == "| from random weights | 1 | 0.700 | 0.800 | 0.700 |"
+    assert table[4] == "| always the larger class | | 0.684 | 0.812 | |"
+    assert "about 0.84 accuracy and 0.89 F1" in table[6]
+
+
+# What other tests start: the doctor, two workers of each recipe, parameter servers, hosts, schedulers.
+ELSEWHERE = (
+    "recipes doctor|launch --workers 2 (?!--restarts)|--parameter-servers|--hosts|-m benchmarks|^(pip|sbatch|ray|kub)"
+)
+TO_RUN = [command for command in COMMANDS if not re.search(ELSEWHERE, command)]
+
+
+def tiny(command, workdir):
+    """The words of a command after `python`, at a size of seconds."""
+    words = words_of(command.removeprefix("python "))
+    if words[0] == "tensorboard":
+        return ["-m", "tensorboard.main", *words[1:], "--inspect"]
+    if words[0].startswith("recipes/"):
+        return [str(ROOT / words[0]), "--help"]
+    words = ["runs/bert_mlm/preset" if word == "PRESET" else word for word in words]
+    words = [f"{workdir}-exported" if word == "FOLDER" else word for word in words]
+    if words[2] not in ("run", "launch") or "--help" in words:
+        return words
+    name = next(word for word in words if word in RECIPES)
+    words += ["--max-steps", "2", "--seq-length", "32", "--workdir", workdir]
+    words += ["--batch-size", "4" if name.startswith("bert") else "64"]
+    if "--preset" not in words:
+        words += ["--model", "nano", "--vocabulary-size", "300"]
+    if name.startswith("bert") and "--corpus" not in words:
+        words += ["--corpus", "my_texts/"]
+    return words
+
+
+def execute(words, folder):
+    """Runs a command: in this process where it can be, for TensorFlow has been imported here. Its status and output."""
+    if words[:2] != ["-m", "recipes"] or words[2] == "launch":
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1"}
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout + done.stderr
+    status, said = 0, io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", words[1:])
+        try:
+            runpy.run_module("recipes", run_name="__main__")
+        except SystemExit as end:
+            status = end.code or 0
+    return status, said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def project(placeholders, tmp_path_factory):
+    """A folder with the files of the reader's own, and the runs whose presets other commands take."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in ("my.txt", "my.csv", "pairs.csv", "my_texts", "GLUE"):
+        (folder / name).symlink_to(placeholders / name)
+    for name in ("bert_mlm", "bert_from_scratch"):
+        status, said = execute(tiny(f"python -m recipes run {name}", f"runs/{name}"), folder)
+        assert status == 0, said
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", TO_RUN)
+def test_the_command_runs(command, project):
+    workdir = f"elsewhere/{TO_RUN.index(command)}"
+    words = tiny(command, workdir)
+    status, said = execute(words, project)
+    if re.search(r"hf://|wikitext|en_uncased|--task mrpc", command):
+        assert status == 2 and any(told in said for told in NETWORK), said
+        return
+    assert status == 0, said
+    if "--workdir" in words and "--dry-run" not in words:
+        results = json.loads((project / workdir / "results.json").read_text())
+        assert results["steps"] == 2 and results["workers"] == (2 if " launch " in command else 1)
+    if " export " in command:
+        assert (project / words[-1] / "model.safetensors").is_file()
+    if " cp " in command:
+        assert (project / words[-1] / "common/keras_fixes.py").is_file()
