@@ -65,11 +65,12 @@ def faults_table(rows: list[dict]) -> str:
     for fault in dict.fromkeys(row["fault"] for row in rows):
         runs = [row for row in rows if row["fault"] == fault]
         again = [row["at_step"] - row["went_on_from"] for row in runs]
+        steps = " to ".join(dict.fromkeys(str(ends) for ends in (min(again), max(again))))
         seconds = [row["noticed"] for row in runs]
         same = sum(row["identical"] for row in runs)
         left = sum(len(row["left"]) for row in runs) or "nothing"
         lines.append(
-            f"| {fault} | {len(runs)} | {same} | {min(again)} to {max(again)} "
+            f"| {fault} | {len(runs)} | {same} | {steps} "
             f"| {statistics.median(seconds):.1f} s, at most {max(seconds):.1f} s | {left} |"
         )
     return "\n".join(lines)
