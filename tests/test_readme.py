@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 
 import recipes.__main__ as command_line
 from benchmarks import readme
-from common.command_line import parse
+from common.command_line import UserError, parse
 from common.scaling import LearningRateScaling
 from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop
 
@@ -373,7 +372,10 @@ def execute(words, folder):
         patch.chdir(folder)
         patch.setattr(sys, "argv", words[1:])
         try:
-            runpy.run_module("recipes", run_name="__main__")
+            command_line.main()
+        except UserError as error:
+            status = 2
+            print(error)
         except SystemExit as end:
             status = end.code or 0
     return status, said.getvalue()
