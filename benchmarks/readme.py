@@ -117,9 +117,9 @@ def throughput_table(results: dict) -> str:
     return "\n\n".join([*parts, hardware_line(results)])
 
 
-def with_machine(table: Callable[[dict], str], name: str) -> str:
+def with_machine(table: Callable[[dict], str]) -> Callable[[dict], str]:
     """A benchmark's own table, and what it was measured on."""
-    return f"{table(_results(name))}\n\n{hardware_line(_results(name))}"
+    return lambda results: f"{table(results)}\n\n{hardware_line(results)}"
 
 
 def hardware_line(results: dict) -> str:
@@ -174,6 +174,16 @@ def glue_table(starts: dict[str, list[dict]]) -> str:
     return "\n".join(lines)
 
 
+# Of `python -m benchmarks NAME`.
+MEASURED = {
+    "throughput": throughput_table,
+    "scaling": with_machine(scaling.tables),
+    "memory": with_machine(memory.table),
+    "input": with_machine(benchmarks.input.table),
+    "quality": with_machine(quality.table),
+}
+
+
 def tables() -> dict[str, Callable[[], str]]:
     """What makes the table of each name."""
     return {
@@ -189,12 +199,7 @@ def tables() -> dict[str, Callable[[], str]]:
         ),
         "shards": lambda: shards_table(_results("shards")),
         "wikitext": lambda: wikitext_table(_results("wikitext-2")),
-        # Of `python -m benchmarks NAME`.
-        "throughput": lambda: throughput_table(_results("throughput")),
-        "scaling": lambda: with_machine(scaling.tables, "scaling"),
-        "memory": lambda: with_machine(memory.table, "memory"),
-        "input": lambda: with_machine(benchmarks.input.table, "input"),
-        "quality": lambda: with_machine(quality.table, "quality"),
+        **{name: lambda name=name: MEASURED[name](_results(name)) for name in MEASURED},
     }
 
 
