@@ -12,7 +12,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import tyro
 
@@ -33,13 +34,14 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
         arguments: the words after the recipe's name; None for this process's own.
 
     Raises:
-        SystemExit: 0 after `--help`; 2 after one line on standard error for a knob or value that is wrong.
+        SystemExit: 0 after `--help` and a completion script; 2 after one line on standard error for a wrong one.
     """
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
             config, unknown = tyro.cli(
                 config_class,
+                prog=Path(sys.argv[0]).stem,  # the recipe's name, for `run` and for the file itself
                 description=recipe_doc,
                 args=arguments,
                 return_unknown_args=True,
@@ -52,7 +54,7 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
     except UserError as error:
         fail(error)
     except SystemExit as exit_:
-        if exit_.code == 0:
+        if not exit_.code:  # 0 after --help, None after a completion script
             raise
         fail(_first_paragraph(stderr.getvalue()))
 
@@ -83,7 +85,7 @@ def run(main: Callable[[Config], None], config: Config) -> None:
         os._exit(1)  # an orderly end waits for who is lost, for some 20 seconds, and keeps the port and the lock
 
 
-def fail(message: object) -> None:
+def fail(message: object) -> NoReturn:
     """Ends the process with one line on standard error and exit status 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)

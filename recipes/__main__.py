@@ -6,12 +6,16 @@ Recipes are read, not imported, until one is run, so that everything but a run a
 
 import argparse
 import ast
-import importlib.metadata
 import os
+import re
 import runpy
 import shutil
 import sys
+import textwrap
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 from common.command_line import UserError, fail
 
@@ -19,16 +23,26 @@ ROOT = Path(__file__).parent.parent
 GUIDE = """\
 Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.
 
-  python -m recipes ls                        what there is
-  python -m recipes run bert_mlm              train; --help after the name lists the knobs
-  python -m recipes launch --workers 2 bert_mlm    the same on two worker processes, or on many machines
-  python -m recipes fill-mask "A [MASK]."     ask the model just trained
-  python -m recipes export PRESET DEST        write a model for Hugging Face transformers
-  python -m recipes doctor                    prove on this machine that training is exact
-  python -m recipes cp bert_mlm my_project    take a recipe and its helpers into your own project
+  python -m recipes ls                            the recipes: what each is for, and its time
+  python -m recipes run bert_mlm                  train; --help after the name lists the knobs
+  python -m recipes launch --workers 2 bert_mlm   the same on two processes, or on many machines
+  python -m recipes fill-mask "A [MASK]."         ask the model just trained
+  python -m recipes export PRESET DEST            write a model for Hugging Face transformers
+  python -m recipes doctor                        prove on this machine that training is exact
+  python -m recipes cp bert_mlm my_project        take a recipe and its helpers into your project
+
+The folder notebooks/ has recipes to read step by step. --help after a command lists its options.
 
 Next: python -m recipes run bert_mlm
 """
+
+
+class Parser(argparse.ArgumentParser):
+    """A wrong word is answered in one line, as a recipe answers it."""
+
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser`."""
+        fail(f"{message}. See {self.prog} --help")
 
 
 def recipes() -> dict[str, Path]:
@@ -36,12 +50,14 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("[a-z]*.py"))}
 
 
-def recipe_path(name: str) -> Path:
+def recipe_path(name: str | None) -> Path:
     """A recipe's file.
 
     Raises:
         UserError: when there is no recipe of that name.
     """
+    if name is None:
+        raise UserError(f"give the name of a recipe first. There are: {' '.join(recipes())}")
     if name not in recipes():
         raise UserError(f"there is no recipe {name}. There are: {' '.join(recipes())}")
     return recipes()[name]
@@ -49,44 +65,69 @@ def recipe_path(name: str) -> Path:
 
 def list_recipes() -> None:
     """Prints each recipe's name, its docstring's first line, and the line that begins with `Time:`."""
+    width = shutil.get_terminal_size(fallback=(160, 24)).columns  # a file or a pipe gets each line whole
     for name, path in recipes().items():
-        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).splitlines()
-        print(f"{name:20} {doc[0]}")
-        print(*(f"{'':20} {line}" for line in doc if line.startswith("Time:")), sep="\n")
+        doc = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
+        for start, line in [(name, doc[0]), *(("", line) for line in doc if line.startswith("Time:"))]:
+            print(textwrap.fill(line, max(width, 40), initial_indent=f"{start:20} ", subsequent_indent=" " * 21))
 
 
 def modules_used(path: Path) -> set[Path]:
     """The files of `common` that a file imports, by itself or through another of them."""
-    used, unread = set(), [path]
+    used: set[Path] = set()
+    unread = [path]
     while unread:
-        for node in ast.walk(ast.parse(unread.pop().read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common."):
-                module = ROOT / (node.module.replace(".", "/") + ".py")
-                if module not in used:
-                    used.add(module)
-                    unread.append(module)
+        for name in imports(unread.pop()):
+            module = ROOT / (name.replace(".", "/") + ".py")
+            if name.startswith("common.") and module.is_file() and module not in used:
+                used.add(module)
+                unread.append(module)
     return used
+
+
+def imports(path: Path) -> set[str]:
+    """What a file imports, anywhere in it: modules, and what it takes from them, as in `common.roles.role_pairs`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+def packages_used(paths: Iterable[Path]) -> list[str]:
+    """Of the packages that this project requires, those that the files import, with their versions."""
+    names = {name.split(".")[0] for path in paths for name in imports(path)}
+    names |= {"tensorboard"}  # its command shows what a run writes
+    names |= {"keras_nlp"} if "keras_hub" in names else set()  # the package of the one brings the other
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [
+        package for package in project["dependencies"] if re.split("[^a-z0-9-]", package)[0].replace("-", "_") in names
+    ]
 
 
 def copy_recipe(name: str, destination: Path, force: bool) -> None:
     """Copies a recipe, the helpers it uses, the licence, and a `requirements.txt`.
 
     Raises:
-        UserError: when a file is there already, and `force` is not given.
+        UserError: when a file is there already, and `force` is not given; when nothing can be written there.
     """
     recipe = recipe_path(name)
+    modules = [ROOT / "common/__init__.py", *sorted(modules_used(recipe))]
     copies = {recipe: destination / recipe.name, ROOT / "LICENSE": destination / "LICENSE"}
-    for module in [ROOT / "common/__init__.py", *sorted(modules_used(recipe))]:
-        copies[module] = destination / module.relative_to(ROOT)
+    copies |= {module: destination / module.relative_to(ROOT) for module in modules}
     requirements = destination / "requirements.txt"
     if there := [str(path) for path in [*copies.values(), requirements] if path.exists() and not force]:
         raise UserError(f"{', '.join(there)} exist(s) already; --force overwrites")
-    for source, copy in copies.items():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, copy)
-        print(copy)
-    packages = importlib.metadata.requires("keras-data-parallel-recipes")
-    requirements.write_text("".join(f"{package}\n" for package in packages if "extra ==" not in package))
+    try:
+        for source, copy in copies.items():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+            print(copy)
+        requirements.write_text("".join(f"{package}\n" for package in packages_used([recipe, *modules])))
+    except OSError as error:
+        raise UserError(f"cannot copy to {destination}: {error}") from None
     print(f"{requirements}\n\nRun it: pip install -r {requirements} && python {destination / recipe.name}")
 
 
@@ -104,13 +145,13 @@ def last_preset() -> str:
 
 def main() -> None:
     """Reads the command line and does what it says."""
-    parser = argparse.ArgumentParser(prog="python -m recipes", description="See python -m recipes for a guide.")
-    commands = parser.add_subparsers(dest="command")
+    parser = Parser(prog="python -m recipes", description="Without a command it prints a short guide.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("ls", help="list the recipes")
-    run = commands.add_parser("run", help="run a recipe", add_help=False)
-    run.add_argument("name")
-    run.add_argument("knobs", nargs=argparse.REMAINDER)
-    start = commands.add_parser("launch", help="run a recipe on several workers, on this machine or on many")
+    run = commands.add_parser("run", help="run a recipe")
+    run.add_argument("name", metavar="NAME", nargs="?", help=f"one of {', '.join(recipes())}")
+    run.add_argument("knobs", metavar="...", nargs=argparse.REMAINDER, help="its knobs; --help lists them")
+    start = commands.add_parser("launch", help="run a recipe on several workers")
     start.add_argument("--workers", type=int, metavar="N", help="start N workers on this machine")
     start.add_argument(
         "--parameter-servers", type=int, default=0, metavar="P", help="experimental: N workers out of step, P servers"
@@ -121,19 +162,19 @@ def main() -> None:
         "--restarts", type=int, default=0, metavar="K", help="start again after a death, K times at most"
     )
     start.add_argument("--join-timeout", type=int, default=300, metavar="S", help="seconds to wait for all workers")
-    start.add_argument("name")
-    start.add_argument("knobs", nargs=argparse.REMAINDER)
+    start.add_argument("name", metavar="NAME", nargs="?", help="the recipe")
+    start.add_argument("knobs", metavar="...", nargs=argparse.REMAINDER, help="its knobs")
     copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses")
-    copy.add_argument("name")
-    copy.add_argument("destination", type=Path)
+    copy.add_argument("name", metavar="NAME", help="the recipe")
+    copy.add_argument("destination", metavar="DEST", type=Path, help="folder, made where it is not there")
     copy.add_argument("--force", action="store_true", help="overwrite files that are there")
-    doctor = commands.add_parser("doctor", help="prove on this machine that data-parallel training is exact")
+    doctor = commands.add_parser("doctor", help="prove on this machine that training is exact")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.add_argument("--workers", type=int, default=1, metavar="N", help="check N worker processes too")
     fill = commands.add_parser("fill-mask", help="let a trained model fill [MASK] in sentences")
     fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
     fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
-    export = commands.add_parser("export", help="write a trained model in the form of Hugging Face transformers")
+    export = commands.add_parser("export", help="write a model for Hugging Face transformers")
     export.add_argument("preset", help="KerasHub name or folder, such as runs/bert_mlm/preset")
     export.add_argument("destination", type=Path, help="folder, which must be empty or not there")
     arguments = parser.parse_args()
@@ -153,9 +194,9 @@ def main() -> None:
         case "cp":
             copy_recipe(arguments.name, arguments.destination, arguments.force)
         case "doctor":
-            from recipes._doctor import doctor
+            from recipes._doctor import doctor as check
 
-            raise SystemExit(doctor(arguments.json, arguments.workers))
+            raise SystemExit(check(arguments.json, arguments.workers))
         case "fill-mask":
             preset = arguments.preset or last_preset()
             os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from common.plan import memory_of_a_replica
 from common.schedules import WarmUpPolynomialDecay
-from recipes import bert_from_scratch, bert_mlm
+from recipes import bert_mlm
 
 ROOT = Path(__file__).parent.parent
 
@@ -303,32 +302,6 @@ def test_the_command_prints_a_report_and_nothing_else(small):
     assert sentence == "The [MASK] of [MASK]." and len(guesses) == 10  # five for each
     for scores in ([float(guess.split()[0]) for guess in half] for half in (guesses[:5], guesses[5:])):
         assert scores == sorted(scores, reverse=True) and 0 < sum(scores) <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [bert_mlm, bert_from_scratch], ids=["bert_mlm", "bert_from_scratch"])
-def test_a_copy_runs_alone_and_gives_the_same_results(recipe, small, tmp_path):
-    """`cp`, then by absolute path from another folder, this repository off the path."""
-    copy, name = tmp_path / "mine", recipe.__name__.split(".")[1]
-    subprocess.run([sys.executable, "-m", "recipes", "cp", name, str(copy)], cwd=ROOT, check=True, stdout=-3)
-    assert (copy / "requirements.txt").read_text().count("==") == 0 and "keras-nlp" in (
-        copy / "requirements.txt"
-    ).read_text()
-    knobs = [f"--{name.replace('_', '-')}={value}" for name, value in (small | {"workdir": "there"}).items()]
-    # -S leaves out this repository's editable install; the packages come back by PYTHONPATH.
-    site = next(path for path in sys.path if path.endswith("site-packages"))
-    done = subprocess.run(
-        [sys.executable, "-S", str(copy / f"{name}.py"), *knobs],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": site},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    copied = json.loads((tmp_path / "there/results.json").read_text())
-    original = recipe.train_and_evaluate(recipe.Config(**small))
-    for figure in ("val_loss", "train_loss", "test_loss", "steps"):
-        assert copied[figure] == original[figure]
 
 
 def test_knobs_are_a_frozen_dataclass():

@@ -1,10 +1,12 @@
-import runpy
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.test_structure import RECIPES
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +37,18 @@ def test_the_guide_names_the_next_command():
     assert recipes().stdout.rstrip().endswith("Next: python -m recipes run bert_mlm")
 
 
+def test_the_list_fits_the_terminal():
+    listing = recipes("ls", env={**os.environ, "COLUMNS": "60"}).stdout.splitlines()
+    assert max(map(len, listing)) <= 60
+    assert {line.split()[0] for line in listing if line[0] != " "} == {path.stem for path in RECIPES}
+
+
+def test_help_bears_the_name_of_the_recipe():
+    for words in (["-m", "recipes", "run", "bert_mlm"], ["recipes/bert_mlm.py"]):
+        done = subprocess.run([sys.executable, *words, "--help"], cwd=ROOT, capture_output=True, text=True)
+        assert done.stdout.startswith("usage: bert_mlm [-h]")
+
+
 def test_help_lists_every_knob():
     help_text = recipes("run", "bert_mlm", "--help").stdout
     for knob in ("--workdir", "--replicas", "--lr-scaling {linear,sqrt,none}", "--max-steps", "--overwrite"):
@@ -48,6 +62,10 @@ def test_help_lists_every_knob():
         (["run", "bert_mlm", "--batch-size", "many"], "--batch-size: invalid literal for int()"),
         (["run", "bert_mlm", "--lr-scaling", "cubic"], "Expected one of ('linear', 'sqrt', 'none')"),
         (["run", "bert_mml"], "there is no recipe bert_mml. There are: bert_from_scratch bert_mlm"),
+        (["run"], "give the name of a recipe first. There are: bert_from_scratch bert_mlm glue_controller"),
+        (["launch", "--workers", "2"], "give the name of a recipe first. There are: bert_from_scratch bert_mlm"),
+        (["rnu", "bert_mlm"], "invalid choice: 'rnu'"),
+        (["cp", "bert_mlm"], "the following arguments are required: DEST. See python -m recipes cp --help"),
         (["cp", "bert_mml", "x"], "there is no recipe bert_mml. There are: bert_from_scratch bert_mlm"),
     ],
 )
@@ -62,22 +80,6 @@ def test_run_and_the_file_itself_are_the_same():
         [sys.executable, "recipes/bert_mlm.py", "--seed", "x"], cwd=ROOT, capture_output=True, text=True
     )
     assert (file.returncode, file.stderr) == (2, recipes("run", "bert_mlm", "--seed", "x").stderr)
-
-
-def test_cp_takes_exactly_what_the_recipe_uses_and_overwrites_nothing(tmp_path):
-    assert recipes("cp", "bert_mlm", str(tmp_path)).returncode == 0
-    copied = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert {"bert_mlm.py", "LICENSE", "requirements.txt", "common/__init__.py", "common/strategy.py"} <= copied
-    used = runpy.run_path(str(ROOT / "recipes/__main__.py"))["modules_used"](ROOT / "recipes/bert_mlm.py")
-    assert {name for name in copied if name.startswith("common/")} == {
-        "common/__init__.py", *(f"common/{path.name}" for path in used)
-    }  # fmt: skip
-    (tmp_path / "bert_mlm.py").write_text("mine")
-    refused = recipes("cp", "bert_mlm", str(tmp_path))
-    assert refused.returncode == 2 and "--force overwrites" in refused.stderr
-    assert (tmp_path / "bert_mlm.py").read_text() == "mine"
-    assert recipes("cp", "bert_mlm", str(tmp_path), "--force").returncode == 0
-    assert (tmp_path / "bert_mlm.py").read_text() == (ROOT / "recipes/bert_mlm.py").read_text()
 
 
 def test_fill_mask_without_a_preset(tmp_path):

@@ -7,17 +7,11 @@ import keras_hub
 import keras_nlp
 import pytest
 
+from recipes.__main__ import imports
+
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.py") if not path.name.startswith("_"))
 MODULES = sorted((ROOT / "common").glob("*.py"))
-
-
-def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        if isinstance(node, ast.ImportFrom):
-            yield node.module
 
 
 def test_keras_nlp_is_keras_hub():
