@@ -74,10 +74,10 @@ def bag_accuracy(
         num_features: the numbers are below it.
         num_classes: labels are below it.
     """
-    train_bags = [np.array([*bag, num_features]) for bag in train_bags]  # one more, which all have: the bias
-    bags = [np.array([*bag, num_features]) for bag in bags]
-    weights = _fit(train_bags, np.asarray(train_labels), np.zeros((num_features + 1, num_classes)))
-    return float(np.mean(_logits(bags, weights)[0].argmax(axis=1) == np.asarray(labels)))
+    train = [np.array([*bag, num_features]) for bag in train_bags]  # one more, which all have: the bias
+    others = [np.array([*bag, num_features]) for bag in bags]
+    weights = _fit(train, np.asarray(train_labels), np.zeros((num_features + 1, num_classes)))
+    return float(np.mean(_logits(others, weights)[0].argmax(axis=1) == np.asarray(labels)))
 
 
 def length_bags(ids: TextIds) -> tuple[list[list[int]], int]:

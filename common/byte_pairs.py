@@ -46,7 +46,8 @@ class BytePairs:
         `[UNK]`, as corpora write unknown words, is one token `<unk>`; all else is ordinary text, `<mask>` included.
         """
         ids = {piece: index for index, piece in enumerate(self.pieces)}
-        tokenizer = _tokenizer(models.BPE(ids, [tuple(merge.split(" ")) for merge in self.merges]))
+        merges = [(left, right) for left, right in (merge.split(" ") for merge in self.merges)]
+        tokenizer = _tokenizer(models.BPE(ids, merges))
         tokenizer.normalizer = normalizers.Replace(UNKNOWN, self.special.unknown)
         tokenizer.add_special_tokens([AddedToken(self.special.unknown, normalized=True)])
         return tokenizer

@@ -3,6 +3,7 @@
 
 import importlib.util
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import keras
@@ -77,9 +78,9 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
         super().__init__(workdir, every, model=model, optimizer=model.optimizer)
         self.set_model(model)
 
-    def restore(self) -> int:
+    def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
         """As `Checkpoints.restore`; the model counts on from there."""
-        self.model.steps_done = super().restore()
+        self.model.steps_done = super().restore(init_fn)
         return self.model.steps_done
 
     def on_train_begin(self, logs=None):

@@ -8,11 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 from common.baselines import baseline_accuracies
+from common.byte_pairs import Vocabulary
 from common.glue import write_predictions
 from common.labelled import Examples, LabelledTexts
 from common.metrics import classification_scores, confusion_matrix
 from common.results import entry
-from common.wordpiece import WordPieces
 
 
 def scores_of(split: str, examples: Examples, logits: np.ndarray) -> dict[str, float]:
@@ -27,7 +27,7 @@ def scores_of(split: str, examples: Examples, logits: np.ndarray) -> dict[str, f
     return {entry(split, name): value for name, value in scores.items()}
 
 
-def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], vocabulary: WordPieces) -> dict[str, Any]:
+def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], vocabulary: Vocabulary) -> dict[str, Any]:
     """The part of `results.json` that classifiers have: scores of each split that has labels, and what they must beat.
 
     Args:
@@ -35,8 +35,9 @@ def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], voca
         logits: of each split but `train`, [examples, classes].
         vocabulary: whose pieces are a bag's words.
     """
-    results = {}
-    learned = _text_ids(texts.splits["train"], vocabulary), texts.splits["train"].labels
+    results: dict[str, Any] = {}
+    train = texts.splits["train"]
+    learned = _text_ids(train, vocabulary), train.labels or []
     sizes = len(vocabulary.pieces), len(texts.classes)
     for split in logits:
         examples = texts.splits[split]
@@ -78,7 +79,7 @@ def write_all_predictions(folder: Path, texts: LabelledTexts, logits: dict[str, 
         write_predictions(folder / name, texts.splits[split].indices, classes)
 
 
-def _text_ids(examples: Examples, vocabulary: WordPieces) -> list[tuple[list[int], ...]]:
+def _text_ids(examples: Examples, vocabulary: Vocabulary) -> list[tuple[list[int], ...]]:
     tokenizer = vocabulary.tokenizer()
     columns = zip(*examples.texts, strict=True)
     encoded = [tokenizer.encode_batch_fast(column, add_special_tokens=False) for column in columns]

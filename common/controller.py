@@ -158,10 +158,15 @@ class Controller:
         Returns:
             What the last evaluation gave.
         """
-        return self._run(train_steps, lambda step: step % eval_interval == 0 or step == train_steps, eval_interval)
+
+        def evaluates(step: int) -> bool:
+            return step % eval_interval == 0 or step == train_steps
+
+        return self._run(train_steps, evaluates, eval_interval) or {}
 
     def evaluate(self) -> Output:
         """Evaluates once, and calls the actions."""
+        assert self.evaluator, "the Controller was given no evaluator"
         began = time.perf_counter()
         output = self.evaluator.evaluate()
         print(f"eval  | step {self.global_step:6,} | {time.perf_counter() - began:6.1f} s       | {_shown(output)}")
@@ -181,12 +186,13 @@ class Controller:
                 if evaluates(self.global_step):
                     output = self.evaluate()
                 if self.checkpoint_manager:  # after the evaluation, which a run that goes on would not do again
-                    self._save(before, steps)
+                    self._save(self.checkpoint_manager, before, steps)
         if output is None and evaluates(steps):
             output = self.evaluate()
         return output
 
     def _train_loop(self, num_steps: int) -> None:
+        assert self.trainer, "the Controller was given no trainer"
         began = time.perf_counter()
         output = self.trainer.train(num_steps)
         rate = num_steps / (time.perf_counter() - began)
@@ -195,8 +201,7 @@ class Controller:
         if self.global_step // self.summary_interval > before // self.summary_interval:
             self._summarise("train", output | {"steps_per_second": rate})
 
-    def _save(self, before: int, last: int) -> None:
-        checkpoints = self.checkpoint_manager
+    def _save(self, checkpoints: Checkpoints, before: int, last: int) -> None:
         if any(theirs["stop"] for theirs in exchange({"stop": checkpoints.told_to_stop})):
             checkpoints.save_and_leave(self.global_step)
         checkpoints.save_if_due(self.global_step, self.global_step - before)

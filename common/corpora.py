@@ -58,14 +58,14 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
         files = {split: path / name for split, name in WIKITEXT_FILES.items() if (path / name).is_file()}
         if "validation" not in files:
             raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
-        return {split: lambda file=file: _articles(_lines(file)) for split, file in files.items()}
+        return {split: functools.partial(_articles_of, file) for split, file in files.items()}
     if path.is_file():
         return _held_out(functools.partial(_paragraphs_of, [path]))
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*.txt") if file.is_file())
-        if not files:
+        texts = sorted(file for file in path.rglob("*.txt") if file.is_file())
+        if not texts:
             raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
-        return _held_out(functools.partial(_paragraphs_of, files))
+        return _held_out(functools.partial(_paragraphs_of, texts))
     raise UserError(
         f"--corpus {corpus} is neither docstrings, wikitext-2, wikitext-103, hf://user/name, "
         "nor an existing file or folder"
@@ -109,7 +109,8 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _articles(lines: Iterator[str]) -> Iterator[str]:
     """WikiText's articles, each begun by a heading with one equals sign (` = Title = `); `<unk>` becomes `[UNK]`."""
-    article, length = [], 0
+    article: list[str] = []
+    length = 0
     for line in lines:
         text = line.strip().replace("<unk>", "[UNK]")
         if article and (re.fullmatch(r"= [^=].* =", text) or length > DOCUMENT_LIMIT):
@@ -157,12 +158,17 @@ def _paragraphs_of(files: list[Path]) -> Iterator[str]:
         yield from _paragraphs(_lines(file))
 
 
+def _articles_of(file: Path) -> Iterator[str]:
+    return _articles(_lines(file))
+
+
 def _hub_wikitext(name: str) -> dict[str, Documents]:
     splits = hub_splits(WIKITEXT, f"{name}-v1")
-    return {
-        split: lambda rows=rows: _articles(row["text"] for row in rows)
-        for split, rows in splits.items()
-    }  # fmt: skip
+
+    def documents(rows) -> Iterator[str]:
+        return _articles(row["text"] for row in rows)
+
+    return {split: functools.partial(documents, rows) for split, rows in splits.items()}
 
 
 def _hub_rows(corpus: str) -> dict[str, Documents]:
@@ -176,7 +182,9 @@ def _hub_rows(corpus: str) -> dict[str, Documents]:
                 raise UserError(f"{corpus} has no column text; it has {', '.join(row)}")
             yield from _cut(row["text"].strip())
 
-    streams = {split: functools.partial(documents, splits[split]) for split in SPLITS if split in splits}
+    streams: dict[str, Documents] = {
+        split: functools.partial(documents, splits[split]) for split in SPLITS if split in splits
+    }
     return streams if "validation" in streams else _held_out(streams["train"])
 
 

@@ -5,7 +5,6 @@ import ast
 import functools
 import importlib.metadata
 import importlib.util
-import inspect
 import json
 import platform
 import pydoc_data.topics
@@ -32,7 +31,7 @@ def docstring_files() -> dict[str, Path]:
         For the splits `train` and `validation`, a file of JSON strings, one a line; each is a module's prose.
     """
     versions = [platform.python_version(), *map(importlib.metadata.version, PACKAGES)]
-    key = [*versions, inspect.getsource(inspect.getmodule(docstring_files))]
+    key = [*versions, Path(__file__).read_text(encoding="utf-8")]
 
     def write(split: str, path: Path) -> None:
         with path.open("w", encoding="utf-8") as file:
@@ -62,7 +61,9 @@ def _prose_by_module() -> Iterator[tuple[str, list[str]]]:
 
     yield "pydoc_data.topics", prose(iter(pydoc_data.topics.topics.values()))
     for package in PACKAGES:
-        root = Path(importlib.util.find_spec(package).origin).parent
+        spec = importlib.util.find_spec(package)
+        assert spec and spec.origin, f"{package} is not installed"
+        root = Path(spec.origin).parent
         for file in sorted(root.rglob("*.py")):
             yield str(file.relative_to(root.parent)), prose(_docstrings_of(file))
 
@@ -90,7 +91,8 @@ def _is_prose(paragraph: str) -> bool:
 
 def _split_modules(modules: Iterator[tuple[str, list[str]]]) -> dict[str, list[str]]:
     """By a hash of the module's name; then validation loses what shares eight words in a row with training."""
-    train, validation = [], []
+    train: list[list[str]] = []
+    validation: list[list[str]] = []
     for module, paragraphs in modules:
         if paragraphs:
             (validation if zlib.crc32(module.encode()) % HELD_OUT == 0 else train).append(paragraphs)

@@ -9,6 +9,7 @@ import importlib.metadata
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -49,6 +50,8 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
 
     class DataParallel(task_class):
         step_values = None
+        train_function: Callable | None  # of Keras, None until they are made
+        test_function: Callable | None
 
         def compile(self, optimizer, loss, clip_norm=0.0, accumulate=1, jit=False, steps_per_execution=1):
             """Configures training. Call it inside the strategy's scope.
@@ -111,7 +114,8 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
 
         def test_step(self, data, stop=0.0):
             """One replica's part of an evaluation step."""
-            sums = self._sums(*data, self(data[0], training=False))
+            x, y, weight = data
+            sums = self._sums(x, y, weight, self(x, training=False))
             self._update_metrics(sums)
             return means_of(sum_over_replicas(sums | {"stop": stop}))
 

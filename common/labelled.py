@@ -75,16 +75,17 @@ def to_examples(
     Raises:
         UserError: when a column is not there, a text is no text, or a label is none of the classes.
     """
-    found = Examples([], None if label is None else [], [])
+    labels: list[int] = []
+    found = Examples([], None if label is None else labels, [])
     places = {name: place for place, name in enumerate(classes)}
     for number, (where, row) in enumerate(rows):
         found.texts.append(tuple(_text(where, row, name) for name in texts))
-        found.indices.append(str(row.get(index, number)))
+        found.indices.append(str(number if index is None else row.get(index, number)))
         if label is not None:
             name = _label(where, row, label)
             if name not in places:
                 raise UserError(f"{where}: the label {name!r} is none of {name_columns(classes)}")
-            found.labels.append(places[name])
+            labels.append(places[name])
     return found
 
 
@@ -97,19 +98,20 @@ def check_examples(splits: dict[str, Examples]) -> None:
     for split, examples in splits.items():
         if not examples.texts:
             raise UserError(f"the split {split} has no examples. Give more, or a folder with a file for each split")
-    if len(set(splits["train"].labels)) < 2:
+    if len(set(splits["train"].labels or [])) < 2:
         raise UserError("all labels of the split train are the same: there is nothing to learn")
 
 
 def hold_out(examples: Examples) -> dict[str, Examples]:
     """Divides examples into "train" and "validation", one in 10, chosen by a hash of its texts."""
+    labels = examples.labels or []
     held = [zlib.crc32("\n".join(texts).encode()) % HELD_OUT == 0 for texts in examples.texts]
 
     def part(validation: bool) -> Examples:
         kept = [place for place, is_held in enumerate(held) if is_held == validation]
         return Examples(
             [examples.texts[place] for place in kept],
-            [examples.labels[place] for place in kept],
+            [labels[place] for place in kept],
             [examples.indices[place] for place in kept],
         )
 

@@ -37,7 +37,7 @@ def masked_lm_from_size(
 
 
 def classifier_from_size(
-    size: str, vocabulary: WordPieces, num_classes: int, dropout: float, seq_length: int
+    size: str, vocabulary: Vocabulary, num_classes: int, dropout: float, seq_length: int
 ) -> keras_hub.models.BertTextClassifier:
     """A classifier of texts with random weights; see `masked_lm_from_size`."""
     backbone = _backbone_from_size(size, vocabulary, dropout, seq_length)

@@ -10,16 +10,16 @@ import numpy as np
 import tensorflow as tf
 from tokenizers import Tokenizer
 
+from common.byte_pairs import Vocabulary
 from common.caching import cached_file
 from common.corpora import Documents
 from common.order import NO_EXAMPLE
-from common.wordpiece import WordPieces
 
 DOCUMENTS_AT_ONCE = 256  # tokenised in one call, on all cores
 BUCKETS = (32, 64, 128, 256, 512)
 
 
-def make_sequences(documents: Documents, vocabulary: WordPieces, seq_length: int, pack: bool) -> tf.Tensor:
+def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int, pack: bool) -> tf.Tensor:
     """Tokenises documents into sequences, or takes them from the cache.
 
     Args:
@@ -35,7 +35,7 @@ def make_sequences(documents: Documents, vocabulary: WordPieces, seq_length: int
     """
     dtype = np.dtype(np.uint16 if len(vocabulary.pieces) <= 2**16 else np.int32)
     tokenizer, special = vocabulary.tokenizer(), vocabulary.special
-    pad, start, end = (tokenizer.token_to_id(token) for token in (special.pad, special.start, special.end))
+    pad, start, end = map(vocabulary.pieces.index, (special.pad, special.start, special.end))
 
     def write(path: Path) -> None:
         texts = documents() if pack else (line for document in documents() for line in document.splitlines())

@@ -44,7 +44,10 @@ class Publish(keras.callbacks.Callback):
         self.uri = uri if is_chief() else ""
         self.folder = workdir / "snapshots"
         self._save = save
-        self._waiting = self._uploading = self._thread = self._failure = None
+        self._waiting: Path | None = None
+        self._uploading: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
         if self.uri:  # bars and words of retries would fall into those of training
             disable_progress_bars()
             logging.set_verbosity_error()
@@ -78,7 +81,8 @@ class Publish(keras.callbacks.Callback):
             if self._thread:
                 self._thread.join()
             self._upload_waiting()
-            self._thread.join()
+            if self._thread:
+                self._thread.join()
         if self._failure:
             print(
                 f"The run is complete, but not uploaded ({self._failure}). To try again:\n"

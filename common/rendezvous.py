@@ -19,7 +19,7 @@ from common.cluster import is_chief, num_workers, tf_config, worker_index, worke
 from common.command_line import UserError
 
 HEARTBEAT_TIMEOUT = 15  # seconds without a sign of life after which a worker is given up
-BOTH_IPS = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+BOTH_IPS: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
 A_DAY = 24 * 3600 * 1000  # in milliseconds
 _exchanges = itertools.count()
 
@@ -105,7 +105,7 @@ def _meet(seconds: float) -> None:
         at_loopback = host.startswith("127.")
         listening = socket.create_server((host if at_loopback else "", int(port)), **({} if at_loopback else BOTH_IPS))
     except OSError as error:
-        why = os.strerror(error.errno)
+        why = os.strerror(error.errno or 0)
         raise UserError(f"this worker cannot listen at {own} ({why}). Give another port") from error
     greeter = threading.Thread(target=_greet, args=(listening,), daemon=True)
     greeter.start()

@@ -72,7 +72,7 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
     Returns:
         The function; it returns a dict of float32 vectors [count].
     """
-    names = []
+    names: list[str] = []
 
     @tf.function(reduce_retracing=True, autograph=False)
     def many_steps(iterator, count, stop):

@@ -114,11 +114,11 @@ def open_run(recipe: str, config: Any) -> Run:
         begun = (workdir / "config.json").is_file()
         run = Run(workdir, _saved_config(workdir, wanted) if begun else wanted, _results(workdir), None)
     shared = wanted.get("dry_run") or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
-    refused = (
+    unseen = (
         f"worker {worker_index()} does not see the chief's work folder {workdir}. "
         "Give a --workdir on a disk that all share"
     )
-    exchange({"error": None if shared else refused})
+    exchange({"error": None if shared else unseen})
     return run
 
 

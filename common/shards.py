@@ -146,7 +146,7 @@ def write_shards(
         OSError: `ENOSPC`, when the disk is full.
     """
     tokenizer = vocabulary.tokenizer()
-    start, end = (tokenizer.token_to_id(token) for token in (vocabulary.special.start, vocabulary.special.end))
+    start, end = map(vocabulary.pieces.index, (vocabulary.special.start, vocabulary.special.end))
     saved_tokenizer = tokenizer.to_str(pretty=True).encode()
     manifest = {"made_from": made_from, "tokenizer": _hash(saved_tokenizer), "seq_length": seq_length}
     tokens = Path(scratch) / _hash(json.dumps(manifest).encode())
@@ -157,7 +157,7 @@ def write_shards(
         raise UserError(f"{folder} holds .tfrecord files by another tokenizer. Remove them, or give another --data")
     _write_whole(f"{folder}/tokenizer.json", saved_tokenizer)
     _write_whole(path, json.dumps(manifest).encode())  # whose the files are that follow
-    splits = {}
+    splits: dict[str, dict[str, Any]] = {}
     for split, documents in corpus.items():
         print(f"tokenising {split}", flush=True)
         row = write_tokens(documents(), tokenizer, end, tokens / split)

@@ -36,7 +36,7 @@ class StepLog:
         super().__init__()
         self.first_step = self.step = first_step
         self.steps_per_epoch = steps_per_epoch
-        self.learning_rate = {}
+        self.learning_rate: dict[str, float] = {}
         self.seconds = self.tokens_per_second = 0.0
         self._calls = self._timed_tokens = self._tokens = self._slots = 0
         self._epoch_labels, self._epoch_totals = 0, dict.fromkeys(MEANS, 0.0)

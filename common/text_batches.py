@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from common.byte_pairs import Vocabulary
 from common.labelled import LabelledTexts
 from common.order import NO_EXAMPLE, locate
 from common.packing import read_sequences
 from common.scaling import global_batch_size
-from common.wordpiece import WordPieces
 
 Batch = tuple[dict[str, tf.Tensor], tf.Tensor]
 
 
-def encode(texts: Sequence[tuple[str, ...]], vocabulary: WordPieces, seq_length: int) -> np.ndarray:
+def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length: int) -> np.ndarray:
     """Token ids, [examples, seq_length]: [CLS] first [SEP], or [CLS] first [SEP] second [SEP], then [PAD].
 
     Two texts that are too long share the room equally, and what one leaves is the other's, as in KerasHub's packer.
@@ -44,7 +44,7 @@ def encode(texts: Sequence[tuple[str, ...]], vocabulary: WordPieces, seq_length:
 
 def numbered_batches(
     encoded: np.ndarray,
-    vocabulary: WordPieces,
+    vocabulary: Vocabulary,
     batch_size: int,
     replicas: int,
     steps: range,
@@ -81,7 +81,7 @@ def numbered_batches(
 
 
 def batches_by_step(
-    encoded: np.ndarray, vocabulary: WordPieces, batch_size: int, shuffle_seed: int | None = None
+    encoded: np.ndarray, vocabulary: Vocabulary, batch_size: int, shuffle_seed: int | None = None
 ) -> Callable[[tf.Tensor], Batch]:
     """A function from a step, int64, to its batch (x, examples), for use in a graph; see `numbered_batches`."""
     pad, end = (vocabulary.pieces.index(piece) for piece in (vocabulary.special.pad, vocabulary.special.end))
@@ -99,12 +99,13 @@ def batches_by_step(
     return batch_of
 
 
-def with_labels(labels: Sequence[int]) -> Callable:
+def with_labels(labels: Sequence[int] | None) -> Callable:
     """A function from (x, examples) to (x, y, weight): labels, and weights, 0 for a place that is only filled."""
-    labels = tf.constant(labels, tf.int32)
+    assert labels is not None, "the split has no labels"
+    by_example = tf.constant(labels, tf.int32)
 
     def look_up(x, examples):
-        return x, tf.gather(labels, tf.maximum(examples, 0)), tf.cast(examples != NO_EXAMPLE, tf.float32)
+        return x, tf.gather(by_example, tf.maximum(examples, 0)), tf.cast(examples != NO_EXAMPLE, tf.float32)
 
     return look_up
 
@@ -126,6 +127,6 @@ def in_order(batches: Iterable[tuple[tf.Tensor, tf.Tensor]], num_examples: int) 
 def checksums(encoded: dict[str, np.ndarray], texts: LabelledTexts) -> dict[str, int]:
     """A checksum of the ids and labels of each split."""
     return {
-        split: zlib.crc32(np.array(texts.splits[split].labels or [], np.int32), zlib.crc32(ids))
+        split: zlib.crc32(np.array(texts.splits[split].labels or [], np.int32).data, zlib.crc32(ids.data))
         for split, ids in encoded.items()
     }

@@ -80,7 +80,7 @@ def train_wordpieces(documents: Documents, size: int) -> WordPieces:
         return (normalizer.normalize_str(document) for document in documents())
 
     def train(path: Path) -> None:
-        characters = Counter()
+        characters: Counter[str] = Counter()
         for text in texts():
             characters.update(text)
         by_count = sorted(set(characters) - set(" "), key=lambda c: (-characters[c], c))

@@ -72,13 +72,13 @@ def doctor(as_json: bool, workers: int) -> int:
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload(["recipes.bert_mlm"])  # TensorFlow is imported once
         # Small models leave cores idle; GPUs are shared badly.
-        pool = ProcessPoolExecutor(1 if gpus else min(2, os.cpu_count()), processes, set_up)
+        pool = ProcessPoolExecutor(1 if gpus else min(2, os.cpu_count() or 1), processes, set_up)
         with pool:
-            runs = {name: pool.submit(train, name, knobs, workers) for name, knobs in jobs.items()}
+            promised = {name: pool.submit(train, name, knobs, workers) for name, knobs in jobs.items()}
             machine = describe_machine(gpus)
             if not as_json:
                 print("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
-            runs = {name: run.result() for name, run in runs.items()}
+            runs = {name: run.result() for name, run in promised.items()}
             off_board = pool.submit(board_difference, runs["2 replicas, adamw"])
             checks = check(runs, ways, off_board.result())
     passed = all(row["passed"] for row in checks)
@@ -92,7 +92,7 @@ def doctor(as_json: bool, workers: int) -> int:
 
 def make_jobs(folder: Path, ways: list[Way]) -> dict[str, dict[str, Any]]:
     """The runs to be made, by name: the knobs of each."""
-    jobs = {"resumed": {"replicas": 2, "dropout": 0.1, "checkpoint_every": 4}}
+    jobs: dict[str, dict[str, Any]] = {"resumed": {"replicas": 2, "dropout": 0.1, "checkpoint_every": 4}}
     for optimizer, learning_rate in OPTIMIZERS.items():
         for name, replicas, knobs in [("1 replica", 1, {}), *ways]:
             split = {"replicas": replicas, "batch_size": GLOBAL_BATCH // replicas}

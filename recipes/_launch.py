@@ -20,6 +20,7 @@ import termios
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
 from common.cluster import is_address, parameter_server_config, tf_config, worker_config, worker_index
 from common.command_line import UserError
@@ -149,7 +150,7 @@ class Workers:
         self.places = {worker_index(place): place for place in places}
         self.command, self.restarts_left = command, restarts
         self.logs = {index: logs / f"worker-{index}.log" for index in self.places}
-        self.processes = {}
+        self.processes: dict[int, subprocess.Popen] = {}
         self.screen = Screen(logs / "worker-0.log")
         self.asked_to_stop = False
         served = any("ps" in place["cluster"] for place in places)
@@ -161,7 +162,8 @@ class Workers:
 
     def _start(self, index: int) -> None:
         with self.logs[index].open("ab") as file:
-            output, errors = (file, file) if index else self.screen.open()
+            screen_ends = () if index else self.screen.open()
+            output, errors = screen_ends or (file, file)
             self.processes[index] = subprocess.Popen(
                 self.command,
                 env=os.environ | {"TF_CONFIG": json.dumps(self.places[index])},
@@ -171,9 +173,8 @@ class Workers:
                 start_new_session=True,  # Ctrl-C comes to this process alone, and the workers are asked to save
                 preexec_fn=_die_with_parent,
             )
-        if index == 0:
-            os.close(output)
-            os.close(errors)
+        for end in screen_ends:
+            os.close(end)
 
     def wait(self) -> tuple[int, str]:
         """Waits for the end of all; returns the exit status, and the cause of a failure."""
@@ -247,7 +248,8 @@ class Screen:
 
     def __init__(self, log: Path):
         self.log = log
-        self.streams = {}  # by our end: where it is shown, and the line that is not complete
+        # By our end: where it is shown, and the line that is not complete.
+        self.streams: dict[int, tuple[TextIO, bytes]] = {}
 
     def open(self) -> tuple[int, int]:
         """The chief's ends of its output, on a terminal if ours is, for the progress bar, and of its errors."""

@@ -112,8 +112,9 @@ def make_datasets(config: Config) -> Shards:
         made_from = {"corpus": fingerprint(config.corpus)} | {name: getattr(config, name) for name in knobs}
         if not find_shards(folder, made_from):
             corpus = open_corpus(config.corpus)
-            train = {"bert": train_wordpieces, "roberta": train_byte_pairs}[config.architecture]
-            vocabulary = train(corpus["train"], config.vocabulary_size)
+            text, size = corpus["train"], config.vocabulary_size
+            bert = config.architecture == "bert"
+            vocabulary: Vocabulary = train_wordpieces(text, size) if bert else train_byte_pairs(text, size)
             scratch = os.path.join(config.workdir, "tokens")
             write_shards(corpus, vocabulary, config.seq_length, config.shards, folder, scratch, made_from)
 

@@ -76,6 +76,7 @@ with quiet_stderr():
     import keras
     import tensorflow as tf
 
+from common.byte_pairs import Vocabulary
 from common.callbacks import FitCheckpoints, FitLog, Profile
 from common.checkpoints import epochs_left
 from common.cluster import is_chief
@@ -95,10 +96,10 @@ from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
 from common.strategy import distribute, make_strategy
-from common.wordpiece import WordPieces, load_wordpieces, train_wordpieces
+from common.wordpiece import load_wordpieces, train_wordpieces
 
 
-def make_datasets(config: Config) -> tuple[WordPieces, dict[str, tf.Tensor]]:
+def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:
     """The vocabulary, and for each split of the corpus a tensor [sequences, seq_length] of token ids."""
     corpus = open_corpus(config.corpus)
     if config.preset:
@@ -133,7 +134,7 @@ def masked_batches(
     return positions.map(make_batch, num_parallel_calls=2).prefetch(8)
 
 
-def build_model(config: Config, vocabulary: WordPieces, schedule) -> keras.Model:
+def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model:
     """A compiled `BertMaskedLM`. Call it inside the strategy's scope."""
     if config.preset:
         model = masked_lm_from_preset(config.preset, config.dropout)

@@ -74,6 +74,7 @@ with quiet_stderr():
     import numpy as np
     import tensorflow as tf
 
+from common.byte_pairs import Vocabulary
 from common.checkpoints import Checkpoints
 from common.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
 from common.cluster import is_chief
@@ -91,24 +92,21 @@ from common.schedules import WarmUpPolynomialDecay
 from common.step_log import StepLog
 from common.strategy import distribute, make_strategy
 from common.text_batches import checksums, encode, in_order, labelled, numbered_batches
-from common.wordpiece import WordPieces, train_wordpieces
+from common.wordpiece import train_wordpieces
 
 
-def make_datasets(config: Config) -> tuple[LabelledTexts, WordPieces, dict[str, np.ndarray]]:
+def make_datasets(config: Config) -> tuple[LabelledTexts, Vocabulary, dict[str, np.ndarray]]:
     """The texts, the vocabulary, and for each split the token ids [examples, seq_length]."""
     texts = open_examples(config.task, config.data, config.text_columns, config.label_column)
     if config.preset:
         vocabulary = preset_vocabulary(config.preset)
     else:
         vocabulary = train_wordpieces(lambda: map(" ".join, texts.splits["train"].texts), config.vocabulary_size)
-    return (
-        texts,
-        vocabulary,
-        {split: encode(part.texts, vocabulary, config.seq_length) for split, part in texts.splits.items()},
-    )
+    encoded = {split: encode(part.texts, vocabulary, config.seq_length) for split, part in texts.splits.items()}
+    return texts, vocabulary, encoded
 
 
-def build_model(config: Config, vocabulary: WordPieces, num_classes: int, schedule) -> keras.Model:
+def build_model(config: Config, vocabulary: Vocabulary, num_classes: int, schedule) -> keras.Model:
     """A compiled `BertTextClassifier`. Call it inside the strategy's scope."""
     if config.preset:
         model = classifier_from_preset(config.preset, num_classes, config.dropout)
@@ -143,8 +141,7 @@ class GlueTrainer(Trainer):
             logits = model(x, training=True)
             sums = batch_sums(x, y, weight, logits, model.compute_loss(x, y, logits, weight))
             loss = optimizer.scale_loss(sums["loss"])
-        gradients = tape.gradient(loss, model.trainable_variables)
-        gradients, sums = sum_over_replicas((gradients, sums))
+        gradients, sums = sum_over_replicas((tape.gradient(loss, model.trainable_variables), sums))
         learning_rate = tf.identity(optimizer.learning_rate)
         # Divided once, by the labels of the whole batch: replicas may have different numbers of them.
         optimizer.apply([gradient / sums["labels"] for gradient in gradients], model.trainable_variables)

@@ -36,15 +36,13 @@ class Config:
 
     workdir: str = "runs/glue_custom_loop"  # folder of the run: results, logs, preset
     task: Literal["roles", "mrpc", "sst2", "own"] = "roles"  # roles: generated pairs; own: files of yours
-    data: str = (
-        ""  # folder in GLUE's form, else GLUE is fetched from the Hub; own: a .tsv, .csv, .jsonl file or a folder
-    )
+    # folder in GLUE's form, else GLUE is fetched from the Hub; own: a .tsv, .csv, .jsonl file or a folder
+    data: str = ""
     text_columns: str = ""  # own: the name of the texts' column, or two names with a comma
     label_column: str = ""  # own: the name of the labels' column
     preset: str = ""  # KerasHub name, or folder such as runs/bert_mlm/preset, to start from; else random weights
-    model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = (
-        None  # from random weights; tiny
-    )
+    # BERT size, from random weights; tiny where neither this nor a preset is given
+    model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = None
     vocabulary_size: int = 4096  # pieces of the vocabulary that is trained where there is no preset
     seq_length: int = 128  # tokens in an example at most
     replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N
@@ -76,6 +74,7 @@ with quiet_stderr():
 
 from tqdm import tqdm
 
+from common.byte_pairs import Vocabulary
 from common.callbacks import open_board
 from common.checkpoints import Checkpoints
 from common.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
@@ -94,24 +93,21 @@ from common.schedules import WarmUpPolynomialDecay
 from common.step_log import StepLog
 from common.strategy import distribute, make_strategy
 from common.text_batches import batches_by_step, checksums, encode, in_order, labelled, numbered_batches, with_labels
-from common.wordpiece import WordPieces, train_wordpieces
+from common.wordpiece import train_wordpieces
 
 
-def make_datasets(config: Config) -> tuple[LabelledTexts, WordPieces, dict[str, np.ndarray]]:
+def make_datasets(config: Config) -> tuple[LabelledTexts, Vocabulary, dict[str, np.ndarray]]:
     """The texts, the vocabulary, and for each split the token ids [examples, seq_length]."""
     texts = open_examples(config.task, config.data, config.text_columns, config.label_column)
     if config.preset:
         vocabulary = preset_vocabulary(config.preset)
     else:
         vocabulary = train_wordpieces(lambda: map(" ".join, texts.splits["train"].texts), config.vocabulary_size)
-    return (
-        texts,
-        vocabulary,
-        {split: encode(part.texts, vocabulary, config.seq_length) for split, part in texts.splits.items()},
-    )
+    encoded = {split: encode(part.texts, vocabulary, config.seq_length) for split, part in texts.splits.items()}
+    return texts, vocabulary, encoded
 
 
-def build_model(config: Config, vocabulary: WordPieces, num_classes: int, schedule) -> keras.Model:
+def build_model(config: Config, vocabulary: Vocabulary, num_classes: int, schedule) -> keras.Model:
     """A compiled `BertTextClassifier`. Call it inside the strategy's scope."""
     if config.preset:
         model = classifier_from_preset(config.preset, num_classes, config.dropout)
@@ -211,8 +207,8 @@ def train_and_evaluate(config: Config) -> dict:
             bar.set_postfix(loss=f"{values['loss'][-1]:.3f}", learning_rate=f"{values['learning_rate'][-1]:.1e}")
             bar.update(len(values["loss"]))
             if log.step % epoch_steps == 0 or log.step == total_steps:
-                logits = predict("validation")
-                for name, value in scores_of("validation", texts.splits["validation"], logits).items():
+                val_logits = predict("validation")
+                for name, value in scores_of("validation", texts.splits["validation"], val_logits).items():
                     bar.write(f"step {log.step}: {name} {value:.4f}")
                     tf.summary.scalar(f"validation/{name}", value, step=log.step)
                 draw_confusion(texts, "validation", logits, log.step)
