@@ -1,4 +1,6 @@
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -87,3 +89,32 @@ def test_fill_mask_without_a_preset(tmp_path):
         [sys.executable, "-m", "recipes", "fill-mask", "A [MASK]."], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 2 and "no preset in runs/ yet" in done.stderr
+
+
+def test_bash_completes_knobs_and_values():
+    """The lines of docs/shell-completion.md, and what bash does at the Tab key."""
+    page = (ROOT / "docs/shell-completion.md").read_text(encoding="utf-8")
+    (script,) = re.findall("^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    script = script.replace(".venv/bin/python", shlex.quote(sys.executable))
+    tab = """
+    complete_words() {
+        COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+        $(complete -p bert_mlm | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
+        echo "${COMPREPLY[@]}" | tr ' ' '\\n' | sort | xargs
+    }
+    complete_words bert_mlm --opt
+    complete_words bert_mlm --optimizer ''
+    bert_mlm --help | cat | sed -n 1p
+    """
+    done = subprocess.run(["bash", "-c", script + tab], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["--optimizer", "adamw lamb sgd", "usage: bert_mlm [-h] [OPTIONS]"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_prints_its_completion(recipe):
+    for words in (["-m", "recipes", "run", recipe.stem], [str(recipe)]):
+        words = [sys.executable, *words, "--tyro-print-completion", "bash"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"complete -F _tyro_{recipe.stem} {recipe.stem}\n" in done.stdout
