@@ -94,6 +94,11 @@ def fail(message: object) -> NoReturn:
     raise SystemExit(2)
 
 
+def first_line(error: Exception) -> str:
+    """What another package says, without the list of examples that KerasHub begins in the middle of its first line."""
+    return str(error).splitlines()[0].removesuffix(" A preset must be a one of:")
+
+
 def _first_paragraph(box: str) -> str:
     """The message of tyro's framed error, without the frame and the help text under it."""
     lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from tokenizers import processors
 
-from common.command_line import UserError
+from common.command_line import UserError, first_line
 from common.wordpiece import WordPieces
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
@@ -108,7 +108,7 @@ def _one_line(message: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
-        raise UserError(f"{message} ({str(error).splitlines()[0]})") from error
+        raise UserError(f"{message} ({first_line(error)})") from error
 
 
 def _load_keras_hub(preset: str) -> tuple[keras_hub.models.BertMaskedLM, WordPieces]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import keras_hub
 
 from common.byte_pairs import BytePairs, Vocabulary
-from common.command_line import UserError
+from common.command_line import UserError, first_line
 from common.huggingface import in_huggingface_form, read_vocabulary, read_weights
 from common.keras_fixes import data_parallel
 from common.sizes import dimensions
@@ -165,6 +165,6 @@ def _from_preset(kind, preset: str, **kwargs):
         return kind.from_preset(preset, **kwargs)
     except (ValueError, OSError, RuntimeError) as error:
         raise UserError(
-            f"cannot load the preset {preset} ({str(error).splitlines()[0]}). Give a KerasHub name, "
+            f"cannot load the preset {preset} ({first_line(error)}). Give a KerasHub name, "
             "which needs a network on first use, or a folder made by save_to_preset"
         ) from error

@@ -108,7 +108,10 @@ FROM_SCRATCH = [
 
 # The same, where TensorFlow or the text must have been looked at first.
 LATER = [
-    ("--preset bert_tinny_en", "cannot load the preset bert_tinny_en"),
+    (
+        "--preset bert_tinny_en",
+        "cannot load the preset bert_tinny_en (Unknown preset identifier.). Give a KerasHub name",
+    ),
     ("--preset bert_tiny_en_uncased", "Give a KerasHub name, which needs a network on first use, or a folder"),
     ("--corpus wikitext-2", "cannot fetch Salesforce/wikitext from the Hugging Face Hub"),
     ("--corpus {files}/good.txt", "too few for one batch of 32. Give more text, or a smaller --batch-size"),
