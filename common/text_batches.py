@@ -110,7 +110,7 @@ def with_labels(labels: Sequence[int] | None) -> Callable:
     return look_up
 
 
-def labelled(make_batches: Callable[..., tf.data.Dataset], labels: Sequence[int]) -> Callable[..., tf.data.Dataset]:
+def labelled(make_batches: Callable[..., tf.data.Dataset], labels: Sequence[int] | None) -> Callable:
     """A function that makes batches (x, y, weight) of those (x, examples) that another makes; see `with_labels`."""
     return lambda **shard: make_batches(**shard).map(with_labels(labels))
 

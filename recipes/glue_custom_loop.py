@@ -211,7 +211,7 @@ def train_and_evaluate(config: Config) -> dict:
                 for name, value in scores_of("validation", texts.splits["validation"], val_logits).items():
                     bar.write(f"step {log.step}: {name} {value:.4f}")
                     tf.summary.scalar(f"validation/{name}", value, step=log.step)
-                draw_confusion(texts, "validation", logits, log.step)
+                draw_confusion(texts, "validation", val_logits, log.step)
             checkpoints.save_if_due(log.step, len(values["loss"]))
             if values["stop"][-1] or asynchronous and checkpoints.told_to_stop:
                 checkpoints.save_and_leave(log.step)
