@@ -199,7 +199,11 @@ def tables() -> dict[str, Callable[[], str]]:
         ),
         "shards": lambda: shards_table(_results("shards")),
         "wikitext": lambda: wikitext_table(_results("wikitext-2")),
-        **{name: lambda name=name: MEASURED[name](_results(name)) for name in MEASURED},
+        **{
+            name: lambda name=name: MEASURED[name](_results(name))
+            for name in MEASURED
+            if (RESULTS / f"{name}.json").exists()
+        },
     }
 
 
