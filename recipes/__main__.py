@@ -132,12 +132,13 @@ def copy_recipe(name: str, destination: Path, force: bool) -> None:
 
 
 def last_preset() -> str:
-    """The preset that was made last in `runs/`.
+    """The masked language model's preset that was made last in `runs/`.
 
     Raises:
         UserError: when there is none.
     """
-    presets = sorted(Path("runs").glob("*/preset/config.json"), key=lambda path: path.stat().st_mtime)
+    tasks = sorted(Path("runs").glob("*/preset/task.json"), key=lambda path: path.stat().st_mtime)
+    presets = [task for task in tasks if "MaskedLM" in task.read_text(encoding="utf-8")]
     if not presets:
         raise UserError("no preset in runs/ yet; train one (python -m recipes run bert_mlm), or give --preset DIR")
     return str(presets[-1].parent)

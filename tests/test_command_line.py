@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from common.command_line import UserError
 from tests.test_structure import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -118,3 +119,17 @@ def test_every_recipe_prints_its_completion(recipe):
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
         assert f"complete -F _tyro_{recipe.stem} {recipe.stem}\n" in done.stdout
+
+
+def test_the_last_preset_is_a_masked_language_models(tmp_path, monkeypatch):
+    from recipes.__main__ import last_preset
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no preset in runs/ yet"):
+        last_preset()
+    for age, (run, task) in enumerate((("b", "BertTextClassifier"), ("a", "BertMaskedLM"), ("c", "BertMaskedLM"))):
+        path = tmp_path / "runs" / run / "preset/task.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(f'{{"class_name": "{task}"}}')
+        os.utime(path, (1000 - age, 1000 - age))
+    assert last_preset() == "runs/a/preset"
