@@ -102,7 +102,9 @@ def test_what_is_wrong_is_told_before_anything_starts(words, environment, messag
 
 def test_places():
     def asked(**given):
-        return argparse.Namespace(**{"workers": None, "hosts": None, "worker_index": None} | given)
+        return argparse.Namespace(
+            **{"workers": None, "parameter_servers": 0, "hosts": None, "worker_index": None} | given
+        )
 
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv("TF_CONFIG", raising=False)
