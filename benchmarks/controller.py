@@ -35,7 +35,7 @@ from common.wordpiece import WordPieces
 from recipes.glue_controller import Config, GlueTrainer, build_model
 
 ROOT = Path(__file__).parent.parent
-ROUNDS, STEPS, STEPS_PER_LOOP = 7, 100, 50
+ROUNDS, STEPS, STEPS_PER_LOOP = 5, 100, 50
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 VOCABULARY = WordPieces([*SPECIAL, *map(str, range(4091))], lowercase=True, strip_accents=True)
 LENGTH = 64  # tokens of every example

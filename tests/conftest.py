@@ -74,7 +74,6 @@ MAY_BE_SKIPPED = {
     # And these to make network namespaces.
     "tests/test_schedulers.py::test_the_pods_of_the_manifest_train_together",
     "tests/test_benchmarks.py::test_a_link_is_as_slow_as_it_is_told",
-    "tests/test_benchmarks.py::test_a_benchmark_runs[scaling]",
     "tests/test_faults.py::test_a_run_ends_as_if_nothing_had_happened[network cut between two hosts]",
 }
 

@@ -180,14 +180,9 @@ def test_a_link_is_as_slow_as_it_is_told():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["throughput", "scaling"])
-def test_a_benchmark_runs(name, wikitext):
-    if name == "throughput":
-        pytest.importorskip("accelerate")
-    command = [sys.executable, "-m", "benchmarks", name, "--quick", "--corpus", str(wikitext)]
+def test_a_benchmark_runs(wikitext):
+    command = [sys.executable, "-m", "benchmarks", "input", "--quick", "--corpus", str(wikitext)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=900)
-    if "PermissionError" in done.stderr:
-        pytest.skip("needs network namespaces and tc")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| --- " in done.stdout
 
