@@ -25,9 +25,7 @@ import tensorflow as tf
 import tf_keras
 
 from common.controller import Controller
-from common.noise import noise_of_step
 from common.optimizers import make_optimizer
-from common.replicas import sum_over_replicas
 from common.step_log import StepLog
 from common.strategy import distribute, make_strategy
 from common.text_batches import numbered_batches, with_labels
@@ -35,7 +33,7 @@ from common.wordpiece import WordPieces
 from recipes.glue_controller import Config, GlueTrainer, build_model
 
 ROOT = Path(__file__).parent.parent
-ROUNDS, STEPS, STEPS_PER_LOOP = 5, 100, 50
+ROUNDS, STEPS, STEPS_PER_LOOP = 9, 100, 50
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 VOCABULARY = WordPieces([*SPECIAL, *map(str, range(4091))], lowercase=True, strip_accents=True)
 LENGTH = 64  # tokens of every example
@@ -48,32 +46,28 @@ class OrbitTrainer(orbit.StandardTrainer):
         self.strategy, self.model = strategy, model
         self.global_step = tf.Variable(0, dtype=tf.int64)
         with strategy.scope():
-            self.loss = tf_keras.metrics.Mean("loss")
+            self.loss, self.accuracy = tf_keras.metrics.Mean("loss"), tf_keras.metrics.Mean("accuracy")
         super().__init__(dataset)
 
     def train_loop_begin(self):
         """See Orbit."""
         self.loss.reset_state()
+        self.accuracy.reset_state()
 
     def train_step(self, iterator):
         """See Orbit."""
 
         def replica_step(batch):
-            x, y, weight = batch
-            model, optimizer = self.model, self.model.optimizer
-            with noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:
-                loss = model.compute_loss(x, y, model(x, training=True), weight)
-            gradients = tape.gradient(loss, model.trainable_variables)
-            gradients, labels = sum_over_replicas((gradients, tf.reduce_sum(weight)))
-            optimizer.apply([gradient / labels for gradient in gradients], model.trainable_variables)
-            self.loss.update_state(loss / tf.reduce_sum(weight))
+            values = GlueTrainer._replica_step(self, *batch)
+            self.loss.update_state(values["loss"])
+            self.accuracy.update_state(values["accuracy"])
 
         self.strategy.run(replica_step, args=(next(iterator),))
         self.global_step.assign_add(1)
 
     def train_loop_end(self):
         """See Orbit."""
-        return {"loss": self.loss.result()}
+        return {"loss": self.loss.result(), "accuracy": self.accuracy.result()}
 
 
 def main() -> None:
