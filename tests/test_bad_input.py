@@ -189,6 +189,7 @@ def test_odd_files_are_read(tmp_path):
     MESSAGES.append(("symbolic links, a loop, a dangling one", "works: read once, the dangling one left out"))
 
 
+@pytest.mark.slow
 def test_emoji_and_cjk_can_be_trained_on(tmp_path, small):
     text = "\n\n".join(f"今日は {i} 日 🙂🙃 naïve 中文 text" for i in range(3000))
     (tmp_path / "odd.txt").write_text(text)

@@ -148,6 +148,7 @@ def test_pictures_are_drawn(tmp_path):
     assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_worker_answers_and_tells_why_it_failed():
     with together([Worker("tests.test_benchmarks:adder", {"first": 1})]) as [worker]:
         assert worker(second=2) == {"sum": 3}

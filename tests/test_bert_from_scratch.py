@@ -42,7 +42,7 @@ def command(knobs, *words):
     return [sys.executable, "-m", "recipes", *words, "bert_from_scratch", *knobs]
 
 
-@pytest.mark.parametrize("architecture", ["bert", "roberta"])
+@pytest.mark.parametrize("architecture", ["bert", pytest.param("roberta", marks=pytest.mark.slow)])
 def test_text_becomes_a_model_that_fills_masks(architecture, knobs, tmp_path):
     size = tmp_path / "size.json"
     size.write_text(json.dumps({"num_layers": 1, "num_heads": 3, "hidden_dim": 48, "intermediate_dim": 100}))
@@ -83,6 +83,7 @@ def test_an_epoch_reads_every_token_once_and_replicas_change_nothing(knobs, tmp_
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["tokens"] == b["tokens"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_shards_and_trains_nothing(knobs, capsys):
     assert train(knobs, dry_run=True) == {}
     plan = capsys.readouterr().out

@@ -150,6 +150,7 @@ def test_the_trace_holds_the_steps_asked_for(finished):
     assert names.count("train") == 2 and any("MatMul" in name for name in names)
 
 
+@pytest.mark.slow
 def test_the_preset_is_whole_and_can_be_gone_on_from(finished, small):
     preset = f"{finished['config']['workdir']}/preset"
     plain = keras_hub.models.BertMaskedLM.from_preset(preset)
@@ -246,6 +247,7 @@ def test_half_precision_learns_for_200_steps(precision, small):
     assert np.mean(losses[1][-10:]) < losses[1][0] - 0.5
 
 
+@pytest.mark.slow
 def test_vocabulary_file(small, tmp_path):
     file = tmp_path / "vocab.txt"
     words = sorted(

@@ -99,7 +99,7 @@ def test_loss_is_the_mean_over_all_labels_of_the_global_batch(replicas):
 WAYS = [
     *((2, knobs) for knobs in ({}, {"accumulate": 2}, {"jit": True}, {"steps_per_execution": 3})),
     (1, {"accumulate": 4}),
-    (4, {"accumulate": 2, "steps_per_execution": 3}),
+    pytest.param(4, {"accumulate": 2, "steps_per_execution": 3}, marks=pytest.mark.slow),
 ]
 
 
