@@ -30,7 +30,7 @@ class Trainer:
     """Trains. Make a subclass that has `train_step`; build the optimizer, in the strategy's scope, before the first.
 
     Args:
-        dataset: of endless batches, distributed, or to be had in pieces by `strategy.run`.
+        dataset: of as many batches as there will be steps, or endless; distributed.
     """
 
     def __init__(self, dataset):
@@ -169,7 +169,8 @@ class Controller:
         assert self.evaluator, "the Controller was given no evaluator"
         began = time.perf_counter()
         output = self.evaluator.evaluate()
-        print(f"eval  | step {self.global_step:6,} | {time.perf_counter() - began:6.1f} s       | {_shown(output)}")
+        seconds = time.perf_counter() - began
+        print(f"eval  | step {self.global_step:6,} | {seconds:6.1f} s       | {_shown(output)}", flush=True)
         self._summarise("validation", output)
         with self._board.as_default():
             for action in self.eval_actions:

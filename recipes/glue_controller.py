@@ -35,15 +35,13 @@ class Config:
 
     workdir: str = "runs/glue_controller"  # folder of the run: results, logs, preset
     task: Literal["roles", "mrpc", "sst2", "own"] = "roles"  # roles: generated pairs; own: files of yours
-    data: str = (
-        ""  # folder in GLUE's form, else GLUE is fetched from the Hub; own: a .tsv, .csv, .jsonl file or a folder
-    )
+    # folder in GLUE's form, else GLUE is fetched from the Hub; own: a .tsv, .csv, .jsonl file or a folder
+    data: str = ""
     text_columns: str = ""  # own: the name of the texts' column, or two names with a comma
     label_column: str = ""  # own: the name of the labels' column
     preset: str = ""  # KerasHub name, or folder such as runs/bert_mlm/preset, to start from; else random weights
-    model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = (
-        None  # from random weights; tiny
-    )
+    # BERT size, from random weights; tiny where neither this nor a preset is given
+    model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = None
     vocabulary_size: int = 4096  # pieces of the vocabulary that is trained where there is no preset
     seq_length: int = 128  # tokens in an example at most
     replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N

@@ -222,7 +222,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - 2 * tokens)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Vocabulary and tokens of one line of 50 MB, and of one of 5 MB, in processes of their own."""
     words = ["it", "was", "the", "best", "of", "times", "it", "was", "the", "worst", "of", "times"]

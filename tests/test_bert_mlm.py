@@ -311,7 +311,7 @@ def test_knobs_are_a_frozen_dataclass():
         bert_mlm.Config().seed = 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_default_run_learns(tmp_path):
     """The README's first command, whole: no knob but where to."""
     subprocess.run(

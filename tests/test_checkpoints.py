@@ -166,7 +166,7 @@ def test_epochs_left():
     assert list(epochs_left(20, 8, 20)) == list(epochs_left(24, 8, 24)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_twenty_kills_at_random_steps(wikitext, undisturbed, tmp_path):
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
     print(f"KILL_SEED={seed}")

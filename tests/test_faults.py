@@ -14,14 +14,13 @@ def expected(tmp_path_factory):
     return weights
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
-        "SIGKILL of the chief",
-        "SIGKILL while a checkpoint is written",
-        "SIGSTOP of a worker",
-        "network cut between two hosts",
+        pytest.param("SIGKILL of the chief", marks=pytest.mark.slow),
+        pytest.param("SIGKILL while a checkpoint is written", marks=pytest.mark.slow),
+        pytest.param("SIGSTOP of a worker", marks=pytest.mark.long),
+        pytest.param("network cut between two hosts", marks=pytest.mark.long),
     ],
 )
 def test_a_run_ends_as_if_nothing_had_happened(fault, expected, tmp_path):

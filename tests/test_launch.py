@@ -155,7 +155,7 @@ def test_two_workers_compute_what_one_process_does(alone, tmp_path):
     assert (status, errors) == (0, "") and "40 steps" in output and not (tmp_path / "plan").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_on_two_workers_goes_on_with_one_and_with_four(alone, tmp_path):
     workdir = tmp_path / "run"
 

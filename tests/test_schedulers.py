@@ -36,8 +36,6 @@ KNOBS = [
 ]
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` is this one
 
-pytestmark = pytest.mark.slow
-
 
 def wait_for(condition, seconds, log):
     """Waits until `condition()` holds; where it does not in time, fails with what the log file says."""
@@ -148,7 +146,10 @@ def submit(workdir, *knobs):
     return subprocess.check_output(command, cwd=ROOT, env=os.environ | {"PATH": PATH}, text=True).strip(), log
 
 
-@pytest.mark.parametrize("stop", ["scontrol requeue", "kill"])
+@pytest.mark.parametrize(
+    "stop",
+    [pytest.param("scontrol requeue", marks=pytest.mark.slow), pytest.param("kill", marks=pytest.mark.long)],
+)
 def test_a_slurm_job_that_was_stopped_or_lost_a_worker_goes_on(stop, slurm, tmp_path):
     """A requeue, which sends SIGTERM, as a preemption and the time limit do; SIGKILL to one worker."""
     workdir = tmp_path / "run"
@@ -164,6 +165,7 @@ def test_a_slurm_job_that_was_stopped_or_lost_a_worker_goes_on(stop, slurm, tmp_
     assert log.read_text().count("Stopped by SIGTERM") == (0 if stop == "kill" else 2)
 
 
+@pytest.mark.slow
 def test_slurm_runs_wrong_input_once_and_a_cancelled_job_no_more(slurm, tmp_path):
     job, log = submit(tmp_path / "wrong", "--max-steps", "-1")
     wait_for(lambda: "JobState=FAILED" in ask("scontrol", "show", "job", job), 300, log)
@@ -192,6 +194,7 @@ def ray_cluster(tmp_path):
         yield environment | {"RAY_ADDRESS": address}
 
 
+@pytest.mark.long
 def test_ray(ray_cluster, tmp_path):
     """SIGTERM to the program stops the workers; the same command goes on, and again where one is killed."""
     workdir, log = tmp_path / "run", tmp_path / "ray.log"
@@ -219,6 +222,7 @@ def manifest():
     return {part["kind"]: part for part in yaml.safe_load_all((FILES / "kubernetes.yaml").read_text())}
 
 
+@pytest.mark.slow
 def test_kubernetes_knows_every_word_of_the_manifest(manifest):
     client = pytest.importorskip("kubernetes").client.ApiClient()
     assert list(manifest) == ["PersistentVolumeClaim", "Service", "Job"]
@@ -227,6 +231,7 @@ def test_kubernetes_knows_every_word_of_the_manifest(manifest):
         assert client.sanitize_for_serialization(model) == part  # what it does not know is lost on the way
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_manifest_name_each_other(manifest):
     job, service, claim = (manifest[kind] for kind in ("Job", "Service", "PersistentVolumeClaim"))
     pod = job["spec"]["template"]["spec"]
@@ -266,6 +271,7 @@ echo "statuses $status0 $status1"
 IN_NAMESPACES = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
 
 
+@pytest.mark.slow
 def test_the_pods_of_the_manifest_train_together(manifest, tmp_path):
     """One pod alone is told to stop, as where its node is drained; all end with the status that the Job ignores."""
     if subprocess.run([*IN_NAMESPACES, "ip link add a1 type veth peer name a2"], capture_output=True).returncode:
