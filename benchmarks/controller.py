@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import keras
 import numpy as np
 import orbit
 import tensorflow as tf
 import tf_keras
 
 from common.controller import Controller
+from common.losses import CrossEntropy
 from common.optimizers import make_optimizer
 from common.step_log import StepLog
 from common.strategy import distribute, make_strategy
@@ -103,9 +103,8 @@ def make_contenders(strategy: tf.distribute.Strategy, folder: Path) -> dict[str,
 
     def by_fit(steps_per_execution: int):
         model, dataset = parts()
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
         with strategy.scope():
-            model.compile(make_optimizer("adamw", 1e-4, 0.01), loss, steps_per_execution=steps_per_execution)
+            model.compile(make_optimizer("adamw", 1e-4, 0.01), CrossEntropy(), steps_per_execution=steps_per_execution)
         return lambda steps: model.fit(dataset, steps_per_epoch=steps, verbose=0)
 
     model, dataset = parts()

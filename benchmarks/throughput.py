@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flops import flops_per_token
 from benchmarks.machine import RESULTS, machine, write_results
 from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
 from benchmarks.workers import Worker, together
+from common.sizes import dimensions
+from common.speed import flops_per_token
 
 SEQ_LENGTH, MASK_RATE = 128, 0.15
 PUBLISHED = "published Keras example, padded to 512"
@@ -86,7 +87,7 @@ def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], fold
                 timed.round(workers, stays=size not in FRESH)
                 print(f"{size}, round {number + 1}: {timed}", file=sys.stderr, flush=True)
     best = {dtype: max(answer["flops"] for answer in timed.answers) for dtype, timed in peaks.items()}
-    flops = flops_per_token(size, text["pieces"], SEQ_LENGTH, MASK_RATE)
+    flops = model_flops(size, text["pieces"])
     rows = {
         name: {
             "precision": dtype,
@@ -99,6 +100,12 @@ def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], fold
     for row in rows.values():
         row["share_of_peak"] = statistics.median(row["tokens_per_second"]) * flops / best[row["precision"]]
     return {"pieces": text["pieces"], "flops_per_token": flops, "peak_flops": best, "contenders": rows}
+
+
+def model_flops(size: str, pieces: int) -> float:
+    """Of one token, the same figure for every contender: what one computes for padding or for other logits is waste."""
+    of = dimensions(size)
+    return flops_per_token(of["hidden_dim"], of["intermediate_dim"], of["num_layers"], pieces, SEQ_LENGTH, MASK_RATE)
 
 
 def specification(contender, size: str, arguments: argparse.Namespace, text: dict[str, Any], folder: str):

@@ -2,6 +2,7 @@
 """Keras callbacks that every recipe's `fit` uses. They need a model of `keras_fixes.data_parallel`."""
 
 import importlib.util
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,25 +12,32 @@ import tensorflow as tf
 
 from common.checkpoints import Checkpoints
 from common.cluster import is_chief
-from common.replicas import COUNTS
+from common.replicas import COUNTS, MEANS
 from common.step_log import StepLog
 
 
 class FitLog(StepLog, keras.callbacks.Callback):
     """A `StepLog` of what `fit` does, in TensorBoard too; the progress bar shows tokens per second.
 
-    In `tensorboard/` are `loss`, `accuracy`, `learning_rate` and `tokens_per_second` of each step under `train/`,
-    `loss` and `accuracy` of each epoch under `validation/`, and the configuration as text.
+    In `tensorboard/` are `loss`, `accuracy`, `learning_rate` and what `StepLog.speed` holds of each step under
+    `train/`, `loss` and `accuracy` of each epoch under `validation/`, and the configuration as text.
 
     Args:
         workdir: the run's folder.
         config: shown as text in TensorBoard; a dict.
         steps_per_epoch: steps over which an epoch's means are taken.
-        first_step: steps that the run has done before.
+        first_step, peak_tokens_per_second: of `StepLog`.
     """
 
-    def __init__(self, workdir: Path, config: dict, steps_per_epoch: int, first_step: int = 0):
-        super().__init__(workdir, steps_per_epoch, first_step)
+    def __init__(
+        self,
+        workdir: Path,
+        config: dict,
+        steps_per_epoch: int,
+        first_step: int = 0,
+        peak_tokens_per_second: float = math.inf,
+    ):
+        super().__init__(workdir, steps_per_epoch, first_step, peak_tokens_per_second)
         self._board = open_board(workdir, config, first_step)
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -43,9 +51,9 @@ class FitLog(StepLog, keras.callbacks.Callback):
         self.record(values, seconds)
         for name in COUNTS:
             del logs[name]
-        logs["tokens_per_second"] = float(values["tokens"].sum()) / seconds
-        shown = {name: vector for name, vector in values.items() if name not in COUNTS}
-        shown["tokens_per_second"] = [logs["tokens_per_second"]] * len(values["loss"])
+        logs["tokens_per_second"] = self.speed["tokens_per_second"]
+        shown = {name: values[name] for name in (*MEANS, "learning_rate")}
+        shown |= {name: [value] * len(values["loss"]) for name, value in self.speed.items()}
         for i in range(len(values["loss"])):
             with self._board.as_default(step=self.step - len(values["loss"]) + i + 1):
                 for name, vector in shown.items():

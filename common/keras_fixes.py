@@ -42,7 +42,8 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
     Attributes of an instance:
         told_to_stop: set it True on any worker; after the step at hand, `all_told_to_stop` is True on every one.
         steps_done: steps that `fit` has done. Set it when a run goes on from a checkpoint.
-        step_values: for the steps since the last callback, a dict of vectors: the metrics, and the `learning_rate`.
+        step_values: for the steps since the last callback, a dict of vectors: the metrics, the `learning_rate`, and
+            `waited`, seconds that this worker waited for each batch.
     """
     if hasattr(task_class, "step_values"):
         return task_class
@@ -140,7 +141,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
                 def test_function(iterator):
                     values = run_steps(iterator, min(self.steps_per_execution, self._test_steps_left))
                     self._test_steps_left -= len(values["loss"])
-                    return {name: value[-1] for name, value in values.items()}
+                    return {metric.name: values[metric.name][-1] for metric in self.metrics}
 
                 self.test_function = test_function
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
+from common.losses import label_logits
+
 MEANS = ("loss", "accuracy")  # over labels
 COUNTS = ("labels", "tokens", "slots")
 
@@ -21,14 +23,14 @@ def batch_sums(x: dict, y: tf.Tensor, weight: tf.Tensor, logits: tf.Tensor, loss
         loss: the sum of the labels' losses, by weight.
 
     Returns:
-        `loss`; `accuracy`, the number of labels that have the highest logit; `labels`, the sum of weights; `tokens`,
-        without padding; `slots`, the places for tokens.
+        `loss`; `accuracy`, the number of labels with the highest logit, or one of those; `labels`, the sum of weights;
+        `tokens`, without padding; `slots`, the places for tokens.
     """
-    matches = tf.cast(tf.argmax(logits, axis=-1, output_type=y.dtype) == y, tf.float32)
+    is_highest = tf.squeeze(label_logits(logits, y) >= tf.reduce_max(logits, axis=-1, keepdims=True), axis=-1)
     is_token = tf.cast(x["padding_mask"], tf.float32)
     return {
         "loss": loss,
-        "accuracy": tf.reduce_sum(matches * weight),
+        "accuracy": tf.reduce_sum(tf.cast(is_highest, tf.float32) * weight),
         "labels": tf.reduce_sum(weight),
         "tokens": tf.reduce_sum(is_token),
         "slots": tf.cast(tf.size(is_token), tf.float32),
@@ -70,14 +72,16 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
             workers know what one was told.
 
     Returns:
-        The function; it returns a dict of float32 vectors [count].
+        The function; it returns a dict of float32 vectors [count], with one more entry, `waited`: seconds that this
+        worker waited for its batches.
     """
     names: list[str] = []
 
     @tf.function(reduce_retracing=True, autograph=False)
     def many_steps(iterator, count, stop):
         def one_step(stop):
-            values = step(iterator, stop)
+            timed = _TimedIterator(iterator)
+            values = step(timed, stop) | {"waited": timed.seconds}
             names[:] = values
             return tf.stack([tf.cast(value, tf.float32) for value in values.values()])
 
@@ -90,3 +94,19 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
         return dict(zip(names, rows.T, strict=True))
 
     return run_steps
+
+
+class _TimedIterator:
+    """An iterator, in a graph, and the seconds that its batches were waited for."""
+
+    def __init__(self, iterator):
+        self._iterator = iterator
+        self.seconds = tf.constant(0.0, tf.float64)
+
+    def __next__(self):
+        began = tf.timestamp()
+        with tf.control_dependencies([began]):
+            batch = next(self._iterator)
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            self.seconds += tf.timestamp() - began
+        return batch

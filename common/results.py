@@ -5,8 +5,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,10 @@ import tensorflow as tf
 from common.cluster import num_workers
 from common.metrics import perplexity
 from common.runs import PACKAGES
+from common.speed import peak_memory_mb
 from common.step_log import StepLog
+
+INPUT_BOUND = 0.1  # share of the time that is spent waiting for input, from which on a run is told so
 
 
 def training_results(
@@ -23,7 +24,6 @@ def training_results(
 ) -> dict[str, Any]:
     """The part of `results.json` that every recipe has; see the README for what each entry means."""
     gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
-    peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux, bytes on macOS
     return {
         "recipe": recipe,
         "replicas": strategy.num_replicas_in_sync,
@@ -33,10 +33,12 @@ def training_results(
         "resumed_from_step": log.first_step or None,
         "seconds": round(log.seconds, 3),
         "tokens_per_second": round(log.tokens_per_second, 1),
+        "share_of_peak": log.tokens_per_second / log.peak_tokens_per_second,
+        "input_wait_fraction": log.input_wait_fraction,
         "padding_fraction": log.padding_fraction,
         "learning_rate": log.learning_rate,
         "train_loss": log.epoch["loss"],
-        "peak_memory_mb": round(peak_memory / (2**20 if sys.platform == "darwin" else 2**10)),
+        "peak_memory_mb": round(peak_memory_mb()),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
         "hardware": {"cpu": _cpu_model(), "cores": os.cpu_count(), "gpus": [gpu.get("device_name") for gpu in gpus]},
@@ -61,6 +63,7 @@ def report(results: dict[str, Any]) -> str:
     rows = [
         ("steps", f"{results['steps']} of {results['global_batch_size']} examples, on {results['replicas']} replicas"),
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
+        *_speed_rows(results),
         ("padding", f"{results['padding_fraction']:.2%}"),
         ("learning rate", f"first {rate['first']:.2e}, peak {rate['peak']:.2e}, last {rate['last']:.2e}"),
         ("train loss", f"{results['train_loss']:.3f}, mean of the last epoch"),
@@ -85,6 +88,18 @@ def report(results: dict[str, Any]) -> str:
             rows.append((name, "no such split, or one without labels"))
     rows.append(("run folder", results["config"]["workdir"]))
     return "\n".join(f"{name:20} {value}" for name, value in rows)
+
+
+def _speed_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
+    if "share_of_peak" not in results:  # of a run before these were measured
+        return []
+    waiting = results["input_wait_fraction"]
+    advice = ": the input is the bottleneck; it needs more cores or a faster disk" if waiting > INPUT_BOUND else ""
+    return [
+        ("  of the peak", f"{results['share_of_peak']:.0%} of what matrix products alone would reach here"),
+        ("waiting for input", f"{waiting:.1%}{advice}"),
+        ("peak memory", f"{results['peak_memory_mb']:,} MiB of main memory"),
+    ]
 
 
 def _cpu_model() -> str:

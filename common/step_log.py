@@ -2,6 +2,7 @@
 """A line for each step: the record that a run's results are computed from."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from common.cluster import is_chief
 from common.replicas import COUNTS, MEANS
+from common.speed import peak_memory_mb
 
 
 class StepLog:
@@ -21,23 +23,29 @@ class StepLog:
         workdir: the run's folder.
         steps_per_epoch: steps over which an epoch's means are taken.
         first_step: steps that the run has done before.
+        peak_tokens_per_second: of `common.speed`, to which the run's are compared.
 
     Attributes:
-        first_step: see above.
+        first_step, peak_tokens_per_second: see above.
         step: steps done.
         learning_rate: the `first`, `peak` and `last` that steps used.
         epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far.
         padding_fraction: share of the places for tokens that held none.
-        seconds, tokens_per_second: of this process's steps but its first call, which holds the compilation; padding not
-            counted.
+        seconds, tokens_per_second, input_wait_fraction: of this process's steps but its first call, which holds the
+            compilation; padding not counted; the share of the time that it waited for batches.
+        speed: of the last call, `tokens_per_second`, `share_of_peak`, `input_wait_fraction`, and `peak_memory_mb`.
     """
 
-    def __init__(self, workdir: Path, steps_per_epoch: int, first_step: int = 0):
+    def __init__(
+        self, workdir: Path, steps_per_epoch: int, first_step: int = 0, peak_tokens_per_second: float = math.inf
+    ):
         super().__init__()
+        self.peak_tokens_per_second = peak_tokens_per_second
+        self.speed: dict[str, float] = {}
         self.first_step = self.step = first_step
         self.steps_per_epoch = steps_per_epoch
         self.learning_rate: dict[str, float] = {}
-        self.seconds = self.tokens_per_second = 0.0
+        self.seconds = self.tokens_per_second = self.input_wait_fraction = self._waited = 0.0
         self._calls = self._timed_tokens = self._tokens = self._slots = 0
         self._epoch_labels, self._epoch_totals = 0, dict.fromkeys(MEANS, 0.0)
         if not is_chief():
@@ -66,14 +74,24 @@ class StepLog:
         """Writes the lines of the steps of one call.
 
         Args:
-            values: a vector for each entry of a line but `step`, with a number for each step.
+            values: a vector for each entry of a line but `step`, with a number for each step; and `waited`, seconds
+                that each waited for its batch.
             seconds: that the call took.
         """
+        tokens, waited = int(values["tokens"].sum()), float(values["waited"].sum())
+        self.speed = {
+            "tokens_per_second": tokens / seconds,
+            "share_of_peak": tokens / seconds / self.peak_tokens_per_second,
+            "input_wait_fraction": waited / seconds,
+            "peak_memory_mb": peak_memory_mb(),
+        }
         self._calls += 1
         if self._calls > 1:
             self.seconds += seconds
-            self._timed_tokens += int(values["tokens"].sum())
+            self._timed_tokens += tokens
+            self._waited += waited
             self.tokens_per_second = self._timed_tokens / self.seconds
+            self.input_wait_fraction = self._waited / self.seconds
         for i in range(len(values["loss"])):
             self.step += 1
             means = {name: float(values[name][i]) for name in (*MEANS, "learning_rate")}

@@ -83,6 +83,7 @@ from common.cluster import is_chief
 from common.corpora import fingerprint, open_corpus
 from common.docstrings import SENTENCES
 from common.fill_mask import print_filled_masks
+from common.losses import CrossEntropy
 from common.masking import MaskingRule, mask_tokens
 from common.metrics import unigram_loss
 from common.model_card import model_card
@@ -99,6 +100,7 @@ from common.schedules import WarmUpPolynomialDecay
 from common.shard_reader import decode_sequences, read_shards, steps_in_shards
 from common.shards import Shards, find_shards, open_shards, write_shards
 from common.sizes import dimensions
+from common.speed import peak_tokens_per_second
 from common.strategy import distribute, make_strategy
 from common.wordpiece import train_wordpieces
 
@@ -152,9 +154,10 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
     """A compiled `BertMaskedLM` or `RobertaMaskedLM`. Call it inside the strategy's scope."""
     model = masked_lm_from_size(config.model, vocabulary, config.dropout, config.seq_length)
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay)
-    # The sum over a replica's labels: train_step divides it, once, by the number of labels in the whole batch.
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    model.compile(optimizer, loss, config.clip_norm, config.accumulate, config.jit, config.steps_per_execution)
+    # The loss is a sum: train_step divides it, once, by the number of labels in the whole batch.
+    model.compile(
+        optimizer, CrossEntropy(), config.clip_norm, config.accumulate, config.jit, config.steps_per_execution
+    )
     return model
 
 
@@ -196,7 +199,8 @@ def train_and_evaluate(config: Config) -> dict:
         return {}
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
-    log = FitLog(run.workdir, asdict(config), steps["train"], first_step=checkpoints.restore())
+    peak = peak_tokens_per_second(strategy, model.backbone, config.seq_length, config.mask_rate)
+    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), peak)
     profile = Profile(run.workdir, step_range(config.profile_steps))
     save = functools.partial(save_preset, model, shards.vocabulary, config.seq_length)
     publish = Publish(config.push_to, run.workdir, save)

@@ -83,6 +83,7 @@ from common.cluster import is_chief
 from common.corpora import open_corpus
 from common.docstrings import SENTENCES
 from common.fill_mask import print_filled_masks
+from common.losses import CrossEntropy
 from common.masking import MaskingRule, mask_tokens
 from common.metrics import count_ids, unigram_loss
 from common.models import masked_lm_from_preset, masked_lm_from_size, model_width, preset_vocabulary, save_preset
@@ -95,6 +96,7 @@ from common.results import language_model_scores, report, training_results
 from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
+from common.speed import peak_tokens_per_second
 from common.strategy import distribute, make_strategy
 from common.wordpiece import load_wordpieces, train_wordpieces
 
@@ -141,9 +143,10 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
     else:
         model = masked_lm_from_size(config.model or "tiny", vocabulary, config.dropout, config.seq_length)
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay)
-    # The sum over a replica's labels: train_step divides it, once, by the number of labels in the whole batch.
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    model.compile(optimizer, loss, config.clip_norm, config.accumulate, config.jit, config.steps_per_execution)
+    # The loss is a sum: train_step divides it, once, by the number of labels in the whole batch.
+    model.compile(
+        optimizer, CrossEntropy(), config.clip_norm, config.accumulate, config.jit, config.steps_per_execution
+    )
     return model
 
 
@@ -189,7 +192,8 @@ def train_and_evaluate(config: Config) -> dict:
         return {}
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
-    log = FitLog(run.workdir, asdict(config), steps["train"], first_step=checkpoints.restore())
+    peak = peak_tokens_per_second(strategy, model.backbone, config.seq_length, config.mask_rate)
+    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), peak)
     profile = Profile(run.workdir, step_range(config.profile_steps))
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     scores = {}

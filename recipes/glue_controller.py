@@ -77,6 +77,7 @@ from common.checkpoints import Checkpoints
 from common.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
 from common.cluster import is_chief
 from common.controller import Controller, Evaluator, Trainer, when_best
+from common.losses import CrossEntropy
 from common.models import classifier_from_preset, classifier_from_size, model_width, preset_vocabulary, save_preset
 from common.noise import noise_of_step
 from common.optimizers import make_optimizer
@@ -87,6 +88,7 @@ from common.results import report, training_results
 from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
+from common.speed import peak_tokens_per_second
 from common.step_log import StepLog
 from common.strategy import distribute, make_strategy
 from common.text_batches import checksums, encode, in_order, labelled, numbered_batches
@@ -110,9 +112,8 @@ def build_model(config: Config, vocabulary: Vocabulary, num_classes: int, schedu
         model = classifier_from_preset(config.preset, num_classes, config.dropout)
     else:
         model = classifier_from_size(config.model or "tiny", vocabulary, num_classes, config.dropout, config.seq_length)
-    # The sum over a replica's labels: a step divides it, once, by the number of labels in the whole batch.
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), loss)
+    # The loss is a sum: a step divides it, once, by the number of labels in the whole batch.
+    model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), CrossEntropy())
     return model
 
 
@@ -131,7 +132,7 @@ class GlueTrainer(Trainer):
         """See `Trainer`."""
         self.log.record(values, seconds)
         means = {name: np.average(values[name], weights=values["labels"]) for name in ("loss", "accuracy")}
-        return means | {"learning_rate": values["learning_rate"][-1]}
+        return means | {"learning_rate": values["learning_rate"][-1]} | self.log.speed
 
     def _replica_step(self, x, y, weight):
         model, optimizer = self.model, self.model.optimizer
@@ -197,7 +198,8 @@ def train_and_evaluate(config: Config) -> dict:
         return functools.partial(numbered_batches, encoded[split], vocabulary, batch_size, replicas, steps, seed)
 
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=model.optimizer)
-    log = StepLog(run.workdir, epoch_steps, first_step=checkpoints.restore())
+    peak = peak_tokens_per_second(strategy, model.backbone, config.seq_length)
+    log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), peak)
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     numbered = batches("train", range(log.step, total_steps), config.seed)
     train_batches = distribute(strategy, labelled(numbered, texts.splits["train"].labels))

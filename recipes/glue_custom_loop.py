@@ -79,6 +79,7 @@ from common.callbacks import open_board
 from common.checkpoints import Checkpoints
 from common.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
 from common.cluster import is_chief
+from common.losses import CrossEntropy
 from common.models import classifier_from_preset, classifier_from_size, model_width, preset_vocabulary, save_preset
 from common.noise import noise_of_step
 from common.optimizers import make_optimizer
@@ -90,6 +91,7 @@ from common.results import report, training_results
 from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
+from common.speed import peak_tokens_per_second
 from common.step_log import StepLog
 from common.strategy import distribute, make_strategy
 from common.text_batches import batches_by_step, checksums, encode, in_order, labelled, numbered_batches, with_labels
@@ -113,9 +115,8 @@ def build_model(config: Config, vocabulary: Vocabulary, num_classes: int, schedu
         model = classifier_from_preset(config.preset, num_classes, config.dropout)
     else:
         model = classifier_from_size(config.model or "tiny", vocabulary, num_classes, config.dropout, config.seq_length)
-    # The sum over a replica's labels: a step divides it, once, by the number of labels in the whole batch.
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), loss)
+    # The loss is a sum: a step divides it, once, by the number of labels in the whole batch.
+    model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), CrossEntropy())
     return model
 
 
@@ -181,20 +182,27 @@ def train_and_evaluate(config: Config) -> dict:
 
     board = open_board(run.workdir, asdict(config), 0)
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=optimizer)
-    log = StepLog(run.workdir, epoch_steps, first_step=checkpoints.restore())
+    peak = peak_tokens_per_second(strategy, model.backbone, config.seq_length)
+    log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), peak)
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     labels = texts.splits["train"].labels
     steps = range(log.step, total_steps)
 
     def steps_in_turn():
         numbered = batches("train", steps, config.seed)
+        asked = time.perf_counter()
         for batch in distribute(strategy, labelled(numbered, labels)):  # (8) to each its part
-            yield train_step(batch, tf.constant(float(checkpoints.told_to_stop)))
+            waited = time.perf_counter() - asked
+            yield train_step(batch, tf.constant(float(checkpoints.told_to_stop))) | {"waited": waited}
+            asked = time.perf_counter()
 
     def steps_out_of_step():
         batch_of, look_up = batches_by_step(encoded["train"], vocabulary, batch_size, config.seed), with_labels(labels)
-        round_ends = (epoch_steps, config.checkpoint_every)
-        return asynchronous_steps(strategy, lambda step: train_step(look_up(*batch_of(step)), 0.0), steps, round_ends)
+
+        def do_step(step):
+            return train_step(look_up(*batch_of(step)), 0.0) | {"waited": 0.0}
+
+        return asynchronous_steps(strategy, do_step, steps, (epoch_steps, config.checkpoint_every))
 
     bar = tqdm(total=total_steps, initial=log.step, unit="step", disable=None)
     with checkpoints, board.as_default():
@@ -202,8 +210,9 @@ def train_and_evaluate(config: Config) -> dict:
         for values in steps_out_of_step() if asynchronous else steps_in_turn():
             values = {name: np.ravel(value) for name, value in values.items()}
             log.record(values, time.perf_counter() - began)
-            for name in ("loss", "accuracy", "learning_rate"):
-                tf.summary.scalar(f"train/{name}", values[name][-1], step=log.step)
+            shown = {name: values[name][-1] for name in ("loss", "accuracy", "learning_rate")}
+            for name, value in (shown | log.speed).items():
+                tf.summary.scalar(f"train/{name}", value, step=log.step)
             bar.set_postfix(loss=f"{values['loss'][-1]:.3f}", learning_rate=f"{values['learning_rate'][-1]:.1e}")
             bar.update(len(values["loss"]))
             if log.step % epoch_steps == 0 or log.step == total_steps:

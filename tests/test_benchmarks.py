@@ -10,12 +10,12 @@ import pytest
 
 import benchmarks.input
 from benchmarks import memory, quality, scaling, throughput
-from benchmarks.flops import flops_per_token
 from benchmarks.hosts import ADDRESSES, on, shape, two_hosts
 from benchmarks.links import Link, Reduction, fit_link
 from benchmarks.machine import machine
 from benchmarks.readme import MEASURED
 from benchmarks.workers import Worker, together
+from common.speed import flops_per_token
 from tests.conftest import ROOT
 
 
@@ -34,12 +34,12 @@ def test_flops_are_those_of_every_matrix_product_of_a_small_bert():
         (masked, width, width),  # the head
         (masked, width, pieces),
     )
-    assert flops_per_token("nano", pieces, length, masked / length) * length == pytest.approx(3 * forward)
+    assert flops_per_token(64, 256, 1, pieces, length, masked / length) * length == pytest.approx(3 * forward)
 
 
 def test_flops_of_tiny_are_those_known():
     # 55 GFLOP for 70 sequences of 128, counted by another hand.
-    assert flops_per_token("tiny", 30_522, 128, 0.15) * 70 * 128 == pytest.approx(56e9, rel=0.01)
+    assert flops_per_token(128, 512, 2, 30_522, 128, 0.15) * 70 * 128 == pytest.approx(56e9, rel=0.01)
 
 
 PLANTED = Link(start=1e-3, latency=2e-4, software=3e-10, headers=1.06)
@@ -180,7 +180,7 @@ def test_a_link_is_as_slow_as_it_is_told():
     assert 0.95 < float(answer) < 2.0  # a second, headers, and what a busy machine adds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_benchmark_runs(wikitext):
     command = [sys.executable, "-m", "benchmarks", "input", "--quick", "--corpus", str(wikitext)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=900)

@@ -155,7 +155,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(knobs, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_workers_compute_what_one_process_does(knobs, tmp_path):
     one = train(knobs, workdir=str(tmp_path / "one"), lr_scaling="none")
     done = subprocess.run(

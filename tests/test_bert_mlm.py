@@ -128,9 +128,12 @@ def test_tensorboard_holds_each_step(finished):
     texts = str(values.pop("config")[0])
     assert "batch_size = 64" in texts
     assert set(values) == {
-        *(f"train/{name}" for name in ("loss", "accuracy", "learning_rate", "tokens_per_second")),
+        *(f"train/{name}" for name in ("loss", "accuracy", "learning_rate")),
+        *(f"train/{name}" for name in ("tokens_per_second", "share_of_peak", "input_wait_fraction", "peak_memory_mb")),
         *(f"validation/{name}" for name in ("loss", "accuracy")),
     }
+    for name in ("share_of_peak", "input_wait_fraction"):
+        assert all(0 < share < 1 for share in values[f"train/{name}"].values())
     for step in steps_of(finished):
         assert values["train/loss"][step["step"]] == np.float32(step["loss"])
         assert values["train/learning_rate"][step["step"]] == np.float32(step["learning_rate"])
@@ -234,7 +237,7 @@ def test_max_steps_ends_in_the_middle_of_an_epoch(small):
     assert 5 % -(-len(sequences["train"]) // 256) != 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision_learns_for_200_steps(precision, small):
     steps = [

@@ -71,7 +71,15 @@ def assert_same(results, undisturbed):
         np.testing.assert_array_equal(weights_of(results)[name], weight, err_msg=name)
     read = [(Path(r["config"]["workdir"]) / "steps.jsonl").read_text() for r in (results, undisturbed)]
     assert read[0] == read[1]
-    own = {"seconds", "tokens_per_second", "peak_memory_mb", "resumed_from_step", "config"}
+    own = {
+        "seconds",
+        "tokens_per_second",
+        "share_of_peak",
+        "input_wait_fraction",
+        "peak_memory_mb",
+        "resumed_from_step",
+        "config",
+    }
     for name in undisturbed.keys() - own:
         assert results[name] == undisturbed[name], name
 
@@ -122,7 +130,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so(wikitext, undis
     assert_same(results | {"config": results["config"] | {"workdir": str(copy)}}, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_split_of_the_batch_goes_on_and_other_knobs_do_not(wikitext, tmp_path):
     workdir = tmp_path / "run"
     run_until(5, signal.SIGTERM, wikitext, workdir, "--dropout", "0")

@@ -18,7 +18,7 @@ def expected(tmp_path_factory):
     "fault",
     [
         pytest.param("SIGKILL of the chief", marks=pytest.mark.slow),
-        pytest.param("SIGKILL while a checkpoint is written", marks=pytest.mark.slow),
+        pytest.param("SIGKILL while a checkpoint is written", marks=pytest.mark.long),
         pytest.param("SIGSTOP of a worker", marks=pytest.mark.long),
         pytest.param("network cut between two hosts", marks=pytest.mark.long),
     ],

@@ -28,6 +28,13 @@ from recipes._doctor import weights_of
 
 ROOT = Path(__file__).parent.parent
 RECIPES = pytest.mark.parametrize("recipe", [glue_controller, glue_custom_loop], ids=lambda recipe: recipe.__name__)
+RECIPES_IN_TIERS = pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(glue_controller, marks=pytest.mark.slow, id="glue_controller"),
+        pytest.param(glue_custom_loop, marks=pytest.mark.long, id="glue_custom_loop"),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +238,7 @@ def same_bits(ours, theirs):
     return ours
 
 
-@pytest.mark.slow
-@RECIPES
+@RECIPES_IN_TIERS
 def test_killed_it_goes_on_with_the_same_bits(recipe, small, tmp_path):
     more = ["--steps-per-loop", "3"] if recipe is glue_controller else []
     subprocess.run([*command(recipe, small, tmp_path / "whole", "run"), *more], check=True, stdout=subprocess.DEVNULL)
@@ -247,8 +253,7 @@ def test_killed_it_goes_on_with_the_same_bits(recipe, small, tmp_path):
         assert 16 <= same_bits(workdir, tmp_path / "whole")["resumed_from_step"] < 52
 
 
-@pytest.mark.slow
-@RECIPES
+@RECIPES_IN_TIERS
 def test_two_workers_train_as_one_process_does(recipe, small, tmp_path):
     knobs = small | {"dropout": 0.0, "max_steps": 20}
     for words, name in ((["launch", "--workers", "2"], "two"), (["run"], "one")):
@@ -287,9 +292,8 @@ def test_parameter_servers_survive_a_worker(small, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["glue_controller", "bert_mlm"])
-def test_other_recipes_refuse_parameter_servers(name, tmp_path):
-    words = ["--parameter-servers", "1", "--workers", "1", name, "--workdir", str(tmp_path / "run")]
+def test_other_recipes_refuse_parameter_servers(tmp_path):
+    words = ["--parameter-servers", "1", "--workers", "1", "bert_mlm", "--workdir", str(tmp_path / "run")]
     refused = subprocess.run([sys.executable, "-m", "recipes", "launch", *words], capture_output=True, text=True)
     assert refused.returncode == 2 and "refuses parameter servers (keras-team/keras#18624)" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from common import keras_fixes
 from common.keras_fixes import data_parallel
+from common.losses import CrossEntropy
 from common.strategy import make_strategy
 
 SLOTS, LENGTH = 2, 8
@@ -34,9 +35,8 @@ def make_model(replicas, dropout=0.0, task=None, optimizer=None, **knobs):
     with make_strategy(replicas).scope():
         backbone = keras_hub.models.BertBackbone(50, 1, 1, 16, 16, dropout=dropout, max_sequence_length=LENGTH)
         model = (task or data_parallel(keras_hub.models.BertMaskedLM))(backbone, compile=False)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
         optimizer = keras.optimizers.SGD(0.1) if optimizer is None else optimizer()
-        model.compile(optimizer=optimizer, loss=loss, **knobs)
+        model.compile(optimizer=optimizer, loss=CrossEntropy(), **knobs)
     return model
 
 

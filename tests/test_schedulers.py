@@ -146,10 +146,8 @@ def submit(workdir, *knobs):
     return subprocess.check_output(command, cwd=ROOT, env=os.environ | {"PATH": PATH}, text=True).strip(), log
 
 
-@pytest.mark.parametrize(
-    "stop",
-    [pytest.param("scontrol requeue", marks=pytest.mark.slow), pytest.param("kill", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("stop", ["scontrol requeue", "kill"])
 def test_a_slurm_job_that_was_stopped_or_lost_a_worker_goes_on(stop, slurm, tmp_path):
     """A requeue, which sends SIGTERM, as a preemption and the time limit do; SIGKILL to one worker."""
     workdir = tmp_path / "run"

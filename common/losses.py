@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy with few passes over the logits: of a small BERT with a large vocabulary, they are half of a step."""
+
+import keras
+import tensorflow as tf
+
+
+class CrossEntropy(keras.losses.Loss):
+    """As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, in two thirds of the head's time on a CPU.
+
+    By default it gives the sum over labels, by weight, which a step of `data_parallel` asks for.
+    """
+
+    def __init__(self, reduction="sum", name="cross_entropy", dtype=None):
+        super().__init__(name, reduction, dtype)
+
+    def call(self, y_true, y_pred):
+        """The loss of each label, in nats, in y_true's shape; see `cross_entropy`."""
+        return cross_entropy(y_pred, tf.cast(y_true, tf.int32))  # Keras has made floats of the labels
+
+
+@tf.custom_gradient
+def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """log(sum(exp(logits))) - logits[label], whose gradient is softmax(logits) less 1 at the label.
+
+    TensorFlow's own operation takes each exponential twice, and its accuracy needs a pass of its own: here the highest
+    logit is what `replicas.batch_sums` looks at too, and TensorFlow computes it once.
+
+    Args:
+        logits: float [..., classes].
+        labels: int32 [...], below `classes`.
+
+    Returns:
+        The loss of each label, in nats, [...].
+    """
+    highest = tf.reduce_max(logits, axis=-1, keepdims=True)
+    exponentials = tf.exp(logits - highest)
+    total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
+
+    def gradient(of_losses):
+        rows = exponentials * (of_losses[..., None] / total)
+        classes = tf.shape(logits)[-1]
+        places = tf.stack([tf.range(tf.size(labels)), tf.reshape(labels, [-1])], axis=1)
+        flat = tf.tensor_scatter_nd_sub(tf.reshape(rows, [-1, classes]), places, tf.reshape(of_losses, [-1]))
+        return tf.reshape(flat, tf.shape(logits)), None
+
+    return tf.squeeze(highest + tf.math.log(total) - label_logits(logits, labels), axis=-1), gradient
+
+
+def label_logits(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """Each label's own logit, [..., 1]; see `cross_entropy`."""
+    return tf.gather(logits, labels[..., None], batch_dims=labels.shape.rank)

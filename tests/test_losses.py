@@ -1,0 +1,51 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from common.losses import CrossEntropy
+from common.replicas import batch_sums
+
+
+def examples(shape, scale):
+    draw = np.random.default_rng(0)
+    logits = tf.constant(scale * draw.normal(size=(*shape, 50)), tf.float32)
+    return logits, tf.constant(draw.integers(0, 50, shape), tf.int32), tf.constant(draw.random(shape), tf.float32)
+
+
+def loss_and_gradient(loss, logits, labels, weights):
+    with tf.GradientTape() as tape:
+        tape.watch(logits)
+        value = loss(labels, logits, sample_weight=weights)
+    return value, tape.gradient(value, logits)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1e4])  # exp(1e4) is more than a float can hold
+@pytest.mark.parametrize("shape", [(7,), (3, 5)])
+def test_it_is_the_cross_entropy_of_keras(shape, scale, jit):
+    keras_own = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    data = examples(shape, scale)
+    expected, ours = (
+        tf.function(lambda *data, loss=loss: loss_and_gradient(loss, *data), jit_compile=jit)(*data)
+        for loss in (keras_own, CrossEntropy())
+    )
+    np.testing.assert_allclose(ours[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(ours[1], expected[1], rtol=1e-5, atol=1e-7)
+
+
+def test_it_is_taken_of_bfloat16_in_float32():
+    logits, labels, weights = examples((3, 5), 3.0)
+    halves = tf.cast(logits, tf.bfloat16)
+    value, gradient = loss_and_gradient(CrossEntropy(), halves, labels, weights)
+    expected = loss_and_gradient(CrossEntropy(), tf.cast(halves, tf.float32), labels, weights)
+    assert value.dtype == tf.float32 and gradient.dtype == tf.bfloat16
+    np.testing.assert_array_equal(value, expected[0])
+    np.testing.assert_array_equal(gradient, tf.cast(expected[1], tf.bfloat16))
+
+
+def test_accuracy_counts_labels_that_have_the_highest_logit():
+    logits = tf.constant([[[0.0, 2.0, 1.0], [5.0, -1.0, 0.0]], [[1.0, 1.0, 0.0], [0.0, 0.0, 9.0]]])
+    labels, weights = tf.constant([[1, 1], [0, 2]]), tf.constant([[1.0, 1.0], [1.0, 0.0]])
+    sums = batch_sums({"padding_mask": tf.ones([2, 4])}, labels, weights, logits, tf.constant(0.0))
+    assert (sums["accuracy"], sums["labels"], sums["tokens"], sums["slots"]) == (2.0, 3.0, 8.0, 8.0)
