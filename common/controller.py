@@ -52,7 +52,8 @@ class Trainer:
         """Called after each loop of steps.
 
         Args:
-            values: what `train_step` returned: for each scalar a vector with a number for each step of the loop.
+            values: what `train_step` returned: for each scalar a vector with a number for each step of the loop; and
+                `waited`, the seconds that each waited for its batch.
             seconds: that the loop took.
 
         Returns:

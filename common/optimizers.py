@@ -5,6 +5,7 @@ import inspect
 from typing import Literal
 
 import keras
+import tensorflow as tf
 
 OptimizerName = Literal["adamw", "lamb", "sgd"]
 
@@ -22,13 +23,34 @@ def make_optimizer(name: OptimizerName, schedule, weight_decay: float) -> keras.
     """
     match name:
         case "adamw":
-            optimizer = keras.optimizers.AdamW(schedule, weight_decay=weight_decay, beta_2=0.98, epsilon=1e-6)
+            optimizer = AdamW(schedule, weight_decay=weight_decay, beta_2=0.98, epsilon=1e-6)
         case "lamb":
             optimizer = keras.optimizers.Lamb(schedule, weight_decay=weight_decay, epsilon=1e-6)
         case "sgd":
             optimizer = keras.optimizers.SGD(schedule, weight_decay=weight_decay, momentum=0.9)
     optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     return optimizer
+
+
+class AdamW(keras.optimizers.AdamW):
+    """As Keras's, by TensorFlow's one operation for a variable, not some ten with a pass over memory each."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        """See Keras; `variable` is one replica's copy, as the handles of the moments are here."""
+        index = self._get_variable_index(variable)
+        step = tf.cast(self.iterations + 1, variable.dtype)
+        tf.raw_ops.ResourceApplyAdam(
+            var=variable.handle,
+            m=self._momentums[index].value.handle,
+            v=self._velocities[index].value.handle,
+            beta1_power=self.beta_1**step,
+            beta2_power=self.beta_2**step,
+            lr=tf.cast(learning_rate, variable.dtype),
+            beta1=self.beta_1,
+            beta2=self.beta_2,
+            epsilon=self.epsilon,
+            grad=tf.cast(gradient, variable.dtype),
+        )
 
 
 def do_not_reduce_again(optimizer: keras.optimizers.Optimizer) -> None:
