@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.machine import machine, write_results
-from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
+from benchmarks.text import add_step_arguments, prepare_text, temporary_folder
 from benchmarks.workers import Worker, together
 
 WAYS = (
@@ -27,11 +27,7 @@ WAYS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The knobs of this benchmark."""
-    add_text_arguments(parser)
-    parser.add_argument("--model", default="tiny", help="size; the smaller, the more a step waits")
-    parser.add_argument("--batch-size", type=int, default=32, help="sequences of 128 in a step")
-    parser.add_argument("--rounds", type=int, default=5, help="times that everything is timed")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of steps in a round, about")
+    add_step_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import benchmarks.input
-from benchmarks import memory, quality, scaling, throughput
+from benchmarks import memory, quality, scaling_report, throughput
 from common.results import report
 
 ROOT = Path(__file__).parent.parent
@@ -177,7 +177,7 @@ def glue_table(starts: dict[str, list[dict]]) -> str:
 # Of `python -m benchmarks NAME`.
 MEASURED = {
     "throughput": throughput_table,
-    "scaling": with_machine(scaling.tables),
+    "scaling": with_machine(scaling_report.tables),
     "memory": with_machine(memory.table),
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),

@@ -16,15 +16,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.hosts import ADDRESSES, bytes_sent, on, shape, two_hosts
-from benchmarks.links import Link, Reduction, fit_link
+from benchmarks.links import Reduction, fit_link
 from benchmarks.machine import ROOT, cores, machine, write_results
-from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
+from benchmarks.scaling_report import draw, tables
+from benchmarks.text import add_step_arguments, prepare_text, temporary_folder
 from benchmarks.workers import Worker, together
 from common.cluster import worker_config
 from recipes._launch import free_addresses
 
 OURS, REDUCER = "benchmarks.ours:trainer", "benchmarks.reducer:reducer"
-WAYS = ("one device", "2 replicas", "2 workers")
 SPEEDS = (None, 1600, 800, 400, 200, 100)  # megabits a second; None: as fast as the kernel copies
 HELD_OUT = 400  # of them, which the model is not fitted to
 COUNTS = (1, 250_000, 1_000_000, 4_000_000)  # float32 numbers in a bare reduction
@@ -35,11 +35,7 @@ GIGABITS = (10, 100, 400)  # links to which the model is taken
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The knobs of this benchmark."""
-    add_text_arguments(parser)
-    parser.add_argument("--model", default="tiny", help="size")
-    parser.add_argument("--batch-size", type=int, default=32, help="sequences of 128 in a step, over all replicas")
-    parser.add_argument("--rounds", type=int, default=5, help="times that everything is timed")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of steps in a round, about")
+    add_step_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -216,88 +212,3 @@ def ask(group: list[Worker], **question: Any) -> dict[str, Any]:
     for worker in group:
         worker.ask(**question)
     return max((worker.answer() for worker in group), key=lambda answer: answer["seconds"])
-
-
-def tables(results: dict[str, Any]) -> str:
-    """The results in Markdown: three tables, and how far the model was off."""
-    return "\n\n".join([ways_table(results), link_table(results), extrapolation_table(results)])
-
-
-def ways_table(results: dict[str, Any]) -> str:
-    """What the same cores make of one device, 2 replicas and 2 workers."""
-    lines = ["| | one device | 2 replicas | of one device | 2 workers, half the cores each | of one device |"]
-    lines.append("| --- " * 6 + "|")
-    for name, ways in results["ways"].items():
-        one, replicas, workers = (statistics.median(ways[way]["tokens_per_second"]) for way in WAYS)
-        lines.append(
-            f"| {name} | {one:,.0f} tokens/s | {replicas:,.0f} | {replicas / one:.0%} "
-            f"| {workers:,.0f} | {workers / one:.0%} |"
-        )
-    return "\n".join(lines)
-
-
-def link_table(results: dict[str, Any]) -> str:
-    """A step of two workers by the speed of their link, as measured and by the model."""
-    link, fitted, held_out = results["link"], Link(**results["fitted"]), results["held_out"]
-    megabytes = link["bytes_reduced"] / 1e6
-    lines = [
-        f"| link, {megabytes:.1f} MB reduced a step | step | by the model | off by | each worker sent |",
-        "| --- " * 5 + "|",
-    ]
-    for row in link["steps"]:
-        bandwidth = row["megabits"] * 1e6 / 8 if row["megabits"] else math.inf
-        measured = statistics.median(row["seconds"])
-        modelled = link["compute"] + fitted.seconds(Reduction(link["bytes_reduced"], 2, bandwidth))
-        name = f"{row['megabits']} Mbit/s" if row["megabits"] else "not held back"
-        name += ", held out" if row["megabits"] == held_out["megabits"] else ""
-        lines.append(
-            f"| {name} | {1e3 * measured:,.0f} ms | {1e3 * modelled:,.0f} ms "
-            f"| {modelled / measured - 1:+.1%} | {row['sent'] / 1e6:.1f} MB |"
-        )
-    return "\n".join(lines)
-
-
-def extrapolation_table(results: dict[str, Any]) -> str:
-    """The efficiency that the model gives many replicas."""
-    efficiency = results["extrapolated"]["efficiency"]
-    lines = [
-        "| extrapolated | " + " | ".join(f"{n:,} replicas" for n in REPLICAS) + " |",
-        "| --- " * (1 + len(REPLICAS)) + "|",
-    ]
-    for gigabits, row in efficiency.items():
-        lines.append(f"| {gigabits} Gbit/s | " + " | ".join(f"{row[str(n)]:.1%}" for n in REPLICAS) + " |")
-    return "\n".join(lines)
-
-
-def draw(results: dict[str, Any], path) -> None:
-    """The measured steps beside the model, and what it gives many replicas."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    link, fitted = results["link"], Link(**results["fitted"])
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    shaped = [row for row in link["steps"] if row["megabits"]]
-    speeds = [row["megabits"] for row in shaped]
-    curve = [min(speeds) * 1.1**i for i in range(int(math.log(max(speeds) / min(speeds), 1.1)) + 2)]
-    modelled = [link["compute"] + fitted.seconds(Reduction(link["bytes_reduced"], 2, m * 1e6 / 8)) for m in curve]
-    left.plot(curve, [1e3 * s for s in modelled], color="gray", label="model")
-    for held_out, style, label in ((False, "o", "measured, fitted"), (True, "s", "measured, held out")):
-        rows = [row for row in shaped if (row["megabits"] == HELD_OUT) == held_out]
-        times = [1e3 * statistics.median(row["seconds"]) for row in rows]
-        left.plot([row["megabits"] for row in rows], times, style, label=label)
-    left.set(xscale="log", xlabel="link, Mbit/s", ylabel="step, ms", title="Two workers, measured")
-    left.set_ylim(bottom=0)
-    for gigabits, row in results["extrapolated"]["efficiency"].items():
-        right.plot(REPLICAS, [100 * row[str(n)] for n in REPLICAS], "o--", label=f"{gigabits} Gbit/s")
-    each = f"{results['extrapolated']['sequences']} sequences of 128 a replica, {link['compute'] * 1e3:.0f} ms"
-    title = f"Extrapolated by the model, not measured:\n{each}"
-    right.set(xscale="log", xlabel="replicas", ylabel="share of a step spent computing, %", title=title, ylim=(0, 102))
-    right.set_xticks(REPLICAS, [f"{n:,}" for n in REPLICAS])
-    right.minorticks_off()
-    for axes in (left, right):
-        axes.legend()
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

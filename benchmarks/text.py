@@ -17,6 +17,15 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary-size", type=int, default=30_522, help="pieces of a trained vocabulary")
 
 
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """The knobs of a benchmark of one model's steps, and of its text."""
+    add_text_arguments(parser)
+    parser.add_argument("--model", default="tiny", help="size")
+    parser.add_argument("--batch-size", type=int, default=32, help="sequences of 128 in a step, over all replicas")
+    parser.add_argument("--rounds", type=int, default=5, help="times that everything is timed")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of steps in a round, about")
+
+
 def prepare_text(arguments: argparse.Namespace, seq_length: int, folder: str) -> dict[str, Any]:
     """Writes a benchmark's text to a folder: `vocab.txt`, and `sequences.npy` [sequences, seq_length].
 

@@ -105,7 +105,7 @@ def sample_results():
         "throughput": {
             "sizes": {"tiny": {"pieces": 9, "flops_per_token": 6e6, "peak_flops": peaks, "contenders": contenders}}
         },
-        "scaling": {"link": link, "ways": {"float32": dict.fromkeys(scaling.WAYS, way)}}
+        "scaling": {"link": link, "ways": {"float32": dict.fromkeys(("one device", "2 replicas", "2 workers"), way)}}
         | scaling.extrapolate(link, 16),
         "memory": {"rows": [{"batch": 8, "length": 128, "tokens": 1000, "shards": True, "peak_mb": 900}]},
         "input": {
