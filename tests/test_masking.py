@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.masking import MaskingRule, mask_tokens
+from common.masking import MaskingRule, mask_tokens, uniform_noise
 from common.wordpiece import WordPieces
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(995))]
@@ -58,3 +58,13 @@ def test_masks_are_a_function_of_epoch_and_example_alone():
     tf.nest.map_structure(lambda a, b: np.testing.assert_array_equal(a[50:60], b), everything, part)
     other_epoch = mask_tokens(ids, seeds(1), RULE)
     assert (np.asarray(everything[0]["mask_positions"]) != np.asarray(other_epoch[0]["mask_positions"])).any(1).all()
+
+
+def test_noise_is_splitmix64():
+    # The generator's first numbers from the state 0, which is what the seeds (0, 0) make; published with its code.
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    noise = uniform_noise(tf.constant([[0, 0], [0, 1], [1, 0]], tf.int64), 1000).numpy()
+    np.testing.assert_array_equal(noise[0, :3], [np.float32((number >> 40) * 2.0**-24) for number in published])
+    assert noise.dtype == np.float32 and noise.min() >= 0 and noise.max() < 1
+    assert abs(noise.mean(axis=1) - 0.5).max() < 0.03
+    assert abs(np.corrcoef(noise) - np.eye(3)).max() < 0.1

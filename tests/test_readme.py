@@ -107,7 +107,7 @@ def at_the_reader(placeholders, monkeypatch):
 def test_the_first_two_blocks_set_everything_up_and_test_it():
     first, second = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[:2]
     assert first.splitlines()[-1] == ".venv/bin/python -m recipes run bert_mlm"
-    assert second.splitlines()[-1] == ".venv/bin/python -m pytest -q"
+    assert second.splitlines()[-1] == ".venv/bin/python -m pytest -q -n 2 --dist loadfile"
 
 
 def test_the_readme_is_one_page():
