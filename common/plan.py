@@ -40,7 +40,7 @@ def print_plan(
     rates = [float(schedule(step)) for step in steps]
     for step, rate in zip(steps, rates, strict=True):
         print(f"{step + 1:>10,} {rate:9.2e} {'#' * round(rate / (max(rates) or 1) * BAR)}")
-    print("the first sequence, «seen → label» where the model has to guess:")
+    print("the first sequence, «seen→label» where the model has to guess:")
     print(textwrap.indent(textwrap.fill(masked_text(batch, pieces), 110), "    "))
 
 
@@ -65,10 +65,10 @@ def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
 
 
 def masked_text(batch, pieces: list[str]) -> str:
-    """The first sequence of a batch as text, each place to guess as `«seen → label»`."""
+    """The first sequence of a batch as text, each place to guess as `«seen→label»`."""
     x, y, weight = (keras.tree.map_structure(lambda part: part[0].numpy(), part) for part in batch)
     words = [pieces[i] for i, is_token in zip(x["token_ids"], x["padding_mask"], strict=True) if is_token]
     for position, label, used in zip(x["mask_positions"], y, weight, strict=True):
         if used:
-            words[position] = f"«{words[position]} → {pieces[label]}»"
+            words[position] = f"«{words[position]}→{pieces[label]}»"
     return " ".join(words).replace(" ##", "")
