@@ -89,7 +89,7 @@ def test_a_dry_run_writes_shards_and_trains_nothing(knobs, capsys):
     plan = capsys.readouterr().out
     manifest = json.loads(Path(knobs["workdir"], "data/manifest.json").read_text())
     sequences = manifest["splits"]["train"]["sequences"]
-    assert f"train: {sequences * 32:,} tokens in {sequences:,} sequences" in plan and " → " in plan
+    assert f"train: {sequences * 32:,} tokens in {sequences:,} sequences" in plan and "→" in plan
     assert {path.name for path in Path(knobs["workdir"]).iterdir()} == {"data"}
     times = [path.stat().st_mtime_ns for path in sorted(Path(knobs["workdir"], "data").iterdir())]
     train(knobs, max_steps=1)
