@@ -104,10 +104,11 @@ def wikitext_table(summary: dict) -> str:
     )
 
 
-def throughput_table(results: dict) -> str:
-    """What `python -m benchmarks throughput` measured, a table a size."""
+def throughput_table(results: dict, sizes: tuple[str, ...] = ()) -> str:
+    """What `python -m benchmarks throughput` measured, a table for each of the sizes, or of all."""
     parts = []
-    for size, one in results["sizes"].items():
+    for size in sizes or results["sizes"]:
+        one = results["sizes"][size]
         single, half = (f"{one['peak_flops'][dtype] / 1e9:,.0f}" for dtype in ("float32", "bfloat16"))
         parts.append(
             f"BERT-{size}, {one['pieces']:,} pieces, {one['flops_per_token'] / 1e6:,.1f} MFLOP a token; "
@@ -199,6 +200,7 @@ def tables() -> dict[str, Callable[[], str]]:
         ),
         "shards": lambda: shards_table(_results("shards")),
         "wikitext": lambda: wikitext_table(_results("wikitext-2")),
+        "throughput-tiny": lambda: throughput_table(_results("throughput"), ("tiny",)),
         **{
             name: lambda name=name: MEASURED[name](_results(name))
             for name in MEASURED
