@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy", "torch", "transformers", "accelerate")
 FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # that matmuls use
-PEAK_SIZE = 2048  # rows and columns of the matrices whose product gives the peak
+PEAK_SIZE = 2048  # rows and columns of the matrices whose product gives the peak; halves of it come to less
 
 
 def machine() -> dict[str, Any]:
@@ -51,27 +51,20 @@ def write_results(name: str, results: dict[str, Any]) -> None:
 
 
 def matmul(dtype: str) -> Callable[..., dict[str, float]]:
-    """A function that does `steps` products of two square matrices, by TensorFlow on all cores, and gives the fastest.
+    """A function that does `steps` products of two square matrices on all cores; see `benchmarks.workers`.
 
     Args:
         dtype: `float32` or `bfloat16`.
 
     Returns:
-        A function whose result has `flops` a second: a product of n x n matrices has 2 n^3.
+        A function whose result has `flops`, a second, of the fastest.
     """
-    import tensorflow as tf
-
-    matrix = tf.cast(tf.random.normal([PEAK_SIZE, PEAK_SIZE]), dtype)
-    multiply = tf.function(lambda: tf.reduce_sum(tf.matmul(matrix, matrix)[0]))
-    multiply()
+    from common.speed import matmul_flops_per_second
 
     def run(steps: int) -> dict[str, float]:
-        seconds = []
-        for _ in range(steps):
-            began = time.perf_counter()
-            multiply().numpy()
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": sum(seconds), "flops": 2 * PEAK_SIZE**3 / min(seconds)}
+        began = time.perf_counter()
+        flops = matmul_flops_per_second(dtype, PEAK_SIZE, steps)
+        return {"seconds": time.perf_counter() - began, "flops": flops}
 
     return run
 

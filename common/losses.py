@@ -6,7 +6,7 @@ import tensorflow as tf
 
 
 class CrossEntropy(keras.losses.Loss):
-    """As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, in two thirds of the head's time on a CPU.
+    """As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with fewer passes over the logits.
 
     By default it gives the sum over labels, by weight, which a step of `data_parallel` asks for.
     """
@@ -23,8 +23,8 @@ class CrossEntropy(keras.losses.Loss):
 def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     """log(sum(exp(logits))) - logits[label], whose gradient is softmax(logits) less 1 at the label.
 
-    TensorFlow's own operation takes each exponential twice, and its accuracy needs a pass of its own: here the highest
-    logit is what `replicas.batch_sums` looks at too, and TensorFlow computes it once.
+    The exponentials serve the loss and the gradient. The highest logit is what `replicas.batch_sums` looks at too, for
+    the accuracy; TensorFlow computes it once.
 
     Args:
         logits: float [..., classes].

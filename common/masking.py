@@ -85,7 +85,7 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
 
 
 def uniform_noise(seeds: tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
-    """Numbers in [0, 1) for each of many seeds at once, by SplitMix64 (Steele, Lea and Flood 2014, figure 16).
+    """Numbers in [0, 1) for each of many seeds at once, by SplitMix64 (Steele, Lea and Flood 2014).
 
     TensorFlow's stateless generators take one seed a call, and a loop of calls costs more than all the rest of masking.
 

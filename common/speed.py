@@ -11,7 +11,7 @@ import tensorflow as tf
 from common.cluster import num_workers
 
 PEAK_SIZE = 1024  # rows and columns of the matrices whose product gives the peak
-PEAK_SECONDS = 0.2  # to spend on them, about
+PEAK_PRODUCTS = 15  # of which the fastest counts: a tenth of a second on two cores
 
 
 def peak_tokens_per_second(
@@ -65,20 +65,23 @@ def flops_per_token(
     return 6 * encoder + 12 * num_layers * width * seq_length + 6 * mask_rate * head
 
 
-def matmul_flops_per_second(dtype: str) -> float:
-    """The fastest of a few products of two n x n matrices, of 2 n^3 operations, on the first device.
+def matmul_flops_per_second(dtype: str, size: int = PEAK_SIZE, products: int = PEAK_PRODUCTS) -> float:
+    """The fastest of some products of two n x n matrices, of 2 n^3 operations, on the first device.
 
     Args:
         dtype: `float32`, `bfloat16` or `float16`.
+        size: n.
+        products: to time, after one that is not.
     """
-    matrix = tf.cast(tf.random.stateless_normal([PEAK_SIZE, PEAK_SIZE], seed=[0, 0]), dtype)
+    matrix = tf.cast(tf.random.stateless_normal([size, size], seed=[0, 0]), dtype)
     multiply = tf.function(lambda: tf.reduce_sum(tf.matmul(matrix, matrix)[0]))
-    seconds: list[float] = []
-    while sum(seconds) < PEAK_SECONDS:
+    multiply()  # compiles
+    seconds = []
+    for _ in range(products):
         began = time.perf_counter()
         multiply().numpy()
         seconds.append(time.perf_counter() - began)
-    return 2 * PEAK_SIZE**3 / min(seconds)
+    return 2 * size**3 / min(seconds)
 
 
 def peak_memory_mb() -> float:

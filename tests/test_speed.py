@@ -1,0 +1,60 @@
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from common import speed
+from common.replicas import steps_in_one_call
+from common.results import report
+from common.sizes import dimensions
+from common.strategy import make_strategy
+
+
+def test_the_compilation_of_a_product_is_not_timed():
+    flops = max(speed.matmul_flops_per_second("float32", size=512, products=1) for _ in range(5))
+    assert 2 * 512**3 / 0.008 < flops < 1e15  # where it took 1.3 ms, compiling took 10
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_the_peak_is_that_of_the_cores_which_logical_devices_share(monkeypatch, replicas):
+    monkeypatch.setattr(speed, "matmul_flops_per_second", lambda dtype: {"float32": 1e12}[dtype])
+    backbone = SimpleNamespace(**dimensions("tiny"), vocabulary_size=500)
+    tokens = speed.peak_tokens_per_second(make_strategy(replicas), backbone, 128, 0.15)
+    assert tokens * speed.flops_per_token(128, 512, 2, 500, 128, 0.15) == pytest.approx(1e12)
+
+
+def test_the_time_that_a_step_waits_for_its_batch_is_told():
+    def slow(number):
+        time.sleep(0.05 if number < 3 else 0.0)
+        return number
+
+    data = tf.data.Dataset.range(6).map(lambda number: tf.py_function(slow, [number], tf.int64))
+    run_steps = steps_in_one_call(lambda iterator, stop: {"number": next(iterator)})
+    values = run_steps(iter(data), 6)
+    np.testing.assert_array_equal(values["number"], range(6))
+    assert (values["waited"][:3] > 0.045).all() and np.median(values["waited"][3:]) < 0.045
+
+
+@pytest.mark.parametrize(("waiting", "told"), [(0.05, False), (0.2, True)])
+def test_a_report_says_where_the_input_is_the_bottleneck(waiting, told):
+    results = {
+        "learning_rate": {"first": 0.0, "peak": 1e-4, "last": 1e-5},
+        "share_of_peak": 0.4,
+        "input_wait_fraction": waiting,
+        "peak_memory_mb": 1234,
+        "config": {"workdir": "runs/x"},
+    }
+    others = (
+        "steps",
+        "global_batch_size",
+        "replicas",
+        "seconds",
+        "tokens_per_second",
+        "padding_fraction",
+        "train_loss",
+    )
+    text = report(dict.fromkeys(others, 1) | results)
+    assert "40% of what matrix products alone would reach" in text and "1,234 MiB" in text
+    assert f"{waiting:.1%}" in text and ("the input is the bottleneck" in text) == told
