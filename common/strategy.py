@@ -5,6 +5,7 @@ A recipe asks for a strategy and scales by `strategy.num_replicas_in_sync`; how 
 decided here alone.
 """
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from common.cluster import has_parameter_servers, num_workers
 from common.command_line import UserError
 from common.parameter_server import parameter_server_strategy
 from common.rendezvous import join
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of glibc's settings, in its malloc.h
 
 
 def make_strategy(replicas: int = 0, parameter_servers: bool = False) -> tf.distribute.Strategy:
@@ -49,6 +52,7 @@ def make_strategy(replicas: int = 0, parameter_servers: bool = False) -> tf.dist
             raise UserError(
                 f"a worker of several has {len(gpus) or 1} replica(s) here; leave out --replicas {replicas}"
             )
+        keep_freed_memory()
         communication = tf.distribute.experimental.CommunicationImplementation
         return join(
             tf.distribute.experimental.CommunicationOptions(
@@ -93,6 +97,17 @@ def distribute(
         return batches.with_options(_no_autotune())
 
     return strategy.distribute_datasets_from_function(batches_of, options)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep large blocks for their next use, where it would give them back to the system.
+
+    gRPC copies what workers reduce into new buffers in every step, and the system would clear each of their pages
+    first. Without glibc, it does nothing.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def gpu_memory_mb() -> int:

@@ -1,9 +1,13 @@
+import ctypes
 import json
+import subprocess
+import sys
 
 import pytest
 
 from common.command_line import UserError
 from common.strategy import gpu_memory_mb, make_strategy
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0, 2), (1, 1), (2, 2), (4, 4)])
@@ -31,3 +35,30 @@ def test_a_split_gpu_is_divided_by_its_own_memory(monkeypatch, tmp_path):
     command.write_text("#!/bin/sh\necho 80000\n")
     command.chmod(0o755)
     assert gpu_memory_mb() == 72_000
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="there is no glibc")
+@pytest.mark.slow
+def test_large_blocks_are_kept_for_their_next_use():
+    program = """if True:
+        import ctypes, resource
+        from common.strategy import keep_freed_memory
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        libc.free.argtypes = [ctypes.c_void_p]
+        size = 64 * 2**20
+        def new_pages():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            block = libc.malloc(size)
+            ctypes.memset(block, 1, size)
+            libc.free(block)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        new_pages()
+        print(new_pages())
+        keep_freed_memory()
+        new_pages()
+        print(new_pages())
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before > 1000 and after < 100
