@@ -108,5 +108,12 @@ class _TimedIterator:
         with tf.control_dependencies([began]):
             batch = next(self._iterator)
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            self.seconds += tf.timestamp() - began
-        return batch
+            ended = tf.timestamp()
+        self.seconds += ended - began
+        with tf.control_dependencies([ended]):  # else the clock may be read after what the batch sets off
+            return tf.nest.map_structure(_on_its_device, batch, expand_composites=True)
+
+
+def _on_its_device(tensor: tf.Tensor) -> tf.Tensor:
+    with tf.device(tensor.device):
+        return tf.identity(tensor)
