@@ -14,7 +14,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from common.noise import noise_seeds
+from common.noise import make_dropout_fast, noise_seeds
 from common.optimizers import do_not_reduce_again
 from common.replicas import (
     COUNTS,
@@ -76,6 +76,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
                 self, optimizer=optimizer, loss=loss, steps_per_execution=steps_per_execution, jit_compile=False
             )
             self.clip_norm, self.accumulate = clip_norm, accumulate
+            make_dropout_fast(self)
             do_not_reduce_again(self.optimizer)
             self.optimizer.build(self.trainable_variables)
             self.steps_done = 0
