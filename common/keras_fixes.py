@@ -59,7 +59,8 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
 
             Completes the model and the optimizer. Keras's `fit` does that from the first batch, by averaging its inputs
             over replicas, and dies before step 1 where they are booleans, strings or uneven
-            (keras-team/keras#19246, #21172), and always on several workers (keras-team/keras#20585).
+            (keras-team/keras#19246, #21172), and always on several workers (keras-team/keras#20585). Dropout layers
+            become those of `common.noise`.
 
             Args:
                 optimizer: a Keras optimizer. In mixed_float16, Keras wraps it in a `LossScaleOptimizer`.

@@ -35,7 +35,10 @@ class Dropout(keras.layers.Dropout):
 
 
 def make_dropout_fast(model: keras.Model) -> None:
-    """Makes the model's dropout layers ones of the class above. What is saved of the model stays as it is."""
+    """Makes the model's dropout layers ones of the class above: KerasHub gives no way to choose them.
+
+    What is saved of the model stays as it is.
+    """
     for layer in model._flatten_layers():
         if type(layer) is keras.layers.Dropout and layer.noise_shape is None:
             layer.__class__ = Dropout
