@@ -139,6 +139,19 @@ def test_the_model_finds_the_speed_that_was_held_out():
     assert held_out["predicted"] == pytest.approx(held_out["measured"])
 
 
+def test_the_best_of_ours_is_the_one_that_is_first_at_the_best_published_loss():
+    def run(side, *curve):
+        return {"side": side, "curve": curve}
+
+    published = [run(quality.PUBLISHED, (300.0, 7.5)), run(quality.PUBLISHED, (290.0, 7.1), (300.0, 7.0))]
+    ours = [run(quality.OURS, (30.0, 7.4), (60.0, 6.5)), run(quality.OURS, (10.0, 8.0), (20.0, 6.9))]
+    found = quality.compare({"runs": published + ours})
+    assert found["the same learning rate"] == {"loss": 7.5, "published": 300.0, "ours": 30.0, "ratio": 10.0}
+    assert found["each at its best"] == {"loss": 7.0, "published": 300.0, "ours": 20.0, "ratio": 15.0}
+    never = quality.compare({"runs": [*published, run(quality.OURS, (10.0, 9.0))]})
+    assert not any(one["ratio"] for one in never.values())
+
+
 @pytest.mark.slow
 def test_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
