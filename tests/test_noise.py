@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.noise import Dropout
+from common.noise import Dropout, noise_seeds
 from tests.test_keras_fixes import make_model
 
 
@@ -53,3 +53,15 @@ def test_a_compiled_model_has_it_and_is_described_as_before():
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Dropout)]
     assert layers and all(type(layer) is Dropout for layer in layers)
     assert "common" not in str(keras.saving.serialize_keras_object(model.backbone))
+
+
+def test_no_two_draws_of_a_run_have_the_same_seed():
+    """A layer's seed is two words: the replica is in the high half of the first, room for 65,536 draws in the second."""
+    model = make_model(2, dropout=0.1)
+    strategy = model.distribute_strategy
+    own = [int(v.value[0]) for v in model.non_trainable_variables if v.name == "seed_generator_state"]
+    for step in (0, 1, 5):
+        seeds = strategy.run(lambda step=step: [seed for _, seed in noise_seeds(model, tf.constant(step))])
+        for layer, seed in zip(own, seeds, strict=True):
+            words = np.array([np.asarray(of_replica) for of_replica in strategy.experimental_local_results(seed)])
+            assert words.tolist() == [[layer + (replica << 32), step * 65_536] for replica in range(2)]
