@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import pytest
 import tensorflow as tf
 
 from common import precision
-from common.precision import choose_precision
+from common.precision import choose_precision, has_amx
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,13 @@ def test_auto_follows_the_table(capabilities, amx, width, jit, chosen, monkeypat
     monkeypatch.setattr(precision, "has_amx", lambda: amx)
     assert choose_precision("auto", jit, width) == chosen
     assert choose_precision("mixed_float16", jit, width) == "mixed_float16"
+
+
+def test_amx_is_read_from_the_processors_flags(tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(precision, "Path", lambda path: file if path == "/proc/cpuinfo" else Path(path))
+    assert not has_amx()  # no such file, as on a Mac
+    file.write_text("flags : fpu avx512f avx512_bf16")
+    assert not has_amx()
+    file.write_text("flags : fpu avx512f amx_bf16 amx_tile")
+    assert has_amx()

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
+from common.labelled import Examples, LabelledTexts
 from common.models import BertTextClassifier, preprocessor
-from common.text_batches import encode, in_order, numbered_batches, with_labels
+from common.text_batches import checksums, encode, in_order, numbered_batches, with_labels
 from common.wordpiece import WordPieces
 
 WORDS = ["the", "a", "cat", "dog", "sees", "hears", "old", "young", "and"]
@@ -62,3 +63,20 @@ def test_rows_come_back_in_the_examples_order():
 
     batches = [(tf.constant([2, -1]), tf.constant([[2.0], [9.0]])), (tf.constant([1, 0]), tf.constant([[1.0], [0.0]]))]
     assert in_order(batches, 3).tolist() == [[0.0], [1.0], [2.0]]
+
+
+def test_a_checksum_is_of_the_texts_and_of_the_labels():
+    def checksum(text, label):
+        texts = LabelledTexts(["no", "yes"], {"train": Examples([(text,), ("dog",)], [label, 1], ["0", "1"])}, "")
+        return checksums({"train": encode(texts.splits["train"].texts, VOCABULARY, 8)}, texts)["train"]
+
+    assert checksum("cat", 0) == checksum("cat", 0)
+    assert len({checksum("cat", 0), checksum("cat", 1), checksum("old cat", 0)}) == 3
+
+
+def test_a_checksum_of_a_split_without_labels_is_of_its_texts():
+    def checksum(text):
+        texts = LabelledTexts(["no", "yes"], {"test": Examples([(text,)], None, ["0"])}, "")
+        return checksums({"test": encode(texts.splits["test"].texts, VOCABULARY, 8)}, texts)["test"]
+
+    assert checksum("cat") != checksum("dog")
