@@ -56,7 +56,7 @@ def test_a_compiled_model_has_it_and_is_described_as_before():
 
 
 def test_no_two_draws_of_a_run_have_the_same_seed():
-    """A layer's seed is two words: the replica is in the high half of the first, room for 65,536 draws in the second."""
+    """A seed is two words: the replica is in the high half of the first, and the second has room for 65,536 draws."""
     model = make_model(2, dropout=0.1)
     strategy = model.distribute_strategy
     own = [int(v.value[0]) for v in model.non_trainable_variables if v.name == "seed_generator_state"]
