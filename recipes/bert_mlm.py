@@ -203,7 +203,7 @@ def train_and_evaluate(config: Config) -> dict:
             **left,
             validation_data=distribute(strategy, batches("validation")),
             validation_steps=steps["validation"],
-            callbacks=[log, checkpoints, profile],
+            callbacks=[log, profile, checkpoints],
             verbose=1 if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
             shuffle=False,  # the batches come in their order already
         ).history

@@ -15,6 +15,7 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
+import tensorflow as tf
 from sklearn.metrics import accuracy_score, f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -228,6 +229,14 @@ def lines_in(path):
     return path.read_text().count("\n") if path.exists() else 0
 
 
+def validations_in(workdir):
+    """Of TensorBoard: the loss after each epoch, and at which steps the mistakes are shown."""
+    board = EventAccumulator(str(workdir / "tensorboard"), {"tensors": 0})
+    board.Reload()
+    losses = {event.step: float(tf.make_ndarray(event.tensor_proto)) for event in board.Tensors("validation/val_loss")}
+    return losses, {event.step for event in board.Tensors("validation/confusion")}
+
+
 def same_bits(ours, theirs):
     ours, theirs = (json.loads((workdir / "results.json").read_text()) for workdir in (ours, theirs))
     assert steps_of(ours) == steps_of(theirs) and predictions_of(ours) == predictions_of(theirs)
@@ -251,6 +260,7 @@ def test_killed_it_goes_on_with_the_same_bits(recipe, small, tmp_path):
         assert begun.wait(60) == status
         subprocess.run([*command(recipe, small, workdir, "run"), *more], check=True, stdout=subprocess.DEVNULL)
         assert 16 <= same_bits(workdir, tmp_path / "whole")["resumed_from_step"] < 52
+        assert validations_in(workdir) == validations_in(tmp_path / "whole")
 
 
 @RECIPES_IN_TIERS
