@@ -55,7 +55,7 @@ class Config:
     precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
     accumulate: int = 1  # parts in which a replica computes its batch, to save memory; the batch stays
     jit: bool = False  # compile each replica's forward and backward pass with XLA
-    steps_per_execution: int = 1  # steps in one call
+    steps_per_execution: int = 1  # steps in one call, whose end a signal to stop waits for
     seed: int = 0  # of weights, order, masks and dropout
     checkpoint_every: int = 100  # steps between two checkpoints, from which a run that was stopped goes on
     push_to: str = ""  # hf://user/name: upload the model in the background at each epoch's end

@@ -54,7 +54,7 @@ class Config:
     max_steps: int = 0  # end after this many steps; 0: no cap
     precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
     seed: int = 0  # of weights, order and dropout
-    steps_per_loop: int = 50  # steps in one call, after which the Controller logs
+    steps_per_loop: int = 50  # steps in one call at most, after which the Controller logs
     checkpoint_every: int = 200  # steps between two checkpoints, from which a run that was stopped goes on
     overwrite: bool = False  # start afresh in a workdir that holds a run
 
