@@ -129,6 +129,24 @@ def test_summaries(tmp_path):
     assert steps == train | {"validation/closeness": [4, 8]}
 
 
+def test_a_kill_after_a_checkpoint_takes_nothing_from_tensorboard(tmp_path):
+    def tags_in(folder):  # while the writer has it open, as a process that is killed would leave it
+        board = EventAccumulator(str(folder), {"tensors": 0})
+        board.Reload()
+        return board.Tags()["tensors"]
+
+    def act(step, output):
+        tf.summary.scalar("validation/of_an_action", 1.0, step=step)
+
+    _, controller = make(tmp_path, eval_actions=[act])
+    controller.train_and_evaluate(1, eval_interval=1)
+    assert "validation/of_an_action" in tags_in(tmp_path / "tensorboard")
+    with tf.summary.create_file_writer(str(tmp_path / "own")).as_default():
+        tf.summary.scalar("loss", 1.0, step=2)
+        controller.checkpoint_manager.save(2)
+        assert tags_in(tmp_path / "own") == ["loss"]
+
+
 def test_it_goes_on_where_it_was_stopped(tmp_path):
     whole, controller = make(tmp_path / "whole", steps_per_loop=4)
     output = controller.train_and_evaluate(20, eval_interval=10)
