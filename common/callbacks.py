@@ -58,7 +58,6 @@ class FitLog(StepLog, keras.callbacks.Callback):
             with self._board.as_default(step=self.step - len(values["loss"]) + i + 1):
                 for name, vector in shown.items():
                     tf.summary.scalar(f"train/{name}", vector[i])
-        self._board.flush()  # before a checkpoint says that these steps need not be done again
 
     def on_epoch_end(self, epoch, logs=None):
         """Writes the validation's values; the epoch's means are of all its steps, those before a restart too."""
@@ -68,6 +67,9 @@ class FitLog(StepLog, keras.callbacks.Callback):
         with self._board.as_default(step=self.step):
             for name in self.epoch:
                 tf.summary.scalar(f"validation/{name}", logs[f"val_{name}"])
+
+    def on_train_end(self, logs=None):
+        """Flushes TensorBoard's file."""
         self._board.flush()
 
 

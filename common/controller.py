@@ -180,7 +180,6 @@ class Controller:
         with self._board.as_default():
             for action in self.eval_actions:
                 action(self.global_step, output)
-        self._board.flush()
         return output
 
     def _run(self, steps: int, evaluates: Callable[[int], bool], eval_interval: int = sys.maxsize) -> Output | None:
