@@ -76,6 +76,10 @@ class FitLog(StepLog, keras.callbacks.Callback):
 class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
     """`Checkpoints` during `fit`: every so many steps, at each epoch's end, and when SIGTERM asks the process to stop.
 
+    After an epoch's last step, all of this waits for the validation and for the callbacks that stand before this one:
+    give it to `fit` as the last. A run that is killed meanwhile does some steps again, and then those too; one that is
+    asked to stop stops after them.
+
     Args:
         workdir: the run's folder.
         model: compiled, so that its optimizer has variables.
@@ -102,18 +106,19 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
     on_test_batch_begin = on_train_batch_begin
 
     def on_train_batch_end(self, batch, logs=None):
-        """Saves where it is time to, and stops where asked to."""
-        self.save_if_due(self.model.steps_done, steps=len(self.model.step_values["loss"]))
-        self.on_test_batch_end(batch)
-
-    def on_test_batch_end(self, batch, logs=None):
-        """Stops where asked to, in a validation too."""
-        if self.model.all_told_to_stop:
-            self.save_and_leave(self.model.steps_done)
+        """Saves where it is time to, and stops where asked to, but not after an epoch's last step."""
+        if not self.model.at_epoch_end:
+            self.save_if_due(self.model.steps_done, steps=len(self.model.step_values["loss"]))
+            self._leave_if_told()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Saves."""
+        """Saves, and stops where asked to."""
         self.save(self.model.steps_done)
+        self._leave_if_told()
+
+    def _leave_if_told(self) -> None:
+        if self.model.all_told_to_stop:
+            self.save_and_leave(self.model.steps_done)
 
     def on_train_end(self, logs=None):
         """Gives SIGTERM back its meaning."""

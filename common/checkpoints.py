@@ -73,6 +73,7 @@ class Checkpoints:
         """Writes a checkpoint, whole or not at all. A full disk is told of, and leaves the last good one."""
         if step == self.saved_step or not is_chief():
             return
+        tf.summary.flush()  # of the default writer: steps that are saved are not done, and so not shown, again
         try:
             self.manager.save(checkpoint_number=step)
             self.saved_step = step

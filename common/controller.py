@@ -22,6 +22,7 @@ from common.rendezvous import exchange
 from common.replicas import steps_in_one_call
 from common.runs import write_json
 
+LOOP_SECONDS = 5.0  # at most, as no signal is looked at while TensorFlow is in a loop
 Output = dict[str, float]
 Action = Callable[[int, Output], None]  # of the step and what the evaluation gave
 
@@ -109,13 +110,15 @@ class Evaluator:
 class Controller:
     """Trains and evaluates by turns, logs, saves, and goes on where it was stopped.
 
-    At SIGTERM, it stops after the loop at hand and a checkpoint, with status 143; of several workers, all do. Only the
-    chief saves and writes summaries.
+    At SIGTERM, it stops after the loop at hand and a checkpoint, with status 143; of several workers, all do. So that
+    this is soon, a loop has no more steps than the slowest worker does in 5 seconds, by its last loop; the first has
+    one. Only the chief saves and writes summaries.
 
     Args:
         trainer: None to evaluate only.
         evaluator: None to train only.
-        steps_per_loop: steps in one call. A loop ends earlier where an evaluation or the end is due.
+        steps_per_loop: steps in one call, at most. Loops end at its multiples, where an evaluation or the end is due,
+            and after some seconds; the steps do not depend on that.
         global_step: steps that the run has done before, as `Checkpoints.restore` returns them.
         checkpoint_manager: saves after the loops and evaluations that it is due after, and at the end.
         summary_dir: TensorBoard's folder; what the trainer gives goes to `train/`, the evaluator's to `validation/`.
@@ -146,6 +149,7 @@ class Controller:
         writes = summary_dir and is_chief()
         self._board = tf.summary.create_file_writer(str(summary_dir)) if writes else tf.summary.create_noop_writer()
         self.global_step = global_step
+        self._steps_in_time = 1
 
     def train(self, steps: int) -> None:
         """Trains until `global_step` is `steps`."""
@@ -184,27 +188,35 @@ class Controller:
             while self.global_step < steps:
                 before = self.global_step
                 ends = ((before // every + 1) * every for every in (self.steps_per_loop, eval_interval))
-                self._train_loop(min(steps, *ends) - before)
+                seconds = self._train_loop(min(steps, before + self._steps_in_time, *ends) - before)
                 if evaluates(self.global_step):
                     output = self.evaluate()
-                if self.checkpoint_manager:  # after the evaluation, which a run that goes on would not do again
-                    self._save(self.checkpoint_manager, before, steps)
+                # After the evaluation, which a run that goes on would not do again.
+                self._end_loop(before, steps, seconds)
         if output is None and evaluates(steps):
             output = self.evaluate()
         return output
 
-    def _train_loop(self, num_steps: int) -> None:
+    def _train_loop(self, num_steps: int) -> float:
         assert self.trainer, "the Controller was given no trainer"
         began = time.perf_counter()
         output = self.trainer.train(num_steps)
-        rate = num_steps / (time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        rate = num_steps / seconds
         before, self.global_step = self.global_step, self.global_step + num_steps
         print(f"train | step {self.global_step:6,} | {rate:6.1f} steps/s | {_shown(output)}", flush=True)
         if self.global_step // self.summary_interval > before // self.summary_interval:
             self._summarise("train", output | {"steps_per_second": rate})
+        return seconds
 
-    def _save(self, checkpoints: Checkpoints, before: int, last: int) -> None:
-        if any(theirs["stop"] for theirs in exchange({"stop": checkpoints.told_to_stop})):
+    def _end_loop(self, before: int, last: int, seconds: float) -> None:
+        checkpoints = self.checkpoint_manager
+        told = checkpoints is not None and checkpoints.told_to_stop
+        workers = exchange({"stop": told, "seconds": seconds / (self.global_step - before)})
+        self._steps_in_time = max(int(LOOP_SECONDS / max(theirs["seconds"] for theirs in workers)), 1)
+        if checkpoints is None:
+            return
+        if any(theirs["stop"] for theirs in workers):
             checkpoints.save_and_leave(self.global_step)
         checkpoints.save_if_due(self.global_step, self.global_step - before)
         if self.global_step == last:

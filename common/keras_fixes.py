@@ -42,6 +42,7 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
     Attributes of an instance:
         told_to_stop: set it True on any worker; after the step at hand, `all_told_to_stop` is True on every one.
         steps_done: steps that `fit` has done. Set it when a run goes on from a checkpoint.
+        at_epoch_end: whether the last of them is the last of its epoch, where `fit` was told `steps_per_epoch`.
         step_values: for the steps since the last callback, a dict of vectors: the metrics, the `learning_rate`, and
             `waited`, seconds that this worker waited for each batch.
     """
@@ -87,6 +88,10 @@ def data_parallel(task_class: type[keras.Model]) -> type[keras.Model]:
             # XLA cannot compile a function that touches another device's variables, as Keras's own step does
             # ("Trying to access resource ... located in device CPU:1"): this one is a pure function of tensors.
             self._gradients = tf.function(self._gradients_of_part, jit_compile=True) if jit else self._gradients_of_part
+
+        @property
+        def at_epoch_end(self):
+            return (self.steps_done - self._fit_began_at) % self._steps_per_epoch == 0
 
         @property
         def metrics(self):

@@ -2,6 +2,8 @@ import json
 import math
 import os
 import signal
+import threading
+import time
 
 import keras
 import numpy as np
@@ -97,27 +99,14 @@ def test_it_trains_and_evaluates_by_turns(tmp_path, capsys, replicas):
     seen = []
     model, controller = make(tmp_path, replicas, steps_per_loop=4, eval_actions=[lambda *given: seen.append(given)])
     output = controller.train_and_evaluate(20, eval_interval=6)
-    assert controller.trainer.loops == [
-        "begin",
-        4,
-        "begin",
-        2,
-        "begin",
-        2,
-        "begin",
-        4,
-        "begin",
-        4,
-        "begin",
-        2,
-        "begin",
-        2,
-    ]
+    loops = controller.trainer.loops
+    assert loops[::2] == ["begin"] * (len(loops) // 2) and loops[1] == 1  # of unknown speed
+    assert max(loops[1::2]) == 4 and {4, 6, 8, 12, 16, 18, 20} <= set(np.cumsum(loops[1::2]))
     assert [step for step, _ in seen] == [6, 12, 18, 20] and controller.evaluator.begun == 4
     assert seen[-1][1] == output and output["closeness"] > seen[0][1]["closeness"]
     np.testing.assert_allclose(model.get_weights()[0], TRUE, atol=0.2)
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[0].strip() for line in printed].count("train") == 7
+    assert [line.split("|")[0].strip() for line in printed].count("train") == len(loops) // 2
     assert "steps/s | loss" in printed[0]
 
 
@@ -140,6 +129,24 @@ def test_summaries(tmp_path):
     assert steps == train | {"validation/closeness": [4, 8]}
 
 
+def test_a_kill_after_a_checkpoint_takes_nothing_from_tensorboard(tmp_path):
+    def tags_in(folder):  # while the writer has it open, as a process that is killed would leave it
+        board = EventAccumulator(str(folder), {"tensors": 0})
+        board.Reload()
+        return board.Tags()["tensors"]
+
+    def act(step, output):
+        tf.summary.scalar("validation/of_an_action", 1.0, step=step)
+
+    _, controller = make(tmp_path, eval_actions=[act])
+    controller.train_and_evaluate(1, eval_interval=1)
+    assert "validation/of_an_action" in tags_in(tmp_path / "tensorboard")
+    with tf.summary.create_file_writer(str(tmp_path / "own")).as_default():
+        tf.summary.scalar("loss", 1.0, step=2)
+        controller.checkpoint_manager.save(2)
+        assert tags_in(tmp_path / "own") == ["loss"]
+
+
 def test_it_goes_on_where_it_was_stopped(tmp_path):
     whole, controller = make(tmp_path / "whole", steps_per_loop=4)
     output = controller.train_and_evaluate(20, eval_interval=10)
@@ -158,6 +165,32 @@ def test_it_goes_on_where_it_was_stopped(tmp_path):
     _, controller = make(tmp_path / "stopped", steps_per_loop=4)
     assert controller.train_and_evaluate(20, eval_interval=10) == output  # once more, where only this was left to do
     assert controller.trainer.loops == []
+
+
+def test_it_stops_soon_after_sigterm_however_many_steps_a_loop_may_have(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.controller.LOOP_SECONDS", 0.5)
+    _, controller = make(tmp_path, steps_per_loop=100)
+    step = controller.trainer.train_step
+
+    def slow_step(iterator):
+        with tf.control_dependencies([tf.py_function(lambda: time.sleep(0.05), [], [])]):
+            return step(iterator)
+
+    controller.trainer.train_step = slow_step  # a loop of 100 takes 5 s
+    told = []
+
+    def tell():
+        told.append(time.perf_counter())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(2.0, tell)
+    timer.start()
+    with pytest.raises(SystemExit) as ended:
+        controller.train(200)
+    assert ended.value.code == 143 and 3 < controller.global_step < 100
+    assert time.perf_counter() - told[0] < 2  # of which the loop has 0.5, and the checkpoint some
+    assert 4 <= max(controller.trainer.loops[1::2]) <= 10
+    assert controller.checkpoint_manager.saved_step == controller.global_step
 
 
 def test_checkpoints_are_written_where_due_and_at_the_end(tmp_path):

@@ -137,6 +137,19 @@ def test_the_gradient_of_the_whole_batch_is_clipped():
     assert norm > 0.1
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_in_float16_the_gradient_is_clipped_as_it_is_without_the_losss_scale(replicas):
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = make_model(replicas, clip_norm=0.01)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    before = weights_after(model)
+    fit(model, examples(8, WEIGHTS), 8)
+    assert model.optimizer.iterations.numpy() == 1  # not skipped for an overflow
+    assert np.linalg.norm(weights_after(model) - before) == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
 @pytest.mark.parametrize("replica", [0, 1])
 def test_an_overflow_on_one_replica_is_skipped_on_all(replica):
     keras.config.set_dtype_policy("mixed_float16")

@@ -349,7 +349,7 @@ def main(end):
         wait = t.keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epoch and sys.stdin.readline())
         checkpoints = FitCheckpoints(folder, save.args[0], 100)
         publish = stack.enter_context(t.Publish(t.URI, folder, save))
-        return [checkpoints, publish, wait]
+        return [publish, checkpoints, wait]
 
     with contextlib.ExitStack() as stack:
         t.fit(t.json.loads(sys.argv[3]), callbacks)
