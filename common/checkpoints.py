@@ -15,6 +15,7 @@ import tensorflow as tf
 from common.cluster import is_chief
 from common.command_line import UserError
 from common.rendezvous import exchange
+from common.run_folder import discard_replaced
 
 KEEP = 3
 
@@ -37,7 +38,7 @@ class Checkpoints:
 
     def __init__(self, workdir: Path, every: int, **objects):
         super().__init__()
-        self.every = every
+        self.workdir, self.every = workdir, every
         self.saved_step = 0
         self.told_to_stop = False
         checkpoint = tf.train.Checkpoint(**objects)
@@ -70,12 +71,16 @@ class Checkpoints:
         return self.saved_step
 
     def save(self, step: int) -> None:
-        """Writes a checkpoint, whole or not at all. A full disk is told of, and leaves the last good one."""
+        """Writes a checkpoint, whole or not at all. A full disk is told of, and leaves the last good one.
+
+        The run that `--overwrite` set aside is deleted then.
+        """
         if step == self.saved_step or not is_chief():
             return
         try:
             self.manager.save(checkpoint_number=step)
             self.saved_step = step
+            discard_replaced(self.workdir)
         except (tf.errors.OpError, OSError) as error:
             self._remove_unfinished()
             why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without TensorFlow's own places
@@ -109,7 +114,7 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         if is_chief():
-            for folder in Path(self.manager.directory).glob("*_temp"):
+            for folder in Path(self.manager.directory).glob("ckpt-*_temp"):
                 shutil.rmtree(folder)
 
 

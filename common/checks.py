@@ -53,6 +53,8 @@ def check_knobs(config: Any) -> None:
     if knobs.get("preset") and (config.model or knobs.get("vocabulary")):
         both = "--model" if config.model else "--vocabulary"
         raise UserError(f"--preset brings its own model and vocabulary: leave out {both}, or --preset")
+    for name in ("preset", "corpus", "vocabulary", "data"):
+        _check_not_in_workdir(knobs, name)
     if knobs.get("vocabulary"):
         load_wordpieces(config.vocabulary)
     if knobs.get("preset") and Path(config.preset).is_dir():
@@ -141,6 +143,20 @@ def check_sizes(sequences: dict[str, int], global_batch: int) -> None:
 def _require(holds: bool, knobs: dict[str, Any], name: str, what: str) -> None:
     if not holds:
         raise UserError(f"--{name.replace('_', '-')} must be {what}; got {knobs[name]}")
+
+
+def _check_not_in_workdir(knobs: dict[str, Any], name: str) -> None:
+    """What a run reads must outlive the run, which `--overwrite` deletes."""
+    value, workdir = knobs.get(name) or "", Path(knobs["workdir"]).resolve()
+    shards = name == "data" and "task" not in knobs  # which the run writes itself, by default there
+    if not value or "://" in value or not (shards or Path(value).exists()):  # a name, or missing and told of elsewhere
+        return
+    path = Path(value).resolve()
+    if path.is_relative_to(workdir) and not (shards and path == workdir / "data"):
+        raise UserError(
+            f"--{name} {value} lies in the work folder {knobs['workdir']}, of which a run may delete what it wrote. "
+            "Give another --workdir"
+        )
 
 
 def _check_preset_folder(folder: Path, seq_length: int) -> None:

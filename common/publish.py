@@ -111,8 +111,8 @@ class Publish(keras.callbacks.Callback):
         return unfinished.rename(whole)
 
     def _remove_old(self) -> None:
-        folders = sorted(self.folder.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
-        for folder in folders[:-KEEP]:
+        folders = [folder for folder in self.folder.glob("step-*") if folder.name.removeprefix("step-").isdecimal()]
+        for folder in sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))[:-KEEP]:
             if folder != self._uploading:
                 shutil.rmtree(folder)
 

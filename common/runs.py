@@ -5,9 +5,6 @@ import dataclasses
 import fcntl
 import hashlib
 import importlib.metadata
-import json
-import os
-import shutil
 import uuid
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,6 +12,7 @@ from typing import Any, TextIO
 from common.cluster import is_chief, worker_index
 from common.command_line import UserError
 from common.rendezvous import exchange
+from common.run_folder import bring_back, holds_run, read_json, refuse_other_files, set_aside, write_json
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed
@@ -87,7 +85,7 @@ class Run:
 
 
 def open_run(recipe: str, config: Any) -> Run:
-    """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, writes nothing.
+    """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, it does neither.
 
     Of several workers, which must have joined, the chief does it, and the others look on.
 
@@ -97,8 +95,8 @@ def open_run(recipe: str, config: Any) -> Run:
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
-            or with other knobs (`FREE_KNOBS` excepted); when workers were started with different knobs, code or
-            packages, or do not share the folder.
+            or with other knobs (`FREE_KNOBS` excepted), or no run, but files by the names of one's; when workers were
+            started with different knobs, code or packages, or do not share the folder.
     """
     workdir = Path(config.workdir)
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
@@ -111,8 +109,7 @@ def open_run(recipe: str, config: Any) -> Run:
             error = str(refused)
     token = exchange({"error": error, "token": token})[0]["token"]  # now the chief has opened it
     if run is None:
-        begun = (workdir / "config.json").is_file()
-        run = Run(workdir, _saved_config(workdir, wanted) if begun else wanted, _results(workdir), None)
+        run = _look_at(workdir, wanted, None)
     shared = wanted.get("dry_run") or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
     unseen = (
         f"worker {worker_index()} does not see the chief's work folder {workdir}. "
@@ -122,24 +119,21 @@ def open_run(recipe: str, config: Any) -> Run:
     return run
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes whole or not at all: a reader never finds half a file."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
-
-
 def _open(workdir: Path, wanted: dict[str, Any], token: str) -> Run:
-    lock = None if wanted.get("dry_run") else _locked(workdir, token)
-    if wanted["overwrite"] and lock:
-        _clear(workdir)
-    begun = (workdir / "config.json").is_file() and not wanted["overwrite"]
-    return Run(workdir, _saved_config(workdir, wanted) if begun else wanted, _results(workdir) if lock else None, lock)
+    if wanted.get("dry_run"):
+        return _look_at(workdir, wanted, None)
+    refuse_other_files(workdir)
+    lock = _locked(workdir, token)
+    bring_back(workdir)
+    if wanted["overwrite"] and holds_run(workdir):
+        set_aside(workdir)
+    return _look_at(workdir, wanted, lock)
 
 
-def _results(workdir: Path) -> dict[str, Any] | None:
-    path = workdir / "results.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None) -> Run:
+    if wanted.get("dry_run") or not holds_run(workdir):
+        return Run(workdir, wanted, None, lock)
+    return Run(workdir, _saved_config(workdir, wanted), read_json(workdir / "results.json"), lock)
 
 
 def _refuse_other_workers(wanted: dict[str, Any]) -> None:
@@ -174,25 +168,12 @@ def _locked(workdir: Path, token: str) -> TextIO:
 
 
 def _saved_config(workdir: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    try:
-        saved = json.loads((workdir / "config.json").read_text())
-        different = [name for name in wanted if name not in FREE_KNOBS and saved[name] != wanted[name]]
-    except (ValueError, KeyError) as error:
-        raise UserError(
-            f"{workdir}/config.json is not of this program. Give another --workdir, or --overwrite"
-        ) from error
+    saved = read_json(workdir / "config.json") or {}
+    different = [name for name in wanted if name not in FREE_KNOBS and saved.get(name) != wanted[name]]
     if different:
         raise UserError(
             f"{workdir} holds a run with other knobs: "
-            + ", ".join(f"{name} {saved[name]!r}, not {wanted[name]!r}" for name in different)
+            + ", ".join(f"{name} {saved.get(name)!r}, not {wanted[name]!r}" for name in different)
             + ". Give another --workdir, or --overwrite to start afresh"
         )
     return saved
-
-
-def _clear(workdir: Path) -> None:
-    """Removes what a run writes, and nothing else."""
-    for name in ("config.json", "results.json", "steps.jsonl", "best.json"):
-        (workdir / name).unlink(missing_ok=True)
-    for name in ("tensorboard", "checkpoints", "preset", "best", "predictions", "snapshots", "tokens", "data"):
-        shutil.rmtree(workdir / name, ignore_errors=True)

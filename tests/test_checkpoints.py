@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,28 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so(wikitext, undis
     assert "_temp" not in afterwards and "going on from step 8" in afterwards
     results = json.loads((copy / "results.json").read_text())
     assert_same(results | {"config": results["config"] | {"workdir": str(copy)}}, undisturbed)
+
+
+@pytest.mark.slow
+def test_overwrite_lets_go_of_the_old_run_at_the_first_checkpoint_of_the_new(wikitext, undisturbed, tmp_path):
+    workdir, replaced = tmp_path / "run", tmp_path / "run/.replaced"
+    shutil.copytree(undisturbed["config"]["workdir"], workdir)
+    anew = command(wikitext, workdir, "--seed", "1", "--overwrite", "--checkpoint-every", "99")
+
+    def killed_when(seen):
+        process = subprocess.Popen(anew, stdout=subprocess.DEVNULL)
+        while not seen():
+            assert process.poll() is None
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+
+    killed_when(lambda: (replaced / "config.json").exists() and steps_in(workdir) > 1)
+    output, results = go_on(wikitext, workdir)
+    assert "The run that was set aside" in output and "is complete" in output and results == undisturbed
+    killed_when(lambda: not replaced.exists() and 8 < steps_in(workdir) < STEPS)  # an epoch is 8
+    refused = subprocess.run(command(wikitext, workdir), capture_output=True, text=True)
+    assert refused.returncode == 2 and "seed 1, not 0" in refused.stderr
 
 
 @pytest.mark.long
