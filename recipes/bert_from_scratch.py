@@ -60,7 +60,7 @@ class Config:
     checkpoint_every: int = 100  # steps between two checkpoints, from which a run that was stopped goes on
     push_to: str = ""  # hf://user/name: upload the model in the background at each epoch's end
     profile_steps: str = ""  # A-B: trace these steps for TensorBoard's profile tab
-    dry_run: bool = False  # write the shards and print the plan, train nothing
+    dry_run: bool = False  # print the plan, train nothing, write nothing
     overwrite: bool = False  # start afresh in a workdir that holds a run
 
     def __post_init__(self):
@@ -98,7 +98,7 @@ from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
 from common.shard_reader import decode_sequences, read_shards, steps_in_shards
-from common.shards import Shards, find_shards, open_shards, write_shards
+from common.shards import Shards, find_shards, folder_of_dry_run, open_shards, write_shards
 from common.sizes import dimensions
 from common.speed import peak_tokens_per_second
 from common.strategy import distribute, make_strategy
@@ -107,20 +107,25 @@ from common.wordpiece import train_wordpieces
 
 def make_datasets(config: Config) -> Shards:
     """The tokenizer and the shards: found, or written by the chief while other workers wait."""
-    folder = config.data or os.path.join(config.workdir, "data")
+    folder, scratch = config.data or os.path.join(config.workdir, "data"), os.path.join(config.workdir, "tokens")
 
     def write() -> None:
+        nonlocal folder, scratch
         knobs = ("architecture", "vocabulary_size", "seq_length", "shards")
         made_from = {"corpus": fingerprint(config.corpus)} | {name: getattr(config, name) for name in knobs}
+        if config.dry_run:  # leaves nothing
+            folder = scratch = folder_of_dry_run(config.data, made_from)
         if not find_shards(folder, made_from):
             corpus = open_corpus(config.corpus)
             text, size = corpus["train"], config.vocabulary_size
             bert = config.architecture == "bert"
             vocabulary: Vocabulary = train_wordpieces(text, size) if bert else train_byte_pairs(text, size)
-            scratch = os.path.join(config.workdir, "tokens")
             write_shards(corpus, vocabulary, config.seq_length, config.shards, folder, scratch, made_from)
 
-    chief_alone(write)
+    if config.dry_run:  # each worker for itself
+        write()
+    else:
+        chief_alone(write)
     return open_shards(folder)
 
 
