@@ -121,25 +121,6 @@ def check_push_to(uri: str) -> None:
         raise UserError("--push-to needs a token of the Hugging Face Hub: run `hf auth login`, or set HF_TOKEN")
 
 
-def check_sizes(sequences: dict[str, int], global_batch: int) -> None:
-    """Checks that there is enough text for a batch, and some to validate on.
-
-    Args:
-        sequences: in each split.
-        global_batch: sequences in a step, over all replicas.
-
-    Raises:
-        UserError: when there is not.
-    """
-    if sequences["train"] < global_batch:
-        raise UserError(
-            f"the corpus makes {sequences['train']} training sequences, too few for one batch of {global_batch}. "
-            "Give more text, or a smaller --batch-size or --seq-length"
-        )
-    if not sequences["validation"]:
-        raise UserError("no text was left for validation. Give more text, or a folder with a wiki.valid.tokens")
-
-
 def _require(holds: bool, knobs: dict[str, Any], name: str, what: str) -> None:
     if not holds:
         raise UserError(f"--{name.replace('_', '-')} must be {what}; got {knobs[name]}")

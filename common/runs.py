@@ -9,9 +9,9 @@ import uuid
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.cluster import is_chief, worker_index
+from common.cluster import is_chief, num_workers, worker_index
 from common.command_line import UserError
-from common.rendezvous import exchange
+from common.rendezvous import agree, exchange
 from common.run_folder import bring_back, holds_run, read_json, refuse_other_files, set_aside, write_json
 
 ROOT = Path(__file__).parent.parent
@@ -58,8 +58,11 @@ class Run:
         A run that goes on keeps its global batch and its peak for any number of replicas; a new one notes them.
 
         Raises:
-            UserError: when the replicas cannot share that global batch, or the batch size given does not make it.
+            UserError: when the replicas cannot share that global batch, or the batch size given does not make it; when
+                workers have different devices, or chose different precisions.
         """
+        own = {"replicas": replicas // num_workers(), "precision": self.saved.get("chosen_precision")}
+        agree(own, "has other devices than the chief, or --precision auto chose otherwise there")
         total = self.keep("global_batch_size", config.batch_size * replicas)
         if total % replicas or config.batch_size not in (self.saved["batch_size"], total // replicas):
             raise UserError(
@@ -68,15 +71,25 @@ class Run:
             )
         return total // replicas, self.keep("peak_learning_rate", peak_learning_rate)
 
-    def check_data(self, checksums: dict[str, int]) -> None:
-        """Refuses to go on with other data than the run began with: a file may have changed since.
+    def check_data(self, sizes: dict[str, int], checksums: dict[str, int]) -> None:
+        """Refuses data that is too little, or other than the run began with, or than another worker's.
 
         Args:
+            sizes: examples in each split.
             checksums: of each split's data.
 
         Raises:
-            UserError: when one is another.
+            UserError: when it is; on all workers.
         """
+        own = {f"examples of {split}": size for split, size in sizes.items()}
+        agree(own | {f"checksum of {split}": crc for split, crc in checksums.items()}, "has other data than the chief")
+        if sizes["train"] < self.saved["global_batch_size"]:
+            raise UserError(
+                f"the data makes {sizes['train']} training examples, too few for one batch of "
+                f"{self.saved['global_batch_size']}. Give more of it, or a smaller --batch-size or --seq-length"
+            )
+        if not sizes["validation"]:
+            raise UserError("no text was left for validation. Give more text, or a folder with a wiki.valid.tokens")
         if self.keep("data_checksums", checksums) != checksums:
             raise UserError(
                 f"the text or the vocabulary has changed since the run in {self.workdir} began. "
@@ -141,13 +154,7 @@ def _refuse_other_workers(wanted: dict[str, Any]) -> None:
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     own = {"--" + name.replace("_", "-"): value for name, value in wanted.items()} | {"code": code} | versions
-    chiefs, *others = exchange(own)
-    for index, theirs in enumerate(others, 1):
-        different = [
-            f"{name} {value!r}, not {chiefs[name]!r}" for name, value in theirs.items() if value != chiefs[name]
-        ]
-        if different:
-            raise UserError(f"worker {index} was started differently from the chief: {', '.join(different)}")
+    agree(own, "was started differently from the chief")
 
 
 def _locked(workdir: Path, token: str) -> TextIO:

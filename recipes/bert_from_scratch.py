@@ -22,7 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is o
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from common.checks import check_accumulate, check_knobs, check_sizes, step_range
+from common.checks import check_accumulate, check_knobs, step_range
 from common.command_line import parse, run
 from common.scaling import LearningRateScaling
 
@@ -87,7 +87,7 @@ from common.losses import CrossEntropy
 from common.masking import MaskingRule, mask_tokens
 from common.metrics import unigram_loss
 from common.model_card import model_card
-from common.models import masked_lm_from_size, save_preset
+from common.models import masked_lm_from_size, model_width, save_preset
 from common.optimizers import make_optimizer
 from common.plan import print_plan
 from common.precision import choose_precision
@@ -99,7 +99,6 @@ from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
 from common.shard_reader import decode_sequences, read_shards, steps_in_shards
 from common.shards import Shards, find_shards, folder_of_dry_run, open_shards, write_shards
-from common.sizes import dimensions
 from common.speed import peak_tokens_per_second
 from common.strategy import distribute, make_strategy
 from common.wordpiece import train_wordpieces
@@ -117,9 +116,8 @@ def make_datasets(config: Config) -> Shards:
             folder = scratch = folder_of_dry_run(config.data, made_from)
         if not find_shards(folder, made_from):
             corpus = open_corpus(config.corpus)
-            text, size = corpus["train"], config.vocabulary_size
-            bert = config.architecture == "bert"
-            vocabulary: Vocabulary = train_wordpieces(text, size) if bert else train_byte_pairs(text, size)
+            train = train_wordpieces if config.architecture == "bert" else train_byte_pairs
+            vocabulary: Vocabulary = train(corpus["train"], config.vocabulary_size)
             write_shards(corpus, vocabulary, config.seq_length, config.shards, folder, scratch, made_from)
 
     if config.dry_run:  # each worker for itself
@@ -174,18 +172,16 @@ def train_and_evaluate(config: Config) -> dict:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
         return run.results
     keras.utils.set_random_seed(config.seed)
-    precision = choose_precision(config.precision, config.jit, dimensions(config.model)["hidden_dim"])
+    precision = choose_precision(config.precision, config.jit, model_width("", config.model))
     keras.config.set_dtype_policy(run.keep("chosen_precision", precision))
     replicas = strategy.num_replicas_in_sync
     scaled_rate = config.learning_rate * learning_rate_factor(config.lr_scaling, replicas)
     batch_size, peak_rate = run.split(config, replicas, scaled_rate)
     check_accumulate(config.accumulate, batch_size)
     global_batch = global_batch_size(batch_size, replicas)
-
     shards = make_datasets(config)
     sizes = shards.sizes()
-    check_sizes(sizes, global_batch)
-    run.check_data(shards.checksums())
+    run.check_data(sizes, shards.checksums())
     steps = {split: steps_in_shards(shards.files(split), global_batch) for split in sizes}
     total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(peak_rate, int(config.warmup * total_steps), total_steps, config.decay_power)
@@ -223,7 +219,6 @@ def train_and_evaluate(config: Config) -> dict:
                 shuffle=False,  # the batches come in their order already
             ).history
         scores["validation"] = {name: history[f"val_{name}"][-1] for name in ("loss", "accuracy")}
-
     for split in [split for split in sizes if split != "train" and split not in scores]:
         scores[split] = model.evaluate(
             distribute(strategy, batches(split)), steps=steps[split], return_dict=True, verbose=0
@@ -236,8 +231,7 @@ def train_and_evaluate(config: Config) -> dict:
         labels = (y[w > 0] for _, y, w in batches(split)())
         unigram = unigram_loss(shards.token_counts(), labels, never_masked)
         results |= language_model_scores(split, score["loss"], score["accuracy"], unigram)
-    preset = run.workdir / "preset"
-    save(preset)
+    save(preset := run.workdir / "preset")
     (preset / "README.md").write_text(model_card(results), encoding="utf-8")
     write_json(run.workdir / "results.json", results)
     publish.finish(preset)

@@ -121,7 +121,7 @@ LATER = [
     ),
     ("--preset bert_tiny_en_uncased", "Give a KerasHub name, which needs a network on first use, or a folder"),
     ("--corpus wikitext-2", "cannot fetch Salesforce/wikitext from the Hugging Face Hub"),
-    ("--corpus {files}/good.txt", "too few for one batch of 32. Give more text, or a smaller --batch-size"),
+    ("--corpus {files}/good.txt", "too few for one batch of 32. Give more of it, or a smaller --batch-size"),
     ("--workdir {files}/good.txt/run", "cannot write to the work folder"),
     ("--workdir {files}/other_run --overwrite", "other_run holds config.json, but no run: its config.json is missing"),
 ]

@@ -227,10 +227,19 @@ def test_a_file_that_is_not_json_is_no_end(config):
 
 
 def test_a_run_goes_on_with_the_same_data_only(config):
-    reopen(config).check_data({"train": 7})
-    reopen(config).check_data({"train": 7})
+    def checked(sizes, checksums):
+        run = reopen(config)
+        run.split(config, replicas=2, peak_learning_rate=0.1)
+        run.check_data(sizes, checksums)
+
+    sizes = {"train": 16, "validation": 1}
+    for too_little in ({"train": 15}, {"validation": 0}):
+        with pytest.raises(UserError, match="too few for one batch of 16|no text was left for validation"):
+            checked(sizes | too_little, {"train": 1})
+    checked(sizes, {"train": 7})  # more of it than was refused
+    checked(sizes, {"train": 7})
     with pytest.raises(UserError, match="has changed since the run"):
-        reopen(config).check_data({"train": 8})
+        checked(sizes, {"train": 8})
 
 
 def test_a_dry_run_writes_nothing(config):
