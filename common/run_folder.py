@@ -100,7 +100,7 @@ def discard_replaced(workdir: Path) -> None:
     """Deletes the run that was set aside, if there is one."""
     if is_set_aside(workdir):
         os.replace(workdir / REPLACED, workdir / DISCARDED)  # at once: half of a run must not come back
-        shutil.rmtree(workdir / DISCARDED)
+        shutil.rmtree(workdir / DISCARDED, ignore_errors=True)  # what is left, the next start deletes
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -120,11 +120,18 @@ def write_json(path: Path, content: Any) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Writes a text as `write_json` does."""
     unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # or the new name could be on the disk before the text
+    unfinished.write_text(text, encoding="utf-8")
+    flush(unfinished)  # or the new name could be on the disk before the text
     os.replace(unfinished, path)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file's content is on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _written(folder: Path) -> list[Path]:
