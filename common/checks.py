@@ -63,6 +63,8 @@ def check_knobs(config: Any) -> None:
         dimensions(config.model)
     if knobs.get("architecture") == "roberta":
         _require(config.vocabulary_size >= 261, knobs, "vocabulary_size", "at least 261: 256 bytes, 5 special tokens")
+    if knobs.get("push_public") and not knobs["push_to"]:
+        raise UserError("--push-public is for uploads: say where to with --push-to hf://user/name, or leave it out")
     check_push_to(knobs.get("push_to", ""))
     if "task" in knobs:
         open_examples(config.task, config.data, config.text_columns, config.label_column)

@@ -19,7 +19,8 @@ PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose 
 
 # Knobs that may differ when a run goes on: they do not change what it computes.
 FREE_KNOBS = (
-    *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps", "push_to"),
+    *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps"),
+    *("push_to", "push_public"),
     *("replicas", "batch_size", "accumulate", "jit", "steps_per_execution", "steps_per_loop"),
 )
 

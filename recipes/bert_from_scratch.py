@@ -58,7 +58,8 @@ class Config:
     steps_per_execution: int = 1  # steps in one call
     seed: int = 0  # of weights, order, masks and dropout
     checkpoint_every: int = 100  # steps between two checkpoints, from which a run that was stopped goes on
-    push_to: str = ""  # hf://user/name: upload the model in the background at each epoch's end
+    push_to: str = ""  # hf://user/name: upload the model in the background at each epoch's end; private, if new
+    push_public: bool = False  # make that repository for all to see
     profile_steps: str = ""  # A-B: trace these steps for TensorBoard's profile tab
     dry_run: bool = False  # print the plan, train nothing, write nothing
     overwrite: bool = False  # start afresh in a workdir that holds a run
@@ -204,7 +205,7 @@ def train_and_evaluate(config: Config) -> dict:
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), peak)
     profile = Profile(run.workdir, step_range(config.profile_steps))
     save = functools.partial(save_preset, model, shards.vocabulary, config.seq_length)
-    publish = Publish(config.push_to, run.workdir, save)
+    publish = Publish(config.push_to, config.push_public, run.workdir, save)
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     scores = {}
     for left in epochs_left(log.step, steps["train"], total_steps):
