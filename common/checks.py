@@ -155,8 +155,9 @@ def _check_preset_folder(folder: Path, seq_length: int) -> None:
         raise UserError(f"{folder} is no BERT preset; give a folder that save_to_preset made") from error
     if seq_length > positions:
         raise UserError(f"--seq-length {seq_length} is more than the {positions} positions of the preset {folder}")
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"the preset {folder} has no tokenizer.json, the tokenizer that its model was trained with")
+    files = ("tokenizer.json", "vocab.txt") if "model_type" in settings else ("tokenizer.json",)
+    if not any((folder / name).is_file() for name in files):
+        raise UserError(f"the preset {folder} has no {' or '.join(files)}, the tokenizer its model was trained with")
     words = folder / "assets/tokenizer/vocabulary.txt"
     if words.is_file() and (found := len(words.read_text(encoding="utf-8").splitlines())) != pieces:
         raise UserError(f"{words} has {found} pieces, and the preset's model {pieces}: they do not belong together")

@@ -94,7 +94,7 @@ GLUE = [
     ),
     ("--task own --data {files}/reviews.csv --text-columns text --label-column stars", "reviews.csv, line 3: "),
     ("--workdir {files} --task own --data {files}/good.csv", "/good.csv lies in the work folder"),
-    ("--preset {files}/untold", "has no tokenizer.json, the tokenizer that its model was trained with"),
+    ("--preset {files}/untold", "has no tokenizer.json, the tokenizer its model was trained with"),
     ("--preset {files}/mixed_up", "has 6 pieces, and the preset's model 9: they do not belong together"),
     ("--preset {files}/preset", "--seq-length 128 is more than the 64 positions of the preset"),
     ("--preset bert_tiny_en_uncased --model base", "leave out --model, or --preset"),
