@@ -242,7 +242,16 @@ def test_a_run_goes_on_with_the_same_data_only(config):
         checked(sizes, {"train": 8})
 
 
-def test_a_dry_run_writes_nothing(config):
-    run = open_run("a", dataclasses.replace(config, dry_run=True))
+def test_a_dry_run_writes_nothing_and_takes_no_notice_of_a_run(config):
+    dry = dataclasses.replace(config, dry_run=True, seed=1)
+    run = open_run("a", dry)
     assert run.split(config, replicas=2, peak_learning_rate=0.1) == (8, 0.1)
     assert not run.workdir.exists()
+    reopen(config).split(config, replicas=4, peak_learning_rate=0.4)
+    write_json(run.workdir / "results.json", {"steps": 3})
+    before = files_in(run.workdir)
+    for recipe, overwrite in (("a", False), ("b", True)):
+        run = open_run(recipe, dataclasses.replace(dry, overwrite=overwrite))
+        assert run.results is None and run.split(config, replicas=2, peak_learning_rate=0.1) == (8, 0.1)
+        run.check_data({"train": 16, "validation": 1}, {"train": 9})
+    assert files_in(run.workdir) == before
