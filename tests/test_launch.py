@@ -258,6 +258,22 @@ def test_restarts_are_used_up_and_the_cause_is_named(tmp_path):
     assert "1 restart(s) left" in errors and "0 restart(s) left" in errors and "Traceback" not in output + errors
 
 
+@pytest.mark.slow
+def test_a_death_before_the_first_checkpoint_begins_anew(tmp_path):
+    workdir = tmp_path / "run"
+    knobs = (*KNOBS, "--checkpoint-every", 99, "--workdir", workdir)
+    assert finish(start("run", "bert_mlm", *knobs, "--max-steps", 2))[0] == 0
+    words = (*knobs, "--seed", 1, "--max-steps", 25, "--overwrite")
+    launcher = start("launch", "--workers", 2, "--restarts", 1, "bert_mlm", *words)
+    wait_for(workdir / ".replaced/config.json", 9)
+    wait_for(workdir / "steps.jsonl", 1)
+    os.kill(children(launcher.pid)[1], signal.SIGKILL)
+    status, output, errors = finish(launcher)
+    assert status == 0 and "1 restart(s) left" in errors and "The run that was set aside in" in output
+    assert results_of(workdir)["config"]["seed"] == 1 and results_of(workdir)["resumed_from_step"] is None
+    assert not (workdir / ".replaced").exists()
+
+
 def by_hand(words, folders, roots=(ROOT, ROOT), code=None):
     """Two workers, each with words, a current folder and a project of its own; their status and errors."""
     addresses = free_addresses(2)
