@@ -15,6 +15,7 @@ import tensorflow as tf
 from common.cluster import is_chief
 from common.command_line import UserError
 from common.rendezvous import exchange
+from common.run_folder import discard_replaced, flush
 
 KEEP = 3
 
@@ -37,11 +38,17 @@ class Checkpoints:
 
     def __init__(self, workdir: Path, every: int, **objects):
         super().__init__()
-        self.every = every
+        self.workdir, self.every = workdir, every
         self.saved_step = 0
         self.told_to_stop = False
-        checkpoint = tf.train.Checkpoint(**objects)
-        self.manager = tf.train.CheckpointManager(checkpoint, str(workdir / "checkpoints"), KEEP)
+        self.folder = workdir / "checkpoints"
+        self._checkpoint = tf.train.Checkpoint(**objects)
+        self._damaged: list[int] = []
+
+    def steps(self) -> list[int]:
+        """Those of which there is a checkpoint, by the files themselves: a list of them could be lost."""
+        names = [path.stem.removeprefix("ckpt-") for path in self.folder.glob("ckpt-*.index")]
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
         """Takes up the newest checkpoint that can be read, and returns its step; 0 where there is none.
@@ -53,37 +60,53 @@ class Checkpoints:
             UserError: when there are checkpoints, and none can be read.
         """
         self._remove_unfinished()
-        for path in reversed(self.manager.checkpoints):
+        self._damaged = []
+        for step in reversed(self.steps()):
             try:
-                self.manager.checkpoint.restore(path).assert_existing_objects_matched()
-                self.saved_step = int(path.rsplit("-", 1)[1])
+                self._checkpoint.read(self._prefix(step)).assert_existing_objects_matched()
+                self.saved_step = step
                 break
             except (tf.errors.OpError, AssertionError, ValueError, IndexError) as error:
-                print(f"The checkpoint {path} is damaged ({type(error).__name__}): going back to the one before it.")
+                self._damaged.append(step)
+                print(
+                    f"The checkpoint {self._prefix(step)} is damaged ({type(error).__name__}): "
+                    "going back to the one before it."
+                )
         else:
-            if self.manager.checkpoints:
-                raise UserError(f"no checkpoint in {self.manager.directory} can be read; --overwrite starts afresh")
+            if self._damaged:
+                raise UserError(f"no checkpoint in {self.folder} can be read; --overwrite starts afresh")
             init_fn()
         steps = [theirs["step"] for theirs in exchange({"step": self.saved_step})]
         if len(set(steps)) > 1:
-            raise UserError(f"the workers have found different checkpoints in {self.manager.directory}: steps {steps}")
+            raise UserError(f"the workers have found different checkpoints in {self.folder}: steps {steps}")
         return self.saved_step
 
     def save(self, step: int) -> None:
-        """Writes a checkpoint, whole or not at all. A full disk is told of, and leaves the last good one."""
+        """Writes a checkpoint, whole or not at all. A full disk is told of, and leaves the last good one.
+
+        The run that `--overwrite` set aside is deleted then.
+        """
         if step == self.saved_step or not is_chief():
             return
         tf.summary.flush()  # of the default writer: steps that are saved are not done, and so not shown, again
         try:
-            self.manager.save(checkpoint_number=step)
-            self.saved_step = step
+            if (record := self.workdir / "steps.jsonl").exists():
+                flush(record)  # a checkpoint on the disk has the lines of its steps there too
+            self._checkpoint.write(self._prefix(step))
+            for path in self.folder.glob(f"ckpt-{step}.*"):
+                flush(path)
         except (tf.errors.OpError, OSError) as error:
+            self._remove(step)
             self._remove_unfinished()
             why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without TensorFlow's own places
             print(
                 f"\nNo checkpoint of step {step} ({why}). The last good one is of step {self.saved_step}.",
                 flush=True,
             )
+        else:
+            self.saved_step = step
+            self._remove_old()
+            discard_replaced(self.workdir)
 
     def save_if_due(self, step: int, steps: int = 1) -> None:
         """Saves if it is time to after the step; `steps` have been done since it was last asked."""
@@ -108,10 +131,28 @@ class Checkpoints:
     def __exit__(self, *_):
         signal.signal(signal.SIGTERM, self._handler)
 
+    def _prefix(self, step: int) -> str:
+        return str(self.folder / f"ckpt-{step}")
+
+    def _remove_old(self) -> None:
+        """Leaves the newest that can be read, now that one more is whole."""
+        self._damaged = [step for step in self._damaged if step != self.saved_step]
+        readable = [step for step in self.steps() if step not in self._damaged]
+        for step in {*self._damaged, *readable[:-KEEP]} - {self.saved_step}:
+            self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        for pattern in ("index", "data-*"):  # in this order: what has an index has its data
+            for path in self.folder.glob(f"ckpt-{step}.{pattern}"):
+                path.unlink()
+
     def _remove_unfinished(self) -> None:
         if is_chief():
-            for folder in Path(self.manager.directory).glob("*_temp"):
+            for folder in self.folder.glob("ckpt-*_temp"):
                 shutil.rmtree(folder)
+            for path in self.folder.glob("ckpt-*.data-*"):
+                if not (self.folder / f"{path.stem}.index").exists():
+                    path.unlink()
 
 
 def epochs_left(step: int, steps_per_epoch: int, last_step: int) -> Iterator[dict[str, int]]:

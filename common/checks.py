@@ -53,6 +53,8 @@ def check_knobs(config: Any) -> None:
     if knobs.get("preset") and (config.model or knobs.get("vocabulary")):
         both = "--model" if config.model else "--vocabulary"
         raise UserError(f"--preset brings its own model and vocabulary: leave out {both}, or --preset")
+    for name in ("preset", "corpus", "vocabulary", "data"):
+        _check_not_in_workdir(knobs, name)
     if knobs.get("vocabulary"):
         load_wordpieces(config.vocabulary)
     if knobs.get("preset") and Path(config.preset).is_dir():
@@ -61,6 +63,8 @@ def check_knobs(config: Any) -> None:
         dimensions(config.model)
     if knobs.get("architecture") == "roberta":
         _require(config.vocabulary_size >= 261, knobs, "vocabulary_size", "at least 261: 256 bytes, 5 special tokens")
+    if knobs.get("push_public") and not knobs["push_to"]:
+        raise UserError("--push-public is for uploads: say where to with --push-to hf://user/name, or leave it out")
     check_push_to(knobs.get("push_to", ""))
     if "task" in knobs:
         open_examples(config.task, config.data, config.text_columns, config.label_column)
@@ -119,28 +123,23 @@ def check_push_to(uri: str) -> None:
         raise UserError("--push-to needs a token of the Hugging Face Hub: run `hf auth login`, or set HF_TOKEN")
 
 
-def check_sizes(sequences: dict[str, int], global_batch: int) -> None:
-    """Checks that there is enough text for a batch, and some to validate on.
-
-    Args:
-        sequences: in each split.
-        global_batch: sequences in a step, over all replicas.
-
-    Raises:
-        UserError: when there is not.
-    """
-    if sequences["train"] < global_batch:
-        raise UserError(
-            f"the corpus makes {sequences['train']} training sequences, too few for one batch of {global_batch}. "
-            "Give more text, or a smaller --batch-size or --seq-length"
-        )
-    if not sequences["validation"]:
-        raise UserError("no text was left for validation. Give more text, or a folder with a wiki.valid.tokens")
-
-
 def _require(holds: bool, knobs: dict[str, Any], name: str, what: str) -> None:
     if not holds:
         raise UserError(f"--{name.replace('_', '-')} must be {what}; got {knobs[name]}")
+
+
+def _check_not_in_workdir(knobs: dict[str, Any], name: str) -> None:
+    """What a run reads must outlive the run, which `--overwrite` deletes."""
+    value, workdir = knobs.get(name) or "", Path(knobs["workdir"]).resolve()
+    shards = name == "data" and "task" not in knobs  # which the run writes itself, by default there
+    if not value or "://" in value or not (shards or Path(value).exists()):  # a name, or missing and told of elsewhere
+        return
+    path = Path(value).resolve()
+    if path.is_relative_to(workdir) and not (shards and path == workdir / "data"):
+        raise UserError(
+            f"--{name} {value} lies in the work folder {knobs['workdir']}, of which a run may delete what it wrote. "
+            "Give another --workdir"
+        )
 
 
 def _check_preset_folder(folder: Path, seq_length: int) -> None:
@@ -156,8 +155,9 @@ def _check_preset_folder(folder: Path, seq_length: int) -> None:
         raise UserError(f"{folder} is no BERT preset; give a folder that save_to_preset made") from error
     if seq_length > positions:
         raise UserError(f"--seq-length {seq_length} is more than the {positions} positions of the preset {folder}")
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"the preset {folder} has no tokenizer.json, the tokenizer that its model was trained with")
+    files = ("tokenizer.json", "vocab.txt") if "model_type" in settings else ("tokenizer.json",)
+    if not any((folder / name).is_file() for name in files):
+        raise UserError(f"the preset {folder} has no {' or '.join(files)}, the tokenizer its model was trained with")
     words = folder / "assets/tokenizer/vocabulary.txt"
     if words.is_file() and (found := len(words.read_text(encoding="utf-8").splitlines())) != pieces:
         raise UserError(f"{words} has {found} pieces, and the preset's model {pieces}: they do not belong together")

@@ -5,7 +5,6 @@ The words are those of Orbit (https://github.com/tensorflow/models/tree/master/o
 """
 
 import contextlib
-import json
 import math
 import sys
 import time
@@ -20,7 +19,7 @@ from common.checkpoints import Checkpoints
 from common.cluster import is_chief
 from common.rendezvous import exchange
 from common.replicas import steps_in_one_call
-from common.runs import write_json
+from common.run_folder import read_json, write_json
 
 LOOP_SECONDS = 5.0  # at most, as no signal is looked at while TensorFlow is in a loop
 Output = dict[str, float]
@@ -239,7 +238,7 @@ def when_best(metric: str, action: Action, record: Path) -> Action:
     """
 
     def act(step: int, output: Output) -> None:
-        best = json.loads(record.read_text())[metric] if record.exists() else -math.inf
+        best = (read_json(record) or {}).get(metric, -math.inf)
         if is_chief() and output[metric] > best:
             action(step, output)
             write_json(record, {"step": step, metric: output[metric]})

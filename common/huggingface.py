@@ -93,7 +93,8 @@ def read_vocabulary(preset: str) -> WordPieces:
         UserError: when the preset has none.
     """
     with _one_line(f"cannot load {preset}"):
-        settings = load_json(preset, "tokenizer_config.json")
+        told = check_file_exists(preset, "tokenizer_config.json")  # the oldest checkpoints have vocab.txt alone
+        settings = load_json(preset, "tokenizer_config.json") if told else {}
         lowercase, strip_accents = settings.get("do_lower_case", True), settings.get("strip_accents")
         if check_file_exists(preset, "vocab.txt"):
             pieces = Path(get_file(preset, "vocab.txt")).read_text(encoding="utf-8").removesuffix("\n").split("\n")

@@ -16,6 +16,8 @@ tags:
 LOAD = """
 ## Use
 
+Where this repository is private, its owner runs `hf auth login` first.
+
 ```python
 import keras_hub
 import numpy as np

@@ -34,13 +34,16 @@ class Publish(keras.callbacks.Callback):
     upload hangs.
 
     Args:
-        uri: `hf://user/name`, made there if need be; empty for no snapshots and no uploads.
+        uri: `hf://user/name`; empty for no snapshots and no uploads.
+        public: whether a repository that is not there yet is made for all to see; else for its owner alone. One that is
+            there stays as it is.
         workdir: the run's folder; snapshots go to `snapshots/step-<n>/` there, the last three are kept.
         save: writes the model as a KerasHub preset to a folder, which it makes.
     """
 
-    def __init__(self, uri: str, workdir: Path, save: Callable[[Path], None]):
+    def __init__(self, uri: str, public: bool, workdir: Path, save: Callable[[Path], None]):
         super().__init__()
+        self.public = public
         self.uri = uri if is_chief() else ""
         self.folder = workdir / "snapshots"
         self._save = save
@@ -84,9 +87,10 @@ class Publish(keras.callbacks.Callback):
             if self._thread:
                 self._thread.join()
         if self._failure:
+            private = "" if self.public else " --private"
             print(
                 f"The run is complete, but not uploaded ({self._failure}). To try again:\n"
-                f"    hf upload {self.uri.removeprefix('hf://')} {shlex.quote(str(preset))}",
+                f"    hf upload {self.uri.removeprefix('hf://')} {shlex.quote(str(preset))}{private}",
                 flush=True,
             )
 
@@ -111,8 +115,8 @@ class Publish(keras.callbacks.Callback):
         return unfinished.rename(whole)
 
     def _remove_old(self) -> None:
-        folders = sorted(self.folder.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
-        for folder in folders[:-KEEP]:
+        folders = [folder for folder in self.folder.glob("step-*") if folder.name.removeprefix("step-").isdecimal()]
+        for folder in sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))[:-KEEP]:
             if folder != self._uploading:
                 shutil.rmtree(folder)
 
@@ -130,7 +134,8 @@ class Publish(keras.callbacks.Callback):
     def _upload(self, folder: Path) -> None:
         repository = self.uri.removeprefix("hf://")
         try:
-            huggingface_hub.create_repo(repository, exist_ok=True)
+            # Before upload_preset of KerasHub, which would make it, and for all to see.
+            huggingface_hub.create_repo(repository, private=not self.public, exist_ok=True)
             # Where the Hub has no README.md yet, upload_preset of KerasHub 0.32 writes a card of its own over the one
             # in the folder, uploads that, and deletes it.
             if not huggingface_hub.file_exists(repository, "README.md"):

@@ -82,6 +82,24 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
     return everyones
 
 
+def agree(facts: dict[str, Any], difference: str) -> None:
+    """Waits for all workers, and refuses on each of them where one has other facts than the chief.
+
+    Args:
+        facts: as for `exchange`.
+        difference: what is said of a worker that has others, such as "was started differently from the chief".
+
+    Raises:
+        UserError: with the worker, and its facts and the chief's.
+    """
+    chiefs, *others = exchange(facts)
+    for index, theirs in enumerate(others, 1):
+        names = [name for name in chiefs | theirs if theirs.get(name) != chiefs.get(name)]
+        if names:
+            told = ", ".join(f"{name} {theirs.get(name)!r}, not {chiefs.get(name)!r}" for name in names)
+            raise UserError(f"worker {index} {difference}: {told}")
+
+
 def chief_alone(work: Callable[[], None]) -> None:
     """Has the chief do some work that is for all, such as writing files, while the other workers wait.
 

@@ -5,23 +5,22 @@ import dataclasses
 import fcntl
 import hashlib
 import importlib.metadata
-import json
-import os
-import shutil
 import uuid
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.cluster import is_chief, worker_index
+from common.cluster import is_chief, num_workers, worker_index
 from common.command_line import UserError
-from common.rendezvous import exchange
+from common.rendezvous import agree, exchange
+from common.run_folder import bring_back, holds_run, read_json, refuse_other_files, set_aside, write_json
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed
 
 # Knobs that may differ when a run goes on: they do not change what it computes.
 FREE_KNOBS = (
-    *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps", "push_to"),
+    *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps"),
+    *("push_to", "push_public"),
     *("replicas", "batch_size", "accumulate", "jit", "steps_per_execution", "steps_per_loop"),
 )
 
@@ -60,8 +59,11 @@ class Run:
         A run that goes on keeps its global batch and its peak for any number of replicas; a new one notes them.
 
         Raises:
-            UserError: when the replicas cannot share that global batch, or the batch size given does not make it.
+            UserError: when the replicas cannot share that global batch, or the batch size given does not make it; when
+                workers have different devices, or chose different precisions.
         """
+        own = {"replicas": replicas // num_workers(), "precision": self.saved.get("chosen_precision")}
+        agree(own, "has other devices than the chief, or --precision auto chose otherwise there")
         total = self.keep("global_batch_size", config.batch_size * replicas)
         if total % replicas or config.batch_size not in (self.saved["batch_size"], total // replicas):
             raise UserError(
@@ -70,15 +72,25 @@ class Run:
             )
         return total // replicas, self.keep("peak_learning_rate", peak_learning_rate)
 
-    def check_data(self, checksums: dict[str, int]) -> None:
-        """Refuses to go on with other data than the run began with: a file may have changed since.
+    def check_data(self, sizes: dict[str, int], checksums: dict[str, int]) -> None:
+        """Refuses data that is too little, or other than the run began with, or than another worker's.
 
         Args:
+            sizes: examples in each split.
             checksums: of each split's data.
 
         Raises:
-            UserError: when one is another.
+            UserError: when it is; on all workers.
         """
+        own = {f"examples of {split}": size for split, size in sizes.items()}
+        agree(own | {f"checksum of {split}": crc for split, crc in checksums.items()}, "has other data than the chief")
+        if sizes["train"] < self.saved["global_batch_size"]:
+            raise UserError(
+                f"the data makes {sizes['train']} training examples, too few for one batch of "
+                f"{self.saved['global_batch_size']}. Give more of it, or a smaller --batch-size or --seq-length"
+            )
+        if not sizes["validation"]:
+            raise UserError("no text was left for validation. Give more text, or a folder with a wiki.valid.tokens")
         if self.keep("data_checksums", checksums) != checksums:
             raise UserError(
                 f"the text or the vocabulary has changed since the run in {self.workdir} began. "
@@ -87,7 +99,7 @@ class Run:
 
 
 def open_run(recipe: str, config: Any) -> Run:
-    """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, writes nothing.
+    """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, it does neither.
 
     Of several workers, which must have joined, the chief does it, and the others look on.
 
@@ -97,8 +109,8 @@ def open_run(recipe: str, config: Any) -> Run:
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
-            or with other knobs (`FREE_KNOBS` excepted); when workers were started with different knobs, code or
-            packages, or do not share the folder.
+            or with other knobs (`FREE_KNOBS` excepted), or no run, but files by the names of one's; when workers were
+            started with different knobs, code or packages, or do not share the folder.
     """
     workdir = Path(config.workdir)
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
@@ -111,8 +123,7 @@ def open_run(recipe: str, config: Any) -> Run:
             error = str(refused)
     token = exchange({"error": error, "token": token})[0]["token"]  # now the chief has opened it
     if run is None:
-        begun = (workdir / "config.json").is_file()
-        run = Run(workdir, _saved_config(workdir, wanted) if begun else wanted, _results(workdir), None)
+        run = _look_at(workdir, wanted, None)
     shared = wanted.get("dry_run") or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
     unseen = (
         f"worker {worker_index()} does not see the chief's work folder {workdir}. "
@@ -122,24 +133,21 @@ def open_run(recipe: str, config: Any) -> Run:
     return run
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes whole or not at all: a reader never finds half a file."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
-
-
 def _open(workdir: Path, wanted: dict[str, Any], token: str) -> Run:
-    lock = None if wanted.get("dry_run") else _locked(workdir, token)
-    if wanted["overwrite"] and lock:
-        _clear(workdir)
-    begun = (workdir / "config.json").is_file() and not wanted["overwrite"]
-    return Run(workdir, _saved_config(workdir, wanted) if begun else wanted, _results(workdir) if lock else None, lock)
+    if wanted.get("dry_run"):
+        return _look_at(workdir, wanted, None)
+    refuse_other_files(workdir)
+    lock = _locked(workdir, token)
+    bring_back(workdir)
+    if wanted["overwrite"] and holds_run(workdir):
+        set_aside(workdir)
+    return _look_at(workdir, wanted, lock)
 
 
-def _results(workdir: Path) -> dict[str, Any] | None:
-    path = workdir / "results.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None) -> Run:
+    if wanted.get("dry_run") or not holds_run(workdir):
+        return Run(workdir, wanted, None, lock)
+    return Run(workdir, _saved_config(workdir, wanted), read_json(workdir / "results.json"), lock)
 
 
 def _refuse_other_workers(wanted: dict[str, Any]) -> None:
@@ -147,13 +155,7 @@ def _refuse_other_workers(wanted: dict[str, Any]) -> None:
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     own = {"--" + name.replace("_", "-"): value for name, value in wanted.items()} | {"code": code} | versions
-    chiefs, *others = exchange(own)
-    for index, theirs in enumerate(others, 1):
-        different = [
-            f"{name} {value!r}, not {chiefs[name]!r}" for name, value in theirs.items() if value != chiefs[name]
-        ]
-        if different:
-            raise UserError(f"worker {index} was started differently from the chief: {', '.join(different)}")
+    agree(own, "was started differently from the chief")
 
 
 def _locked(workdir: Path, token: str) -> TextIO:
@@ -174,25 +176,12 @@ def _locked(workdir: Path, token: str) -> TextIO:
 
 
 def _saved_config(workdir: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    try:
-        saved = json.loads((workdir / "config.json").read_text())
-        different = [name for name in wanted if name not in FREE_KNOBS and saved[name] != wanted[name]]
-    except (ValueError, KeyError) as error:
-        raise UserError(
-            f"{workdir}/config.json is not of this program. Give another --workdir, or --overwrite"
-        ) from error
+    saved = read_json(workdir / "config.json") or {}
+    different = [name for name in wanted if name not in FREE_KNOBS and saved.get(name) != wanted[name]]
     if different:
         raise UserError(
             f"{workdir} holds a run with other knobs: "
-            + ", ".join(f"{name} {saved[name]!r}, not {wanted[name]!r}" for name in different)
+            + ", ".join(f"{name} {saved.get(name)!r}, not {wanted[name]!r}" for name in different)
             + ". Give another --workdir, or --overwrite to start afresh"
         )
     return saved
-
-
-def _clear(workdir: Path) -> None:
-    """Removes what a run writes, and nothing else."""
-    for name in ("config.json", "results.json", "steps.jsonl", "best.json"):
-        (workdir / name).unlink(missing_ok=True)
-    for name in ("tensorboard", "checkpoints", "preset", "best", "predictions", "snapshots", "tokens", "data"):
-        shutil.rmtree(workdir / name, ignore_errors=True)

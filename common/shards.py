@@ -10,14 +10,18 @@ A record is a `tf.train.Example` whose `token_ids` are a start token, text, and 
 `tf.io.gfile` knows.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import io
 import json
 import os
 import shutil
+import tempfile
+import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +39,8 @@ LEAST_SHARDS = 8  # of a split, so that several readers can share them
 SHARD_TOKENS = 2**25  # in a shard at most, about 64 MB
 RECORDS_AT_ONCE = 1024
 READ_AT_ONCE = 2**22  # bytes
+# Of this process alone: where two write the same shards and cannot lock, the last to rename wins, with the same bytes.
+UNFINISHED = f".{uuid.uuid4().hex[:12]}.unfinished"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +117,19 @@ def find_shards(folder: str, made_from: dict[str, Any]) -> Shards | None:
     return open_shards(folder)
 
 
+def folder_of_dry_run(folder: str, made_from: dict[str, Any]) -> str:
+    """A folder that holds such shards already; else, and where its name is empty, one that goes with the process.
+
+    Raises:
+        UserError: as `find_shards`.
+    """
+    if folder and find_shards(folder, made_from):
+        return folder
+    temporary = tempfile.mkdtemp(prefix="shards-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary
+
+
 def open_shards(folder: str) -> Shards:
     """The shards in a folder, as `find_shards` has found them or `write_shards` has left them."""
     vocabulary = read_vocabulary(_read(f"{folder}/tokenizer.json").decode())
@@ -130,7 +149,7 @@ def write_shards(
 
     All text of a split is one row of tokens, each document's with an end token behind it, cut every `seq_length - 2`.
     Only the last piece, which is shorter, is dropped, and counted. A shard is there whole or not at all; the manifest
-    comes last.
+    comes last. Of several processes that write to one local folder, one does, and the others wait for it.
 
     Args:
         corpus: of `open_corpus`.
@@ -145,18 +164,33 @@ def write_shards(
         UserError: when the folder cannot be used, or holds shards by another tokenizer.
         OSError: `ENOSPC`, when the disk is full.
     """
+    _answered(tf.io.gfile.makedirs, folder)
+    with _locked(folder):
+        if not find_shards(folder, made_from):
+            _write_shards(corpus, vocabulary, seq_length, num_shards, folder, Path(scratch), made_from)
+
+
+def _write_shards(
+    corpus: dict[str, Documents],
+    vocabulary: Vocabulary,
+    seq_length: int,
+    num_shards: int,
+    folder: str,
+    scratch: Path,
+    made_from: dict[str, Any],
+) -> None:
     tokenizer = vocabulary.tokenizer()
     start, end = map(vocabulary.pieces.index, (vocabulary.special.start, vocabulary.special.end))
     saved_tokenizer = tokenizer.to_str(pretty=True).encode()
     manifest = {"made_from": made_from, "tokenizer": _hash(saved_tokenizer), "seq_length": seq_length}
-    tokens = Path(scratch) / _hash(json.dumps(manifest).encode())
-    _answered(tf.io.gfile.makedirs, folder)
+    tokens = scratch / _hash(json.dumps(manifest).encode())
     path = f"{folder}/manifest.json"
     begun = json.loads(_read(path)) if tf.io.gfile.exists(path) else {}
     if tf.io.gfile.glob(f"{folder}/*.tfrecord") and begun.get("tokenizer") != manifest["tokenizer"]:
         raise UserError(f"{folder} holds .tfrecord files by another tokenizer. Remove them, or give another --data")
     _write_whole(f"{folder}/tokenizer.json", saved_tokenizer)
-    _write_whole(path, json.dumps(manifest).encode())  # whose the files are that follow
+    if {name: begun.get(name) for name in manifest} != manifest:
+        _write_whole(path, json.dumps(manifest).encode())  # whose the files are that follow
     splits: dict[str, dict[str, Any]] = {}
     for split, documents in corpus.items():
         print(f"tokenising {split}", flush=True)
@@ -184,7 +218,33 @@ def write_shards(
             np.save(counts, row.counts(len(vocabulary.pieces)))
             _write_whole(f"{folder}/train-counts.npy", counts.getvalue())
     _write_whole(path, json.dumps(manifest | {"splits": splits}, indent=2).encode())
-    shutil.rmtree(scratch)
+    shutil.rmtree(tokens)
+    with contextlib.suppress(OSError):  # there is something else in it
+        scratch.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Holds a local folder's lock, once nobody else does, and removes what killed processes left there."""
+    if "://" in folder:
+        yield
+        return
+    try:
+        lock = open(f"{folder}/.lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"cannot write to the folder {folder} ({error.strerror}). Give another --data") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that writes shards to {folder}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            yield
+            return
+        for path in Path(folder).glob("*.unfinished"):
+            path.unlink()
+        yield
 
 
 def _sequences(row: TokenRow, start: int, end: int, first: int, last: int, seq_length: int) -> Iterator[np.ndarray]:
@@ -196,18 +256,18 @@ def _sequences(row: TokenRow, start: int, end: int, first: int, last: int, seq_l
 
 
 def _write_records(path: str, sequences: Iterator[np.ndarray]) -> None:
-    with _full_disk_as_python_tells_it(path), tf.io.TFRecordWriter(f"{path}.unfinished") as writer:
+    with _full_disk_as_python_tells_it(path), tf.io.TFRecordWriter(path + UNFINISHED) as writer:
         for ids in sequences:
             values = tf.train.Feature(int64_list=tf.train.Int64List(value=ids.tolist()))
             example = tf.train.Example(features=tf.train.Features(feature={"token_ids": values}))
             writer.write(example.SerializeToString())
-    tf.io.gfile.rename(f"{path}.unfinished", path, overwrite=True)
+    tf.io.gfile.rename(path + UNFINISHED, path, overwrite=True)
 
 
 def _write_whole(path: str, content: bytes) -> None:
-    with _full_disk_as_python_tells_it(path), tf.io.gfile.GFile(f"{path}.unfinished", "wb") as file:
+    with _full_disk_as_python_tells_it(path), tf.io.gfile.GFile(path + UNFINISHED, "wb") as file:
         file.write(content)
-    tf.io.gfile.rename(f"{path}.unfinished", path, overwrite=True)
+    tf.io.gfile.rename(path + UNFINISHED, path, overwrite=True)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A line for each step: the record that a run's results are computed from."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,12 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from common.cluster import is_chief
+from common.command_line import UserError
 from common.replicas import COUNTS, MEANS
+from common.run_folder import write_whole
 from common.speed import peak_memory_mb
 
 
 class StepLog:
-    """Writes each step's own values to `steps.jsonl`, a run's record: one that goes on from step n keeps n lines of it.
+    """Writes each step's own values to `steps.jsonl`, a run's record: one that goes on from step n keeps those up to n.
 
     A line has `step` (from 1), `loss`, `accuracy`, `learning_rate` (that the step used), `labels` (over which loss and
     accuracy are means), `tokens`, and `slots`, the places for tokens. Of several workers, only the chief writes.
@@ -47,17 +50,25 @@ class StepLog:
         self.learning_rate: dict[str, float] = {}
         self.seconds = self.tokens_per_second = self.input_wait_fraction = self._waited = 0.0
         self._calls = self._timed_tokens = self._tokens = self._slots = 0
-        self._epoch_labels, self._epoch_totals = 0, dict.fromkeys(MEANS, 0.0)
+        self._epoch, self._epoch_labels, self._epoch_totals = -1, 0, dict.fromkeys(MEANS, 0.0)
         if not is_chief():
             self._lines = Path(os.devnull).open("w")  # noqa: SIM115
             return
         path = workdir / "steps.jsonl"
-        kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:first_step] if first_step else []
+        lines = _whole_lines(path) if first_step else {}
+        kept = [lines[step] for step in range(1, first_step + 1) if step in lines]
         for line in kept:
             self._count(json.loads(line))
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text("".join(kept), encoding="utf-8")
-        os.replace(unfinished, path)  # at once, so that a kill never takes lines of steps that are saved
+        if first_step and not kept:
+            raise UserError(
+                f"{path} has no line of the {first_step} steps that this run has done. "
+                "Bring it back, or give another --workdir, or --overwrite to start afresh"
+            )
+        if len(kept) < first_step:
+            lost = f"{first_step - len(kept)} of {first_step} steps"
+            print(f"{path} lacks the lines of {lost}: the results are computed from the others.", flush=True)
+        # At once, so that a kill never takes lines of steps that are saved.
+        write_whole(path, "".join(f"{line}\n" for line in kept))
         self._lines = path.open("a", encoding="utf-8", buffering=1)
 
     @property
@@ -100,9 +111,9 @@ class StepLog:
             self._count(line)
 
     def _count(self, line: dict) -> None:
-        if (line["step"] - 1) % self.steps_per_epoch == 0:
-            self._epoch_labels = 0
-            self._epoch_totals = dict.fromkeys(MEANS, 0.0)
+        epoch = (line["step"] - 1) // self.steps_per_epoch
+        if epoch != self._epoch:
+            self._epoch, self._epoch_labels, self._epoch_totals = epoch, 0, dict.fromkeys(MEANS, 0.0)
         self._epoch_labels += line["labels"]
         for name in self._epoch_totals:
             self._epoch_totals[name] += line[name] * line["labels"]
@@ -111,3 +122,12 @@ class StepLog:
         self.learning_rate = {"first": past.get("first", rate), "peak": max(past.get("peak", rate), rate), "last": rate}
         self._tokens += line["tokens"]
         self._slots += line["slots"]
+
+
+def _whole_lines(path: Path) -> dict[int, str]:
+    """The lines by their steps; a power cut may have taken some, or a part of one."""
+    lines = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            lines[json.loads(line)["step"]] = line
+    return lines

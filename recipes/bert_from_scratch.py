@@ -22,7 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is o
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from common.checks import check_accumulate, check_knobs, check_sizes, step_range
+from common.checks import check_accumulate, check_knobs, step_range
 from common.command_line import parse, run
 from common.scaling import LearningRateScaling
 
@@ -58,9 +58,10 @@ class Config:
     steps_per_execution: int = 1  # steps in one call, whose end a signal to stop waits for
     seed: int = 0  # of weights, order, masks and dropout
     checkpoint_every: int = 100  # steps between two checkpoints, from which a run that was stopped goes on
-    push_to: str = ""  # hf://user/name: upload the model in the background at each epoch's end
+    push_to: str = ""  # hf://user/name: upload the model in the background at each epoch's end; private, if new
+    push_public: bool = False  # make that repository for all to see
     profile_steps: str = ""  # A-B: trace these steps for TensorBoard's profile tab
-    dry_run: bool = False  # write the shards and print the plan, train nothing
+    dry_run: bool = False  # print the plan, train nothing, write nothing
     overwrite: bool = False  # start afresh in a workdir that holds a run
 
     def __post_init__(self):
@@ -87,7 +88,7 @@ from common.losses import CrossEntropy
 from common.masking import MaskingRule, mask_tokens
 from common.metrics import unigram_loss
 from common.model_card import model_card
-from common.models import masked_lm_from_size, save_preset
+from common.models import masked_lm_from_size, model_width, save_preset
 from common.optimizers import make_optimizer
 from common.plan import print_plan
 from common.precision import choose_precision
@@ -98,8 +99,7 @@ from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor, scaling_rule
 from common.schedules import WarmUpPolynomialDecay
 from common.shard_reader import decode_sequences, read_shards, steps_in_shards
-from common.shards import Shards, find_shards, open_shards, write_shards
-from common.sizes import dimensions
+from common.shards import Shards, find_shards, folder_of_dry_run, open_shards, write_shards
 from common.speed import peak_tokens_per_second
 from common.strategy import distribute, make_strategy
 from common.wordpiece import train_wordpieces
@@ -107,20 +107,24 @@ from common.wordpiece import train_wordpieces
 
 def make_datasets(config: Config) -> Shards:
     """The tokenizer and the shards: found, or written by the chief while other workers wait."""
-    folder = config.data or os.path.join(config.workdir, "data")
+    folder, scratch = config.data or os.path.join(config.workdir, "data"), os.path.join(config.workdir, "tokens")
 
     def write() -> None:
+        nonlocal folder, scratch
         knobs = ("architecture", "vocabulary_size", "seq_length", "shards")
         made_from = {"corpus": fingerprint(config.corpus)} | {name: getattr(config, name) for name in knobs}
+        if config.dry_run:  # leaves nothing
+            folder = scratch = folder_of_dry_run(config.data, made_from)
         if not find_shards(folder, made_from):
             corpus = open_corpus(config.corpus)
-            text, size = corpus["train"], config.vocabulary_size
-            bert = config.architecture == "bert"
-            vocabulary: Vocabulary = train_wordpieces(text, size) if bert else train_byte_pairs(text, size)
-            scratch = os.path.join(config.workdir, "tokens")
+            train = train_wordpieces if config.architecture == "bert" else train_byte_pairs
+            vocabulary: Vocabulary = train(corpus["train"], config.vocabulary_size)
             write_shards(corpus, vocabulary, config.seq_length, config.shards, folder, scratch, made_from)
 
-    chief_alone(write)
+    if config.dry_run:  # each worker for itself
+        write()
+    else:
+        chief_alone(write)
     return open_shards(folder)
 
 
@@ -169,18 +173,16 @@ def train_and_evaluate(config: Config) -> dict:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
         return run.results
     keras.utils.set_random_seed(config.seed)
-    precision = choose_precision(config.precision, config.jit, dimensions(config.model)["hidden_dim"])
+    precision = choose_precision(config.precision, config.jit, model_width("", config.model))
     keras.config.set_dtype_policy(run.keep("chosen_precision", precision))
     replicas = strategy.num_replicas_in_sync
     scaling = scaling_rule(config.lr_scaling, config.optimizer)
     batch_size, peak_rate = run.split(config, replicas, config.learning_rate * learning_rate_factor(scaling, replicas))
     check_accumulate(config.accumulate, batch_size)
     global_batch = global_batch_size(batch_size, replicas)
-
     shards = make_datasets(config)
     sizes = shards.sizes()
-    check_sizes(sizes, global_batch)
-    run.check_data(shards.checksums())
+    run.check_data(sizes, shards.checksums())
     steps = {split: steps_in_shards(shards.files(split), global_batch) for split in sizes}
     total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(peak_rate, int(config.warmup * total_steps), total_steps, config.decay_power)
@@ -203,7 +205,7 @@ def train_and_evaluate(config: Config) -> dict:
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), peak)
     profile = Profile(run.workdir, step_range(config.profile_steps))
     save = functools.partial(save_preset, model, shards.vocabulary, config.seq_length)
-    publish = Publish(config.push_to, run.workdir, save)
+    publish = Publish(config.push_to, config.push_public, run.workdir, save)
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     scores = {}
     for left in epochs_left(log.step, steps["train"], total_steps):
@@ -218,7 +220,6 @@ def train_and_evaluate(config: Config) -> dict:
                 shuffle=False,  # the batches come in their order already
             ).history
         scores["validation"] = {name: history[f"val_{name}"][-1] for name in ("loss", "accuracy")}
-
     for split in [split for split in sizes if split != "train" and split not in scores]:
         scores[split] = model.evaluate(
             distribute(strategy, batches(split)), steps=steps[split], return_dict=True, verbose=0
@@ -231,8 +232,7 @@ def train_and_evaluate(config: Config) -> dict:
         labels = (y[w > 0] for _, y, w in batches(split)())
         unigram = unigram_loss(shards.token_counts(), labels, never_masked)
         results |= language_model_scores(split, score["loss"], score["accuracy"], unigram)
-    preset = run.workdir / "preset"
-    save(preset)
+    save(preset := run.workdir / "preset")
     (preset / "README.md").write_text(model_card(results), encoding="utf-8")
     write_json(run.workdir / "results.json", results)
     publish.finish(preset)

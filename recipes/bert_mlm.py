@@ -23,7 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is o
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from common.checks import check_accumulate, check_knobs, check_sizes, step_range
+from common.checks import check_accumulate, check_knobs, step_range
 from common.command_line import parse, run
 from common.scaling import LearningRateScaling
 
@@ -169,8 +169,7 @@ def train_and_evaluate(config: Config) -> dict:
 
     vocabulary, sequences = make_datasets(config)
     sizes = {split: len(part) for split, part in sequences.items()}
-    check_sizes(sizes, global_batch)
-    run.check_data(checksums(sequences))
+    run.check_data(sizes, checksums(sequences))
     rule = MaskingRule.of(vocabulary, config.mask_rate)
     steps = {split: steps_per_epoch(size, global_batch) for split, size in sizes.items()}
     total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)

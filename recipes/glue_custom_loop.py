@@ -23,7 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is o
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from common.checks import check_knobs, check_sizes
+from common.checks import check_knobs
 from common.command_line import parse, run
 from common.glue import open_examples
 from common.labelled import LabelledTexts
@@ -138,8 +138,7 @@ def train_and_evaluate(config: Config) -> dict:
     global_batch = global_batch_size(batch_size, replicas)
 
     texts, vocabulary, encoded = make_datasets(config)
-    check_sizes({split: len(part) for split, part in encoded.items()}, global_batch)
-    run.check_data(checksums(encoded, texts))
+    run.check_data({split: len(part) for split, part in encoded.items()}, checksums(encoded, texts))
     epoch_steps = steps_per_epoch(len(encoded["train"]), global_batch)
     total_steps = min(epoch_steps * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(peak_rate, int(config.warmup * total_steps), total_steps)

@@ -21,6 +21,7 @@ class StandIn(ThreadingHTTPServer):
         commits: after each commit, all files by name.
         hold: requests whose path has this pattern are not answered before `released` is set, for 30 seconds.
         failures: requests to make the repository that are answered by status 500.
+        public: whether the repository is, as its first request said; None before that.
     """
 
     daemon_threads = True
@@ -30,6 +31,7 @@ class StandIn(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests, self.commits, self.objects = [], [], {}
         self.hold, self.released, self.failures = "nothing", threading.Event(), 0
+        self.public = None
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
@@ -52,7 +54,10 @@ class Answer(BaseHTTPRequestHandler):
         match path.removeprefix("/api/"):
             case "repos/create":
                 hub.failures -= 1
-                self.send(500 if hub.failures >= 0 else 409, {"url": f"{hub.url}/{REPOSITORY}"})
+                status = 500 if hub.failures >= 0 else 200 if hub.public is None else 409
+                if status == 200:
+                    hub.public = json.loads(body).get("visibility") != "private"
+                self.send(status, {"url": f"{hub.url}/{REPOSITORY}"})
             case "validate-yaml":
                 self.send(200, {})
             case str(p) if p.startswith(f"models/{REPOSITORY}/preupload/"):

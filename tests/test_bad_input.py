@@ -41,6 +41,7 @@ def files(tmp_path_factory):
     (folder / "other_run").mkdir()
     (folder / "other_run/config.json").write_text(json.dumps({"recipe": "glue", "seed": 7}))
     (folder / "good.txt").write_text("A line of text.\n\n" * 10)
+    (folder / "loop").symlink_to(folder)
     return folder
 
 
@@ -75,6 +76,9 @@ AT_ONCE = [
     ("--vocabulary {files}/no_mask.txt", "lacks [MASK]; give a BERT WordPiece file"),
     ("--preset {files}/no_text", "is no BERT preset; give a folder that save_to_preset made"),
     ("--preset {files}/preset", "--seq-length 128 is more than the 64 positions of the preset"),
+    ("--workdir {files} --preset {files}/preset", "/preset lies in the work folder"),
+    ("--workdir {files} --corpus {files}/loop/good.txt", "/good.txt lies in the work folder"),
+    ("--workdir {files}/loop --vocabulary {files}/no_mask.txt", "Give another --workdir"),
     ("--preset bert_tiny_en_uncased --model base", "leave out --model, or --preset"),
     ("--preset bert_tiny_en_uncased --vocabulary v.txt", "leave out --vocabulary, or --preset"),
 ]
@@ -89,7 +93,8 @@ GLUE = [
         "has no column title; it has text, stars",
     ),
     ("--task own --data {files}/reviews.csv --text-columns text --label-column stars", "reviews.csv, line 3: "),
-    ("--preset {files}/untold", "has no tokenizer.json, the tokenizer that its model was trained with"),
+    ("--workdir {files} --task own --data {files}/good.csv", "/good.csv lies in the work folder"),
+    ("--preset {files}/untold", "has no tokenizer.json, the tokenizer its model was trained with"),
     ("--preset {files}/mixed_up", "has 6 pieces, and the preset's model 9: they do not belong together"),
     ("--preset {files}/preset", "--seq-length 128 is more than the 64 positions of the preset"),
     ("--preset bert_tiny_en_uncased --model base", "leave out --model, or --preset"),
@@ -101,6 +106,9 @@ FROM_SCRATCH = [
     ("--vocabulary-size 260 --architecture roberta", "must be at least 261: 256 bytes, 5 special tokens; got 260"),
     ("--model huge", "--model huge is neither nano, tiny, mini, small, medium, base, large, nor a JSON file"),
     ("--model {files}/preset/config.json", "must hold these as whole numbers above 0, and no more: num_layers"),
+    ("--workdir {files} --data {files}/shards", "/shards lies in the work folder"),
+    ("--workdir {files} --data {files}/data --shards -2", "--shards must be at least 0; got -2"),
+    ("--push-public", "say where to with --push-to hf://user/name, or leave it out"),
     ("--push-to someone/bert", "--push-to must be hf://user/name, a model on the Hugging Face Hub"),
     ("--corpus hf://name", "--corpus hf://name must be hf://user/name or hf://user/name/configuration"),
     ("--corpus hf://user/name", "cannot fetch user/name from the Hugging Face Hub"),
@@ -114,9 +122,9 @@ LATER = [
     ),
     ("--preset bert_tiny_en_uncased", "Give a KerasHub name, which needs a network on first use, or a folder"),
     ("--corpus wikitext-2", "cannot fetch Salesforce/wikitext from the Hugging Face Hub"),
-    ("--corpus {files}/good.txt", "too few for one batch of 32. Give more text, or a smaller --batch-size"),
+    ("--corpus {files}/good.txt", "too few for one batch of 32. Give more of it, or a smaller --batch-size"),
     ("--workdir {files}/good.txt/run", "cannot write to the work folder"),
-    ("--workdir {files}/other_run", "is not of this program. Give another --workdir, or --overwrite"),
+    ("--workdir {files}/other_run --overwrite", "other_run holds config.json, but no run: its config.json is missing"),
 ]
 
 

@@ -1,6 +1,8 @@
 """The whole road, small: text, tokenizer, shards, training, filled masks; stopped and gone on; on two workers."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -83,17 +85,20 @@ def test_an_epoch_reads_every_token_once_and_replicas_change_nothing(knobs, tmp_
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["tokens"] == b["tokens"]
 
 
-@pytest.mark.slow
-def test_a_dry_run_writes_shards_and_trains_nothing(knobs, capsys):
-    assert train(knobs, dry_run=True) == {}
-    plan = capsys.readouterr().out
-    manifest = json.loads(Path(knobs["workdir"], "data/manifest.json").read_text())
-    sequences = manifest["splits"]["train"]["sequences"]
-    assert f"train: {sequences * 32:,} tokens in {sequences:,} sequences" in plan and "→" in plan
-    assert {path.name for path in Path(knobs["workdir"]).iterdir()} == {"data"}
-    times = [path.stat().st_mtime_ns for path in sorted(Path(knobs["workdir"], "data").iterdir())]
+def test_a_dry_run_leaves_nothing_and_looks_at_no_run(knobs, capsys, tmp_path):
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    dry_run = [*command(knobs, "run"), "--dry-run"]
+    plan = subprocess.run(dry_run, cwd=ROOT, env=environ, check=True, capture_output=True, text=True).stdout
+    assert re.search(r"train: [\d,]+ tokens in [\d,]+ sequences", plan) and "→" in plan
+    assert not Path(knobs["workdir"]).exists() and not list(tmp_path.glob("shards-*"))
+
     train(knobs, max_steps=1)
-    assert [path.stat().st_mtime_ns for path in sorted(Path(knobs["workdir"], "data").iterdir())] == times
+    before = {path: path.stat().st_mtime_ns for path in Path(knobs["workdir"]).rglob("*")}
+    data = Path(knobs["workdir"], "data")
+    assert train(knobs, dry_run=True, vocabulary_size=400, seed=1) == {}
+    assert train(knobs, dry_run=True, data=str(data)) == {}
+    assert capsys.readouterr().out.count("tokenising train") == 2  # the run's, and the first dry run's
+    assert {path: path.stat().st_mtime_ns for path in Path(knobs["workdir"]).rglob("*")} == before
 
 
 def test_shards_of_something_else_are_refused(knobs, tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorflow import make_ndarray
 
-from common.checkpoints import epochs_left
+from common.checkpoints import Checkpoints, epochs_left
+from common.command_line import UserError
+from common.replicas import COUNTS, MEANS
+from common.step_log import StepLog
 from tests.hub import URI, StandIn, environment
 from tests.test_bert_mlm import weights_of
 
@@ -88,6 +92,81 @@ def assert_same(results, undisturbed):
         assert results[name] == undisturbed[name], name
 
 
+@pytest.fixture
+def counter(tmp_path):
+    """Checkpoints of a number, as a new process makes them, and the number."""
+
+    def make():
+        number = tf.Variable(0)
+        return Checkpoints(tmp_path, 1, number=number), number
+
+    return make
+
+
+def save(counter, *steps):
+    checkpoints, number = counter()
+    checkpoints.restore()
+    for step in steps:
+        number.assign(step)
+        checkpoints.save(step)
+    return checkpoints
+
+
+def restored(counter):
+    checkpoints, number = counter()
+    step = checkpoints.restore()
+    assert number == step
+    return step
+
+
+def test_checkpoints_are_found_without_a_list_of_them(counter, tmp_path):
+    assert save(counter, 4, 8, 12, 100).steps() == [8, 12, 100]
+    folder = tmp_path / "checkpoints"
+    assert len(list(folder.iterdir())) == 6  # an index and its data for each
+    (folder / "checkpoint").write_text("")  # the list that TensorFlow's CheckpointManager keeps
+    (folder / "ckpt-best.index").write_text("of the user")
+    assert restored(counter) == 100
+    (folder / "ckpt-100.index").write_bytes((folder / "ckpt-100.index").read_bytes()[:50])
+    (folder / "ckpt-13.data-00000-of-00001").write_text("whose index was removed first, or was not there yet")
+    assert restored(counter) == 12 and not list(folder.glob("ckpt-13*"))
+    (folder / "ckpt-12.data-00000-of-00001").unlink()
+    assert restored(counter) == 8
+    assert save(counter, 9).steps() == [8, 9]  # what cannot be read takes no good one's place
+    assert (folder / "ckpt-best.index").exists()
+
+
+def test_checkpoints_of_the_manager_before_are_read(counter, tmp_path):
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(number=tf.Variable(7)), str(tmp_path / "checkpoints"), 3)
+    manager.save(checkpoint_number=7)
+    assert restored(counter) == 7
+
+
+def test_none_that_can_be_read_is_told_of_and_nothing_is_removed(counter, tmp_path):
+    save(counter, 4, 8)
+    for path in (tmp_path / "checkpoints").glob("*.data*"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="no checkpoint in .* can be read; --overwrite starts afresh"):
+        restored(counter)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 4
+
+
+def test_a_record_with_lines_missing_is_kept_as_it_is(tmp_path, capsys):
+    values = {name: np.arange(1.0, 7.0) for name in (*MEANS, *COUNTS, "learning_rate", "waited")}
+    StepLog(tmp_path, 3).record(values, 1.0)
+    path = tmp_path / "steps.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    assert StepLog(tmp_path, 3, 6).epoch["loss"] == np.average([4, 5, 6], weights=[4, 5, 6])
+    path.write_text("".join([*whole[:2], whole[2][:20] + "\n", "\0\0\0\n", *whole[4:]]))  # 3 is cut, 4 is gone
+    log = StepLog(tmp_path, 3, 6)
+    assert f"{path} lacks the lines of 2 of 6 steps: the results" in capsys.readouterr().out
+    assert log.epoch["loss"] == np.average([5, 6], weights=[5, 6]) and log.step == 6
+    log.record(values, 1.0)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 5, 6, *range(7, 13)]
+    path.unlink()
+    with pytest.raises(UserError, match="steps.jsonl has no line of the 6 steps that this run has done. Bring it back"):
+        StepLog(tmp_path, 3, 6)
+
+
 @pytest.mark.slow
 def test_sigterm_saves_and_leaves_with_143(wikitext, undisturbed, tmp_path):
     workdir = tmp_path / "run"
@@ -102,7 +181,7 @@ def validations_in(workdir):
     board.Reload()
     if "validation/loss" not in board.Tags()["tensors"]:
         return {}
-    return {event.step: float(make_ndarray(event.tensor_proto)) for event in board.Tensors("validation/loss")}
+    return {event.step: float(tf.make_ndarray(event.tensor_proto)) for event in board.Tensors("validation/loss")}
 
 
 @pytest.mark.slow
@@ -147,6 +226,7 @@ def test_a_signal_during_a_validation_loses_neither_it_nor_the_snapshot(wikitext
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(wikitext, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     run_until(9, signal.SIGKILL, wikitext, workdir)
+    (workdir / "checkpoints/checkpoint").write_text("")  # of TensorFlow's CheckpointManager; nothing is read from it
     data = max((workdir / "checkpoints").glob("*.data*"), key=lambda path: path.stat().st_mtime)
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
     (workdir / "checkpoints/ckpt-99_temp").mkdir()  # as one that is killed while it writes leaves
@@ -179,6 +259,28 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so(wikitext, undis
     assert "_temp" not in afterwards and "going on from step 8" in afterwards
     results = json.loads((copy / "results.json").read_text())
     assert_same(results | {"config": results["config"] | {"workdir": str(copy)}}, undisturbed)
+
+
+@pytest.mark.slow
+def test_overwrite_lets_go_of_the_old_run_at_the_first_checkpoint_of_the_new(wikitext, undisturbed, tmp_path):
+    workdir, replaced = tmp_path / "run", tmp_path / "run/.replaced"
+    shutil.copytree(undisturbed["config"]["workdir"], workdir)
+    anew = command(wikitext, workdir, "--seed", "1", "--overwrite", "--checkpoint-every", "99")
+
+    def killed_when(seen):
+        process = subprocess.Popen(anew, stdout=subprocess.DEVNULL)
+        while not seen():
+            assert process.poll() is None
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+
+    killed_when(lambda: (replaced / "config.json").exists() and steps_in(workdir) > 1)
+    output, results = go_on(wikitext, workdir)
+    assert "The run that was set aside" in output and "is complete" in output and results == undisturbed
+    killed_when(lambda: not replaced.exists() and 8 < steps_in(workdir) < STEPS)  # an epoch is 8
+    refused = subprocess.run(command(wikitext, workdir), capture_output=True, text=True)
+    assert refused.returncode == 2 and "seed 1, not 0" in refused.stderr
 
 
 @pytest.mark.long

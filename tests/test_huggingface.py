@@ -141,6 +141,17 @@ def test_checkpoints_of_others_are_read(preset, exported, vocabulary, tmp_path, 
             read(str(folder))
 
 
+def test_a_folder_that_has_its_vocabulary_in_vocab_txt_alone(exported, vocabulary, tmp_path):
+    folder = shutil.copytree(exported, tmp_path / "older")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    bert_mlm.Config(preset=str(folder))  # checks it
+    assert preset_vocabulary(str(folder)) == vocabulary
+    (folder / "vocab.txt").unlink()
+    with pytest.raises(UserError, match="older has no tokenizer.json or vocab.txt, the tokenizer"):
+        bert_mlm.Config(preset=str(folder))
+
+
 def test_whether_case_and_accents_count_survives(vocabulary, tmp_path):
     for lowercase, strip_accents in ((False, False), (True, False), (False, True)):
         other = dataclasses.replace(vocabulary, lowercase=lowercase, strip_accents=strip_accents)

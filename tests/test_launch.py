@@ -258,14 +258,31 @@ def test_restarts_are_used_up_and_the_cause_is_named(tmp_path):
     assert "1 restart(s) left" in errors and "0 restart(s) left" in errors and "Traceback" not in output + errors
 
 
-def by_hand(words, folders, roots=(ROOT, ROOT)):
-    """Two workers, each with words, a work folder and a project of its own; their status and errors."""
+@pytest.mark.slow
+def test_a_death_before_the_first_checkpoint_begins_anew(tmp_path):
+    workdir = tmp_path / "run"
+    knobs = (*KNOBS, "--checkpoint-every", 99, "--workdir", workdir)
+    assert finish(start("run", "bert_mlm", *knobs, "--max-steps", 2))[0] == 0
+    words = (*knobs, "--seed", 1, "--max-steps", 25, "--overwrite")
+    launcher = start("launch", "--workers", 2, "--restarts", 1, "bert_mlm", *words)
+    wait_for(workdir / ".replaced/config.json", 9)
+    wait_for(workdir / "steps.jsonl", 1)
+    os.kill(children(launcher.pid)[1], signal.SIGKILL)
+    status, output, errors = finish(launcher)
+    assert status == 0 and "1 restart(s) left" in errors and "The run that was set aside in" in output
+    assert results_of(workdir)["config"]["seed"] == 1 and results_of(workdir)["resumed_from_step"] is None
+    assert not (workdir / ".replaced").exists()
+
+
+def by_hand(words, folders, roots=(ROOT, ROOT), code=None):
+    """Two workers, each with words, a current folder and a project of its own; their status and errors."""
     addresses = free_addresses(2)
     started = []
     for i, (folder, root) in enumerate(zip(folders, roots, strict=True)):
         config = json.dumps(worker_config(addresses, i))
         environment = os.environ | {"TF_CONFIG": config, "PYTHONPATH": str(root)}
-        command = [sys.executable, str(root / "recipes/bert_mlm.py"), *map(str, words[i])]
+        program = ["-c", code] if code else [str(root / "recipes/bert_mlm.py")]
+        command = [sys.executable, *program, *map(str, words[i])]
         options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, cwd=folder, env=environment, **options))
     return [(status, errors.strip()) for status, _, errors in map(finish, started)]
@@ -290,6 +307,61 @@ def test_workers_that_do_not_belong_together_are_refused(tmp_path):
     refused = by_hand([words, words], (tmp_path, tmp_path / "elsewhere"))
     message = "error: worker 1 does not see the chief's work folder run. Give a --workdir on a disk that all share"
     assert refused == [(2, message)] * 2
+
+
+@pytest.mark.slow
+def test_workers_with_other_data_are_refused(tmp_path):
+    """Two texts of one size, by the same path on two hosts; each is read from the worker's own current folder."""
+    text = (ROOT / "LICENSE").read_text()
+    for host, train in (("0", text), ("1", text.replace("Work", "Wort"))):
+        (tmp_path / host / "texts").mkdir(parents=True)
+        (tmp_path / host / "texts/wiki.train.tokens").write_text(train)
+        (tmp_path / host / "texts/wiki.valid.tokens").write_text(text)
+    characters = [f"{at}{chr(code)}" for code in range(33, 127) for at in ("", "##")]
+    (tmp_path / "vocabulary").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters]))
+    words = (*KNOBS, "--corpus", "texts", "--workdir", tmp_path / "run", "--vocabulary", tmp_path / "vocabulary")
+    refused = by_hand([words, words], (tmp_path / "0", tmp_path / "1"))
+    assert refused[0] == refused[1] and refused[0][0] == 2
+    message = r"error: worker 1 has other data than the chief: checksum of train \d+, not \d+"
+    assert re.match(message, refused[0][1]) and not (tmp_path / "run/steps.jsonl").exists()
+
+
+# A worker that says it has one device more than it has, or chose another precision, than the chief.
+DIFFERENT = """
+import dataclasses, sys
+from common.cluster import worker_index
+from common.command_line import run
+from common.runs import open_run
+from common.strategy import make_strategy
+
+@dataclasses.dataclass
+class Config:
+    workdir: str
+    batch_size: int = 8
+    overwrite: bool = False
+
+def main(config):
+    make_strategy()
+    opened = open_run("a", config)
+    opened.keep("chosen_precision", ("float32", sys.argv[2])[worker_index()])
+    opened.split(config, (2, int(sys.argv[3]))[worker_index()], 0.1)
+
+run(main, Config(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+def test_workers_with_other_devices_or_precision_are_refused(tmp_path):
+    def told(*words):
+        ended = by_hand([words] * 2, (ROOT, ROOT), code=DIFFERENT)
+        return [(status, errors.splitlines()[-1]) for status, errors in ended]
+
+    start = "error: worker 1 has other devices than the chief, or --precision auto chose otherwise there: "
+    for precision, replicas, message in (
+        ("float32", 4, "replicas 2, not 1"),
+        ("mixed_bfloat16", 2, "precision 'mixed_bfloat16', not 'float32'"),
+    ):
+        assert told(tmp_path / str(replicas), precision, replicas) == [(2, start + message)] * 2
 
 
 @pytest.mark.slow

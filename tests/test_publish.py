@@ -104,7 +104,7 @@ def preset(tmp_path_factory):
 @pytest.fixture
 def publisher(preset, tmp_path):
     """A callback whose model is at the step that `step.steps_done` says, and a function that ends an epoch there."""
-    callback = Publish(URI, tmp_path, functools.partial(shutil.copytree, preset))
+    callback = Publish(URI, False, tmp_path, functools.partial(shutil.copytree, preset))
     callback.set_model(SimpleNamespace(steps_done=0))
 
     def end_epoch(step):
@@ -123,7 +123,7 @@ def test_each_epochs_model_arrives_with_its_card(to_hub, small):
             wait_for(lambda: len(to_hub.commits) == epoch + 2)  # one more for the first card
             arrived.append(to_hub.files)
 
-    model, save, logs = fit(small, lambda workdir, save: [Publish(URI, workdir, save), Wait()])
+    model, save, logs = fit(small, lambda workdir, save: [Publish(URI, False, workdir, save), Wait()])
     snapshots = [Path(small["workdir"]) / "snapshots" / f"step-{step}" for step in (2, 4)]
     assert list(to_hub.commits[0]) == ["README.md"]
     for files, folder in zip(arrived, snapshots, strict=True):
@@ -136,6 +136,16 @@ def test_each_epochs_model_arrives_with_its_card(to_hub, small):
     loaded = keras_hub.models.BertMaskedLM.from_preset(URI, compile=False)
     for ours, theirs in zip(model.weights, loaded.weights, strict=True):
         np.testing.assert_array_equal(np.array(ours), np.array(theirs), err_msg=ours.path)
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_a_new_repository_is_private_unless_asked_for_otherwise(public, to_hub, publisher, preset):
+    callback, end_epoch = publisher
+    callback.public = public
+    end_epoch(1)
+    callback._thread.join()
+    callback.finish(preset)
+    assert to_hub.files["README.md"] == b"the last card" and to_hub.public is public
 
 
 def test_a_slow_hub_holds_nothing_up_and_the_newest_snapshot_waits(to_hub, publisher, tmp_path):
@@ -183,13 +193,13 @@ def test_a_hub_that_stays_away_is_told_of_and_the_command_given_works(to_hub, pu
     assert "step-1 was not uploaded (ConnectError: " in warning and not err
     assert told.startswith("The run is complete, but not uploaded (ConnectError: ") and files_in(preset)["README.md"]
     command = [str(Path(sys.executable).with_name("hf")), *shlex.split(command)[1:]]
-    assert command[1:] == ["upload", REPOSITORY, str(preset)]
+    assert command[1:] == ["upload", REPOSITORY, str(preset), "--private"]
     subprocess.run(command, env=environment(to_hub, HF_HUB_DISABLE_XET="1"), check=True, capture_output=True)
     assert to_hub.files == files_in(preset)
 
 
 def test_without_a_uri_nothing_is_done(tmp_path):
-    callback = Publish("", tmp_path / "run", None)
+    callback = Publish("", False, tmp_path / "run", None)
     with callback:
         callback.on_train_batch_end(0)
         callback.on_epoch_end(0, {})
@@ -200,7 +210,7 @@ def test_without_a_uri_nothing_is_done(tmp_path):
 def test_only_the_chief_saves_and_uploads(tmp_path, monkeypatch):
     workers = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(workers))
-    callback = Publish(URI, tmp_path / "run", None)
+    callback = Publish(URI, False, tmp_path / "run", None)
     callback.on_epoch_end(0, {})
     callback.finish(None)
     assert not list(tmp_path.iterdir())
@@ -317,7 +327,7 @@ def test_the_check_needs_no_tensorflow():
 def test_uploads_change_no_bit_of_the_training(to_hub, small, tmp_path):
     with_uploads, alone = (
         fit(small | {"dropout": 0.1, "workdir": str(tmp_path / name)}, callbacks, epochs=3)[0].get_weights()
-        for name, callbacks in (("a", lambda *words: [Publish(URI, *words)]), ("b", lambda *words: []))
+        for name, callbacks in (("a", lambda *words: [Publish(URI, False, *words)]), ("b", lambda *words: []))
     )
     assert to_hub.commits
     for ours, theirs in zip(with_uploads, alone, strict=True):
@@ -339,7 +349,7 @@ def main(end):
     publish.GRACE = int(sys.argv[4])
     workdir = Path(sys.argv[2])
     if end == "error":
-        with t.Publish(t.URI, workdir, lambda folder: t.shutil.copytree(sys.argv[3], folder)) as callback:
+        with t.Publish(t.URI, False, workdir, lambda folder: t.shutil.copytree(sys.argv[3], folder)) as callback:
             callback.set_model(SimpleNamespace(steps_done=1))
             callback.on_epoch_end(0, {})
             sys.stdin.readline()
@@ -348,7 +358,7 @@ def main(end):
     def callbacks(folder, save):
         wait = t.keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epoch and sys.stdin.readline())
         checkpoints = FitCheckpoints(folder, save.args[0], 100)
-        publish = stack.enter_context(t.Publish(t.URI, folder, save))
+        publish = stack.enter_context(t.Publish(t.URI, False, folder, save))
         return [publish, checkpoints, wait]
 
     with contextlib.ExitStack() as stack:

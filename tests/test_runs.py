@@ -1,9 +1,13 @@
 import dataclasses
 import json
+import os
+import shutil
 
 import pytest
 
+from common import run_folder
 from common.command_line import UserError
+from common.run_folder import bring_back, discard_replaced, set_aside
 from common.runs import open_run, write_json
 
 
@@ -58,10 +62,141 @@ def test_a_complete_run_is_given_back_and_overwrite_starts_afresh(config):
     assert not (workdir / "results.json").exists()
 
 
-def test_overwrite_deletes_nothing_but_a_run(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    reopen(Config(str(tmp_path), overwrite=True))
-    assert (tmp_path / "thesis.tex").exists()
+def files_in(folder):
+    """All files by name but the lock, with what is in them."""
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+OLD = {
+    "results.json": "{}",
+    "steps.jsonl": "1",
+    "checkpoints/ckpt-4.index": "index",
+    "checkpoints/ckpt-4.data-00000-of-00001": "data",
+    "tensorboard/events.out.tfevents.1": "events",
+    "preset/model.weights.h5": "weights",
+    "preset/assets/tokenizer/vocabulary.txt": "words",
+    "data/train-00000-of-00001-9.tfrecord": "records",
+    "snapshots/step-4/config.json": "{}",
+}
+NEW = {"steps.jsonl": "new", "checkpoints/ckpt-4.index": "new", "predictions/test.tsv": "new", "best.json": "{}"}
+USERS = {
+    "thesis.tex": "years of work",
+    "logs/worker-0.log": "log",
+    "data/precious.txt": "precious",
+    "preset/notes.md": "notes",
+    "tokens/mine": "mine",
+    "snapshots/step-final/notes": "notes",
+    "checkpoints/best.keras": "model",
+}
+
+
+def fill(folder, *contents):
+    for name, text in {name: text for content in contents for name, text in content.items()}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_a_run_is_not_begun_among_files_of_its_names(config, tmp_path):
+    workdir = tmp_path / "run"
+    mine = {"data/precious.txt": "precious", "config.json": '{"model_type": "bert"}', "notes.txt": "notes"}
+    fill(workdir, mine)
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="run holds config.json, data, but no run: .* Give another --workdir"):
+            reopen(config, overwrite=overwrite)
+    assert files_in(workdir) == mine and not (workdir / ".lock").exists()
+    other = dataclasses.replace(config, workdir=str(tmp_path / "other"))
+    fill(tmp_path / "other", {"thesis.tex": "years of work", "logs/worker-0.log": "log"})
+    reopen(other, overwrite=True)
+    assert len(files_in(tmp_path / "other")) == 3
+
+
+def test_overwrite_keeps_the_old_run_until_the_first_checkpoint_of_the_new(config, capsys):
+    workdir = reopen(config).workdir
+    fill(workdir, OLD, USERS)
+    before = files_in(workdir)
+    reopen(config, seed=1, overwrite=True)
+    fill(workdir, NEW)
+    replaced = {name for name in files_in(workdir) if name.startswith(".replaced/")}
+    assert replaced == {f".replaced/{name}" for name in before.keys() - USERS.keys()}
+    assert reopen(config).results == {}  # the new one ended before its first checkpoint
+    assert files_in(workdir) == before and not (workdir / ".replaced").exists()
+    assert "The run that was set aside in" in capsys.readouterr().out
+    reopen(config, seed=1, overwrite=True)
+    fill(workdir, NEW)
+    discard_replaced(workdir)
+    assert files_in(workdir).keys() == {"config.json", *NEW, *USERS}
+    assert reopen(config, seed=1).results is None
+
+
+def test_a_run_that_is_complete_without_a_checkpoint_stays(config):
+    workdir = reopen(config).workdir
+    fill(workdir, OLD)
+    reopen(config, seed=1, overwrite=True)
+    write_json(workdir / "results.json", {"steps": 3})
+    assert reopen(config, seed=1).results == {"steps": 3}
+    assert files_in(workdir).keys() == {"config.json", "results.json"}
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_between_any_two_changes_of_the_folder_loses_nothing(config, tmp_path, monkeypatch):
+    """Set aside, begun anew, brought back: killed before each change in turn, and then once more on the way back."""
+    workdir = reopen(config).workdir
+    fill(workdir, OLD, USERS)
+    old = files_in(workdir)
+    really = {
+        (module, name): getattr(module, name)
+        for module, name in ((os, "replace"), (os, "rmdir"), (os, "unlink"), (shutil, "rmtree"))
+    }
+
+    def killed_at(count, work):
+        """Whether the work came to so many changes."""
+        left = [count]
+
+        def counted(do):
+            def change(*words, **options):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+                return do(*words, **options)
+
+            return change
+
+        with monkeypatch.context() as patch:
+            for (module, name), do in really.items():
+                patch.setattr(module, name, counted(do))
+            try:
+                work()
+            except Killed:
+                return True
+            return False
+
+    def begin():
+        bring_back(workdir)
+        set_aside(workdir)
+        fill(workdir, NEW, {"config.json": "new"})
+
+    def end():
+        begin()
+        bring_back(workdir)
+
+    kills = 0
+    while killed_at(kills, end):
+        killed_at(kills % 7, lambda: bring_back(workdir))
+        bring_back(workdir)
+        assert files_in(workdir) == old, kills
+        assert not set(os.listdir(workdir)) & {run_folder.REPLACED, run_folder.DISCARDED}
+        kills += 1
+    assert kills > 20
+    for count in range(2):
+        begin()
+        assert killed_at(count, lambda: discard_replaced(workdir))
+        bring_back(workdir)
+        if count == 0:  # before it began
+            assert files_in(workdir) == old
+    assert files_in(workdir).keys() == {"config.json", *NEW, *USERS}
 
 
 def test_a_folder_that_cannot_be_written_or_is_in_use(tmp_path, config):
@@ -81,14 +216,42 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
 
 
+def test_a_file_that_is_not_json_is_no_end(config):
+    workdir = reopen(config).workdir
+    for text in ("", '{"steps": 3', "[]"):  # as a power cut may leave it
+        (workdir / "results.json").write_text(text)
+        assert reopen(config).results is None
+    (workdir / "config.json").write_text("")
+    with pytest.raises(UserError, match="holds config.json, results.json, but no run: its config.json is missing, or"):
+        reopen(config)
+
+
 def test_a_run_goes_on_with_the_same_data_only(config):
-    reopen(config).check_data({"train": 7})
-    reopen(config).check_data({"train": 7})
+    def checked(sizes, checksums):
+        run = reopen(config)
+        run.split(config, replicas=2, peak_learning_rate=0.1)
+        run.check_data(sizes, checksums)
+
+    sizes = {"train": 16, "validation": 1}
+    for too_little in ({"train": 15}, {"validation": 0}):
+        with pytest.raises(UserError, match="too few for one batch of 16|no text was left for validation"):
+            checked(sizes | too_little, {"train": 1})
+    checked(sizes, {"train": 7})  # more of it than was refused
+    checked(sizes, {"train": 7})
     with pytest.raises(UserError, match="has changed since the run"):
-        reopen(config).check_data({"train": 8})
+        checked(sizes, {"train": 8})
 
 
-def test_a_dry_run_writes_nothing(config):
-    run = open_run("a", dataclasses.replace(config, dry_run=True))
+def test_a_dry_run_writes_nothing_and_takes_no_notice_of_a_run(config):
+    dry = dataclasses.replace(config, dry_run=True, seed=1)
+    run = open_run("a", dry)
     assert run.split(config, replicas=2, peak_learning_rate=0.1) == (8, 0.1)
     assert not run.workdir.exists()
+    reopen(config).split(config, replicas=4, peak_learning_rate=0.4)
+    write_json(run.workdir / "results.json", {"steps": 3})
+    before = files_in(run.workdir)
+    for recipe, overwrite in (("a", False), ("b", True)):
+        run = open_run(recipe, dataclasses.replace(dry, overwrite=overwrite))
+        assert run.results is None and run.split(config, replicas=2, peak_learning_rate=0.1) == (8, 0.1)
+        run.check_data({"train": 16, "validation": 1}, {"train": 9})
+    assert files_in(run.workdir) == before

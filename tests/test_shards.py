@@ -1,5 +1,6 @@
 """Shards hold every token, are whole or absent, and are read in an order that depends on nobody who reads."""
 
+import contextlib
 import json
 import shlex
 import subprocess
@@ -247,6 +248,47 @@ from common.command_line import run
 from recipes.bert_from_scratch import Config, make_datasets
 run(make_datasets, Config(corpus=sys.argv[1], workdir=sys.argv[2], vocabulary_size=300, seq_length=16, shards=6))
 """
+
+
+def test_two_processes_at_once_write_one_set_of_shards(wikitext, written, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train-00000-of-00006-1.tfrecord.0.unfinished").write_text("of a process that was killed")
+    code = MAKE_DATASETS.replace("workdir=", "data=sys.argv[3], workdir=")
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(wikitext), str(tmp_path / name), str(data)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name in "ab"
+    ]
+    told = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert sorted(output.count("tokenising train") for output in told) == [0, 1]
+    assert find_shards(str(data), {}) and not list(data.glob("*.unfinished"))
+    for shard in written.files("train"):
+        assert (data / shard["file"]).read_bytes() == (Path(written.folder) / shard["file"]).read_bytes()
+
+
+@pytest.mark.slow
+def test_without_locks_two_processes_write_the_same_bytes(corpus, vocabulary, written, tmp_path, monkeypatch):
+    """As on gs://: the other process has written all of it while this one was at its third shard."""
+    monkeypatch.setattr(shards_module, "_locked", lambda folder: contextlib.nullcontext())
+    really_write, data = shards_module._write_records, str(tmp_path / "data")
+
+    def write(path, sequences):
+        really_write(path, sequences)
+        if "train-00002" in path and not (tmp_path / "other").exists():
+            monkeypatch.setattr(shards_module, "UNFINISHED", ".other.unfinished")
+            write_shards(corpus, vocabulary, 16, 6, data, str(tmp_path / "other"), MADE_FROM)
+            monkeypatch.setattr(shards_module, "UNFINISHED", ".this.unfinished")
+
+    monkeypatch.setattr(shards_module, "_write_records", write)
+    write_shards(corpus, vocabulary, 16, 6, data, str(tmp_path / "this"), MADE_FROM)
+    assert find_shards(data, MADE_FROM).manifest == written.manifest
 
 
 @pytest.mark.slow
