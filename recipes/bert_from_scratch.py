@@ -100,7 +100,7 @@ from common.schedules import WarmUpPolynomialDecay
 from common.shard_reader import decode_sequences, read_shards, steps_in_shards
 from common.shards import Shards, find_shards, open_shards, write_shards
 from common.sizes import dimensions
-from common.speed import peak_tokens_per_second
+from common.speed import model_flops
 from common.strategy import distribute, make_strategy
 from common.wordpiece import train_wordpieces
 
@@ -199,8 +199,8 @@ def train_and_evaluate(config: Config) -> dict:
         return {}
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
-    peak = peak_tokens_per_second(strategy, model.backbone, config.seq_length, config.mask_rate)
-    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), peak)
+    flops = model_flops(strategy, model.backbone, config.seq_length, config.mask_rate)
+    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), flops)
     profile = Profile(run.workdir, step_range(config.profile_steps))
     save = functools.partial(save_preset, model, shards.vocabulary, config.seq_length)
     publish = Publish(config.push_to, run.workdir, save)

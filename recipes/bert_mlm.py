@@ -96,7 +96,7 @@ from common.results import language_model_scores, report, training_results
 from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
-from common.speed import peak_tokens_per_second
+from common.speed import model_flops
 from common.strategy import distribute, make_strategy
 from common.wordpiece import load_wordpieces, train_wordpieces
 
@@ -192,8 +192,8 @@ def train_and_evaluate(config: Config) -> dict:
         return {}
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
-    peak = peak_tokens_per_second(strategy, model.backbone, config.seq_length, config.mask_rate)
-    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), peak)
+    flops = model_flops(strategy, model.backbone, config.seq_length, config.mask_rate)
+    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), flops)
     profile = Profile(run.workdir, step_range(config.profile_steps))
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     scores = {}

@@ -91,7 +91,7 @@ from common.results import report, training_results
 from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor
 from common.schedules import WarmUpPolynomialDecay
-from common.speed import peak_tokens_per_second
+from common.speed import model_flops
 from common.step_log import StepLog
 from common.strategy import distribute, make_strategy
 from common.text_batches import batches_by_step, checksums, encode, in_order, labelled, numbered_batches, with_labels
@@ -182,8 +182,8 @@ def train_and_evaluate(config: Config) -> dict:
 
     board = open_board(run.workdir, asdict(config), 0)
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=optimizer)
-    peak = peak_tokens_per_second(strategy, model.backbone, config.seq_length)
-    log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), peak)
+    flops = model_flops(strategy, model.backbone, config.seq_length)
+    log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), flops)
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     labels = texts.splits["train"].labels
     steps = range(log.step, total_steps)

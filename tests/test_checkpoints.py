@@ -74,7 +74,8 @@ def assert_same(results, undisturbed):
     own = {
         "seconds",
         "tokens_per_second",
-        "share_of_peak",
+        "mfu",
+        "peak_flops_per_second",
         "input_wait_fraction",
         "peak_memory_mb",
         "resumed_from_step",
