@@ -21,8 +21,12 @@ def device_peak(dtype: str) -> float:
     """`matmul_flops_per_second`, kept in the cache for this machine."""
     tf32 = tf.config.experimental.tensor_float_32_execution_enabled()  # on GPUs, float32 in fewer bits
     key = (device_name(), str(num_cores()), dtype, f"TF32 {tf32}", tf.__version__)
+
+    def measure(path: Path) -> None:
+        path.write_text(str(matmul_flops_per_second(dtype)))
+
     with contextlib.suppress(OSError):  # of a disk that is full or must not be written: the peak is measured each time
-        path = cached_file("peak", key, lambda path: path.write_text(str(matmul_flops_per_second(dtype))))
+        path = cached_file("peak", key, measure)
         with contextlib.suppress(ValueError):
             if 0 < (peak := float(path.read_text())) < math.inf:
                 return peak

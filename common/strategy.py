@@ -22,7 +22,9 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of glibc's settings, in its mal
 IN_USE = "the devices are in use already; ask for {} replicas in a new process"
 
 
-def make_strategy(replicas: int = 0, parameter_servers: bool = False) -> tf.distribute.Strategy:
+def make_strategy(
+    replicas: int = 0, deterministic: bool = False, parameter_servers: bool = False
+) -> tf.distribute.Strategy:
     """Picks the strategy for this process. Call it before anything else touches a device.
 
     - Parameter servers: `ParameterServerStrategy`; see `common.parameter_server`.
@@ -37,11 +39,14 @@ def make_strategy(replicas: int = 0, parameter_servers: bool = False) -> tf.dist
 
     Args:
         replicas: replicas on this machine; 0 for the default of the devices found.
+        deterministic: see `compute_deterministically`.
         parameter_servers: whether the recipe has a loop for them.
 
     Raises:
         UserError: when the machine cannot give that many replicas, or there are parameter servers and no loop for them.
     """
+    if deterministic:
+        compute_deterministically()
     gpus = tf.config.list_physical_devices("GPU")
     if has_parameter_servers():
         if not parameter_servers:
@@ -76,6 +81,18 @@ def make_strategy(replicas: int = 0, parameter_servers: bool = False) -> tf.dist
         _use_only(gpus[: replicas or None])
         return _mirrored([f"GPU:{i}" for i in range(replicas or len(gpus))], tf.distribute.NcclAllReduce())
     return _mirrored(_split(tf.config.list_physical_devices("CPU")[0], replicas or 2))
+
+
+def compute_deterministically() -> None:
+    """Has TensorFlow compute the same bits in every run on GPUs too, and float32 with all its bits; on CPUs it does.
+
+    By default, a GPU adds up in whatever order its threads end in, and multiplies float32 matrices in TF32, which keeps
+    10 bits of a fraction. An operation that cannot do otherwise raises `tf.errors.UnimplementedError`. There is no way
+    back in the same process.
+    https://www.tensorflow.org/api_docs/python/tf/config/experimental/enable_op_determinism
+    """
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    tf.config.experimental.enable_op_determinism()
 
 
 def distribute(

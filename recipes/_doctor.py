@@ -83,7 +83,7 @@ def doctor(as_json: bool, workers: int) -> int:
             if not as_json:
                 print("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
             ways += [(f"{workers} workers", workers, {"replicas": 1})] if workers > 1 else []
-            jobs = make_jobs(Path(folder), ways)
+            jobs = make_jobs(Path(folder), ways, deterministic=bool(gpus))
             promised = {name: pool.submit(train, name, knobs, workers) for name, knobs in jobs.items()}
             runs = {name: run.result() for name, run in promised.items()}
             off_board = pool.submit(board_difference, runs["2 replicas, adamw"])
@@ -97,7 +97,7 @@ def doctor(as_json: bool, workers: int) -> int:
     return 0 if passed else 1
 
 
-def make_jobs(folder: Path, ways: list[Way]) -> dict[str, dict[str, Any]]:
+def make_jobs(folder: Path, ways: list[Way], deterministic: bool) -> dict[str, dict[str, Any]]:
     """The runs to be made, by name: the knobs of each."""
     jobs: dict[str, dict[str, Any]] = {"resumed": {"replicas": 2, "dropout": 0.1, "checkpoint_every": 4}}
     for optimizer, learning_rate in OPTIMIZERS.items():
@@ -107,9 +107,9 @@ def make_jobs(folder: Path, ways: list[Way]) -> dict[str, dict[str, Any]]:
     jobs["not stopped"] = {"replicas": 2, "dropout": 0.1}
     for precision in ("mixed_bfloat16", "mixed_float16"):
         jobs[precision] = {"replicas": 2, "precision": precision}
+    common = {"batch_size": GLOBAL_BATCH // 2, "deterministic": deterministic}
     return {
-        name: KNOBS | {"workdir": str(folder / str(i)), "batch_size": GLOBAL_BATCH // 2} | own
-        for i, (name, own) in enumerate(jobs.items())
+        name: KNOBS | common | {"workdir": str(folder / str(i))} | own for i, (name, own) in enumerate(jobs.items())
     }
 
 
@@ -127,9 +127,6 @@ def set_up() -> None:
     from common.strategy import make_strategy
 
     tf.get_logger().setLevel("ERROR")  # many small models are traced, and it would warn of that
-    if tf.config.list_physical_devices("GPU"):
-        tf.config.experimental.enable_tensor_float_32_execution(False)
-        tf.config.experimental.enable_op_determinism()
     make_strategy(most_replicas())  # so that fewer can be asked for later
 
 
@@ -139,7 +136,8 @@ def train(name: str, knobs: dict[str, Any], workers: int) -> dict[str, Any]:
     A run named after workers is started as a user would.
     """
     if "workers" in name:
-        words = [word for knob, value in knobs.items() for word in ("--" + knob.replace("_", "-"), str(value))]
+        given = {"--" + knob.replace("_", "-"): value for knob, value in knobs.items() if value is not False}
+        words = [word for knob, value in given.items() for word in ([knob] if value is True else [knob, str(value)])]
         command = [sys.executable, "-m", "recipes", "launch", "--workers", str(workers), "bert_mlm", *words]
         started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if started.returncode:

@@ -53,6 +53,7 @@ class Config:
     epochs: int = 4
     max_steps: int = 0  # end after this many steps; 0: no cap
     precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
+    deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
     accumulate: int = 1  # parts in which a replica computes its batch, to save memory; the batch stays
     jit: bool = False  # compile each replica's forward and backward pass with XLA
     steps_per_execution: int = 1  # steps in one call
@@ -114,9 +115,8 @@ def make_datasets(config: Config) -> Shards:
         made_from = {"corpus": fingerprint(config.corpus)} | {name: getattr(config, name) for name in knobs}
         if not find_shards(folder, made_from):
             corpus = open_corpus(config.corpus)
-            text, size = corpus["train"], config.vocabulary_size
-            bert = config.architecture == "bert"
-            vocabulary: Vocabulary = train_wordpieces(text, size) if bert else train_byte_pairs(text, size)
+            train = train_wordpieces if config.architecture == "bert" else train_byte_pairs
+            vocabulary: Vocabulary = train(corpus["train"], config.vocabulary_size)
             scratch = os.path.join(config.workdir, "tokens")
             write_shards(corpus, vocabulary, config.seq_length, config.shards, folder, scratch, made_from)
 
@@ -163,7 +163,7 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
-    strategy = make_strategy(config.replicas)
+    strategy = make_strategy(config.replicas, config.deterministic)
     run = open_run("bert_from_scratch", config)
     if run.results:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")

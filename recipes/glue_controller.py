@@ -53,6 +53,7 @@ class Config:
     epochs: int = 3
     max_steps: int = 0  # end after this many steps; 0: no cap
     precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
+    deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
     seed: int = 0  # of weights, order and dropout
     steps_per_loop: int = 50  # steps in one call, after which the Controller logs
     checkpoint_every: int = 200  # steps between two checkpoints, from which a run that was stopped goes on
@@ -169,7 +170,7 @@ class GlueEvaluator(Evaluator):
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    strategy = make_strategy(config.replicas)
+    strategy = make_strategy(config.replicas, config.deterministic)
     run = open_run("glue_controller", config)
     if run.results:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")

@@ -54,6 +54,7 @@ class Config:
     epochs: int = 3
     max_steps: int = 0  # end after this many steps; 0: no cap
     precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
+    deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
     seed: int = 0  # of weights, order and dropout
     checkpoint_every: int = 200  # steps between two checkpoints, from which a run that was stopped goes on
     overwrite: bool = False  # start afresh in a workdir that holds a run
@@ -122,7 +123,7 @@ def build_model(config: Config, vocabulary: Vocabulary, num_classes: int, schedu
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    strategy = make_strategy(config.replicas, parameter_servers=True)  # (1) the devices
+    strategy = make_strategy(config.replicas, config.deterministic, parameter_servers=True)  # (1) the devices
     asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)  # experimental
     run = open_run("glue_custom_loop", config)
     if run.results:

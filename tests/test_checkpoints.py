@@ -94,6 +94,13 @@ def test_sigterm_saves_and_leaves_with_143(wikitext, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
+def test_deterministic_changes_no_bit_on_a_cpu(wikitext, undisturbed, tmp_path):
+    workdir = tmp_path / "run"
+    assert run_until(5, signal.SIGTERM, wikitext, workdir, "--deterministic")[0] == 143
+    assert_same(go_on(wikitext, workdir, "--deterministic")[1], undisturbed)
+
+
+@pytest.mark.slow
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(wikitext, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     run_until(9, signal.SIGKILL, wikitext, workdir)

@@ -88,3 +88,23 @@ def test_large_blocks_are_kept_for_their_next_use():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert before > 1000 and after < 100
+
+
+@pytest.mark.slow
+def test_deterministic_turns_tf32_off_and_op_determinism_on():
+    """On a GPU they would show in the bits. Here, op determinism shows in a random number without a seed: it raises."""
+    program = """if True:
+        import sys
+        import tensorflow as tf
+        from common.strategy import make_strategy
+        make_strategy(1, deterministic=sys.argv[1] == "True")
+        try:
+            tf.random.uniform([1])
+            print("random", end=" ")
+        except RuntimeError:
+            print("deterministic", end=" ")
+        print(tf.config.experimental.tensor_float_32_execution_enabled())
+    """
+    for wanted, printed in ((True, "deterministic False\n"), (False, "random True\n")):
+        command = [sys.executable, "-c", program, str(wanted)]
+        assert subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL) == printed
