@@ -50,8 +50,9 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
         coordinated_jobs=jobs,
     )
     _meet(timeout)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # TensorFlow has made it a note that nobody reads
+    signal.signal(signal.SIGTERM, on_sigterm)  # TensorFlow has made it a note that nobody reads
     close_to_other_machines(workers()[worker_index()])
     return strategy
 

@@ -162,7 +162,8 @@ class Workers:
         served = any("ps" in place["cluster"] for place in places)
         self.leading = [0] if served else list(self.places)  # those that run the recipe, and whose end is the end
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._stop)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+                signal.signal(number, self._stop)
         for index in self.places:
             self._start(index)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.checkpoints import epochs_left
+from common.checkpoints import Checkpoints, epochs_left
 from tests.test_bert_mlm import weights_of
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +83,17 @@ def assert_same(results, undisturbed):
     }
     for name in undisturbed.keys() - own:
         assert results[name] == undisturbed[name], name
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_sigterm_is_listened_to_where_it_is_not_ignored(tmp_path, ignored):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with Checkpoints(tmp_path, 1) as checkpoints:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert checkpoints.told_to_stop == (not ignored)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.slow

@@ -138,8 +138,7 @@ def test_each_worker_has_gpus_of_its_own(tmp_path, words, given):
         f"while sum(log.stat().st_size > 0 for log in logs.iterdir()) < {len(given)}: time.sleep(0.01)\n"
     )
     program = (
-        "import sys, recipes.__main__ as line; from pathlib import Path;"
-        "line.recipe_path = lambda name: Path('recipe.py').resolve(); line.main()"
+        "import sys, recipes.__main__ as line; line.recipe_path = lambda name: line.Path('recipe.py'); line.main()"
     )
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     environment.pop("CUDA_VISIBLE_DEVICES", None)
@@ -152,6 +151,28 @@ def test_each_worker_has_gpus_of_its_own(tmp_path, words, given):
     assert errors == ("1 GPU(s) are left over: workers must have equally many\n" if "2" in words else "")
     logs = sorted((tmp_path / "runs/recipe/logs").iterdir())
     assert [log.read_text().strip() for log in logs] == given
+
+
+@pytest.mark.parametrize(("ignored", "status"), [(True, 0), (False, 143)])
+def test_under_nohup_it_goes_on_when_the_terminal_closes(tmp_path, ignored, status):
+    workdir = tmp_path / "run"
+    (tmp_path / "recipe.py").write_text(
+        "import pathlib, time\nprint('begun', flush=True)\nwhile not pathlib.Path('done').exists(): time.sleep(0.01)\n"
+    )
+    program = "import sys, recipes.__main__ as line; line.recipe_path = line.Path; line.main()"
+    words = ["launch", "--workers", "1", str(tmp_path / "recipe.py"), "--workdir", str(workdir)]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL),
+    )
+    wait_for(workdir / "logs/worker-0.log", 1)
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    (tmp_path / "done").touch()
+    assert launcher.wait(timeout=60) == status
 
 
 def test_the_log_has_lines_as_they_are_left_on_the_screen():
