@@ -65,10 +65,14 @@ def test_more_gpus_than_are_there_or_were_left(four_gpus):
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="there is no glibc")
 @pytest.mark.slow
-def test_large_blocks_are_kept_for_their_next_use():
+def test_a_worker_of_several_keeps_large_blocks_for_their_next_use(monkeypatch):
+    """By the pages that are new to the process when it writes to a block, in one that makes a worker's strategy."""
+    config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     program = """if True:
         import ctypes, resource
-        from common.strategy import keep_freed_memory
+        from common import strategy
+        strategy.join = lambda communication: None  # which waits for the other
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         libc.free.argtypes = [ctypes.c_void_p]
@@ -81,7 +85,7 @@ def test_large_blocks_are_kept_for_their_next_use():
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         new_pages()
         print(new_pages())
-        keep_freed_memory()
+        strategy.make_strategy()
         new_pages()
         print(new_pages())
     """
