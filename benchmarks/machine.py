@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy", "torch", "transformers", "accelerate")
 FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # that matmuls use
-PEAK_SIZE = 2048  # rows and columns of the matrices whose product gives the peak; halves of it come to less
+PEAK_SECONDS = 0.1  # of a step, which is a part of the time for which products are repeated
 
 
 def machine() -> dict[str, Any]:
@@ -51,7 +51,7 @@ def write_results(name: str, results: dict[str, Any]) -> None:
 
 
 def matmul(dtype: str) -> Callable[..., dict[str, float]]:
-    """A function that does `steps` products of two square matrices on all cores; see `benchmarks.workers`.
+    """A function that does products of two square matrices on all cores; see `benchmarks.workers`.
 
     Args:
         dtype: `float32` or `bfloat16`.
@@ -59,11 +59,11 @@ def matmul(dtype: str) -> Callable[..., dict[str, float]]:
     Returns:
         A function whose result has `flops`, a second, of the fastest.
     """
-    from common.speed import matmul_flops_per_second
+    from common.peak import matmul_flops_per_second
 
     def run(steps: int) -> dict[str, float]:
         began = time.perf_counter()
-        flops = matmul_flops_per_second(dtype, PEAK_SIZE, steps)
+        flops = matmul_flops_per_second(dtype, PEAK_SECONDS * steps)
         return {"seconds": time.perf_counter() - began, "flops": flops}
 
     return run

@@ -98,7 +98,7 @@ def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], fold
         for (name, _, _, dtype), timed in zip(contenders, rounds, strict=True)
     }
     for row in rows.values():
-        row["share_of_peak"] = statistics.median(row["tokens_per_second"]) * flops / best[row["precision"]]
+        row["mfu"] = statistics.median(row["tokens_per_second"]) * flops / best[row["precision"]]
     return {"pieces": text["pieces"], "flops_per_token": flops, "peak_flops": best, "contenders": rows}
 
 
@@ -164,13 +164,13 @@ def table(measured: dict[str, Any]) -> str:
     published = medians.get(PUBLISHED, math.nan)
     peer = max((speed for name, speed in medians.items() if name.startswith("transformers")), default=math.nan)
     lines = [
-        "| contender | tokens/s | lowest to highest | to the published | to transformers' best | share of the peak |",
+        "| contender | tokens/s | lowest to highest | to the published | to transformers' best | MFU |",
         "| --- " * 6 + "|",
     ]
     for name, row in rows.items():
         speeds = row["tokens_per_second"]
         lines.append(
             f"| {name} | {medians[name]:,.0f} | {min(speeds):,.0f} to {max(speeds):,.0f} "
-            f"| {medians[name] / published:.1f} x | {medians[name] / peer:.2f} x | {row['share_of_peak']:.1%} |"
+            f"| {medians[name] / published:.1f} x | {medians[name] / peer:.2f} x | {row['mfu']:.1%} |"
         )
     return "\n".join(lines)

@@ -2,7 +2,6 @@
 """Keras callbacks that every recipe's `fit` uses. They need a model of `keras_fixes.data_parallel`."""
 
 import importlib.util
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import tensorflow as tf
 from common.checkpoints import Checkpoints
 from common.cluster import is_chief
 from common.replicas import COUNTS, MEANS
+from common.speed import UNKNOWN, ModelFlops
 from common.step_log import StepLog
 
 
@@ -26,7 +26,7 @@ class FitLog(StepLog, keras.callbacks.Callback):
         workdir: the run's folder.
         config: shown as text in TensorBoard; a dict.
         steps_per_epoch: steps over which an epoch's means are taken.
-        first_step, peak_tokens_per_second: of `StepLog`.
+        first_step, flops: of `StepLog`.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class FitLog(StepLog, keras.callbacks.Callback):
         config: dict,
         steps_per_epoch: int,
         first_step: int = 0,
-        peak_tokens_per_second: float = math.inf,
+        flops: ModelFlops = UNKNOWN,
     ):
-        super().__init__(workdir, steps_per_epoch, first_step, peak_tokens_per_second)
+        super().__init__(workdir, steps_per_epoch, first_step, flops)
         self._board = open_board(workdir, config, first_step)
 
     def on_train_batch_begin(self, batch, logs=None):

@@ -125,7 +125,9 @@ class Checkpoints:
         raise SystemExit(128 + signal.SIGTERM)
 
     def __enter__(self):
-        self._handler = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "told_to_stop", True))
+        self._handler = signal.getsignal(signal.SIGTERM)
+        if self._handler != signal.SIG_IGN:  # who started this process wants it to go on
+            signal.signal(signal.SIGTERM, lambda *_: setattr(self, "told_to_stop", True))
         return self
 
     def __exit__(self, *_):

@@ -29,6 +29,9 @@ AT_LEAST = {
     "seq_length": 3,  # [CLS], a token, [SEP]
     "vocabulary_size": 100,
 }
+# The most of each; beyond, NumPy takes no seed, and memory or time would end before it is told.
+AT_MOST = {"seed": 2**32 - 1, "replicas": 2**10, "batch_size": 2**20, "seq_length": 2**16, "shards": 2**16}
+MOST = 2**31 - 1  # of any other
 SHARES = ("mask_rate", "dropout", "warmup")
 RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power")
 
@@ -41,7 +44,9 @@ def check_knobs(config: Any) -> None:
     """
     knobs = dataclasses.asdict(config)
     for name, least in AT_LEAST.items():
+        most = AT_MOST.get(name, MOST)
         _require(knobs.get(name, least) >= least, knobs, name, f"at least {least}")
+        _require(knobs.get(name, least) <= most, knobs, name, f"at most {most}")
     for name in SHARES:
         _require(0 <= knobs.get(name, 0) < 1, knobs, name, "a share in [0, 1)")
     _require(knobs.get("mask_rate", 1) > 0, knobs, "mask_rate", "above 0")

@@ -5,8 +5,10 @@ A worker is a process; its place is in `TF_CONFIG`, the environment variable tha
 set, it is made from what Slurm or Kubernetes set. Worker 0 is the chief, which writes the run's files.
 """
 
+import ipaddress
 import json
 import os
+import socket
 from typing import Any
 
 from common.command_line import UserError
@@ -53,9 +55,32 @@ def worker_config(addresses: list[str], index: int) -> dict[str, Any]:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is `host:port`."""
+    """Whether it is `host:port`, an IPv6 address in brackets as in `[::1]:8888`."""
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+    in_brackets = host[:1] + host[-1:] == "[]"
+    return bool(host.strip("[]")) and in_brackets == (":" in host) and port.isdecimal() and 0 < int(port) < 2**16
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of `host:port`, as `socket` takes them: `("::1", 8888)` of `[::1]:8888`."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def all_on_this_machine() -> bool:
+    """Whether each process of the cluster has an address of loopback, as this machine resolves it.
+
+    One that has proves nothing: `/etc/hosts` often gives loopback for the machine's own name.
+    """
+
+    def at_loopback(address: str) -> bool:
+        try:
+            found = socket.getaddrinfo(*host_and_port(address), type=socket.SOCK_STREAM)
+        except OSError:  # another machine's, which cannot be resolved yet
+            return False
+        return all(ipaddress.ip_address(str(place[0]).split("%")[0]).is_loopback for *_, place in found)
+
+    return all(at_loopback(address) for job in tf_config()["cluster"].values() for address in job)
 
 
 def parameter_server_config(addresses: list[str], servers: int, index: int) -> dict[str, Any]:

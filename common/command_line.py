@@ -10,10 +10,12 @@ import errno
 import io
 import os
 import re
+import select
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 import tyro
 
@@ -28,6 +30,30 @@ class UserError(Exception):
     """The user's input is wrong. The message says how to mend it; a command ends with it and exit status 2."""
 
 
+@contextlib.contextmanager
+def quiet_without_reader() -> Iterator[None]:
+    """Ends the process as SIGPIPE would, without a word, where who read its output has left: `... --help | head`.
+
+    SIGPIPE itself, which Python ignores, would also end it at a socket whose other end has closed.
+
+    Raises:
+        SystemExit: 141.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # here, not at the interpreter's end
+    except BrokenPipeError:
+        left = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+        if not left:
+            raise
+        for stream in left:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else the interpreter's end tells of it
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+@quiet_without_reader()
 def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] | None = None) -> Config:
     """Reads a recipe's knobs from the command line.
 
@@ -62,6 +88,7 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
         fail(_first_paragraph(stderr.getvalue()))
 
 
+@quiet_without_reader()
 def run(main: Callable[[Config], None], config: Config) -> None:
     """Calls `main(config)`, and ends the process with a message where it must end.
 
@@ -97,6 +124,12 @@ def fail(message: object) -> NoReturn:
 def first_line(error: Exception) -> str:
     """What another package says, without the list of examples that KerasHub begins in the middle of its first line."""
     return str(error).splitlines()[0].removesuffix(" A preset must be a one of:")
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _first_paragraph(box: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
-from common.cluster import tf_config
+from common.cluster import host_and_port, tf_config
 from common.rendezvous import close_to_other_machines
 
 
@@ -23,7 +23,7 @@ def parameter_server_strategy() -> tf.distribute.ParameterServerStrategy:
         strategy = tf.distribute.ParameterServerStrategy(resolver)
     else:
         server = tf.distribute.Server(resolver.cluster_spec(), kind, index, protocol="grpc")
-    close_to_other_machines(tf_config()["cluster"][kind][index])
+    close_to_other_machines(host_and_port(tf_config()["cluster"][kind][index])[1])
     if kind != "chief":
         server.join()
     return strategy

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from common.cluster import is_chief, num_workers, tf_config, worker_index, workers
+from common.cluster import all_on_this_machine, host_and_port, is_chief, num_workers, tf_config, worker_index, workers
 from common.command_line import UserError
 
 HEARTBEAT_TIMEOUT = 15  # seconds without a sign of life after which a worker is given up
@@ -27,7 +27,7 @@ _exchanges = itertools.count()
 def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.distribute.Strategy:
     """Waits for all workers, and returns their strategy.
 
-    At an address of loopback, it listens to this machine alone.
+    Where all have addresses of loopback, it listens to this machine alone.
 
     Raises:
         UserError: when a worker has not come within `JOIN_TIMEOUT` seconds (an environment variable; 300), or this
@@ -50,9 +50,10 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
         coordinated_jobs=jobs,
     )
     _meet(timeout)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # TensorFlow has made it a note that nobody reads
-    close_to_other_machines(workers()[worker_index()])
+    signal.signal(signal.SIGTERM, on_sigterm)  # TensorFlow has made it a note that nobody reads
+    close_to_other_machines(host_and_port(workers()[worker_index()])[1])
     return strategy
 
 
@@ -118,10 +119,13 @@ def chief_alone(work: Callable[[], None]) -> None:
 def _meet(seconds: float) -> None:
     """Waits for all workers, each listening at its address: inside TensorFlow, one would wait without a word."""
     own, missing = workers()[worker_index()], set(workers())
-    host, port = own.rsplit(":", 1)
+    host, port = host_and_port(own)
     try:
-        at_loopback = host.startswith("127.")
-        listening = socket.create_server((host if at_loopback else "", int(port)), **({} if at_loopback else BOTH_IPS))
+        if all_on_this_machine():
+            family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(place[:2], family=family)
+        else:
+            listening = socket.create_server(("", port), **BOTH_IPS)
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise UserError(f"this worker cannot listen at {own} ({why}). Give another port") from error
@@ -145,21 +149,39 @@ def _greet(listening: socket.socket) -> None:
 
 
 def _answers(address: str) -> bool:
-    host, port = address.rsplit(":", 1)
     try:
-        with socket.create_connection((host, int(port)), timeout=1) as connection:
+        with socket.create_connection(host_and_port(address), timeout=1) as connection:
             return bool(connection.recv(1))  # gRPC speaks first too; for a process that hangs, its machine accepts only
     except OSError:
         return False
 
 
-def close_to_other_machines(address: str) -> None:
-    """At a loopback address `host:port`, ends TensorFlow's listening on all interfaces: who connects may run code."""
-    host, port = address.rsplit(":", 1)
-    if sys.platform != "linux" or not host.startswith("127."):
+def close_to_other_machines(port: int) -> None:
+    """Where all workers are on this machine, ends TensorFlow's listening on all interfaces: who connects may run code.
+
+    Says so on standard error where it cannot.
+    """
+    if not all_on_this_machine():
         return
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError), socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
-            listens = ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if listens and ours.getsockname()[1] == int(port):
-                ours.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+    closed, why = 0, "none of this process's sockets listens there"
+    try:
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if _listens(number, port):
+                with socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
+                    ours.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+                closed += 1
+    except (OSError, AttributeError) as error:  # without leave; on another system than Linux
+        closed, why = 0, str(error)
+    if not closed:
+        print(
+            f"warning: port {port} is open to other machines, and who connects may run code ({why}). "
+            "Let a firewall close it",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _listens(number: int, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
+        return bool(ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and ours.getsockname()[1] == port
+    return False  # no socket

@@ -6,13 +6,13 @@ import importlib.metadata
 import os
 import platform
 import re
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from common.cluster import num_workers
 from common.metrics import perplexity
+from common.peak import cpu_name
 from common.runs import PACKAGES
 from common.speed import peak_memory_mb
 from common.step_log import StepLog
@@ -38,7 +38,8 @@ def training_results(
         "resumed_from_step": log.first_step or None,
         "seconds": round(log.seconds, 3),
         "tokens_per_second": round(log.tokens_per_second, 1),
-        "share_of_peak": log.tokens_per_second / log.peak_tokens_per_second,
+        "mfu": log.flops.utilisation(log.tokens_per_second),
+        "peak_flops_per_second": log.flops.peak,
         "input_wait_fraction": log.input_wait_fraction,
         "padding_fraction": log.padding_fraction,
         "learning_rate": log.learning_rate,
@@ -46,7 +47,7 @@ def training_results(
         "peak_memory_mb": round(peak_memory_mb()),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
-        "hardware": {"cpu": _cpu_model(), "cores": os.cpu_count(), "gpus": [gpu.get("device_name") for gpu in gpus]},
+        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "gpus": [gpu.get("device_name") for gpu in gpus]},
         "config": dataclasses.asdict(config),
     }
 
@@ -115,20 +116,12 @@ def _apart(nats: float) -> str:
 
 
 def _speed_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
-    if "share_of_peak" not in results:  # of a run before these were measured
+    if "mfu" not in results:  # of a run before these were measured
         return []
     waiting = results["input_wait_fraction"]
     advice = ": the input is the bottleneck; it needs more cores or a faster disk" if waiting > INPUT_BOUND else ""
     return [
-        ("  of the peak", f"{results['share_of_peak']:.0%} of what matrix products alone would reach here"),
+        ("  MFU", f"{results['mfu']:.0%} of {results['peak_flops_per_second'] / 1e12:,.2f} TFLOP/s measured"),
         ("waiting for input", f"{waiting:.1%}{advice}"),
         ("peak memory", f"{results['peak_memory_mb']:,} MiB of main memory"),
     ]
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

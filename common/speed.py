@@ -1,26 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much arithmetic training a BERT takes, how much the machine could do, and the memory it took."""
 
+import math
 import resource
 import sys
-import time
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from common.cluster import num_workers
-
-PEAK_SIZE = 1024  # rows and columns of the matrices whose product gives the peak
-PEAK_PRODUCTS = 15  # of which the fastest counts: a tenth of a second on two cores
+from common.peak import device_peak
 
 
-def peak_tokens_per_second(
+class ModelFlops(NamedTuple):
+    """What model FLOPs utilisation (MFU) is computed from: Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 4.1.
+
+    Attributes:
+        per_token: floating-point operations that training needs for a token.
+        peak: those that all devices can do in a second.
+    """
+
+    per_token: float
+    peak: float
+
+    def utilisation(self, tokens_per_second: float) -> float:
+        """The share of the peak that training at that speed makes use of."""
+        return tokens_per_second * self.per_token / self.peak
+
+
+UNKNOWN = ModelFlops(0.0, math.inf)
+
+
+def model_flops(
     strategy: tf.distribute.Strategy, backbone: keras.Model, seq_length: int, mask_rate: float = 0.0
-) -> float:
-    """Tokens that all devices would train on in a second if they did nothing but the model's matrix products.
+) -> ModelFlops:
+    """What a run's MFU is computed from.
 
-    A device's speed is measured, by products of square matrices in the format that the model computes in. All are taken
-    to be like this worker's first one; logical devices share one.
+    The peak is measured, where PaLM takes the vendor's: by products of matrices in the format that the model computes
+    in, once on a machine. All devices are taken to be like this worker's first one; logical devices share one.
 
     Args:
         strategy: that trains.
@@ -30,7 +48,7 @@ def peak_tokens_per_second(
     """
     gpus = tf.config.list_physical_devices("GPU")
     devices = min(len(gpus), strategy.num_replicas_in_sync // num_workers()) if gpus else 1
-    flops = flops_per_token(
+    per_token = flops_per_token(
         backbone.hidden_dim,
         backbone.intermediate_dim,
         backbone.num_layers,
@@ -38,7 +56,7 @@ def peak_tokens_per_second(
         seq_length,
         mask_rate,
     )
-    return num_workers() * devices * matmul_flops_per_second(keras.config.dtype_policy().compute_dtype) / flops
+    return ModelFlops(per_token, num_workers() * devices * device_peak(keras.config.dtype_policy().compute_dtype))
 
 
 def flops_per_token(
@@ -50,7 +68,7 @@ def flops_per_token(
     weight (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Of a layer of width h and inner width i, these are
     4 h^2 + 2 h i. Attention adds 12 h s a layer, for the scores and the mean of s values (Chowdhery et al. 2022, PaLM,
     arXiv:2204.02311, appendix B). The head, h^2 and h for each of V pieces, is needed for masked tokens only. What is
-    not a matrix product (norms, gelu, softmax, the optimizer) is left out, so a share of the peak is a lower bound.
+    not a matrix product (norms, gelu, softmax, the optimizer) is left out, so devices do more than MFU tells.
 
     Args:
         width: h, of a layer.
@@ -63,25 +81,6 @@ def flops_per_token(
     encoder = num_layers * (4 * width**2 + 2 * width * inner_width)
     head = width**2 + width * vocabulary_size
     return 6 * encoder + 12 * num_layers * width * seq_length + 6 * mask_rate * head
-
-
-def matmul_flops_per_second(dtype: str, size: int = PEAK_SIZE, products: int = PEAK_PRODUCTS) -> float:
-    """The fastest of some products of two n x n matrices, of 2 n^3 operations, on the first device.
-
-    Args:
-        dtype: `float32`, `bfloat16` or `float16`.
-        size: n.
-        products: to time, after one that is not.
-    """
-    matrix = tf.cast(tf.random.stateless_normal([size, size], seed=[0, 0]), dtype)
-    multiply = tf.function(lambda: tf.reduce_sum(tf.matmul(matrix, matrix)[0]))
-    multiply()  # compiles
-    seconds = []
-    for _ in range(products):
-        began = time.perf_counter()
-        multiply().numpy()
-        seconds.append(time.perf_counter() - began)
-    return 2 * size**3 / min(seconds)
 
 
 def peak_memory_mb() -> float:

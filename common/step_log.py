@@ -3,7 +3,6 @@
 
 import contextlib
 import json
-import math
 import os
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from common.cluster import is_chief
 from common.command_line import UserError
 from common.replicas import COUNTS, MEANS
 from common.run_folder import write_whole
-from common.speed import peak_memory_mb
+from common.speed import UNKNOWN, ModelFlops, peak_memory_mb
 
 
 class StepLog:
@@ -26,24 +25,22 @@ class StepLog:
         workdir: the run's folder.
         steps_per_epoch: steps over which an epoch's means are taken.
         first_step: steps that the run has done before.
-        peak_tokens_per_second: of `common.speed`, to which the run's are compared.
+        flops: of `common.speed`, from which MFU is computed.
 
     Attributes:
-        first_step, peak_tokens_per_second: see above.
+        first_step, flops: see above.
         step: steps done.
         learning_rate: the `first`, `peak` and `last` that steps used.
         epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far.
         padding_fraction: share of the places for tokens that held none.
         seconds, tokens_per_second, input_wait_fraction: of this process's steps but its first call, which holds the
             compilation; padding not counted; the share of the time that it waited for batches.
-        speed: of the last call, `tokens_per_second`, `share_of_peak`, `input_wait_fraction`, and `peak_memory_mb`.
+        speed: of the last call, `tokens_per_second`, `mfu`, `input_wait_fraction`, and `peak_memory_mb`.
     """
 
-    def __init__(
-        self, workdir: Path, steps_per_epoch: int, first_step: int = 0, peak_tokens_per_second: float = math.inf
-    ):
+    def __init__(self, workdir: Path, steps_per_epoch: int, first_step: int = 0, flops: ModelFlops = UNKNOWN):
         super().__init__()
-        self.peak_tokens_per_second = peak_tokens_per_second
+        self.flops = flops
         self.speed: dict[str, float] = {}
         self.first_step = self.step = first_step
         self.steps_per_epoch = steps_per_epoch
@@ -92,7 +89,7 @@ class StepLog:
         tokens, waited = int(values["tokens"].sum()), float(values["waited"].sum())
         self.speed = {
             "tokens_per_second": tokens / seconds,
-            "share_of_peak": tokens / seconds / self.peak_tokens_per_second,
+            "mfu": self.flops.utilisation(tokens / seconds),
             "input_wait_fraction": waited / seconds,
             "peak_memory_mb": peak_memory_mb(),
         }

@@ -5,40 +5,48 @@ A recipe asks for a strategy and scales by `strategy.num_replicas_in_sync`; how 
 decided here alone.
 """
 
+import contextlib
 import ctypes
 import os
-import subprocess
 from collections.abc import Callable
 
 import tensorflow as tf
 
 from common.cluster import has_parameter_servers, num_workers
 from common.command_line import UserError
+from common.gpus import gpu_memory_mb
 from common.parameter_server import parameter_server_strategy
 from common.rendezvous import join
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of glibc's settings, in its malloc.h
+IN_USE = "the devices are in use already; ask for {} replicas in a new process"
 
 
-def make_strategy(replicas: int = 0, parameter_servers: bool = False) -> tf.distribute.Strategy:
+def make_strategy(
+    replicas: int = 0, deterministic: bool = False, parameter_servers: bool = False
+) -> tf.distribute.Strategy:
     """Picks the strategy for this process. Call it before anything else touches a device.
 
     - Parameter servers: `ParameterServerStrategy`; see `common.parameter_server`.
 
-    - Several workers (see `common.cluster`): `MultiWorkerMirroredStrategy` over all their GPUs, or one replica a CPU
-      worker.
+    - Several workers (see `common.cluster`): `MultiWorkerMirroredStrategy` over all GPUs of each (`replicas` 0) or the
+      first `replicas`, or one replica a CPU worker.
     - `TPU_NAME` is set: `TPUStrategy` over that TPU (untested: written without one at hand).
-    - GPUs: `MirroredStrategy` over all of them (`replicas` 0) or the first `replicas`. A single GPU is split into
-      `replicas` logical devices of equal memory, which shows what N replicas compute, not how fast they are.
+    - GPUs: `MirroredStrategy` over all of them (`replicas` 0) or the first `replicas`; the others stay free. A single
+      GPU is split into `replicas` logical devices of equal memory, which shows what N replicas compute, not how fast
+      they are.
     - No GPU: `MirroredStrategy` over the CPU as `replicas` logical devices (0: two).
 
     Args:
         replicas: replicas on this machine; 0 for the default of the devices found.
+        deterministic: see `compute_deterministically`.
         parameter_servers: whether the recipe has a loop for them.
 
     Raises:
         UserError: when the machine cannot give that many replicas, or there are parameter servers and no loop for them.
     """
+    if deterministic:
+        compute_deterministically()
     gpus = tf.config.list_physical_devices("GPU")
     if has_parameter_servers():
         if not parameter_servers:
@@ -48,10 +56,11 @@ def make_strategy(replicas: int = 0, parameter_servers: bool = False) -> tf.dist
             )
         return parameter_server_strategy()
     if num_workers() > 1:
-        if replicas not in (0, len(gpus) or 1):
+        if replicas > (len(gpus) or 1):
             raise UserError(
-                f"a worker of several has {len(gpus) or 1} replica(s) here; leave out --replicas {replicas}"
+                f"a worker of several has at most {len(gpus) or 1} replica(s) here; leave out --replicas {replicas}"
             )
+        _use_only(gpus[: replicas or None])
         keep_freed_memory()
         communication = tf.distribute.experimental.CommunicationImplementation
         return join(
@@ -69,8 +78,21 @@ def make_strategy(replicas: int = 0, parameter_servers: bool = False) -> tf.dist
     if len(gpus) == 1 and replicas > 1:
         return _mirrored(_split(gpus[0], replicas, gpu_memory_mb() // replicas))
     if gpus:
+        _use_only(gpus[: replicas or None])
         return _mirrored([f"GPU:{i}" for i in range(replicas or len(gpus))], tf.distribute.NcclAllReduce())
     return _mirrored(_split(tf.config.list_physical_devices("CPU")[0], replicas or 2))
+
+
+def compute_deterministically() -> None:
+    """Has TensorFlow compute the same bits in every run on GPUs too, and float32 with all its bits; on CPUs it does.
+
+    By default, a GPU adds up in whatever order its threads end in, and multiplies float32 matrices in TF32, which keeps
+    10 bits of a fraction. An operation that cannot do otherwise raises `tf.errors.UnimplementedError`. There is no way
+    back in the same process.
+    https://www.tensorflow.org/api_docs/python/tf/config/experimental/enable_op_determinism
+    """
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    tf.config.experimental.enable_op_determinism()
 
 
 def distribute(
@@ -110,27 +132,19 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def gpu_memory_mb() -> int:
-    """Free memory of the single visible GPU, in MiB, less a tenth for CUDA's own use.
-
-    Raises:
-        UserError: when `nvidia-smi` does not answer.
-    """
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command += ["--id", visible]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return int(answer.split()[0]) * 9 // 10
-    except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
-        raise UserError(f"cannot split the GPU: {' '.join(command)} failed ({error}); use --replicas 1") from error
-
-
 def _no_autotune() -> tf.data.Options:
     # Parallel calls and prefetching are then what the pipeline's code says, and deleting an iterator waits for nothing.
     options = tf.data.Options()
     options.autotune.enabled = False
     return options
+
+
+def _use_only(gpus: list) -> None:
+    """Leaves the others to other processes: TensorFlow reserves all memory of each GPU that it sees."""
+    if len(gpus) > len(tf.config.get_visible_devices("GPU")):
+        raise UserError(IN_USE.format(len(gpus)))
+    with contextlib.suppress(RuntimeError):  # TensorFlow has begun, and keeps those that it has
+        tf.config.set_visible_devices(gpus, "GPU")
 
 
 def _split(device, count: int, memory_mb: int | None = None) -> list[str]:
@@ -140,7 +154,7 @@ def _split(device, count: int, memory_mb: int | None = None) -> list[str]:
         try:
             tf.config.set_logical_device_configuration(device, logical)
         except RuntimeError as error:
-            raise UserError(f"the devices are in use already; ask for {count} replicas in a new process") from error
+            raise UserError(IN_USE.format(count)) from error
     return [f"{device.device_type}:{i}" for i in range(count)]
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from common.command_line import UserError, fail
+from common.command_line import UserError, fail, quiet_without_reader
 
 ROOT = Path(__file__).parent.parent
 GUIDE = """\
@@ -124,11 +124,11 @@ def copy_recipe(name: str, destination: Path, force: bool) -> None:
         for source, copy in copies.items():
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
-            print(copy)
         requirements.write_text("".join(f"{package}\n" for package in packages_used([recipe, *modules])))
     except OSError as error:
         raise UserError(f"cannot copy to {destination}: {error}") from None
-    print(f"{requirements}\n\nRun it: pip install -r {requirements} && python {destination / recipe.name}")
+    print(*copies.values(), requirements, sep="\n")
+    print(f"\nRun it: pip install -r {requirements} && python {destination / recipe.name}")
 
 
 def last_preset() -> str:
@@ -219,6 +219,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        with quiet_without_reader():
+            main()
     except UserError as error:
         fail(error)

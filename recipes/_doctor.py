@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common.command_line import UserError
+from common.gpus import gpu_names, gpu_shares
 
 ROOT = Path(__file__).parent.parent
 TESTED = {"tensorflow": "2.21", "keras": "3.15", "keras-hub": "0.32"}
@@ -64,24 +65,30 @@ def doctor(as_json: bool, workers: int) -> int:
         workers: processes that train together, to be checked too; 1 for no such check.
 
     Raises:
-        UserError: when the workers cannot share the batch.
+        UserError: when the workers cannot share the batch, or there are fewer GPUs than workers.
     """
     if workers < 1 or GLOBAL_BATCH % workers:
         raise UserError(f"--workers must divide the batch of {GLOBAL_BATCH}, not be {workers}")
+    gpu_shares(workers)  # of which each uses one GPU
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # the workers want the GPUs that the rest computes on
     began = time.perf_counter()
-    ways = WAYS if workers == 1 else [*WAYS, (f"{workers} workers", workers, {"replicas": 1})]
     with tempfile.TemporaryDirectory() as folder:
-        jobs = make_jobs(Path(folder), ways)
         gpus = gpu_names()
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload(["recipes.bert_mlm"])  # TensorFlow is imported once
         # Small models leave cores idle; GPUs are shared badly.
         pool = ProcessPoolExecutor(1 if gpus else min(2, os.cpu_count() or 1), processes, set_up)
         with pool:
-            promised = {name: pool.submit(train, name, knobs, workers) for name, knobs in jobs.items()}
+            most = pool.submit(most_replicas)
             machine = describe_machine(gpus)
+            ways = [way for way in WAYS if way[1] <= most.result()]
+            if left_out := [name for name, replicas, _ in WAYS if replicas > most.result()]:
+                machine["left out"] = f"{', '.join(left_out)}: of several GPUs, none is split"
             if not as_json:
                 print("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
+            ways += [(f"{workers} workers", workers, {"replicas": 1})] if workers > 1 else []
+            jobs = make_jobs(Path(folder), ways, deterministic=bool(gpus))
+            promised = {name: pool.submit(train, name, knobs, workers) for name, knobs in jobs.items()}
             runs = {name: run.result() for name, run in promised.items()}
             off_board = pool.submit(board_difference, runs["2 replicas, adamw"])
             checks = check(runs, ways, off_board.result())
@@ -94,7 +101,7 @@ def doctor(as_json: bool, workers: int) -> int:
     return 0 if passed else 1
 
 
-def make_jobs(folder: Path, ways: list[Way]) -> dict[str, dict[str, Any]]:
+def make_jobs(folder: Path, ways: list[Way], deterministic: bool) -> dict[str, dict[str, Any]]:
     """The runs to be made, by name: the knobs of each."""
     jobs: dict[str, dict[str, Any]] = {"resumed": {"replicas": 2, "dropout": 0.1, "checkpoint_every": 4}}
     for optimizer, learning_rate in OPTIMIZERS.items():
@@ -104,10 +111,17 @@ def make_jobs(folder: Path, ways: list[Way]) -> dict[str, dict[str, Any]]:
     jobs["not stopped"] = {"replicas": 2, "dropout": 0.1}
     for precision in ("mixed_bfloat16", "mixed_float16"):
         jobs[precision] = {"replicas": 2, "precision": precision}
+    common = {"batch_size": GLOBAL_BATCH // 2, "deterministic": deterministic}
     return {
-        name: KNOBS | {"workdir": str(folder / str(i)), "batch_size": GLOBAL_BATCH // 2} | own
-        for i, (name, own) in enumerate(jobs.items())
+        name: KNOBS | common | {"workdir": str(folder / str(i))} | own for i, (name, own) in enumerate(jobs.items())
     }
+
+
+def most_replicas() -> int:
+    """The most replicas of a way that this machine can have: the CPU and a single GPU are split, several are not."""
+    import tensorflow as tf
+
+    return 2 if len(tf.config.list_physical_devices("GPU")) in (2, 3) else 4
 
 
 def set_up() -> None:
@@ -117,10 +131,7 @@ def set_up() -> None:
     from common.strategy import make_strategy
 
     tf.get_logger().setLevel("ERROR")  # many small models are traced, and it would warn of that
-    if tf.config.list_physical_devices("GPU"):
-        tf.config.experimental.enable_tensor_float_32_execution(False)
-        tf.config.experimental.enable_op_determinism()
-    make_strategy(4)  # so that fewer can be asked for later
+    make_strategy(most_replicas())  # so that fewer can be asked for later
 
 
 def train(name: str, knobs: dict[str, Any], workers: int) -> dict[str, Any]:
@@ -129,7 +140,8 @@ def train(name: str, knobs: dict[str, Any], workers: int) -> dict[str, Any]:
     A run named after workers is started as a user would.
     """
     if "workers" in name:
-        words = [word for knob, value in knobs.items() for word in ("--" + knob.replace("_", "-"), str(value))]
+        given = {"--" + knob.replace("_", "-"): value for knob, value in knobs.items() if value is not False}
+        words = [word for knob, value in given.items() for word in ([knob] if value is True else [knob, str(value)])]
         command = [sys.executable, "-m", "recipes", "launch", "--workers", str(workers), "bert_mlm", *words]
         started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if started.returncode:
@@ -250,14 +262,6 @@ def board_difference(run: dict[str, Any]) -> float:
     board.Reload()
     shown = [float(make_ndarray(event.tensor_proto)) for event in board.Tensors("train/loss")]
     return max(abs(a - float(np.float32(b["loss"]))) for a, b in zip(shown, steps_of(run), strict=True))
-
-
-def gpu_names() -> list[str]:
-    """By `nvidia-smi`; empty where it does not answer."""
-    try:
-        return subprocess.check_output(["nvidia-smi", "--list-gpus"], text=True, stderr=subprocess.DEVNULL).splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return []
 
 
 def describe_machine(gpus: list[str]) -> dict[str, str]:

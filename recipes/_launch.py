@@ -24,6 +24,7 @@ from typing import TextIO
 
 from common.cluster import is_address, parameter_server_config, tf_config, worker_config, worker_index
 from common.command_line import UserError
+from common.gpus import gpu_shares
 from common.run_folder import is_set_aside
 
 TO_SAVE = 60  # seconds in which workers that are told to stop must have ended
@@ -43,7 +44,7 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
         recipe: its file.
 
     Raises:
-        UserError: when the workers' places cannot be told.
+        UserError: when the workers' places cannot be told, or there are fewer GPUs than workers.
     """
     command = [sys.executable, str(recipe), *arguments.knobs]
     if {"-h", "--help"} & set(arguments.knobs):
@@ -51,6 +52,9 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--workdir", type=Path, default=Path("runs", recipe.stem))
     workdir = finder.parse_known_args(arguments.knobs)[0].workdir
+    gpus, left = gpu_shares(arguments.workers) if arguments.workers else ([], 0)
+    if left:
+        print(f"{left} GPU(s) are left over: workers must have equally many", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="workers-") as temporary:
         # TensorFlow writes generated code there, and a worker that is killed leaves it.
         os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout)}
@@ -59,7 +63,7 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
         restarts_left = arguments.restarts + 1
         while restarts_left:
             restarts_left -= 1
-            workers = Workers(places(arguments), command, logs, restarts_left)
+            workers = Workers(places(arguments), command, logs, restarts_left, gpus)
             status, cause = workers.wait()
             restarts_left = workers.restarts_left
             if status != 1:
@@ -143,14 +147,16 @@ class Workers:
         command: the recipe's.
         logs: folder of `worker-I.log`, which are appended to.
         restarts: of single workers.
+        gpus: each worker's `CUDA_VISIBLE_DEVICES`; none where each may use what this process may.
 
     Attributes:
         restarts_left: of `restarts`.
     """
 
-    def __init__(self, places: list[dict], command: list[str], logs: Path, restarts: int):
+    def __init__(self, places: list[dict], command: list[str], logs: Path, restarts: int, gpus: list[str]):
         self.places = {worker_index(place): place for place in places}
         self.command, self.restarts_left = command, restarts
+        self.gpus = gpus
         self.logs = {index: logs / f"worker-{index}.log" for index in self.places}
         self.processes: dict[int, subprocess.Popen] = {}
         self.screen = Screen(logs / "worker-0.log")
@@ -158,17 +164,22 @@ class Workers:
         served = any("ps" in place["cluster"] for place in places)
         self.leading = [0] if served else list(self.places)  # those that run the recipe, and whose end is the end
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._stop)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+                signal.signal(number, self._stop)
         for index in self.places:
             self._start(index)
 
     def _start(self, index: int) -> None:
+        place, environment = self.places[index], {}
+        if self.gpus:  # a chief of servers hands out steps, and servers hold variables: neither needs one
+            own = self.gpus[place["task"]["index"]] if place["task"]["type"] == "worker" else ""
+            environment = {"CUDA_VISIBLE_DEVICES": own}
         with self.logs[index].open("ab") as file:
             screen_ends = () if index else self.screen.open()
             output, errors = screen_ends or (file, file)
             self.processes[index] = subprocess.Popen(
                 self.command,
-                env=os.environ | {"TF_CONFIG": json.dumps(self.places[index])},
+                env=os.environ | environment | {"TF_CONFIG": json.dumps(place)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,

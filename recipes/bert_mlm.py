@@ -54,6 +54,7 @@ class Config:
     epochs: int = 4
     max_steps: int = 0  # end after this many steps; 0: no cap
     precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
+    deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
     accumulate: int = 1  # parts in which a replica computes its batch, to save memory; the batch stays
     jit: bool = False  # compile each replica's forward and backward pass with XLA
     steps_per_execution: int = 1  # steps in one call, whose end a signal to stop waits for
@@ -96,7 +97,7 @@ from common.results import language_model_scores, report, training_results
 from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor, scaling_rule
 from common.schedules import WarmUpPolynomialDecay
-from common.speed import peak_tokens_per_second
+from common.speed import model_flops
 from common.strategy import distribute, make_strategy
 from common.wordpiece import load_wordpieces, train_wordpieces
 
@@ -152,7 +153,7 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
-    strategy = make_strategy(config.replicas)
+    strategy = make_strategy(config.replicas, config.deterministic)
     run = open_run("bert_mlm", config)
     if run.results:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
@@ -191,8 +192,8 @@ def train_and_evaluate(config: Config) -> dict:
         return {}
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
-    peak = peak_tokens_per_second(strategy, model.backbone, config.seq_length, config.mask_rate)
-    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), peak)
+    flops = model_flops(strategy, model.backbone, config.seq_length, config.mask_rate)
+    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), flops)
     profile = Profile(run.workdir, step_range(config.profile_steps))
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     scores = {}

@@ -53,6 +53,7 @@ class Config:
     epochs: int = 3
     max_steps: int = 0  # end after this many steps; 0: no cap
     precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
+    deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
     seed: int = 0  # of weights, order and dropout
     steps_per_loop: int = 50  # steps in one call at most, after which the Controller logs
     checkpoint_every: int = 200  # steps between two checkpoints, from which a run that was stopped goes on
@@ -88,7 +89,7 @@ from common.results import report, training_results
 from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor, scaling_rule
 from common.schedules import WarmUpPolynomialDecay
-from common.speed import peak_tokens_per_second
+from common.speed import model_flops
 from common.step_log import StepLog
 from common.strategy import distribute, make_strategy
 from common.text_batches import checksums, encode, in_order, labelled, numbered_batches
@@ -169,7 +170,7 @@ class GlueEvaluator(Evaluator):
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    strategy = make_strategy(config.replicas)
+    strategy = make_strategy(config.replicas, config.deterministic)
     run = open_run("glue_controller", config)
     if run.results:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
@@ -198,8 +199,8 @@ def train_and_evaluate(config: Config) -> dict:
         return functools.partial(numbered_batches, encoded[split], vocabulary, batch_size, replicas, steps, seed)
 
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=model.optimizer)
-    peak = peak_tokens_per_second(strategy, model.backbone, config.seq_length)
-    log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), peak)
+    flops = model_flops(strategy, model.backbone, config.seq_length)
+    log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), flops)
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     numbered = batches("train", range(log.step, total_steps), config.seed)
     train_batches = distribute(strategy, labelled(numbered, texts.splits["train"].labels))

@@ -54,6 +54,7 @@ class Config:
     epochs: int = 3
     max_steps: int = 0  # end after this many steps; 0: no cap
     precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
+    deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
     seed: int = 0  # of weights, order and dropout
     checkpoint_every: int = 200  # steps between two checkpoints, from which a run that was stopped goes on
     overwrite: bool = False  # start afresh in a workdir that holds a run
@@ -91,7 +92,7 @@ from common.results import report, training_results
 from common.runs import open_run, write_json
 from common.scaling import global_batch_size, learning_rate_factor, scaling_rule
 from common.schedules import WarmUpPolynomialDecay
-from common.speed import peak_tokens_per_second
+from common.speed import model_flops
 from common.step_log import StepLog
 from common.strategy import distribute, make_strategy
 from common.text_batches import batches_by_step, checksums, encode, in_order, labelled, numbered_batches, with_labels
@@ -122,7 +123,7 @@ def build_model(config: Config, vocabulary: Vocabulary, num_classes: int, schedu
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    strategy = make_strategy(config.replicas, parameter_servers=True)  # (1) the devices
+    strategy = make_strategy(config.replicas, config.deterministic, parameter_servers=True)  # (1) the devices
     asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)  # experimental
     run = open_run("glue_custom_loop", config)
     if run.results:
@@ -182,8 +183,8 @@ def train_and_evaluate(config: Config) -> dict:
 
     board = open_board(run.workdir, asdict(config), 0)
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=optimizer)
-    peak = peak_tokens_per_second(strategy, model.backbone, config.seq_length)
-    log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), peak)
+    flops = model_flops(strategy, model.backbone, config.seq_length)
+    log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), flops)
     print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
     labels = texts.splits["train"].labels
     steps = range(log.step, total_steps)

@@ -94,7 +94,7 @@ def sample_link():
 def sample_results():
     link = sample_link()
     way = {"tokens_per_second": [1e4, 2e4, 3e4], "step_ms": [1.0], "bytes_reduced": 1}
-    row = {"precision": "float32", "batch": 32, "step_ms": [1.0], "share_of_peak": 0.5}
+    row = {"precision": "float32", "batch": 32, "step_ms": [1.0], "mfu": 0.5}
     names = [name for name, *_ in throughput.CONTENDERS]
     contenders = {name: row | {"tokens_per_second": [1e3 * i, 2e3 * i]} for i, name in enumerate(names, 1)}
     peaks = {"float32": 1e11, "bfloat16": 2e11}

@@ -129,14 +129,12 @@ def test_tensorboard_holds_each_step(finished):
     assert "batch_size = 64" in texts
     assert set(values) == {
         *(f"train/{name}" for name in ("loss", "accuracy", "learning_rate")),
-        *(f"train/{name}" for name in ("tokens_per_second", "share_of_peak", "input_wait_fraction", "peak_memory_mb")),
+        *(f"train/{name}" for name in ("tokens_per_second", "mfu", "input_wait_fraction", "peak_memory_mb")),
         *(f"validation/{name}" for name in ("loss", "accuracy")),
     }
     assert all(0 < share < 1 for share in values["train/input_wait_fraction"].values())
-    speeds, shares = (
-        np.array(list(values[f"train/{name}"].values())) for name in ("tokens_per_second", "share_of_peak")
-    )
-    np.testing.assert_allclose(shares / speeds, finished["share_of_peak"] / finished["tokens_per_second"], rtol=1e-3)
+    speeds, shares = (np.array(list(values[f"train/{name}"].values())) for name in ("tokens_per_second", "mfu"))
+    np.testing.assert_allclose(shares / speeds, finished["mfu"] / finished["tokens_per_second"], rtol=1e-3)
     for step in steps_of(finished):
         assert values["train/loss"][step["step"]] == np.float32(step["loss"])
         assert values["train/learning_rate"][step["step"]] == np.float32(step["learning_rate"])

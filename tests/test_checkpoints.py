@@ -82,7 +82,8 @@ def assert_same(results, undisturbed):
     own = {
         "seconds",
         "tokens_per_second",
-        "share_of_peak",
+        "mfu",
+        "peak_flops_per_second",
         "input_wait_fraction",
         "peak_memory_mb",
         "resumed_from_step",
@@ -167,6 +168,17 @@ def test_a_record_with_lines_missing_is_kept_as_it_is(tmp_path, capsys):
         StepLog(tmp_path, 3, 6)
 
 
+@pytest.mark.parametrize("ignored", [True, False])
+def test_sigterm_is_listened_to_where_it_is_not_ignored(tmp_path, ignored):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with Checkpoints(tmp_path, 1) as checkpoints:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert checkpoints.told_to_stop == (not ignored)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.slow
 def test_sigterm_saves_and_leaves_with_143(wikitext, undisturbed, tmp_path):
     workdir = tmp_path / "run"
@@ -220,6 +232,13 @@ def test_a_signal_during_a_validation_loses_neither_it_nor_the_snapshot(wikitext
             assert ("Stopped by SIGTERM" in output) == (list(validations_in(workdir)) == [epoch]) == (status == 143)
             results, found = finish(workdir)
             assert results["resumed_from_step"] == saved and found == expected
+
+
+@pytest.mark.slow
+def test_deterministic_changes_no_bit_on_a_cpu(wikitext, undisturbed, tmp_path):
+    workdir = tmp_path / "run"
+    assert run_until(5, signal.SIGTERM, wikitext, workdir, "--deterministic")[0] == 143
+    assert_same(go_on(wikitext, workdir, "--deterministic")[1], undisturbed)
 
 
 @pytest.mark.slow

@@ -153,6 +153,8 @@ def test_an_address(text):
     assert is_address(text)
 
 
-@pytest.mark.parametrize("text", ["", "host", "host:", ":8888", "host:0", "host:65536", "host:-1", "host:http"])
+@pytest.mark.parametrize(
+    "text", ["", "host", "host:", ":8888", "host:0", "host:65536", "host:-1", "host:http", "::1:8888", "[]:1"]
+)
 def test_no_address(text):
     assert not is_address(text)

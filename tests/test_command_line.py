@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.command_line import UserError
+from common.command_line import UserError, quiet_without_reader
 from tests.test_structure import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -76,6 +76,37 @@ def test_a_wrong_word_is_one_line_and_status_2(words, message):
     done = recipes(*words)
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-m recipes",
+        "-m recipes ls",
+        "-m recipes ls --help",
+        "-m recipes cp bert_mlm COPY",
+        "-m recipes run bert_mlm --help",
+        "-m recipes launch --workers 1 bert_mlm --help",
+        "recipes/bert_mlm.py --help",
+        "recipes/bert_mlm.py --tyro-print-completion bash",
+    ],
+)
+def test_it_ends_without_a_word_where_nobody_reads(words, buffered, tmp_path):
+    """As in `python -m recipes ls | head -1`; at the first line, or where all is written at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, *words.replace("COPY", str(tmp_path / "copy")).split()]
+    environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == 141 or (done.returncode == 0 and words == "-m recipes ls --help" and not buffered)
+
+
+def test_another_pipe_that_breaks_is_told_of(tmp_path):
+    with pytest.raises(BrokenPipeError), quiet_without_reader():
+        raise BrokenPipeError
 
 
 def test_run_and_the_file_itself_are_the_same():

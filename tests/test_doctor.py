@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
 from benchmarks.readme import with_tables
+from recipes._doctor import most_replicas
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,6 +32,13 @@ def test_every_check_passes():
         "validation",
     }
     assert found["machine"]["keras"].endswith("(tested)")
+
+
+@pytest.mark.parametrize(("gpus", "most"), [(0, 4), (1, 4), (2, 2), (3, 2), (4, 4), (8, 4)])
+def test_of_several_gpus_none_is_split(monkeypatch, gpus, most):
+    """GPUs are stand-ins: the machine that runs this has none."""
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU"] * gpus)
+    assert most_replicas() == most
 
 
 # A fault, and the checks that must tell of it.

@@ -249,7 +249,7 @@ def same_bits(ours, theirs):
 
 @RECIPES_IN_TIERS
 def test_killed_it_goes_on_with_the_same_bits(recipe, small, tmp_path):
-    more = ["--steps-per-loop", "3"] if recipe is glue_controller else []
+    more = ["--steps-per-loop", "3", "--deterministic"] if recipe is glue_controller else []
     subprocess.run([*command(recipe, small, tmp_path / "whole", "run"), *more], check=True, stdout=subprocess.DEVNULL)
     for sig, status in ((signal.SIGKILL, -9), (signal.SIGTERM, 143))[: 1 if more else 2]:
         workdir = tmp_path / sig.name

@@ -119,6 +119,62 @@ def test_places():
     assert len(set(free_addresses(50))) == 50
 
 
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("--workers 2", ["0,1", "2,3"]),
+        ("--workers 5", ["0", "1", "2", "3", "4"]),
+        ("--workers 2 --parameter-servers 1", ["", "0,1", "2,3", ""]),  # the chief, the workers, the server
+    ],
+)
+def test_each_worker_has_gpus_of_its_own(tmp_path, words, given):
+    """By a stand-in for `nvidia-smi`; what the workers find in their environment is real."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3 4; do echo GPU $i: NVIDIA H100; done\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "recipe.py").write_text(
+        "import os, pathlib, time\n"
+        "print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+        "logs = pathlib.Path('runs/recipe/logs')\n"
+        f"while sum(log.stat().st_size > 0 for log in logs.iterdir()) < {len(given)}: time.sleep(0.01)\n"
+    )
+    program = (
+        "import sys, recipes.__main__ as line; line.recipe_path = lambda name: line.Path('recipe.py'); line.main()"
+    )
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    words = [sys.executable, "-c", program, "launch", *words.split(), "recipe"]
+    launcher = subprocess.Popen(
+        words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    status, _, errors = finish(launcher)
+    assert status == 0
+    assert errors == ("1 GPU(s) are left over: workers must have equally many\n" if "2" in words else "")
+    logs = sorted((tmp_path / "runs/recipe/logs").iterdir())
+    assert [log.read_text().strip() for log in logs] == given
+
+
+@pytest.mark.parametrize(("ignored", "status"), [(True, 0), (False, 143)])
+def test_under_nohup_it_goes_on_when_the_terminal_closes(tmp_path, ignored, status):
+    workdir = tmp_path / "run"
+    (tmp_path / "recipe.py").write_text(
+        "import pathlib, time\nprint('begun', flush=True)\nwhile not pathlib.Path('done').exists(): time.sleep(0.01)\n"
+    )
+    program = "import sys, recipes.__main__ as line; line.recipe_path = line.Path; line.main()"
+    words = ["launch", "--workers", "1", str(tmp_path / "recipe.py"), "--workdir", str(workdir)]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL),
+    )
+    wait_for(workdir / "logs/worker-0.log", 1)
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    (tmp_path / "done").touch()
+    assert launcher.wait(timeout=60) == status
+
+
 def test_the_log_has_lines_as_they_are_left_on_the_screen():
     assert _as_left_on_screen(b"1/2 \x1b[1mhalf\x1b[0m\r\x1b[1m2/2\x1b[0m done\r") == b"2/2 done"
     assert _as_left_on_screen(b"1/2\x08\x08\x082/2 done") == b"2/2 done"

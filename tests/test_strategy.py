@@ -4,9 +4,11 @@ import subprocess
 import sys
 
 import pytest
+import tensorflow as tf
 
+from common import strategy
 from common.command_line import UserError
-from common.strategy import gpu_memory_mb, make_strategy
+from common.strategy import make_strategy
 from tests.conftest import ROOT
 
 
@@ -27,22 +29,50 @@ def test_a_cpu_worker_of_several_is_not_split(monkeypatch):
         make_strategy(2)
 
 
-def test_a_split_gpu_is_divided_by_its_own_memory(monkeypatch, tmp_path):
-    command = tmp_path / "nvidia-smi"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="use --replicas 1"):
-        gpu_memory_mb()
-    command.write_text("#!/bin/sh\necho 80000\n")
-    command.chmod(0o755)
-    assert gpu_memory_mb() == 72_000
+@pytest.fixture
+def four_gpus(monkeypatch):
+    """Stand-ins for GPUs, which the machine that runs this has not; what they are asked for is in `visible`."""
+    gpus = ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
+    visible = list(gpus)
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: list(visible))
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: visible.__setitem__(slice(4), devices))
+    monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda devices, cross_device_ops: devices)
+    monkeypatch.setattr(strategy, "join", lambda communication: visible)
+    return visible
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0, 4), (1, 1), (3, 3)])
+def test_gpus_that_are_not_asked_for_are_left_to_others(four_gpus, monkeypatch, asked, given):
+    assert make_strategy(asked) == [f"GPU:{i}" for i in range(given)]
+    assert four_gpus == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"][:given]
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0, 4), (1, 1), (3, 3)])
+def test_gpus_that_a_worker_of_several_is_not_asked_for_are_left_to_others(four_gpus, monkeypatch, asked, given):
+    config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    assert make_strategy(asked) == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"][:given]
+
+
+def test_more_gpus_than_are_there_or_were_left(four_gpus):
+    with pytest.raises(UserError, match="4 GPUs, too few for --replicas 5"):
+        make_strategy(5)
+    make_strategy(2)
+    with pytest.raises(UserError, match="ask for 3 replicas in a new process"):
+        make_strategy(3)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="there is no glibc")
 @pytest.mark.slow
-def test_large_blocks_are_kept_for_their_next_use():
+def test_a_worker_of_several_keeps_large_blocks_for_their_next_use(monkeypatch):
+    """By the pages that are new to the process when it writes to a block, in one that makes a worker's strategy."""
+    config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     program = """if True:
         import ctypes, resource
-        from common.strategy import keep_freed_memory
+        from common import strategy
+        strategy.join = lambda communication: None  # which waits for the other
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         libc.free.argtypes = [ctypes.c_void_p]
@@ -55,10 +85,30 @@ def test_large_blocks_are_kept_for_their_next_use():
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         new_pages()
         print(new_pages())
-        keep_freed_memory()
+        strategy.make_strategy()
         new_pages()
         print(new_pages())
     """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert before > 1000 and after < 100
+
+
+@pytest.mark.slow
+def test_deterministic_turns_tf32_off_and_op_determinism_on():
+    """On a GPU they would show in the bits. Here, op determinism shows in a random number without a seed: it raises."""
+    program = """if True:
+        import sys
+        import tensorflow as tf
+        from common.strategy import make_strategy
+        make_strategy(1, deterministic=sys.argv[1] == "True")
+        try:
+            tf.random.uniform([1])
+            print("random", end=" ")
+        except RuntimeError:
+            print("deterministic", end=" ")
+        print(tf.config.experimental.tensor_float_32_execution_enabled())
+    """
+    for wanted, printed in ((True, "deterministic False\n"), (False, "random True\n")):
+        command = [sys.executable, "-c", program, str(wanted)]
+        assert subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL) == printed

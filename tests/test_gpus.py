@@ -1,0 +1,72 @@
+import pytest
+
+from common.command_line import UserError
+from common.gpus import gpu_memory_mb, gpu_names, gpu_shares, visible_gpus
+
+
+@pytest.fixture
+def nvidia_smi(monkeypatch, tmp_path):
+    """Makes the program answer with some words; the machine that runs this has no GPU."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def answer(*lines):
+        command = tmp_path / "nvidia-smi"
+        command.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+        command.chmod(0o755)
+
+    return answer
+
+
+def test_a_gpu_is_a_line_and_its_parts_are_none(nvidia_smi):
+    assert gpu_names() == []
+    lines = [
+        "GPU 0: NVIDIA H100 (UUID: GPU-1)",
+        "  MIG 1g.10gb Device 0: (UUID: MIG-2)",
+        "GPU 1: NVIDIA H100 (UUID: GPU-3)",
+    ]
+    nvidia_smi(*lines)
+    assert gpu_names() == [lines[0], lines[2]]
+
+
+@pytest.mark.parametrize(
+    ("told", "visible"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("", []),
+        ("-1", []),
+        ("2, 0", ["2", "0"]),
+        ("1,-1,2", ["1"]),
+        ("1,4,2", ["1"]),
+        ("GPU-1,MIG-2", ["GPU-1", "MIG-2"]),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(nvidia_smi, monkeypatch, told, visible):
+    if told is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    assert visible_gpus() == []
+    nvidia_smi(*(f"GPU {i}: NVIDIA H100" for i in range(4)))
+    assert visible_gpus() == visible
+
+
+def test_workers_share_the_gpus_that_may_be_used(nvidia_smi, monkeypatch):
+    assert gpu_shares(3) == ([], 0)
+    nvidia_smi(*(f"GPU {i}: NVIDIA H100" for i in range(7)))
+    assert gpu_shares(2) == (["0,1,2", "3,4,5"], 1)
+    assert gpu_shares(7) == (list("0123456"), 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,2,3")
+    assert gpu_shares(1) == (["6,2,3"], 0)
+    assert gpu_shares(2) == (["6", "2"], 1)
+    with pytest.raises(
+        UserError, match="4 workers need a GPU each, and this process may use 3. Start fewer workers, or"
+    ):
+        gpu_shares(4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_shares(4) == ([], 0)
+
+
+def test_a_split_gpu_is_divided_by_its_own_memory(nvidia_smi):
+    with pytest.raises(UserError, match="use --replicas 1"):
+        gpu_memory_mb()
+    nvidia_smi("80000")
+    assert gpu_memory_mb() == 72_000

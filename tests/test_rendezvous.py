@@ -1,0 +1,97 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from common.cluster import worker_config
+from common.rendezvous import close_to_other_machines
+from tests.conftest import ROOT
+
+# A worker that is alone in its cluster, and the interfaces that its sockets listen on, before and after it has joined.
+WORKER = """
+import os, socket
+import tensorflow as tf
+from common import rendezvous
+
+def interfaces():
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            with socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
+                if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    device = ours.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\\0").decode()
+                    yield ours.getsockname()[0], device
+        except OSError:
+            pass
+
+answers = rendezvous._answers
+rendezvous._answers = lambda address: print(*interfaces()) or answers(address)
+rendezvous.join(tf.distribute.experimental.CommunicationOptions())
+print(*interfaces(), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "meets_at"),
+    [("localhost", "127.0.0.1"), pytest.param("[::1]", "::1", marks=pytest.mark.slow)],
+)
+def test_a_worker_at_loopback_listens_to_its_own_machine_alone(host, meets_at):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"{host}:{free.getsockname()[1]}"
+    environment = os.environ | {"TF_CONFIG": json.dumps(worker_config([address], 0))}
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0 and "warning: port" not in done.stderr
+    assert done.stdout.splitlines() == [str((meets_at, "")), str(("::", "lo"))]
+
+
+@pytest.fixture
+def listening():
+    """A socket as TensorFlow's, on all interfaces."""
+    with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listening:
+        yield listening
+
+
+@pytest.fixture
+def workers_at(listening, monkeypatch):
+    """Puts workers on some hosts; on this machine at first."""
+
+    def put(*hosts):
+        addresses = [f"{host}:{listening.getsockname()[1]}" for host in hosts]
+        monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(addresses, 0)))
+
+    put("localhost", "127.0.0.2", "[::1]")
+    return put
+
+
+def interface(listening):
+    return listening.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\0")
+
+
+def test_it_is_closed_where_all_workers_are_on_this_machine(listening, workers_at, capsys):
+    close_to_other_machines(listening.getsockname()[1])
+    assert interface(listening) == b"lo" and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("other", ["192.0.2.1", "no-such-host.invalid"])
+def test_it_stays_open_to_workers_on_other_machines(listening, workers_at, capsys, other):
+    """Although this machine's own name is of loopback, as `/etc/hosts` often has it."""
+    workers_at("localhost", other)
+    close_to_other_machines(listening.getsockname()[1])
+    assert interface(listening) == b"" and capsys.readouterr().err == ""
+
+
+def test_what_cannot_be_closed_is_told(listening, workers_at, capsys, monkeypatch):
+    port = listening.getsockname()[1]
+    monkeypatch.setattr(socket, "SO_BINDTODEVICE", 2**20)  # which no system has
+    close_to_other_machines(port)
+    told = capsys.readouterr().err
+    assert told.startswith(f"warning: port {port} is open to other machines, and who connects may run code (")
+    assert told.count("\n") == 1
+    listening.close()
+    close_to_other_machines(port)
+    assert "none of this process's sockets listens there" in capsys.readouterr().err
