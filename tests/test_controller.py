@@ -217,3 +217,6 @@ def test_when_best_remembers(tmp_path):
         action(step, {"closeness": closeness, "other": math.nan})
     assert saved == [0, 1, 4]
     assert json.loads((tmp_path / "best.json").read_text()) == {"step": 4, "closeness": -0.5}
+    (tmp_path / "best.json").write_text("")  # as a power cut may leave it
+    action(5, {"closeness": -0.6})
+    assert saved == [0, 1, 4, 5]
