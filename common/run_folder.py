@@ -44,6 +44,11 @@ def holds_run(workdir: Path) -> bool:
     return {"recipe", "workdir", "overwrite"} <= (read_json(workdir / "config.json") or {}).keys()
 
 
+def has_progress(workdir: Path) -> bool:
+    """Whether a run there is complete, or has a checkpoint from which it goes on."""
+    return (workdir / "results.json").exists() or any(workdir.glob("checkpoints/ckpt-*.index"))
+
+
 def refuse_other_files(workdir: Path) -> None:
     """Refuses to begin a run in a folder that holds something by a name that a run would write.
 
@@ -86,7 +91,7 @@ def bring_back(workdir: Path) -> None:
     if not replaced.is_dir():
         return
     if (replaced / "config.json").exists():  # so what a run writes beside it is the new run's
-        if (workdir / "results.json").exists():  # which is complete: no checkpoint could be written, on a full disk
+        if has_progress(workdir):  # killed just before it was deleted, or complete without a checkpoint, on a full disk
             discard_replaced(workdir)
             return
         for path in _written(workdir):

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from common.cluster import is_chief, num_workers, worker_index
 from common.command_line import UserError
 from common.rendezvous import agree, exchange
-from common.run_folder import bring_back, holds_run, read_json, refuse_other_files, set_aside, write_json
+from common.run_folder import bring_back, has_progress, holds_run, read_json, refuse_other_files, set_aside, write_json
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed
@@ -101,7 +101,8 @@ class Run:
 def open_run(recipe: str, config: Any) -> Run:
     """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, it does neither.
 
-    Of several workers, which must have joined, the chief does it, and the others look on.
+    A run that ended before its first checkpoint, as one does that is refused for its data, is begun anew, with other
+    knobs too. Of several workers, which must have joined, the chief does it, and the others look on.
 
     Args:
         recipe: the recipe's name.
@@ -145,7 +146,7 @@ def _open(workdir: Path, wanted: dict[str, Any], token: str) -> Run:
 
 
 def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None) -> Run:
-    if wanted.get("dry_run") or not holds_run(workdir):
+    if wanted.get("dry_run") or not (holds_run(workdir) and has_progress(workdir)):
         return Run(workdir, wanted, None, lock)
     return Run(workdir, _saved_config(workdir, wanted), read_json(workdir / "results.json"), lock)
 

@@ -34,8 +34,15 @@ def reopen(config, recipe="a", **changes):
     return run
 
 
+def has_a_checkpoint(workdir):
+    (workdir / "checkpoints").mkdir()
+    (workdir / "checkpoints/ckpt-4.index").write_text("index")
+
+
 def test_a_run_with_other_knobs_is_refused_by_name(config):
-    assert reopen(config).results is None
+    run = reopen(config)
+    assert run.results is None
+    has_a_checkpoint(run.workdir)
     with pytest.raises(UserError, match="seed 0, not 1, rate 0.1, not 0.2.* --overwrite"):
         reopen(config, seed=1, rate=0.2)
     with pytest.raises(UserError, match="recipe 'a', not 'b'"):
@@ -43,8 +50,22 @@ def test_a_run_with_other_knobs_is_refused_by_name(config):
     assert json.loads((reopen(config).workdir / "config.json").read_text())["seed"] == 0
 
 
+def test_a_run_without_a_checkpoint_is_begun_anew_with_any_knobs(config):
+    run = reopen(config)
+    run.split(config, replicas=4, peak_learning_rate=0.4)
+    with pytest.raises(UserError, match="too few for one batch of 32"):
+        run.check_data({"train": 31, "validation": 1}, {"train": 7})
+    mended = dataclasses.replace(config, batch_size=4, seed=1)
+    run = reopen(mended)
+    assert run.split(mended, replicas=4, peak_learning_rate=0.4) == (4, 0.4)
+    run.check_data({"train": 31, "validation": 1}, {"train": 7})
+    assert json.loads((run.workdir / "config.json").read_text())["seed"] == 1
+
+
 def test_the_global_batch_and_the_peak_stay_and_the_split_may_change(config):
-    assert reopen(config).split(config, replicas=4, peak_learning_rate=0.4) == (8, 0.4)
+    run = reopen(config)
+    assert run.split(config, replicas=4, peak_learning_rate=0.4) == (8, 0.4)
+    has_a_checkpoint(run.workdir)
     assert reopen(config).split(config, replicas=2, peak_learning_rate=0.2) == (16, 0.4)
     other = dataclasses.replace(config, batch_size=32)
     assert reopen(other).split(other, replicas=1, peak_learning_rate=0.1) == (32, 0.4)
@@ -78,7 +99,12 @@ OLD = {
     "data/train-00000-of-00001-9.tfrecord": "records",
     "snapshots/step-4/config.json": "{}",
 }
-NEW = {"steps.jsonl": "new", "checkpoints/ckpt-4.index": "new", "predictions/test.tsv": "new", "best.json": "{}"}
+NEW = {
+    "steps.jsonl": "new",
+    "checkpoints/ckpt-4.data-00000-of-00001": "new",
+    "predictions/test.tsv": "new",
+    "best.json": "{}",
+}
 USERS = {
     "thesis.tex": "years of work",
     "logs/worker-0.log": "log",
@@ -135,6 +161,15 @@ def test_a_run_that_is_complete_without_a_checkpoint_stays(config):
     write_json(workdir / "results.json", {"steps": 3})
     assert reopen(config, seed=1).results == {"steps": 3}
     assert files_in(workdir).keys() == {"config.json", "results.json"}
+
+
+def test_a_kill_between_the_first_checkpoint_and_the_end_of_the_old_run_keeps_the_new(config):
+    workdir = reopen(config).workdir
+    fill(workdir, OLD)
+    reopen(config, seed=1, overwrite=True)
+    has_a_checkpoint(workdir)
+    assert reopen(config, seed=1).saved["seed"] == 1
+    assert files_in(workdir).keys() == {"config.json", "checkpoints/ckpt-4.index"}
 
 
 class Killed(BaseException):
@@ -227,6 +262,8 @@ def test_a_file_that_is_not_json_is_no_end(config):
 
 
 def test_a_run_goes_on_with_the_same_data_only(config):
+    has_a_checkpoint(reopen(config).workdir)
+
     def checked(sizes, checksums):
         run = reopen(config)
         run.split(config, replicas=2, peak_learning_rate=0.1)
