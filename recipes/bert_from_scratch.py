@@ -230,8 +230,7 @@ def train_and_evaluate(config: Config) -> dict:
     results = training_results("bert_from_scratch", config, strategy, global_batch, log)
     never_masked = MaskingRule.of(shards.vocabulary, config.mask_rate).never_masked
     for split, score in scores.items():
-        labels = (y[w > 0] for _, y, w in batches(split)())
-        unigram = unigram_loss(shards.token_counts(), labels, never_masked)
+        unigram = unigram_loss(shards.token_counts(), (y[w > 0] for _, y, w in batches(split)()), never_masked)
         results |= language_model_scores(split, score["loss"], score["accuracy"], unigram)
     save(preset := run.workdir / "preset")
     (preset / "README.md").write_text(model_card(results), encoding="utf-8")

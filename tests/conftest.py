@@ -48,7 +48,7 @@ def articles_after_the_licence(seed: int, count: int) -> Iterator[list[str]]:
 def wikitext(tmp_path_factory) -> Path:
     """A folder in WikiText's form, with a test split, the same with every version of Python."""
     folder = tmp_path_factory.mktemp("wikitext")
-    for seed, (name, articles) in enumerate((("train", 16), ("valid", 3), ("test", 3))):
+    for seed, (name, articles) in enumerate((("train", 24), ("valid", 4), ("test", 3))):
         with (folder / f"wiki.{name}.tokens").open("w", encoding="utf-8") as file:
             for number, lines in enumerate(articles_after_the_licence(seed, articles)):
                 text = "\n".join(lines).replace(" is ", " <unk> ")

@@ -82,10 +82,12 @@ def test_each_epoch_reads_every_token_once(finished):
 def test_the_learning_rate_is_the_schedules(finished):
     rates = [step["learning_rate"] for step in steps_of(finished)]
     total = finished["steps"]
-    schedule = WarmUpPolynomialDecay(2**0.5 * finished["config"]["learning_rate"], int(0.1 * total), total)
-    np.testing.assert_allclose(rates, [float(schedule(step)) for step in range(total)], rtol=1e-6)
+    peak = 2**0.5 * finished["config"]["learning_rate"]
+    schedule = WarmUpPolynomialDecay(peak, int(0.1 * total), total)
+    # Near the end, a rate is the small difference of large numbers: float32 leaves 1e-7 of the peak.
+    np.testing.assert_allclose(rates, [float(schedule(step)) for step in range(total)], rtol=1e-6, atol=2e-7 * peak)
     assert finished["learning_rate"] == {"first": rates[0], "peak": max(rates), "last": rates[-1]}
-    assert finished["learning_rate"]["peak"] == pytest.approx(2**0.5 * finished["config"]["learning_rate"], rel=0.05)
+    assert finished["learning_rate"]["peak"] == pytest.approx(peak, rel=0.05)
 
 
 def test_the_optimizer_follows_the_schedule(finished):

@@ -13,7 +13,7 @@ def test_wikitext_folder(wikitext):
     corpus = open_corpus(str(wikitext))
     assert list(corpus) == ["train", "validation", "test"]
     articles = list(corpus["train"]())
-    assert sum(article.startswith("= ") for article in articles) == 16
+    assert sum(article.startswith("= ") for article in articles) == 24
     assert list(corpus["train"]()) == articles  # a stream can be opened again
     assert "[UNK]" in "".join(articles) and "<unk>" not in "".join(articles)
     words = (wikitext / "wiki.train.tokens").read_text().replace("<unk>", "[UNK]").split()

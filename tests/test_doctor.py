@@ -56,7 +56,11 @@ FAULTS = {
         ("2 replicas, a line a sequence, adamw", "2 replicas, a line a sequence, sgd"),
     ),
     "a run goes on a step too early": (
-        ("common/checkpoints.py", 'int(path.rsplit("-", 1)[1])', 'int(path.rsplit("-", 1)[1]) - 1'),
+        (
+            "common/checkpoints.py",
+            "self.saved_step = step\n                break",
+            "self.saved_step = step - 1\n                break",
+        ),
         ("resumed",),
     ),
     "TensorBoard shows the rate for the loss": (
