@@ -214,7 +214,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(small, wikitext, capsys):
     assert f"{parameters:,} parameters in float32; 6 steps" in plan
     rates = [float(line.split()[1]) for line in plan.split("learning rate by step:\n")[1].splitlines()[:6]]
     np.testing.assert_allclose(rates, [step["learning_rate"] for step in steps_of(results)], rtol=0.01)
-    assert plan.count("«") - 1 == round(0.15 * 30) and "    [CLS] " in plan
+    assert plan.count("«") - 1 == round(0.15 * 30) and "    [CLS]" in plan
 
 
 def test_memory_of_a_replica_counts_what_a_step_keeps(small):
