@@ -78,7 +78,7 @@ class Lamb(keras.optimizers.Lamb):
         update = mean / (1 - self.beta_1**step) / (tf.sqrt(square / (1 - self.beta_2**step)) + self.epsilon)
         rate = tf.cast(learning_rate, variable.dtype)
         if self._use_weight_decay(variable):
-            update += variable * (self.weight_decay or 0.0)
+            update += variable * self.weight_decay
             norm, update_norm = tf.norm(variable), tf.norm(update)
             rate *= tf.where(norm * update_norm > 0, tf.math.divide_no_nan(norm, update_norm), 1.0)
         self.assign_sub(variable, rate * update)

@@ -56,6 +56,25 @@ def test_lamb_is_that_of_its_paper(kernel, change, scaled, replicas):
     assert round(float((before[0] - dense.kernel)[0, 0]), 4) in (0.0454, 0.01)
 
 
+def test_lamb_is_its_papers_algorithm_for_many_steps():
+    """Algorithm 2 in NumPy, with weights of BERT's size and gradients near epsilon, where each term counts."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(scale=0.02, size=(3, 2))
+    gradients = draw.normal(scale=1e-6, size=(6, 3, 2))
+    dense = keras.layers.Dense(2, use_bias=False)
+    dense.build((None, 3))
+    dense.set_weights([x])
+    optimizer = make_optimizer("lamb", 0.1, weight_decay=0.5)
+    optimizer.build(dense.trainable_variables)
+    m = v = np.zeros_like(x)
+    for t, gradient in enumerate(gradients, 1):
+        optimizer.apply([tf.constant(gradient, tf.float32)], dense.trainable_variables)
+        m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+        update = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-6) + 0.5 * x
+        x = x - 0.1 * np.linalg.norm(x) / np.linalg.norm(update) * update
+    np.testing.assert_allclose(dense.kernel, x, rtol=1e-4)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_adamw_is_that_of_keras(replicas):
     def trained(make):
