@@ -106,7 +106,8 @@ def test_it_trains_and_evaluates_by_turns(tmp_path, capsys, replicas):
     assert seen[-1][1] == output and output["closeness"] > seen[0][1]["closeness"]
     np.testing.assert_allclose(model.get_weights()[0], TRUE, atol=0.2)
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[0].strip() for line in printed].count("train") == len(loops) // 2
+    kinds = [line.split("|")[0].strip() for line in printed]
+    assert kinds.count("train") == len(loops) // 2 and kinds.count("eval") == 4
     assert "steps/s | loss" in printed[0]
 
 
@@ -117,6 +118,20 @@ def test_replicas_train_as_one_device_does(tmp_path):
         controller.train(10)
         weights.append(model.get_weights()[0])
     np.testing.assert_allclose(weights[1:], [weights[0]] * 2, rtol=1e-6)
+
+
+def test_the_speed_that_is_told_is_that_of_the_steps(tmp_path, capsys):
+    _, controller = make(tmp_path, steps_per_loop=5)
+    train = controller.trainer.train
+
+    def slowly(num_steps):
+        time.sleep(0.1 * num_steps)
+        return train(num_steps)
+
+    controller.trainer.train = slowly
+    controller.train(10)
+    rates = [float(line.split("|")[2].split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert 3 < rates[-1] < 10  # the first are of loops in which a step is traced
 
 
 def test_summaries(tmp_path):
