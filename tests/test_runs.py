@@ -98,6 +98,7 @@ OLD = {
     "preset/assets/tokenizer/vocabulary.txt": "words",
     "data/train-00000-of-00001-9.tfrecord": "records",
     "snapshots/step-4/config.json": "{}",
+    "tokens/0123456789abcdef/train/000000-5.ids": "ids",
 }
 NEW = {
     "steps.jsonl": "new",
@@ -141,6 +142,7 @@ def test_overwrite_keeps_the_old_run_until_the_first_checkpoint_of_the_new(confi
     fill(workdir, OLD, USERS)
     before = files_in(workdir)
     reopen(config, seed=1, overwrite=True)
+    assert f"The old run is in {workdir}/.replaced until this one has its first" in capsys.readouterr().out
     fill(workdir, NEW)
     replaced = {name for name in files_in(workdir) if name.startswith(".replaced/")}
     assert replaced == {f".replaced/{name}" for name in before.keys() - USERS.keys()}
