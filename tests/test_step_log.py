@@ -1,0 +1,75 @@
+import json
+
+import numpy as np
+import pytest
+
+from common.cluster import worker_config
+from common.speed import ModelFlops
+from common.step_log import StepLog
+
+
+def steps(**changes):
+    """The values of three steps in one call."""
+    values = {
+        "loss": [3.0, 2.0, 1.0],
+        "accuracy": [0.0, 0.5, 1.0],
+        "learning_rate": [0.1, 0.4, 0.2],
+        "labels": [10.0, 20.0, 10.0],
+        "tokens": [90.0, 100.0, 60.0],
+        "slots": [100.0, 100.0, 100.0],
+        "waited": [0.5, 0.25, 0.25],
+    }
+    return {name: np.array(vector) for name, vector in (values | changes).items()}
+
+
+def test_a_line_has_each_steps_own_values(tmp_path):
+    log = StepLog(tmp_path, steps_per_epoch=4)
+    log.record(steps(), 2.0)
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert lines[1] == {
+        "step": 2,
+        "loss": 2.0,
+        "accuracy": 0.5,
+        "learning_rate": 0.4,
+        "labels": 20,
+        "tokens": 100,
+        "slots": 100,
+    }
+    assert log.step == len(lines) == 3
+
+
+def test_an_epochs_means_are_over_its_labels_and_begin_anew(tmp_path):
+    log = StepLog(tmp_path, steps_per_epoch=3)
+    log.record(steps(), 1.0)
+    assert log.epoch == {"loss": pytest.approx((30 + 40 + 10) / 40), "accuracy": pytest.approx((10 + 10) / 40)}
+    log.record(steps(loss=[7.0, 7.0, 7.0]), 1.0)
+    assert log.epoch["loss"] == pytest.approx(7.0)
+    again = StepLog(tmp_path, steps_per_epoch=3, first_step=5)
+    assert again.epoch["loss"] == pytest.approx(7.0) and again.padding_fraction == pytest.approx(1 - 440 / 500)
+
+
+def test_padding_and_rates_are_of_all_steps(tmp_path):
+    log = StepLog(tmp_path, steps_per_epoch=3)
+    log.record(steps(), 1.0)
+    log.record(steps(learning_rate=[0.3, 0.2, 0.05]), 1.0)
+    assert log.padding_fraction == pytest.approx(1 - 500 / 600)
+    assert log.learning_rate == {"first": 0.1, "peak": 0.4, "last": 0.05}
+
+
+def test_speed_is_of_each_call_and_of_all_but_the_first(tmp_path):
+    log = StepLog(tmp_path, steps_per_epoch=3, flops=ModelFlops(per_token=2.0, peak=1000.0))
+    log.record(steps(), 50.0)  # compiles
+    assert (log.seconds, log.tokens_per_second, log.input_wait_fraction) == (0.0, 0.0, 0.0)
+    assert log.speed["tokens_per_second"] == 5.0 and log.speed["mfu"] == pytest.approx(0.01)
+    log.record(steps(), 2.0)
+    log.record(steps(tokens=[100.0] * 3, waited=[0.0] * 3), 3.0)
+    assert (log.seconds, log.tokens_per_second, log.input_wait_fraction) == (5.0, 550 / 5, 1 / 5)
+    assert log.speed["tokens_per_second"] == 100.0 and log.speed["input_wait_fraction"] == 0.0
+    assert log.speed["mfu"] == pytest.approx(0.2) and log.speed["peak_memory_mb"] > 50
+
+
+def test_only_the_chief_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(["127.0.0.1:1", "127.0.0.1:2"], 1)))
+    log = StepLog(tmp_path, steps_per_epoch=3)
+    log.record(steps(), 1.0)
+    assert log.step == 3 and not list(tmp_path.iterdir())
