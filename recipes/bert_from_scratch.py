@@ -48,7 +48,7 @@ class Config:
     decay_power: float = 1.0  # of the polynomial by which the rate falls to zero; 1: a line
     optimizer: Literal["adamw", "lamb", "sgd"] = "adamw"
     weight_decay: float = 0.01  # not on biases and norms
-    clip_norm: float = 0.0  # largest norm of the whole batch's gradient; 0: any
+    clip_norm: float = 1.0  # largest norm of the whole batch's gradient, as BERT's; 0: any
     dropout: float = 0.0  # the papers' is 0.1; a run of few epochs learns more without
     epochs: int = 4
     max_steps: int = 0  # end after this many steps; 0: no cap

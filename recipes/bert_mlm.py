@@ -49,7 +49,7 @@ class Config:
     warmup: float = 0.1  # share of all steps in which the rate rises
     optimizer: Literal["adamw", "lamb", "sgd"] = "adamw"
     weight_decay: float = 0.01  # not on biases and norms
-    clip_norm: float = 0.0  # largest norm of the whole batch's gradient; 0: any
+    clip_norm: float = 1.0  # largest norm of the whole batch's gradient, as BERT's; 0: any
     dropout: float = 0.0  # BERT's is 0.1; a run of few epochs learns more without
     epochs: int = 4
     max_steps: int = 0  # end after this many steps; 0: no cap
