@@ -42,7 +42,8 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
     """Chooses tokens, hides them, and keeps them as labels.
 
     Of the chosen, 80 % become [MASK], 10 % a random token, 10 % stay. A sequence with n tokens that may be chosen has
-    round(rate * n) chosen, at least one. The result is a pure function of each sequence and its seed.
+    round(rate * n) chosen, at least one. A sequence's masks are a pure function of its tokens and its seed, however
+    far it is padded.
 
     Args:
         ids: int32 [batch, length], padded with `rule.pad_id`.
@@ -57,8 +58,9 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
     """
     length = tf.shape(ids)[1]
     slots = tf.maximum(_round(rule.rate * tf.cast(length, tf.float32)), 1)
-    noise = uniform_noise(seeds, 3 * length)
-    priority, choice, replacement = (noise[:, i * length : (i + 1) * length] for i in range(3))
+    # A position's numbers are the same whatever the length is: how far a sequence is padded depends on its neighbours.
+    noise = tf.reshape(uniform_noise(seeds, 3 * length), [-1, length, 3])
+    priority, choice, replacement = tf.unstack(noise, axis=2)
 
     may_be_chosen = tf.reduce_all(ids[..., None] != tf.constant(rule.never_masked), axis=-1)
     candidates = tf.reduce_sum(tf.cast(may_be_chosen, tf.int32), axis=1)

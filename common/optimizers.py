@@ -13,19 +13,21 @@ OptimizerName = Literal["adamw", "lamb", "sgd"]
 def make_optimizer(name: OptimizerName, schedule, weight_decay: float) -> keras.optimizers.Optimizer:
     """An optimizer whose weight decay spares biases and norms. Call it inside the strategy's scope.
 
-    AdamW has RoBERTa's beta_2 and epsilon (Liu et al. 2019, arXiv:1907.11692), stable at high rates; LAMB has its
-    paper's (You et al. 2019, arXiv:1904.00962), made for batches of thousands of sequences; SGD has a momentum of 0.9.
+    AdamW has RoBERTa's beta_2 and epsilon (Liu et al. 2019, arXiv:1907.11692), stable at high rates; LAMB is that
+    of its paper (You et al. 2019, arXiv:1904.00962), made for batches of thousands of sequences; SGD has a momentum of
+    0.9.
 
     Args:
         name: which one.
         schedule: of the learning rate, or a number.
-        weight_decay: share of each weight, times the learning rate, that a step takes away.
+        weight_decay: share of each weight, times the learning rate, that a step takes away; LAMB's then has the length
+            that the trust ratio gives a step.
     """
     match name:
         case "adamw":
             optimizer = AdamW(schedule, weight_decay=weight_decay, beta_2=0.98, epsilon=1e-6)
         case "lamb":
-            optimizer = keras.optimizers.Lamb(schedule, weight_decay=weight_decay, epsilon=1e-6)
+            optimizer = Lamb(schedule, weight_decay=weight_decay, epsilon=1e-6)
         case "sgd":
             optimizer = keras.optimizers.SGD(schedule, weight_decay=weight_decay, momentum=0.9)
     optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
@@ -51,6 +53,35 @@ class AdamW(keras.optimizers.AdamW):
             epsilon=self.epsilon,
             grad=tf.cast(gradient, variable.dtype),
         )
+
+
+class Lamb(keras.optimizers.Lamb):
+    """That of You et al. 2019, arXiv:1904.00962, Algorithm 2, with the identity for phi.
+
+    Adam's step r and the decay together make r + decay * x, and the trust ratio |x| / |r + decay * x| gives that the
+    weights' own length, times the learning rate; it is 1 where either norm is 0. Keras decays outside the ratio.
+    Variables that are spared weight decay, biases and norms, have no trust ratio, as in the authors' code; Keras gives
+    them one.
+    """
+
+    def _apply_weight_decay(self, variables):
+        pass  # update_step does
+
+    def update_step(self, gradient, variable, learning_rate):
+        """See Keras; `variable` is one replica's copy."""
+        index = self._get_variable_index(variable)
+        mean, square = self._momentums[index], self._velocities[index]
+        gradient = tf.cast(gradient, variable.dtype)
+        self.assign_add(mean, (gradient - mean) * (1 - self.beta_1))
+        self.assign_add(square, (gradient**2 - square) * (1 - self.beta_2))
+        step = tf.cast(self.iterations + 1, variable.dtype)
+        update = mean / (1 - self.beta_1**step) / (tf.sqrt(square / (1 - self.beta_2**step)) + self.epsilon)
+        rate = tf.cast(learning_rate, variable.dtype)
+        if self._use_weight_decay(variable):
+            update += variable * (self.weight_decay or 0.0)
+            norm, update_norm = tf.norm(variable), tf.norm(update)
+            rate *= tf.where(norm * update_norm > 0, tf.math.divide_no_nan(norm, update_norm), 1.0)
+        self.assign_sub(variable, rate * update)
 
 
 def do_not_reduce_again(optimizer: keras.optimizers.Optimizer) -> None:

@@ -43,7 +43,7 @@ class Config:
     replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N
     batch_size: int = 16  # sequences on each replica in a step
     learning_rate: float = 1e-3  # peak, for one replica
-    lr_scaling: LearningRateScaling = "linear"  # how the rate grows with the number of replicas
+    lr_scaling: LearningRateScaling = "auto"  # how the rate grows with replicas; auto: linear for sgd, else sqrt
     warmup: float = 0.1  # share of all steps in which the rate rises
     decay_power: float = 1.0  # of the polynomial by which the rate falls to zero; 1: a line
     optimizer: Literal["adamw", "lamb", "sgd"] = "adamw"
@@ -95,7 +95,7 @@ from common.publish import Publish
 from common.rendezvous import chief_alone
 from common.results import language_model_scores, report, training_results
 from common.runs import open_run, write_json
-from common.scaling import global_batch_size, learning_rate_factor
+from common.scaling import global_batch_size, learning_rate_factor, scaling_rule
 from common.schedules import WarmUpPolynomialDecay
 from common.shard_reader import decode_sequences, read_shards, steps_in_shards
 from common.shards import Shards, find_shards, open_shards, write_shards
@@ -172,8 +172,8 @@ def train_and_evaluate(config: Config) -> dict:
     precision = choose_precision(config.precision, config.jit, dimensions(config.model)["hidden_dim"])
     keras.config.set_dtype_policy(run.keep("chosen_precision", precision))
     replicas = strategy.num_replicas_in_sync
-    scaled_rate = config.learning_rate * learning_rate_factor(config.lr_scaling, replicas)
-    batch_size, peak_rate = run.split(config, replicas, scaled_rate)
+    scaling = scaling_rule(config.lr_scaling, config.optimizer)
+    batch_size, peak_rate = run.split(config, replicas, config.learning_rate * learning_rate_factor(scaling, replicas))
     check_accumulate(config.accumulate, batch_size)
     global_batch = global_batch_size(batch_size, replicas)
 
@@ -188,7 +188,7 @@ def train_and_evaluate(config: Config) -> dict:
         model = build_model(config, shards.vocabulary, schedule)
     print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
     print(f"batch: {batch_size} sequences x {replicas} replicas = {global_batch}")
-    print(f"learning rate: {peak_rate:g} at the peak, {config.lr_scaling} scaling of {config.learning_rate:g}")
+    print(f"learning rate: {peak_rate:g} at the peak, {scaling} scaling of {config.learning_rate:g}")
 
     def batches(split: str, first_step: int = 0):
         return functools.partial(masked_batches, shards, split, config, batch_size, replicas, first_step)

@@ -45,7 +45,7 @@ class Config:
     replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N
     batch_size: int = 16  # sequences on each replica in a step
     learning_rate: float = 1e-3  # peak, for one replica
-    lr_scaling: LearningRateScaling = "linear"  # how the rate grows with the number of replicas
+    lr_scaling: LearningRateScaling = "auto"  # how the rate grows with replicas; auto: linear for sgd, else sqrt
     warmup: float = 0.1  # share of all steps in which the rate rises
     optimizer: Literal["adamw", "lamb", "sgd"] = "adamw"
     weight_decay: float = 0.01  # not on biases and norms
@@ -94,7 +94,7 @@ from common.plan import print_plan
 from common.precision import choose_precision
 from common.results import language_model_scores, report, training_results
 from common.runs import open_run, write_json
-from common.scaling import global_batch_size, learning_rate_factor
+from common.scaling import global_batch_size, learning_rate_factor, scaling_rule
 from common.schedules import WarmUpPolynomialDecay
 from common.speed import peak_tokens_per_second
 from common.strategy import distribute, make_strategy
@@ -162,8 +162,8 @@ def train_and_evaluate(config: Config) -> dict:
     precision = run.keep("chosen_precision", choose_precision(config.precision, config.jit, width))
     keras.config.set_dtype_policy(precision)
     replicas = strategy.num_replicas_in_sync
-    scaled_rate = config.learning_rate * learning_rate_factor(config.lr_scaling, replicas)
-    batch_size, peak_rate = run.split(config, replicas, scaled_rate)
+    scaling = scaling_rule(config.lr_scaling, config.optimizer)
+    batch_size, peak_rate = run.split(config, replicas, config.learning_rate * learning_rate_factor(scaling, replicas))
     check_accumulate(config.accumulate, batch_size)
     global_batch = global_batch_size(batch_size, replicas)
 
@@ -179,7 +179,7 @@ def train_and_evaluate(config: Config) -> dict:
         model = build_model(config, vocabulary, schedule)
     print(f"{model.count_params():,} parameters in {precision}; {total_steps} steps, {steps['train']} an epoch")
     print(f"batch: {batch_size} sequences x {replicas} replicas = {global_batch}")
-    print(f"learning rate: {peak_rate:g} at the peak, {config.lr_scaling} scaling of {config.learning_rate:g}")
+    print(f"learning rate: {peak_rate:g} at the peak, {scaling} scaling of {config.learning_rate:g}")
 
     def batches(split: str, first_step: int = 0):
         return functools.partial(

@@ -47,7 +47,7 @@ class Config:
     replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N
     batch_size: int = 16  # examples on each replica in a step
     learning_rate: float = 0.0  # peak, for one replica; 0: 3e-5 from a preset, 5e-4 from random weights
-    lr_scaling: LearningRateScaling = "linear"  # how the rate grows with the number of replicas
+    lr_scaling: LearningRateScaling = "auto"  # how the rate grows with replicas; auto: sqrt, as for any Adam
     warmup: float = 0.1  # share of all steps in which the rate rises
     dropout: float = 0.1
     epochs: int = 3
@@ -86,7 +86,7 @@ from common.precision import choose_precision
 from common.replicas import batch_sums, first_replica, gather_over_replicas, means_of, sum_over_replicas
 from common.results import report, training_results
 from common.runs import open_run, write_json
-from common.scaling import global_batch_size, learning_rate_factor
+from common.scaling import global_batch_size, learning_rate_factor, scaling_rule
 from common.schedules import WarmUpPolynomialDecay
 from common.speed import peak_tokens_per_second
 from common.step_log import StepLog
@@ -179,7 +179,8 @@ def train_and_evaluate(config: Config) -> dict:
     keras.config.set_dtype_policy(run.keep("chosen_precision", precision))
     replicas = strategy.num_replicas_in_sync
     base_rate = config.learning_rate or (3e-5 if config.preset else 5e-4)
-    batch_size, peak_rate = run.split(config, replicas, base_rate * learning_rate_factor(config.lr_scaling, replicas))
+    scaling = scaling_rule(config.lr_scaling, "adamw")
+    batch_size, peak_rate = run.split(config, replicas, base_rate * learning_rate_factor(scaling, replicas))
     global_batch = global_batch_size(batch_size, replicas)
 
     texts, vocabulary, encoded = make_datasets(config)
@@ -192,7 +193,7 @@ def train_and_evaluate(config: Config) -> dict:
         model = build_model(config, vocabulary, len(texts.classes), schedule)
     print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
     print(f"batch: {batch_size} examples x {replicas} replicas = {global_batch}, {epoch_steps} steps an epoch")
-    print(f"learning rate: {peak_rate:g} at the peak, {config.lr_scaling} scaling of {base_rate:g}")
+    print(f"learning rate: {peak_rate:g} at the peak, {scaling} scaling of {base_rate:g}")
 
     def batches(split: str, steps: range, seed: int | None = None):
         return functools.partial(numbered_batches, encoded[split], vocabulary, batch_size, replicas, steps, seed)

@@ -48,7 +48,7 @@ def files(tmp_path_factory):
 AT_ONCE = [
     ("--batch-sise 4", "unknown knob --batch-sise. The knobs are: --workdir --corpus"),
     ("--batch-size many", "--batch-size: invalid literal for int()"),
-    ("--lr-scaling cubic", "Expected one of ('linear', 'sqrt', 'none')"),
+    ("--lr-scaling cubic", "Expected one of ('auto', 'linear', 'sqrt', 'none')"),
     ("--batch-size 0", "--batch-size must be at least 1; got 0"),
     ("--epochs 0", "--epochs must be at least 1; got 0"),
     ("--replicas -1", "--replicas must be at least 0; got -1"),

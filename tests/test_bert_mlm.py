@@ -82,10 +82,10 @@ def test_each_epoch_reads_every_token_once(finished):
 def test_the_learning_rate_is_the_schedules(finished):
     rates = [step["learning_rate"] for step in steps_of(finished)]
     total = finished["steps"]
-    schedule = WarmUpPolynomialDecay(2 * finished["config"]["learning_rate"], int(0.1 * total), total)
+    schedule = WarmUpPolynomialDecay(2**0.5 * finished["config"]["learning_rate"], int(0.1 * total), total)
     np.testing.assert_allclose(rates, [float(schedule(step)) for step in range(total)], rtol=1e-6)
     assert finished["learning_rate"] == {"first": rates[0], "peak": max(rates), "last": rates[-1]}
-    assert finished["learning_rate"]["peak"] == pytest.approx(2 * finished["config"]["learning_rate"], rel=0.05)
+    assert finished["learning_rate"]["peak"] == pytest.approx(2**0.5 * finished["config"]["learning_rate"], rel=0.05)
 
 
 def test_the_optimizer_follows_the_schedule(finished):
@@ -289,7 +289,7 @@ def test_the_command_prints_a_report_and_nothing_else(small):
     )
     assert (done.returncode, done.stderr) == (0, "")
     for expected in (
-        "learning rate: 0.002 at the peak, linear scaling of 0.001",
+        "learning rate: 0.00141421 at the peak, sqrt scaling of 0.001",
         "validation loss",
         "by word frequency",
         "[MASK]",

@@ -54,7 +54,7 @@ def test_help_bears_the_name_of_the_recipe():
 
 def test_help_lists_every_knob():
     help_text = recipes("run", "bert_mlm", "--help").stdout
-    for knob in ("--workdir", "--replicas", "--lr-scaling {linear,sqrt,none}", "--max-steps", "--overwrite"):
+    for knob in ("--workdir", "--replicas", "--lr-scaling {auto,linear,sqrt,none}", "--max-steps", "--overwrite"):
         assert knob in help_text
 
 
@@ -63,7 +63,7 @@ def test_help_lists_every_knob():
     [
         (["run", "bert_mlm", "--batch-sise", "4"], "unknown knob --batch-sise. The knobs are: --workdir --corpus"),
         (["run", "bert_mlm", "--batch-size", "many"], "--batch-size: invalid literal for int()"),
-        (["run", "bert_mlm", "--lr-scaling", "cubic"], "Expected one of ('linear', 'sqrt', 'none')"),
+        (["run", "bert_mlm", "--lr-scaling", "cubic"], "Expected one of ('auto', 'linear', 'sqrt', 'none')"),
         (["run", "bert_mml"], "there is no recipe bert_mml. There are: bert_from_scratch bert_mlm"),
         (["run"], "give the name of a recipe first. There are: bert_from_scratch bert_mlm glue_controller"),
         (["launch", "--workers", "2"], "give the name of a recipe first. There are: bert_from_scratch bert_mlm"),

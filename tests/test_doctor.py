@@ -42,6 +42,10 @@ FAULTS = {
         ),
         ("2 replicas, adamw", "2 replicas, sgd", "4 replicas, sgd", "2 replicas, jit, adamw", "2 replicas, jit, sgd"),
     ),
+    "a sequence's masks depend on how far it is padded": (
+        ("common/masking.py", "uniform_noise(seeds, 3 * length)", "tf.reverse(uniform_noise(seeds, 3 * length), [1])"),
+        ("2 replicas, a line a sequence, adamw", "2 replicas, a line a sequence, sgd"),
+    ),
     "a run goes on a step too early": (
         ("common/checkpoints.py", 'int(path.rsplit("-", 1)[1])', 'int(path.rsplit("-", 1)[1]) - 1'),
         ("resumed",),

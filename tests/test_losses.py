@@ -49,3 +49,26 @@ def test_accuracy_counts_labels_that_have_the_highest_logit():
     labels, weights = tf.constant([[1, 1], [0, 2]]), tf.constant([[1.0, 1.0], [1.0, 0.0]])
     sums = batch_sums({"padding_mask": tf.ones([2, 4])}, labels, weights, logits, tf.constant(0.0))
     assert (sums["accuracy"], sums["labels"], sums["tokens"], sums["slots"]) == (2.0, 3.0, 8.0, 8.0)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_a_label_counts_only_as_the_first_of_the_highest(dtype, jit):
+    """A quarter of these labels ties, and argmax says who is right: as the evaluations of Keras and of ours do."""
+    draw = np.random.default_rng(0)
+    logits = draw.integers(0, 4, (30, 20, 6)) / 2
+    labels, weights = draw.integers(0, 6, (30, 20)), draw.random((30, 20))
+    right = logits.argmax(axis=-1) == labels
+    tied = np.take_along_axis(logits, labels[..., None], -1)[..., 0] == logits.max(axis=-1)
+    assert (tied & ~right).mean() > 0.1
+    accuracy = tf.function(
+        lambda logits: batch_sums(
+            {"padding_mask": tf.ones([2, 4])},
+            tf.constant(labels),
+            tf.constant(weights, tf.float32),
+            logits,
+            tf.constant(0.0),
+        )["accuracy"],
+        jit_compile=jit,
+    )
+    assert float(accuracy(tf.constant(logits, dtype))) == pytest.approx((right * weights).sum(), rel=1e-5)

@@ -60,6 +60,24 @@ def test_masks_are_a_function_of_epoch_and_example_alone():
     assert (np.asarray(everything[0]["mask_positions"]) != np.asarray(other_epoch[0]["mask_positions"])).any(1).all()
 
 
+@pytest.mark.parametrize("length", [48, 64, 128])
+def test_masks_are_the_same_however_far_a_sequence_is_padded(length):
+    """What stands beside a sequence decides how far it is padded, and that is another on another number of replicas."""
+    ids = batch(length=32, tokens=30)
+    ids[::2, 11:] = 0  # shorter ones
+    (x, y, weight), (longer_x, longer_y, longer_weight) = (
+        mask_tokens(tf.pad(ids, [[0, 0], [0, padded - 32]]), seeds(0), RULE) for padded in (32, length)
+    )
+    slots = y.shape[1]
+    assert longer_y.shape[1] == round(0.15 * length) and np.sum(weight) > 200 * 2
+    for name in ("token_ids", "padding_mask", "segment_ids"):
+        np.testing.assert_array_equal(longer_x[name][:, :32], x[name])
+        assert np.sum(longer_x[name][:, 32:]) == 0
+    for ours, theirs in [(longer_x["mask_positions"], x["mask_positions"]), (longer_y, y), (longer_weight, weight)]:
+        np.testing.assert_array_equal(ours[:, :slots], theirs)
+        assert np.sum(ours[:, slots:]) == 0
+
+
 def test_noise_is_splitmix64():
     # The generator's first numbers from the state 0, which is what the seeds (0, 0) make; published with its code.
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]

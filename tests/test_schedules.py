@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 
-from common.scaling import global_batch_size, learning_rate_factor
+from common.scaling import global_batch_size, learning_rate_factor, scaling_rule
 from common.schedules import WarmUpPolynomialDecay
 
 
@@ -34,4 +34,6 @@ def test_a_warm_up_as_long_as_the_run_is_refused():
 
 def test_scaling_rules():
     assert [learning_rate_factor(rule, 4) for rule in ("linear", "sqrt", "none")] == [4, 2, 1]
+    assert [scaling_rule("auto", name) for name in ("adamw", "lamb", "sgd")] == ["sqrt", "sqrt", "linear"]
+    assert [scaling_rule(rule, "adamw") for rule in ("linear", "sqrt", "none")] == ["linear", "sqrt", "none"]
     assert global_batch_size(32, 4) == 128

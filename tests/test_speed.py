@@ -1,3 +1,4 @@
+import math
 import time
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import tensorflow as tf
 
 from common import speed
 from common.replicas import steps_in_one_call
-from common.results import report
+from common.results import language_model_scores, report
 from common.sizes import dimensions
 from common.strategy import make_strategy
 
@@ -37,12 +38,12 @@ def test_the_time_that_a_step_waits_for_its_batch_is_told():
     assert (values["waited"][:3] > 0.045).all() and np.median(values["waited"][3:]) < 0.045
 
 
-@pytest.mark.parametrize(("waiting", "told"), [(0.05, False), (0.2, True)])
-def test_a_report_says_where_the_input_is_the_bottleneck(waiting, told):
+def results_of_a_run(**entries):
+    """What `report` needs, and more entries of `results.json`."""
     results = {
         "learning_rate": {"first": 0.0, "peak": 1e-4, "last": 1e-5},
         "share_of_peak": 0.4,
-        "input_wait_fraction": waiting,
+        "input_wait_fraction": 0.0,
         "peak_memory_mb": 1234,
         "config": {"workdir": "runs/x"},
     }
@@ -55,6 +56,27 @@ def test_a_report_says_where_the_input_is_the_bottleneck(waiting, told):
         "padding_fraction",
         "train_loss",
     )
-    text = report(dict.fromkeys(others, 1) | results)
+    return dict.fromkeys(others, 1) | results | entries
+
+
+@pytest.mark.parametrize(("waiting", "told"), [(0.05, False), (0.2, True)])
+def test_a_report_says_where_the_input_is_the_bottleneck(waiting, told):
+    text = report(results_of_a_run(input_wait_fraction=waiting))
     assert "40% of what matrix products alone would reach" in text and "1,234 MiB" in text
     assert f"{waiting:.1%}" in text and ("the input is the bottleneck" in text) == told
+
+
+@pytest.mark.parametrize(("loss", "told"), [(6.071, True), (6.054, True), (6.04, True), (5.9, False), (math.nan, True)])
+def test_a_report_says_where_a_language_model_has_learned_no_more_than_frequencies(loss, told):
+    scores = language_model_scores("validation", loss, 0.1, 6.054)
+    text = report(results_of_a_run(**scores))
+    assert ("the model is no better than its baseline" in text and "--learning-rate" in text) == told
+    assert "6.054: the model is 0.017 nats worse" in text or loss != 6.071
+
+
+@pytest.mark.parametrize(("accuracy", "told"), [(0.5, True), (0.809, True), (0.82, False)])
+def test_a_report_says_where_a_classifier_is_no_better_than_the_best_simple_one(accuracy, told):
+    scores = {"loss": 0.5, "accuracy": accuracy, "f1": 0.5, "majority_accuracy": 0.5, "length_accuracy": 0.8}
+    scores |= {"bag_of_words_accuracy": 0.6}
+    text = report(results_of_a_run(**{f"val_{name}": value for name, value in scores.items()}))
+    assert ("the model is no better than its baseline" in text) == told
