@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from common.noise import Dropout, noise_seeds
-from tests.test_keras_fixes import make_model
+from tests.test_data_parallel import make_model
 
 
 def dropped(layer, shape, dtype=tf.float32, jit=False):
@@ -56,7 +56,7 @@ def test_a_compiled_model_has_it_and_is_described_as_before():
 
 
 def test_no_two_draws_of_a_run_have_the_same_seed():
-    """A layer's seed is two words: the replica is in the high half of the first, room for 65,536 draws in the second."""
+    """A layer's seed is two words: the replica is in the high half of the first, 65,536 draws in the second."""
     model = make_model(2, dropout=0.1)
     strategy = model.distribute_strategy
     own = [int(v.value[0]) for v in model.non_trainable_variables if v.name == "seed_generator_state"]
