@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, convert_to_np_if_not_ragged
 
 from common.local_optimizer import local_value, no_strategy, on_local_copies
 from common.noise import make_dropout_fast, noise_seeds
@@ -40,8 +40,8 @@ CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
 def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.Model]:
     """A class of models that train on N replicas as on one; itself, where it is one already.
 
-    `mixins` come before it among the bases. It is made, compiled and used as `model_class`; make a model inside of the strategy's scope. Under a strategy of N
-    replicas, with batches of any size:
+    It is made, compiled and used as `model_class`, with `mixins` before it among its bases; make a model inside of the
+    strategy's scope. Under a strategy of N replicas, with batches of any size:
 
     - The loss that is minimised and reported is what one device would compute for the whole batch, by the loss's own
       reduction. Keras's own losses are summed by replica and divided once. For any other loss, and for a
@@ -165,6 +165,11 @@ class Trainer(TensorFlowTrainer):
         """As Keras's; each replica takes a part of the batch."""
         self._test_steps_left = None
         return super().test_on_batch(*args, **kwargs)
+
+    def predict_on_batch(self, x):
+        """As Keras's; each replica takes a part of the batch."""
+        self.make_predict_function()
+        return keras.tree.map_structure(convert_to_np_if_not_ragged, self.predict_function([self._divided((x,))]))
 
     def _scope(self):
         return self._distribute_strategy.scope() if self._distribute_strategy else contextlib.nullcontext()
@@ -307,7 +312,8 @@ class Trainer(TensorFlowTrainer):
                 over = count if self.mean_over == "values" and "count" in sums else sums["examples"]
                 self._loss_tracker.update_state(loss, sample_weight=over)
             for tracker, value in zip(self._loss_trackers(), sums.get("losses", []), strict=False):
-                tracker.update_state(value, sample_weight=sums["examples"])
+                # In a graph Keras does not know how many examples a batch has, and weighs all batches alike.
+                tracker.update_state(value, sample_weight=sums["examples"] if self.run_eagerly else None)
 
         before = whole.get("metrics") or (state if gathers else sums["metrics before"])
         now = [old + new for old, new in zip(before, sums["metrics"], strict=True)]

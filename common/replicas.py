@@ -74,8 +74,8 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
     placeholder`).
 
     Args:
-        step: of (iterator, stop); returns a dict of scalars, or of tensors of known shapes. `stop` is a float that the step
-            may reduce, so that all workers know what one was told.
+        step: of (iterator, stop); returns a dict of scalars, or of tensors of known shapes. `stop` is a float that the
+            step may reduce, so that all workers know what one was told.
 
     Returns:
         The function; it returns a dict of float32 arrays [count, ...], with one more entry, `waited`: seconds that this
