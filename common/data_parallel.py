@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend import compute_output_spec
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, convert_to_np_if_not_ragged
 
 from common.local_optimizer import local_value, no_strategy, on_local_copies
@@ -155,6 +156,25 @@ class Trainer(TensorFlowTrainer):
             return _last(_split(values)[0])
 
         self.test_function = test_function
+
+    def make_predict_function(self, force=False):
+        """As Keras's; a model that is not built yet is built first, for XLA."""
+        if self.predict_function is not None and not force:
+            return
+        super().make_predict_function(force)
+        predict = self.predict_function
+        local = self.distribute_strategy.experimental_local_results
+
+        def predict_function(data):
+            if self.jit_compile and not all(layer.built for layer in self._flatten_layers()):
+                parts = [local(leaf)[0] for leaf in keras.tree.flatten(data[0])]
+                given = [None if part is None else keras.KerasTensor(part.shape, part.dtype) for part in parts]
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(keras.tree.pack_sequence_as(data[0], given))
+                with self._scope():
+                    compute_output_spec(self, x)
+            return predict(data)
+
+        self.predict_function = predict_function
 
     def train_on_batch(self, *args, **kwargs):
         """As Keras's; each replica takes a part of the batch."""
