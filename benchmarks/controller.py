@@ -104,7 +104,11 @@ def make_contenders(strategy: tf.distribute.Strategy, folder: Path) -> dict[str,
     def by_fit(steps_per_execution: int):
         model, dataset = parts()
         with strategy.scope():
-            model.compile(make_optimizer("adamw", 1e-4, 0.01), CrossEntropy(), steps_per_execution=steps_per_execution)
+            model.compile(
+                make_optimizer("adamw", 1e-4, 0.01),
+                CrossEntropy("mean_with_sample_weight"),
+                steps_per_execution=steps_per_execution,
+            )
         return lambda steps: model.fit(dataset, steps_per_epoch=steps, verbose=0)
 
     model, dataset = parts()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras callbacks that every recipe's `fit` uses. They need a model of `keras_fixes.data_parallel`."""
+"""Keras callbacks that every recipe's `fit` uses. They need a model of `common.data_parallel`."""
 
 import importlib.util
 import time
@@ -144,7 +144,7 @@ def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.Summa
 class Profile(keras.callbacks.Callback):
     """Traces some steps of `fit` for TensorBoard's profile tab.
 
-    It needs a model of `keras_fixes.data_parallel`, which counts its steps. Steps that are done in one call are traced
+    It needs a model of `common.data_parallel`, which counts its steps. Steps that are done in one call are traced
     together.
 
     Args:

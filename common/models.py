@@ -7,17 +7,44 @@ import os
 import shutil
 from pathlib import Path
 
+import keras
 import keras_hub
+import tensorflow as tf
 
 from common.byte_pairs import BytePairs, Vocabulary
 from common.command_line import UserError, first_line
+from common.data_parallel import data_parallel
 from common.huggingface import in_huggingface_form, read_vocabulary, read_weights
-from common.keras_fixes import data_parallel
+from common.losses import LabelAccuracy
+from common.replicas import COUNTS
 from common.sizes import dimensions
 from common.wordpiece import WordPieces
 
-BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM)
-RobertaMaskedLM = data_parallel(keras_hub.models.RobertaMaskedLM)
+
+class CountsTokens:
+    """For a `data_parallel` class: metrics `accuracy`, `labels`, `tokens` and `slots`, and means over all labels.
+
+    `labels` is the sum of the weights; `tokens` are counted without padding, for which `x["padding_mask"]` is 0; and
+    `slots` are the places for tokens.
+    """
+
+    mean_over = "values"
+
+    def compile(self, *args, **kwargs):
+        """As Keras's; the weighted metric is `accuracy`."""
+        with self.distribute_strategy.scope():
+            self.counts = [keras.metrics.Sum(name=name) for name in COUNTS]
+        super().compile(*args, weighted_metrics=[LabelAccuracy()], **kwargs)
+
+    def update_counts(self, x, y, sample_weight):
+        """See `data_parallel`."""
+        is_token = tf.cast(x["padding_mask"], tf.float32)
+        for metric, values in zip(self.counts, (sample_weight, is_token, tf.ones_like(is_token)), strict=True):
+            metric.update_state(values)
+
+
+BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM, CountsTokens)
+RobertaMaskedLM = data_parallel(keras_hub.models.RobertaMaskedLM, CountsTokens)
 BertTextClassifier = data_parallel(keras_hub.models.BertTextClassifier)
 
 

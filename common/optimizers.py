@@ -10,7 +10,9 @@ import tensorflow as tf
 OptimizerName = Literal["adamw", "lamb", "sgd"]
 
 
-def make_optimizer(name: OptimizerName, schedule, weight_decay: float) -> keras.optimizers.Optimizer:
+def make_optimizer(
+    name: OptimizerName, schedule, weight_decay: float, clip_norm: float = 0.0
+) -> keras.optimizers.Optimizer:
     """An optimizer whose weight decay spares biases and norms. Call it inside the strategy's scope.
 
     AdamW has RoBERTa's beta_2 and epsilon (Liu et al. 2019, arXiv:1907.11692), stable at high rates; LAMB is that
@@ -22,14 +24,16 @@ def make_optimizer(name: OptimizerName, schedule, weight_decay: float) -> keras.
         schedule: of the learning rate, or a number.
         weight_decay: share of each weight, times the learning rate, that a step takes away; LAMB's then has the length
             that the trust ratio gives a step.
+        clip_norm: to which the norm of the whole gradient is clipped; 0 for none.
     """
+    clip = {"global_clipnorm": clip_norm or None}
     match name:
         case "adamw":
-            optimizer = AdamW(schedule, weight_decay=weight_decay, beta_2=0.98, epsilon=1e-6)
+            optimizer = AdamW(schedule, weight_decay=weight_decay, beta_2=0.98, epsilon=1e-6, **clip)
         case "lamb":
-            optimizer = Lamb(schedule, weight_decay=weight_decay, epsilon=1e-6)
+            optimizer = Lamb(schedule, weight_decay=weight_decay, epsilon=1e-6, **clip)
         case "sgd":
-            optimizer = keras.optimizers.SGD(schedule, weight_decay=weight_decay, momentum=0.9)
+            optimizer = keras.optimizers.SGD(schedule, weight_decay=weight_decay, momentum=0.9, **clip)
     optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     return optimizer
 

@@ -26,7 +26,7 @@ GRACE = 10  # seconds that a process has for an orderly end while an upload hang
 class Publish(keras.callbacks.Callback):
     """Saves a snapshot at each epoch's end during `fit`, and uploads it in a thread while training goes on.
 
-    It needs a model of `keras_fixes.data_parallel`, which counts its steps. One upload runs at a time; of the snapshots
+    It needs a model of `common.data_parallel`, which counts its steps. One upload runs at a time; of the snapshots
     made meanwhile, the newest waits for it. One that fails is told of in a line, and ends nothing. Of several workers,
     only the chief saves and uploads.
 

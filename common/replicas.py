@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from common.losses import label_logits
+from common.losses import label_hits
 
 MEANS = ("loss", "accuracy")  # over labels
 COUNTS = ("labels", "tokens", "slots")
@@ -24,20 +24,13 @@ def batch_sums(x: dict, y: tf.Tensor, weight: tf.Tensor, logits: tf.Tensor, loss
         loss: the sum of the labels' losses, by weight.
 
     Returns:
-        `loss`; `accuracy`, the number of labels with the highest logit, in 16 bits the first of the highest; `labels`,
+        `loss`; `accuracy`, the number of labels with the highest logit; `labels`,
         the sum of weights; `tokens`, without padding; `slots`, the places for tokens.
     """
-    highest = tf.reduce_max(logits, axis=-1, keepdims=True)
-    if logits.dtype == tf.float32:  # has no ties to speak of, and one more pass over the logits takes 1 % of a step
-        is_right = tf.squeeze(label_logits(logits, y) >= highest, axis=-1)
-    else:  # as argmax, which is slow under XLA
-        classes = tf.shape(logits)[-1]
-        first = tf.reduce_min(tf.where(logits >= highest, tf.range(classes), classes), axis=-1)
-        is_right = first == tf.cast(y, tf.int32)
     is_token = tf.cast(x["padding_mask"], tf.float32)
     return {
         "loss": loss,
-        "accuracy": tf.reduce_sum(tf.cast(is_right, tf.float32) * weight),
+        "accuracy": tf.reduce_sum(label_hits(y, logits) * weight),
         "labels": tf.reduce_sum(weight),
         "tokens": tf.reduce_sum(is_token),
         "slots": tf.cast(tf.size(is_token), tf.float32),
@@ -82,22 +75,26 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
     placeholder`).
 
     Args:
-        step: of (iterator, stop); returns a dict of scalars. `stop` is a float that the step may reduce, so that all
-            workers know what one was told.
+        step: of (iterator, stop); returns a dict of scalars, or of tensors of known shapes. `stop` is a float that the
+            step may reduce, so that all workers know what one was told.
 
     Returns:
-        The function; it returns a dict of float32 vectors [count], with one more entry, `waited`: seconds that this
+        The function; it returns a dict of float32 arrays [count, ...], with one more entry, `waited`: seconds that this
         worker waited for its batches.
     """
-    names: list[str] = []
+    shapes: dict[str, tf.TensorShape] = {}
 
     @tf.function(reduce_retracing=True, autograph=False)
     def many_steps(iterator, count, stop):
         def one_step(stop):
             timed = _TimedIterator(iterator)
             values = step(timed, stop) | {"waited": timed.seconds}
-            names[:] = values
-            return tf.stack([tf.cast(value, tf.float32) for value in values.values()])
+            values = {name: tf.cast(value, tf.float32) for name, value in values.items()}
+            shapes.clear()
+            shapes.update(
+                {name: value.shape if value.shape.rank else tf.TensorShape([]) for name, value in values.items()}
+            )
+            return tf.concat([tf.reshape(value, [-1]) for value in values.values()], axis=0)
 
         # The flag is an element of the loop: captured by it, on its way to another device, it never arrives.
         stops = tf.fill([count], stop)
@@ -105,7 +102,11 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
 
     def run_steps(iterator, count, stop=0.0):
         rows = many_steps(iterator, tf.constant(count), tf.constant(float(stop))).numpy()
-        return dict(zip(names, rows.T, strict=True))
+        ends = np.cumsum([shape.num_elements() for shape in shapes.values()])[:-1]
+        columns = np.split(rows, ends, axis=1)
+        return {
+            name: column.reshape(count, *shape) for (name, shape), column in zip(shapes.items(), columns, strict=True)
+        }
 
     return run_steps
 

@@ -143,11 +143,10 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
         model = masked_lm_from_preset(config.preset, config.dropout)
     else:
         model = masked_lm_from_size(config.model or "tiny", vocabulary, config.dropout, config.seq_length)
-    optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay)
-    # The loss is a sum: train_step divides it, once, by the number of labels in the whole batch.
-    model.compile(
-        optimizer, CrossEntropy(), config.clip_norm, config.accumulate, config.jit, config.steps_per_execution
-    )
+    optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay, config.clip_norm)
+    loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
+    model.compile(optimizer, loss, jit_compile=config.jit, steps_per_execution=config.steps_per_execution)
+    model.accumulate = config.accumulate
     return model
 
 

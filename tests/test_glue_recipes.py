@@ -19,6 +19,7 @@ import tensorflow as tf
 from sklearn.metrics import accuracy_score, f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common.losses import CrossEntropy
 from common.order import steps_per_epoch
 from common.roles import role_pairs
 from common.schedules import WarmUpPolynomialDecay
@@ -85,6 +86,7 @@ def fit(config):
     schedule = WarmUpPolynomialDecay(5e-4 * replicas**0.5, int(0.1 * total_steps), total_steps)
     with strategy.scope():
         model = glue_controller.build_model(config, vocabulary, 2, schedule)
+        model.compile(model.optimizer, CrossEntropy("mean_with_sample_weight"))
     batches = functools.partial(
         numbered_batches, encoded["train"], vocabulary, config.batch_size, replicas, range(total_steps), config.seed
     )

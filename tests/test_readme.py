@@ -408,4 +408,4 @@ def test_the_command_runs(command, project):
     if " export " in command:
         assert (project / words[-1] / "model.safetensors").is_file()
     if " cp " in command:
-        assert (project / words[-1] / "common/keras_fixes.py").is_file()
+        assert (project / words[-1] / "common/data_parallel.py").is_file()

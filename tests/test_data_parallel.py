@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common import keras_fixes
-from common.keras_fixes import data_parallel
+from common import data_parallel as module
+from common.data_parallel import data_parallel
 from common.losses import CrossEntropy
+from common.models import BertMaskedLM
 from common.strategy import make_strategy
 
 SLOTS, LENGTH = 2, 8
@@ -30,13 +31,14 @@ def batches(data, size):
     return tf.data.Dataset.from_tensor_slices(data).batch(size)
 
 
-def make_model(replicas, dropout=0.0, task=None, optimizer=None, **knobs):
+def make_model(replicas, dropout=0.0, task=BertMaskedLM, optimizer=None, clip=None, accumulate=1, **options):
     keras.utils.set_random_seed(1)
     with make_strategy(replicas).scope():
         backbone = keras_hub.models.BertBackbone(50, 1, 1, 16, 16, dropout=dropout, max_sequence_length=LENGTH)
-        model = (task or data_parallel(keras_hub.models.BertMaskedLM))(backbone, compile=False)
-        optimizer = keras.optimizers.SGD(0.1) if optimizer is None else optimizer()
-        model.compile(optimizer=optimizer, loss=CrossEntropy(), **knobs)
+        model = task(backbone, compile=False)
+        optimizer = keras.optimizers.SGD(0.1, global_clipnorm=clip) if optimizer is None else optimizer()
+        model.compile(optimizer=optimizer, loss=CrossEntropy("mean_with_sample_weight"), **options)
+        model.accumulate = accumulate
     return model
 
 
@@ -72,7 +74,7 @@ def hand_loss(model, data):
 
 
 def test_keras_itself_still_fails_and_ours_does_not():
-    """keras-team/keras#19246: the day the first half fails, `keras_fixes` may lose a part."""
+    """keras-team/keras#19246: the day the first half fails, `data_parallel` may lose a part."""
     x, y, weight = examples(8)
     x["padding_mask"] = x["padding_mask"].astype(bool)
     plain = make_model(2, task=keras_hub.models.BertMaskedLM)
@@ -97,7 +99,7 @@ def test_loss_is_the_mean_over_all_labels_of_the_global_batch(replicas):
 
 # Each with a loss that is a part's, a replica's or a call's own, the weights would differ by 1e-3 and more.
 WAYS = [
-    *((2, knobs) for knobs in ({}, {"accumulate": 2}, {"jit": True}, {"steps_per_execution": 3})),
+    *((2, knobs) for knobs in ({}, {"accumulate": 2}, {"jit_compile": True}, {"steps_per_execution": 3})),
     (1, {"accumulate": 4}),
     pytest.param(4, {"accumulate": 2, "steps_per_execution": 3}, marks=pytest.mark.slow),
 ]
@@ -106,7 +108,7 @@ WAYS = [
 @pytest.mark.parametrize(("replicas", "knobs"), WAYS, ids=str)
 def test_every_way_ends_with_the_same_weights(replicas, knobs, one_device):
     data, size = one_device["data"], 8
-    model = make_model(replicas, clip_norm=0.5, **knobs)
+    model = make_model(replicas, clip=0.5, **knobs)
     steps, history = fit(model, data, size, steps_per_epoch=4)
     np.testing.assert_allclose(weights_after(model), one_device["weights"], atol=2e-7)
     assert history["loss"][0] == pytest.approx(one_device["loss"], rel=1e-6)
@@ -116,7 +118,7 @@ def test_every_way_ends_with_the_same_weights(replicas, knobs, one_device):
 def one_device():
     """Four steps on one device, of unequal shares and an uneven last batch (filled with weight 0)."""
     data = examples(32, [*WEIGHTS, 1, 1, 1, 0, 1, 1, 1, 1] + [1] * 11 + [0] * 5)
-    model = make_model(1, clip_norm=0.5)
+    model = make_model(1, clip=0.5)
     _, history = fit(model, data, 8, steps_per_epoch=4)
     return {"data": data, "weights": weights_after(model), "loss": history["loss"][0]}
 
@@ -124,9 +126,9 @@ def one_device():
 def test_the_gradient_of_the_whole_batch_is_clipped():
     """By hand, on one device; the test above holds it for more."""
     data = examples(8, WEIGHTS)
-    before, model = make_model(1), make_model(1, clip_norm=0.01)
+    before, model = make_model(1), make_model(1, clip=0.01)
     with tf.GradientTape() as tape:
-        loss = before.compute_loss(*data[:2], before(data[0], training=True), data[2]) / sum(WEIGHTS) / SLOTS
+        loss = before.compute_loss(*data[:2], before(data[0], training=True), data[2])
     variables = [v.value for v in before.trainable_variables]
     gradients = tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
     gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
@@ -192,17 +194,15 @@ def test_steps_of_one_call_keep_their_own_values():
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-def test_applied_twice_it_is_the_same_and_needs_a_sum():
+def test_applied_twice_it_is_the_same():
     ours = data_parallel(keras_hub.models.BertMaskedLM)
     assert data_parallel(ours) is ours
     model = make_model(1)
     model.compile(model.optimizer, model.loss)
-    with pytest.raises(ValueError, match='reduction="sum"'):
-        model.compile("sgd", keras.losses.MeanSquaredError())
 
 
 def test_other_versions_are_told_of(monkeypatch):
-    monkeypatch.setitem(keras_fixes.CHECKED_VERSIONS, "keras", "3.99")
+    monkeypatch.setitem(module.CHECKED_VERSIONS, "keras", "3.99")
     with pytest.warns(UserWarning, match="is checked against keras 3.99, not 3.15"):
         data_parallel(keras_hub.models.BertMaskedLM)
 
@@ -211,24 +211,27 @@ def test_epoch_values_are_exact_and_steps_are_their_own():
     data = examples(16)
     model = make_model(2, optimizer=still)
     finite = batches(data, 4).filter(lambda *_: True).batch(1).unbatch()  # fit does not know how long it is
-    history = model.fit(finite, verbose=0, callbacks=[log := Steps()]).history
-    steps = log.logs
+    own = []
+    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: own.append(model.step_values))
+    history = model.fit(finite, verbose=0, callbacks=[log := Steps(), keep]).history
     losses = [hand_loss(model, tf.nest.map_structure(lambda a, i=i: a[4 * i : 4 * i + 4], data)) for i in range(4)]
-    np.testing.assert_allclose([step["loss"] for step in steps], losses, rtol=1e-6)
+    np.testing.assert_allclose([step["loss"][0] for step in own], losses, rtol=1e-6)
+    np.testing.assert_allclose([step["loss"] for step in log.logs], np.cumsum(losses) / [1, 2, 3, 4], rtol=1e-6)
     assert history["loss"][0] == pytest.approx(np.mean(losses), rel=1e-6)  # not N / (N + 1) of it
-    assert history["tokens"] == [16 * LENGTH] and steps[0]["tokens"] == 4 * LENGTH
+    assert history["tokens"] == [16 * LENGTH] and own[0]["tokens"] == log.logs[0]["tokens"] == 4 * LENGTH
 
 
 def test_dropout_differs_between_replicas_parts_and_steps_and_has_no_state():
     data = tf.nest.map_structure(tf.constant, examples(1))
     model = make_model(2, dropout=0.5, optimizer=still, accumulate=2)
     strategy = model.distribute_strategy
+    model._maybe_symbolic_build(data_batch=data)
 
     @tf.function
     def losses_of_replicas(step, part):
         def loss():
             weights = [tf.convert_to_tensor(v.value) for v in model.trainable_variables]
-            return model._gradients_of_part(weights, model._others(part), data, 1.0)[1]["loss"]
+            return model._part(weights, model._others(part), [], data, 1.0, 1.0, True)[1]["total"]
 
         model.optimizer.iterations.assign(step)
         return strategy.experimental_local_results(strategy.run(loss))

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras's own tests of `fit` and the rest, with and without a strategy, by Keras's trainer and by ours.
+
+    python -m benchmarks trainer_tests
+
+runs the installed Keras's `trainer_test.py` three times, each in a process of its own: as it is; with the body of each
+test inside the scope of a `MirroredStrategy` of two replicas; and so again with the trainer of `common.data_parallel`
+in the place of Keras's. A test that takes longer than a minute fails. Results go to
+`benchmarks/results/trainer_tests.json`.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "trainer_tests.json"
+WAYS = ("keras, no strategy", "keras, 2 replicas", "ours, 2 replicas")
+SECONDS = 60  # for a test
+
+
+class Outcomes:
+    """A plugin of pytest that notes how each test ended, and ends those that take too long."""
+
+    def __init__(self):
+        self.of: dict[str, dict[str, str]] = {}
+
+    def pytest_runtest_protocol(self, item):
+        """Sets the alarm."""
+        signal.signal(signal.SIGALRM, _too_long)
+        signal.alarm(SECONDS)
+
+    def pytest_runtest_logreport(self, report):
+        """Notes the outcome, and the last line of what went wrong."""
+        name = report.nodeid.split("::", 1)[1]
+        if report.when == "call" or report.outcome != "passed":
+            self.of[name] = {"outcome": report.outcome}
+            if report.failed:
+                self.of[name]["error"] = str(report.longrepr.reprcrash.message).split("\n")[0][:200]
+        if report.when == "teardown":
+            signal.alarm(0)
+
+
+def run_tests(way: str) -> dict[str, dict[str, str]]:
+    """Runs them in this process; each test's name, and its `outcome` and `error`."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    import pytest
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    sys.modules.setdefault("jax", types.ModuleType("jax"))  # which the file imports, for tests of another backend
+    from keras.src import testing
+    from keras.src.backend.tensorflow import trainer
+    from keras.src.models.model import Model
+
+    distribute = tf.distribute.Strategy.experimental_distribute_dataset
+
+    def without_autotune(strategy, dataset, options=None):  # whose threads can take a minute to end
+        own = tf.data.Options()
+        own.autotune.enabled = False
+        return distribute(strategy, dataset.with_options(own), options)
+
+    tf.distribute.Strategy.experimental_distribute_dataset = without_autotune
+    if way.startswith("ours"):
+        from common.data_parallel import Trainer
+
+        Model.__bases__ = tuple(Trainer if base is trainer.TensorFlowTrainer else base for base in Model.__bases__)
+        trainer.TensorFlowTrainer = Trainer
+    if "2 replicas" in way:
+        reduce = tf.distribute.ReductionToOneDevice()
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=reduce)
+        set_up = testing.TestCase.setUp
+
+        def in_scope(self):
+            set_up(self)
+            scope = strategy.scope()
+            scope.__enter__()
+            self.addCleanup(scope.__exit__, None, None, None)
+
+        testing.TestCase.setUp = in_scope
+    outcomes = Outcomes()
+    path = importlib.util.find_spec("keras.src.trainers.trainer_test").origin
+    pytest.main(
+        ["-q", "-c", os.devnull, "-p", "no:cacheprovider", "--no-header", *sys.argv[2:], path], plugins=[outcomes]
+    )
+    return outcomes.of
+
+
+def main() -> None:
+    """Runs all, prints the counts, and writes the file."""
+    results = {}
+    for way in WAYS:
+        command = [sys.executable, "-m", "benchmarks.trainer_tests", way]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        results[way] = json.loads(done.stdout.splitlines()[-1])
+    passed = {way: [name for name, of in results[way].items() if of["outcome"] == "passed"] for way in WAYS}
+    plain = passed[WAYS[0]]
+    for way in WAYS:
+        print(f"{way:20} {sum(name in plain for name in passed[way])} of {len(plain)}")
+    others = {
+        way: {name: results[way][name].get("error", "") for name in plain if name not in passed[way]} for way in WAYS
+    }
+    for name, error in others[WAYS[2]].items():
+        print(f"  {name}: {error}")
+    report = {way: {"passed": sum(name in plain for name in passed[way]), "not passed": others[way]} for way in WAYS}
+    RESULTS.write_text(json.dumps({"tests": len(results[WAYS[0]]), **report}, indent=2) + "\n")
+
+
+def _too_long(*_):
+    raise TimeoutError(f"took longer than {SECONDS} s")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print("\n" + json.dumps(run_tests(sys.argv[1])))
+    else:
+        main()
