@@ -29,6 +29,9 @@ class Trainer(ReplicaStep):
 
     told_to_stop = all_told_to_stop = False
     steps_done = 0
+    train_function: Any
+    test_function: Any
+    predict_function: Any
     step_values: dict[str, np.ndarray] | None = None
 
     @_with_signature_of(TensorFlowTrainer.compile)
