@@ -9,6 +9,7 @@ NAMES = {
     "scaling": "one device against 2 replicas and 2 workers, and a model of many",
     "memory": "peak memory by batch, sequence length and corpus",
     "input": "the input pipeline alone, and how long a step waits for it",
+    "trainer_tests": "Keras's own tests of its trainer in a strategy's scope, by Keras and by ours",
     "quality": "validation loss by time, beside the published Keras example",
 }
 

@@ -18,10 +18,11 @@ from common.huggingface import in_huggingface_form, read_vocabulary, read_weight
 from common.losses import LabelAccuracy
 from common.replicas import COUNTS
 from common.sizes import dimensions
+from common.trainer import Trainer
 from common.wordpiece import WordPieces
 
 
-class CountsTokens:
+class CountsTokens(Trainer):
     """For a `data_parallel` class: metrics `accuracy`, `labels`, `tokens` and `slots`, and means over all labels.
 
     `labels` is the sum of the weights; `tokens` are counted without padding, for which `x["padding_mask"]` is 0; and

@@ -140,3 +140,13 @@ def pack(values: Any) -> tuple[list[tf.Tensor], Any]:
 def with_share_of_gradient(value: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
     """The value; its gradient times the share."""
     return tf.identity(value), lambda gradient: (gradient * tf.cast(share, gradient.dtype), None)
+
+
+def replicas() -> int:
+    """The number of replicas."""
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def sum_of_all(values: Any) -> Any:
+    """`sum_over_replicas`, of no replicas but one and no values too."""
+    return sum_over_replicas(values) if replicas() > 1 and tf.nest.flatten(values) else values

@@ -45,9 +45,9 @@ def test_of_several_gpus_none_is_split(monkeypatch, gpus, most):
 FAULTS = {
     "each replica divides by its own labels": (
         (
-            "common/data_parallel.py",
+            "common/replica_step.py",
             "divide_no_nan(1.0, count * factor)",
-            'divide_no_nan(1.0, unpack(packed)["count"] * _replicas())',
+            'divide_no_nan(1.0, unpack(packed)["count"] * replicas())',
         ),
         ("2 replicas, adamw", "2 replicas, sgd", "4 replicas, sgd", "2 replicas, jit, adamw", "2 replicas, jit, sgd"),
     ),
