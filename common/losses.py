@@ -29,6 +29,11 @@ class LabelAccuracy(keras.metrics.MeanMetricWrapper):
     def __init__(self, name="accuracy", dtype=None):
         super().__init__(label_hits, name=name, dtype=dtype)
 
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        """Every label counts alike: Keras would average over those of an example, and replicas pad differently."""
+        weight = None if sample_weight is None else tf.reshape(sample_weight, [-1])
+        return keras.metrics.Mean.update_state(self, tf.reshape(label_hits(y_true, y_pred), [-1]), weight)
+
     def get_config(self):
         """See Keras."""
         return {"name": self.name, "dtype": self.dtype}

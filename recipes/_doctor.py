@@ -37,7 +37,8 @@ KNOBS = {
     "vocabulary_size": 305,
     "seq_length": 25,  # 20 steps of 8, the last of a single sequence
     "lr_scaling": "none",
-    "clip_norm": 0.0,  # would hide a wrong scale of the gradient
+    "learning_rate": 1e-3,
+    "clip_norm": 0.0,  # clipping would hide a wrong scale of the gradient
     "epochs": 1,
     "precision": "float32",
 }

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.losses import CrossEntropy
+from common.losses import CrossEntropy, LabelAccuracy
 from common.replicas import batch_sums
 
 
@@ -72,3 +72,11 @@ def test_in_16_bits_a_label_counts_only_as_the_first_of_the_highest(dtype, jit):
         jit_compile=jit,
     )
     assert float(accuracy(tf.constant(logits, dtype))) == pytest.approx((right * weights).sum(), rel=1e-5)
+
+
+def test_each_label_counts_alike_however_far_a_batch_is_padded():
+    right, wrong = [0.0, 9.0], [9.0, 0.0]
+    metric = LabelAccuracy()
+    metric.update_state(tf.ones([1, 4], tf.int32), tf.constant([[right, wrong, wrong, wrong]]), tf.ones([1, 4]))
+    metric.update_state(tf.ones([1, 2], tf.int32), tf.constant([[right, wrong]]), tf.constant([[1.0, 0.0]]))
+    assert metric.result() == 2 / 5
