@@ -79,6 +79,8 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
         if unknown:
             knobs = " ".join("--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class))
             raise UserError(f"unknown knob {unknown[0]}. The knobs are: {knobs}")
+        if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
+            raise UserError(f"the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND")
         return config
     except UserError as error:
         fail(error)

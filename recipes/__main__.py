@@ -195,6 +195,7 @@ def main() -> None:
         case "cp":
             copy_recipe(arguments.name, arguments.destination, arguments.force)
         case "doctor":
+            os.environ["KERAS_BACKEND"] = "tensorflow"
             from recipes._doctor import doctor as check
 
             raise SystemExit(check(arguments.json, arguments.workers))

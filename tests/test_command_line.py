@@ -78,6 +78,15 @@ def test_a_wrong_word_is_one_line_and_status_2(words, message):
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("backend", ["jax", ""])
+def test_another_backend_of_keras_is_refused(backend):
+    done = recipes("run", "bert_mlm", "--dry-run", env=os.environ | {"KERAS_BACKEND": backend})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND\n"
+    )
+
+
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize(
     "words",
