@@ -17,7 +17,7 @@ DRAWS = 2**16  # more than the random numbers that one layer draws in a step
 class Dropout(keras.layers.Dropout):
     """As Keras's, with 16 random bits for each unit, where Keras draws 32 and makes a float of them.
 
-    The rate is that asked for, rounded to a multiple of 2^-16, at most 1 - 2^-15, and what stays is divided by the share
+    The rate is that asked for, rounded to a multiple of 2^-16 and 1 - 2^-15 at most; what stays is divided by the share
     that stays.
     """
 
