@@ -42,7 +42,7 @@ class Config:
     mask_rate: float = 0.15  # share of tokens that are masked
     replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N
     batch_size: int = 16  # sequences on each replica in a step
-    learning_rate: float = 1e-3  # peak, for one replica
+    learning_rate: float = 7e-4  # peak, for one replica
     lr_scaling: LearningRateScaling = "auto"  # how the rate grows with replicas; auto: linear for sgd, else sqrt
     warmup: float = 0.1  # share of all steps in which the rate rises
     decay_power: float = 1.0  # of the polynomial by which the rate falls to zero; 1: a line

@@ -289,7 +289,7 @@ def test_the_command_prints_a_report_and_nothing_else(small):
     )
     assert (done.returncode, done.stderr) == (0, "")
     for expected in (
-        "learning rate: 0.00141421 at the peak, sqrt scaling of 0.001",
+        "learning rate: 0.000989949 at the peak, sqrt scaling of 0.0007",
         "validation loss",
         "by word frequency",
         "[MASK]",

@@ -143,7 +143,7 @@ def test_the_gradient_of_the_whole_batch_is_clipped():
 def test_in_float16_the_gradient_is_clipped_as_it_is_without_the_losss_scale(replicas):
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        model = make_model(replicas, clip_norm=0.01)
+        model = make_model(replicas, clip=0.01)
     finally:
         keras.config.set_dtype_policy("float32")
     before = weights_after(model)
