@@ -62,9 +62,14 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
         recipe_doc: the recipe's docstring, shown by `--help`.
         arguments: the words after the recipe's name; None for this process's own.
 
+    With the process's own words, it makes Ctrl-C ask the run to save and leave, as SIGTERM does; a second one ends the
+    process at once.
+
     Raises:
         SystemExit: 0 after `--help` and a completion script; 2 after one line on standard error for a wrong one.
     """
+    if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in the background of a script
+        signal.signal(signal.SIGINT, _ask_to_stop)
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
@@ -126,6 +131,13 @@ def fail(message: object) -> NoReturn:
 def first_line(error: Exception) -> str:
     """What another package says, without the list of examples that KerasHub begins in the middle of its first line."""
     return str(error).splitlines()[0].removesuffix(" A preset must be a one of:")
+
+
+def _ask_to_stop(*_: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if callable(signal.getsignal(signal.SIGTERM)):  # else there is nothing to save
+        os.write(2, b"\nSaving, and stopping. Ctrl-C again ends it at once.\n")
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _has_no_reader(stream: TextIO) -> bool:

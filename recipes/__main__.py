@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import sys
 import textwrap
 import tomllib
@@ -224,3 +225,5 @@ if __name__ == "__main__":
             main()
     except UserError as error:
         fail(error)
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None

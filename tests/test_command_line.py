@@ -1,6 +1,7 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -116,6 +117,43 @@ def test_it_ends_without_a_word_where_nobody_reads(words, buffered, tmp_path):
 def test_another_pipe_that_breaks_is_told_of(tmp_path):
     with pytest.raises(BrokenPipeError), quiet_without_reader():
         raise BrokenPipeError
+
+
+PRESSED = """
+import dataclasses, signal, sys, time
+from common.command_line import parse
+
+if sys.argv[1] == "ignored":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+listens, sys.argv[1:] = sys.argv[1] == "listens", []
+parse(dataclasses.make_dataclass("Config", []), "")
+if listens:
+    signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+print("ready", flush=True)
+time.sleep(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "presses", "status", "told"),
+    [
+        ("listens", 1, 0, True),
+        ("listens", 2, -2, True),
+        ("before it can save", 1, -15, False),
+        ("ignored", 1, 0, False),
+    ],
+)
+def test_ctrl_c_asks_to_stop_and_a_second_one_ends_it_at_once(how, presses, status, told):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRESSED, how], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    for press in range(presses):
+        process.send_signal(signal.SIGINT)
+        assert press or not told or process.stdout.readline() == "told\n"
+    _, errors = process.communicate()
+    assert process.returncode == status
+    assert errors == ("\nSaving, and stopping. Ctrl-C again ends it at once.\n" if told else "")
 
 
 def test_run_and_the_file_itself_are_the_same():
