@@ -114,6 +114,26 @@ def test_it_ends_without_a_word_where_nobody_reads(words, buffered, tmp_path):
     assert done.returncode == 141 or (done.returncode == 0 and words == "-m recipes ls --help" and not buffered)
 
 
+@pytest.mark.parametrize("words", ["-m recipes ls", "recipes/bert_mlm.py --help"])
+def test_output_that_is_closed_full_or_of_few_letters(words):
+    def shell(redirection, **environment):
+        command = f"{shlex.quote(sys.executable)} {words} {redirection}"
+        environment = os.environ | environment
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, env=environment)
+        return done.returncode, done.stderr
+
+    assert shell(">&-") == (0, "")
+    assert shell("", PYTHONIOENCODING="ascii") == (0, "")
+    status, errors = shell(">/dev/full")
+    assert status == 1 and errors.startswith("error: ") and errors.count("\n") == 1
+
+
+def test_a_letter_that_the_output_lacks_is_a_question_mark():
+    code = "from common.command_line import quiet_without_reader\nwith quiet_without_reader(): print('\u00ab')"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment) == b"?\n"
+
+
 def test_another_pipe_that_breaks_is_told_of(tmp_path):
     with pytest.raises(BrokenPipeError), quiet_without_reader():
         raise BrokenPipeError
