@@ -43,7 +43,8 @@ def make_strategy(
         parameter_servers: whether the recipe has a loop for them.
 
     Raises:
-        UserError: when the machine cannot give that many replicas, there is no TPU at `TPU_NAME`, or there are parameter servers and no loop for them.
+        UserError: when the machine cannot give that many replicas, there is no TPU at `TPU_NAME`, or there are
+            parameter servers and no loop for them.
     """
     if deterministic:
         compute_deterministically()

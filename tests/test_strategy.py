@@ -1,5 +1,6 @@
 import ctypes
 import json
+import os
 import subprocess
 import sys
 
