@@ -8,12 +8,14 @@ set, it is made from what Slurm or Kubernetes set. Worker 0 is the chief, which 
 import ipaddress
 import json
 import os
+import re
 import socket
 from typing import Any
 
 from common.command_line import UserError
 
 PORT = 8888  # of workers that a scheduler starts
+JOBS = ("chief", "worker", "ps")
 
 
 def tf_config() -> dict[str, Any]:
@@ -29,7 +31,7 @@ def tf_config() -> dict[str, Any]:
         UserError: when a variable is malformed.
     """
     if "TF_CONFIG" not in os.environ:
-        if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        if whole_number("SLURM_STEP_NUM_TASKS", 1) > 1:
             os.environ["TF_CONFIG"] = json.dumps(_from_slurm())
         elif "JOB_COMPLETION_INDEX" in os.environ and "JOB_SERVICE" in os.environ:
             os.environ["TF_CONFIG"] = json.dumps(_from_kubernetes())
@@ -37,6 +39,8 @@ def tf_config() -> dict[str, Any]:
         config = json.loads(os.environ.get("TF_CONFIG") or "{}")
         if config != {}:
             jobs, task = config["cluster"], config["task"]
+            if task["type"] not in JOBS:
+                raise ValueError(f"a task of type {task['type']!r}, where there are {', '.join(JOBS)}")
             if not 0 <= task["index"] < len(jobs[task["type"]]):
                 raise ValueError(f"there is no {task['type']} {task['index']}")
             if wrong := [address for job in jobs.values() for address in job if not is_address(address)]:
@@ -47,6 +51,18 @@ def tf_config() -> dict[str, Any]:
             '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
         ) from error
     return config
+
+
+def whole_number(variable: str, default: int) -> int:
+    """What an environment variable holds; the default where it is empty or not set.
+
+    Raises:
+        UserError: when that is no whole number above 0.
+    """
+    text = os.environ.get(variable) or str(default)
+    if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
+        raise UserError(f"{variable} must be a whole number from 1 to 999999, not {text!r}")
+    return int(text)
 
 
 def worker_config(addresses: list[str], index: int) -> dict[str, Any]:
@@ -112,7 +128,7 @@ def worker_index(config: dict[str, Any] | None = None) -> int:
     config = tf_config() if config is None else config
     if not config:
         return 0
-    order = [job for job in ("chief", "worker", "ps") if job in config["cluster"]]
+    order = [job for job in JOBS if job in config["cluster"]]
     before = order[: order.index(config["task"]["type"])]
     return sum(len(config["cluster"][job]) for job in before) + config["task"]["index"]
 

@@ -36,9 +36,15 @@ def quiet_without_reader() -> Iterator[None]:
 
     SIGPIPE itself, which Python ignores, would also end it at a socket whose other end has closed.
 
+    Where standard output is closed, what is printed is dropped; what its encoding lacks is printed as `?`.
+
     Raises:
-        SystemExit: 141.
+        SystemExit: 141; 1 after one line on standard error where the disk is full.
     """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             yield
@@ -49,8 +55,14 @@ def quiet_without_reader() -> Iterator[None]:
         if not left:
             raise
         for stream in left:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else the interpreter's end tells of it
+            _drop(stream)
         raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop(sys.stdout)
+        print(f"error: {error}. Make room; the same command goes on, a run from its last checkpoint", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 @quiet_without_reader()
@@ -62,9 +74,14 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
         recipe_doc: the recipe's docstring, shown by `--help`.
         arguments: the words after the recipe's name; None for this process's own.
 
+    With the process's own words, it makes Ctrl-C ask the run to save and leave, as SIGTERM does; a second one ends the
+    process at once.
+
     Raises:
         SystemExit: 0 after `--help` and a completion script; 2 after one line on standard error for a wrong one.
     """
+    if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in the background of a script
+        signal.signal(signal.SIGINT, _ask_to_stop)
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
@@ -79,6 +96,8 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
         if unknown:
             knobs = " ".join("--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class))
             raise UserError(f"unknown knob {unknown[0]}. The knobs are: {knobs}")
+        if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
+            raise UserError(f"the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND")
         return config
     except UserError as error:
         fail(error)
@@ -98,11 +117,6 @@ def run(main: Callable[[Config], None], config: Config) -> None:
         main(config)
     except UserError as error:
         fail(error)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        print(f"error: {error}. Make room; the same command goes on from the last checkpoint", file=sys.stderr)
-        raise SystemExit(1) from None
     except Exception as error:
         # How TensorFlow tells of it: it has the whole graph in the message, and nobody's mistake is in it.
         # A worker that hung is told by those that gave it up, with errors of other types, that they have restarted.
@@ -124,6 +138,18 @@ def fail(message: object) -> NoReturn:
 def first_line(error: Exception) -> str:
     """What another package says, without the list of examples that KerasHub begins in the middle of its first line."""
     return str(error).splitlines()[0].removesuffix(" A preset must be a one of:")
+
+
+def _ask_to_stop(*_: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if callable(signal.getsignal(signal.SIGTERM)):  # else there is nothing to save
+        os.write(2, b"\nSaving, and stopping. Ctrl-C again ends it at once.\n")
+    signal.raise_signal(signal.SIGTERM)
+
+
+def _drop(stream: TextIO) -> None:
+    """What is left to be written there; else the interpreter's end tells of it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _has_no_reader(stream: TextIO) -> bool:

@@ -17,12 +17,13 @@ DRAWS = 2**16  # more than the random numbers that one layer draws in a step
 class Dropout(keras.layers.Dropout):
     """As Keras's, with 16 random bits for each unit, where Keras draws 32 and makes a float of them.
 
-    The rate is that asked for, rounded to a multiple of 2^-16, and what stays is divided by the share that stays.
+    The rate is that asked for, rounded to a multiple of 2^-16 and 1 - 2^-15 at most; what stays is divided by the share
+    that stays.
     """
 
     def call(self, inputs, training=False):
         """Drops units in training; see `keras.layers.Dropout`."""
-        dropped = round(self.rate * 2**16)
+        dropped = min(round(self.rate * 2**16), 2**16 - 2)  # float16 holds 2^15, and not 2^16
         if not training or not dropped:
             return inputs
         units = tf.size(inputs)

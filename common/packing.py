@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from common.byte_pairs import Vocabulary
 from common.caching import cached_file
+from common.command_line import UserError
 from common.corpora import Documents
 from common.order import NO_EXAMPLE
 
@@ -32,6 +33,9 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
     Returns:
         A tensor [sequences, seq_length] of ids, uint16 or int32, in host memory; each sequence is [CLS], tokens,
         [SEP], and [PAD] to its end.
+
+    Raises:
+        UserError: when there are tokens, and the vocabulary knows none of them.
     """
     dtype = np.dtype(np.uint16 if len(vocabulary.pieces) <= 2**16 else np.int32)
     tokenizer, special = vocabulary.tokenizer(), vocabulary.special
@@ -49,12 +53,17 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
 
     inputs = itertools.chain([tokenizer.to_str(), str(seq_length), str(pack)], documents())
     path = cached_file("sequences", inputs, write)
-    with tf.device("CPU"):
-        return tf.constant(
-            np.memmap(path, dtype, mode="r").reshape(-1, seq_length)
-            if path.stat().st_size
-            else np.empty((0, seq_length), dtype)
+    empty = np.empty((0, seq_length), dtype)
+    sequences = np.memmap(path, dtype, mode="r").reshape(-1, seq_length) if path.stat().st_size else empty
+    teach_nothing = [
+        vocabulary.pieces.index(piece) for piece in (special.pad, special.start, special.end, special.unknown)
+    ]
+    if len(sequences) and all(np.isin(sequence, teach_nothing).all() for sequence in sequences):
+        raise UserError(
+            "the vocabulary knows none of the text's words. Give the text's own, or none, to have one trained"
         )
+    with tf.device("CPU"):
+        return tf.constant(sequences)
 
 
 def _packed(encoded: Iterable[list[int]], end: int, length: int) -> Iterator[list[int]]:

@@ -4,6 +4,7 @@
 from pathlib import Path
 from typing import Literal
 
+import keras
 import tensorflow as tf
 
 Precision = Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"]
@@ -22,11 +23,14 @@ def choose_precision(precision: Precision, jit: bool, width: int) -> str:
     | no GPU, a CPU with AMX, no jit (XLA does not use AMX) | as wide as BERT-base | `mixed_bfloat16` |
     | any other | any | `float32` |
 
+    Keras's `floatx` is float32 from then on, whatever `~/.keras/keras.json` says: the policy decides alone.
+
     Args:
         precision: the knob.
         jit: whether the step is compiled by XLA.
         width: of the model's layers.
     """
+    keras.config.set_floatx("float32")
     if precision != "auto":
         return precision
     if gpus := tf.config.list_physical_devices("GPU"):

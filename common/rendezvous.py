@@ -15,7 +15,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from common.cluster import all_on_this_machine, host_and_port, is_chief, num_workers, tf_config, worker_index, workers
+from common.cluster import (
+    all_on_this_machine,
+    host_and_port,
+    is_chief,
+    num_workers,
+    tf_config,
+    whole_number,
+    worker_index,
+    workers,
+)
 from common.command_line import UserError
 
 HEARTBEAT_TIMEOUT = 15  # seconds without a sign of life after which a worker is given up
@@ -30,13 +39,13 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     Where all have addresses of loopback, it listens to this machine alone.
 
     Raises:
-        UserError: when a worker has not come within `JOIN_TIMEOUT` seconds (an environment variable; 300), or this
-            one's port is taken.
+        UserError: when a worker has not come within `JOIN_TIMEOUT` seconds (an environment variable; 300), that is no
+            whole number above 0, or this one's port is taken.
     """
     # TensorFlow has no public way to set the times.
     from tensorflow.python.distribute import collective_all_reduce_strategy as collective
 
-    timeout = int(os.environ.get("JOIN_TIMEOUT") or 300)
+    timeout = whole_number("JOIN_TIMEOUT", 300)
     jobs = [
         collective.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses))
         for job, addresses in tf_config()["cluster"].items()

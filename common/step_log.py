@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class StepLog:
         first_step, flops: see above.
         step: steps done.
         learning_rate: the `first`, `peak` and `last` that steps used.
-        epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far.
+        epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far; NaN where these have none.
         padding_fraction: share of the places for tokens that held none.
         seconds, tokens_per_second, input_wait_fraction: of this process's steps but its first call, which holds the
             compilation; padding not counted; the share of the time that it waited for batches.
@@ -71,7 +72,8 @@ class StepLog:
     @property
     def epoch(self) -> dict[str, float]:
         """See the class."""
-        return {name: total / self._epoch_labels for name, total in self._epoch_totals.items()}
+        labels = self._epoch_labels or math.nan
+        return {name: total / labels for name, total in self._epoch_totals.items()}
 
     @property
     def padding_fraction(self) -> float:
@@ -123,8 +125,11 @@ class StepLog:
 
 def _whole_lines(path: Path) -> dict[int, str]:
     """The lines by their steps; a power cut may have taken some, or a part of one."""
+    entries = {"step", "learning_rate", *MEANS, *COUNTS}
     lines = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            lines[json.loads(line)["step"]] = line
+        with contextlib.suppress(ValueError, AttributeError):
+            values = json.loads(line)
+            if entries <= values.keys():
+                lines[values["step"]] = line
     return lines

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from common.cluster import has_parameter_servers, num_workers
-from common.command_line import UserError
+from common.command_line import UserError, first_line
 from common.gpus import gpu_memory_mb
 from common.parameter_server import parameter_server_strategy
 from common.rendezvous import join
@@ -43,7 +43,8 @@ def make_strategy(
         parameter_servers: whether the recipe has a loop for them.
 
     Raises:
-        UserError: when the machine cannot give that many replicas, or there are parameter servers and no loop for them.
+        UserError: when the machine cannot give that many replicas, there is no TPU at `TPU_NAME`, or there are
+            parameter servers and no loop for them.
     """
     if deterministic:
         compute_deterministically()
@@ -69,8 +70,12 @@ def make_strategy(
             )
         )
     if os.environ.get("TPU_NAME"):
-        resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(os.environ["TPU_NAME"])
-        return tf.distribute.TPUStrategy(resolver)
+        try:
+            resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(os.environ["TPU_NAME"])
+            return tf.distribute.TPUStrategy(resolver)
+        except (tf.errors.OpError, ValueError, RuntimeError, OSError) as error:
+            name = os.environ["TPU_NAME"]
+            raise UserError(f"no TPU at TPU_NAME={name} ({first_line(error)}). Give another, or unset it") from error
     if len(gpus) > 1 and replicas > len(gpus):
         raise UserError(
             f"this machine has {len(gpus)} GPUs, too few for --replicas {replicas}; only a single one is split"

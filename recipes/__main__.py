@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import sys
 import textwrap
 import tomllib
@@ -195,6 +196,7 @@ def main() -> None:
         case "cp":
             copy_recipe(arguments.name, arguments.destination, arguments.force)
         case "doctor":
+            os.environ["KERAS_BACKEND"] = "tensorflow"
             from recipes._doctor import doctor as check
 
             raise SystemExit(check(arguments.json, arguments.workers))
@@ -223,3 +225,5 @@ if __name__ == "__main__":
             main()
     except UserError as error:
         fail(error)
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None

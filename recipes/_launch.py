@@ -30,6 +30,7 @@ from common.run_folder import is_set_aside
 TO_SAVE = 60  # seconds in which workers that are told to stop must have ended
 TO_FOLLOW = 2  # seconds in which the others end by themselves once one has failed
 STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # after saving, or where there was nothing to save
+MOST = 999_999  # of any option
 LAST_LINES = 5  # of a dead worker's log that are shown
 
 
@@ -44,8 +45,14 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
         recipe: its file.
 
     Raises:
-        UserError: when the workers' places cannot be told, or there are fewer GPUs than workers.
+        UserError: when an option is out of bounds, the workers' places cannot be told, or there are fewer GPUs than
+            workers.
     """
+    for option, least in (("workers", 1), ("parameter_servers", 0), ("restarts", 0), ("join_timeout", 1)):
+        value = getattr(arguments, option)
+        if value is not None and not least <= value <= MOST:
+            bound = f"least {least}" if value < least else f"most {MOST}"
+            raise UserError(f"--{option.replace('_', '-')} must be at {bound}, not {value}")
     command = [sys.executable, str(recipe), *arguments.knobs]
     if {"-h", "--help"} & set(arguments.knobs):
         return subprocess.call(command)
@@ -85,8 +92,6 @@ def places(arguments: argparse.Namespace) -> list[dict]:
     """
     told = tf_config()
     if arguments.workers is not None:
-        if arguments.workers < 1:
-            raise UserError(f"--workers must be at least 1, not {arguments.workers}")
         if told or arguments.hosts:
             raise UserError("--workers starts all workers on this machine; leave it out where hosts are given")
         if servers := arguments.parameter_servers:

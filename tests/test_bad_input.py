@@ -40,6 +40,8 @@ def files(tmp_path_factory):
     (folder / "reviews.csv").write_text('text,stars\nfine,1\n"bad,0\n')
     (folder / "other_run").mkdir()
     (folder / "other_run/config.json").write_text(json.dumps({"recipe": "glue", "seed": 7}))
+    (folder / "cjk.txt").write_text("今日は世界\n\n" * 100)
+    (folder / "ascii.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n")
     (folder / "good.txt").write_text("A line of text.\n\n" * 10)
     (folder / "loop").symlink_to(folder)
     return folder
@@ -131,6 +133,7 @@ LATER = [
     ("--preset bert_tiny_en_uncased", "Give a KerasHub name, which needs a network on first use, or a folder"),
     ("--corpus wikitext-2", "cannot fetch Salesforce/wikitext from the Hugging Face Hub"),
     ("--corpus {files}/good.txt", "too few for one batch of 32. Give more of it, or a smaller --batch-size"),
+    ("--corpus {files}/cjk.txt --vocabulary {files}/ascii.txt", "the vocabulary knows none of the text's words. Give"),
     ("--workdir {files}/good.txt/run", "cannot write to the work folder"),
     ("--workdir {files}/other_run --overwrite", "other_run holds config.json, but no run: its config.json is missing"),
 ]

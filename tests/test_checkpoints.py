@@ -187,6 +187,12 @@ def test_sigterm_saves_and_leaves_with_143(wikitext, undisturbed, tmp_path):
     assert_same(go_on(wikitext, workdir)[1], undisturbed)
 
 
+@pytest.mark.slow
+def test_ctrl_c_saves_and_leaves_as_sigterm_does(wikitext, tmp_path):
+    status, output, done = run_until(5, signal.SIGINT, wikitext, tmp_path / "run")
+    assert status == 143 and f"Stopped by SIGTERM after step {done}" in output and "Traceback" not in output
+
+
 def validations_in(workdir):
     """The losses after each epoch that TensorBoard shows."""
     board = EventAccumulator(str(workdir / "tensorboard"), {"tensors": 0})

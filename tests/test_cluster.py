@@ -1,8 +1,18 @@
 import json
+import re
 
 import pytest
 
-from common.cluster import is_address, is_chief, num_workers, tf_config, worker_config, worker_index, workers
+from common.cluster import (
+    is_address,
+    is_chief,
+    num_workers,
+    tf_config,
+    whole_number,
+    worker_config,
+    worker_index,
+    workers,
+)
 from common.command_line import UserError
 
 SLURM = {
@@ -132,12 +142,25 @@ def test_malformed_variables_of_kubernetes(environment):
         '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}',
         '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": -1}}',
         '{"cluster": {"worker": ["a:1"]}, "task": {"type": "chief", "index": 0}}',
+        '{"cluster": {"worker": ["a:1"], "evaluator": ["b:1"]}, "task": {"type": "evaluator", "index": 0}}',
     ],
 )
 def test_a_malformed_tf_config_is_answered_with_a_right_one(text, environment):
     environment({"TF_CONFIG": text})
     with pytest.raises(UserError, match='TF_CONFIG is malformed .* like {"cluster": {"worker": '):
         print(tf_config())
+
+
+@pytest.mark.parametrize("text", ["5m", "-1", "0", "1.5", "abc", "9" * 30])
+@pytest.mark.parametrize("variable", ["JOIN_TIMEOUT", "SLURM_STEP_NUM_TASKS"])
+def test_a_variable_that_is_no_whole_number_is_named(variable, text, environment):
+    environment({variable: text})
+    told = f"{variable} must be a whole number from 1 to 999999, not '{re.escape(text)}'"
+    with pytest.raises(UserError, match=told):
+        whole_number("JOIN_TIMEOUT", 300)
+        tf_config()
+    environment({variable: ""})
+    assert whole_number(variable, 300) == 300
 
 
 @pytest.mark.parametrize(("task_type", "index", "place"), [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2)])

@@ -1,6 +1,7 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -78,6 +79,15 @@ def test_a_wrong_word_is_one_line_and_status_2(words, message):
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("backend", ["jax", ""])
+def test_another_backend_of_keras_is_refused(backend):
+    done = recipes("run", "bert_mlm", "--dry-run", env=os.environ | {"KERAS_BACKEND": backend})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND\n"
+    )
+
+
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize(
     "words",
@@ -104,9 +114,66 @@ def test_it_ends_without_a_word_where_nobody_reads(words, buffered, tmp_path):
     assert done.returncode == 141 or (done.returncode == 0 and words == "-m recipes ls --help" and not buffered)
 
 
+@pytest.mark.parametrize("words", ["-m recipes ls", "recipes/bert_mlm.py --help"])
+def test_output_that_is_closed_full_or_of_few_letters(words):
+    def shell(redirection, **environment):
+        command = f"{shlex.quote(sys.executable)} {words} {redirection}"
+        environment = os.environ | environment
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, env=environment)
+        return done.returncode, done.stderr
+
+    assert shell(">&-") == (0, "")
+    assert shell("", PYTHONIOENCODING="ascii") == (0, "")
+    status, errors = shell(">/dev/full")
+    assert status == 1 and errors.startswith("error: ") and errors.count("\n") == 1
+
+
+def test_a_letter_that_the_output_lacks_is_a_question_mark():
+    code = "from common.command_line import quiet_without_reader\nwith quiet_without_reader(): print('\u00ab')"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment) == b"?\n"
+
+
 def test_another_pipe_that_breaks_is_told_of(tmp_path):
     with pytest.raises(BrokenPipeError), quiet_without_reader():
         raise BrokenPipeError
+
+
+PRESSED = """
+import dataclasses, signal, sys, time
+from common.command_line import parse
+
+if sys.argv[1] == "ignored":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+listens, sys.argv[1:] = sys.argv[1] == "listens", []
+parse(dataclasses.make_dataclass("Config", []), "")
+if listens:
+    signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+print("ready", flush=True)
+time.sleep(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "presses", "status", "told"),
+    [
+        ("listens", 1, 0, True),
+        ("listens", 2, -2, True),
+        ("before it can save", 1, -15, False),
+        ("ignored", 1, 0, False),
+    ],
+)
+def test_ctrl_c_asks_to_stop_and_a_second_one_ends_it_at_once(how, presses, status, told):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRESSED, how], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    for press in range(presses):
+        process.send_signal(signal.SIGINT)
+        assert press or not told or process.stdout.readline() == "told\n"
+    _, errors = process.communicate()
+    assert process.returncode == status
+    assert errors == ("\nSaving, and stopping. Ctrl-C again ends it at once.\n" if told else "")
 
 
 def test_run_and_the_file_itself_are_the_same():

@@ -78,6 +78,15 @@ def assert_equal(workdir, other):
 # Words after `launch`, the environment, and what is answered.
 WRONG = [
     ("--workers 0 bert_mlm", {}, "--workers must be at least 1, not 0"),
+    ("--workers 1 --restarts -1 bert_mlm", {}, "--restarts must be at least 0, not -1"),
+    ("--workers 1 --parameter-servers -1 glue_custom_loop", {}, "--parameter-servers must be at least 0, not -1"),
+    ("--workers 1 --join-timeout 0 bert_mlm", {}, "--join-timeout must be at least 1, not 0"),
+    ("--workers 2 --join-timeout 10000000000 bert_mlm", {}, "--join-timeout must be at most 999999, not 10000000000"),
+    (
+        "--workers 2 bert_mlm",
+        {"SLURM_STEP_NUM_TASKS": "abc"},
+        "SLURM_STEP_NUM_TASKS must be a whole number from 1 to 999999, not 'abc'",
+    ),
     ("--workers 2 bert_mlm", {"TF_CONFIG": "{'worker': 1"}, "TF_CONFIG is malformed"),
     ("--workers 2 --hosts a:1,b:1 --worker-index 0 bert_mlm", {}, "leave it out where hosts are given"),
     ("bert_mlm", {}, "say --workers N for N workers on this machine, or --hosts"),

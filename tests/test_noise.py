@@ -29,6 +29,14 @@ def test_it_drops_the_rate_and_keeps_the_mean(rate, jit):
     np.testing.assert_array_equal(gradient, result)
 
 
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16])
+@pytest.mark.parametrize("rate", [0.99998, 0.999995, 1.0])
+def test_a_rate_that_drops_nearly_all_gives_finite_numbers(rate, dtype):
+    result, _ = dropped(Dropout(rate, seed=1), [1000, 999], dtype)
+    result = np.asarray(result)
+    assert np.isfinite(result).all() and 0 < np.count_nonzero(result) < 100
+
+
 def test_units_are_dropped_by_themselves():
     draws = [np.asarray(dropped(Dropout(0.5, seed=seed), [100_000])[0]) > 0 for seed in (1, 2)]
     for distance in (1, 2, 3, 4, 8, 64):

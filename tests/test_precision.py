@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -28,6 +29,15 @@ def test_auto_follows_the_table(capabilities, amx, width, jit, chosen, monkeypat
     monkeypatch.setattr(precision, "has_amx", lambda: amx)
     assert choose_precision("auto", jit, width) == chosen
     assert choose_precision("mixed_float16", jit, width) == "mixed_float16"
+
+
+def test_floatx_of_the_users_keras_json_does_not_count():
+    keras.config.set_floatx("float16")
+    try:
+        choose_precision("float32", False, 128)
+        assert keras.config.floatx() == "float32"
+    finally:
+        keras.config.set_floatx("float32")
 
 
 def test_amx_is_read_from_the_processors_flags(tmp_path, monkeypatch):

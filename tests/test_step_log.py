@@ -48,6 +48,23 @@ def test_an_epochs_means_are_over_its_labels_and_begin_anew(tmp_path):
     assert again.epoch["loss"] == pytest.approx(7.0) and again.padding_fraction == pytest.approx(1 - 440 / 500)
 
 
+def test_an_epoch_without_labels_has_no_means(tmp_path):
+    log = StepLog(tmp_path, steps_per_epoch=3)
+    log.record(steps(loss=[0.0] * 3, labels=[0.0] * 3), 1.0)
+    assert np.isnan([log.epoch["loss"], log.epoch["accuracy"]]).all()
+
+
+def test_a_line_that_lacks_entries_is_left_out(tmp_path):
+    log = StepLog(tmp_path, steps_per_epoch=3)
+    log.record(steps(), 1.0)
+    path = tmp_path / "steps.jsonl"
+    first, _, last = path.read_text().splitlines(keepends=True)
+    for cut in ('{"step": 2}', '{"step": 2, "loss": 2.0}', "2", '[{"step": 2}]', '"step"'):
+        path.write_text(f"{first}{cut}\n{last}")
+        assert StepLog(tmp_path, steps_per_epoch=3, first_step=3).epoch["loss"] == pytest.approx((30 + 10) / 20)
+        assert path.read_text() == first + last
+
+
 def test_padding_and_rates_are_of_all_steps(tmp_path):
     log = StepLog(tmp_path, steps_per_epoch=3)
     log.record(steps(), 1.0)

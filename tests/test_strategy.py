@@ -1,5 +1,6 @@
 import ctypes
 import json
+import os
 import subprocess
 import sys
 
@@ -112,3 +113,11 @@ def test_deterministic_turns_tf32_off_and_op_determinism_on():
     for wanted, printed in ((True, "deterministic False\n"), (False, "random True\n")):
         command = [sys.executable, "-c", program, str(wanted)]
         assert subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL) == printed
+
+
+def test_a_tpu_that_is_not_there():
+    code = "from common.strategy import make_strategy; make_strategy()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"TPU_NAME": "local"}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert "common.command_line.UserError: no TPU at TPU_NAME=local (" in done.stderr
