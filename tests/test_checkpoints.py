@@ -182,9 +182,11 @@ def test_sigterm_is_listened_to_where_it_is_not_ignored(tmp_path, ignored):
 @pytest.mark.slow
 def test_sigterm_saves_and_leaves_with_143(wikitext, undisturbed, tmp_path):
     workdir = tmp_path / "run"
-    status, output, done = run_until(5, signal.SIGTERM, wikitext, workdir)
+    status, output, done = run_until(5, signal.SIGTERM, wikitext, workdir, "--overwrite")
     assert status == 143 and f"Stopped by SIGTERM after step {done}" in output
-    assert_same(go_on(wikitext, workdir)[1], undisturbed)
+    _, results = go_on(wikitext, workdir, "--overwrite")  # the same command, as a scheduler gives it again
+    assert results["resumed_from_step"] == done
+    assert_same(results, undisturbed)
 
 
 def validations_in(workdir):

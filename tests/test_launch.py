@@ -309,7 +309,7 @@ def test_restarts_are_used_up_and_the_cause_is_named(tmp_path):
         while Path(f"/proc/{worker}").exists():
             time.sleep(0.05)
     status, output, errors = finish(launcher)
-    assert status == 1 and "going on from step" in output  # --overwrite was for the first start
+    assert status == 1 and "going on from step" in output  # with --overwrite too
     assert errors.count("worker 1 was killed by SIGKILL") == 2
     assert "1 restart(s) left" in errors and "0 restart(s) left" in errors and "Traceback" not in output + errors
 

@@ -83,6 +83,27 @@ def test_a_complete_run_is_given_back_and_overwrite_starts_afresh(config):
     assert not (workdir / "results.json").exists()
 
 
+def test_the_command_with_overwrite_that_began_a_run_goes_on_until_it_is_complete(config):
+    has_a_checkpoint(reopen(config).workdir)
+    workdir = reopen(config, seed=1, overwrite=True).workdir
+    fill(workdir, {"steps.jsonl": "new"})
+    reopen(config, seed=1, overwrite=True)  # stopped before its first checkpoint: begun anew
+    assert not (workdir / "steps.jsonl").exists() and (workdir / ".replaced").exists()
+    has_a_checkpoint(workdir)
+    discard_replaced(workdir)
+    fill(workdir, {"steps.jsonl": "new", "results.json": ""})  # as a power cut may leave it
+    for _ in range(2):
+        reopen(config, seed=1, overwrite=True)
+        assert (workdir / "steps.jsonl").exists() and not (workdir / ".replaced").exists()
+    reopen(config, seed=1)
+    write_json(workdir / "results.json", {"steps": 3})
+    for changes in ({"seed": 1}, {"seed": 1, "batch_size": 4}):  # the second is another command, of a run to go on
+        assert reopen(config, **changes, overwrite=True).results is None
+        assert (workdir / ".replaced/checkpoints/ckpt-4.index").exists()
+        has_a_checkpoint(workdir)
+        discard_replaced(workdir)
+
+
 def files_in(folder):
     """All files by name but the lock, with what is in them."""
     return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
