@@ -151,6 +151,14 @@ def test_none_that_can_be_read_is_told_of_and_nothing_is_removed(counter, tmp_pa
     assert len(list((tmp_path / "checkpoints").iterdir())) == 4
 
 
+def test_another_model_is_not_called_damage(counter, tmp_path, capsys):
+    save(counter, 4)
+    for other in ({"number": tf.Variable([0, 0])}, {"number": tf.Variable(0), "more": tf.Variable(0)}):
+        with pytest.raises(UserError, match="the model is not the one of .*ckpt-4 .*Bring back the --model"):
+            Checkpoints(tmp_path, 1, **other).restore()
+    assert "damaged" not in capsys.readouterr().out and restored(counter) == 4
+
+
 def test_a_record_with_lines_missing_is_kept_as_it_is(tmp_path, capsys):
     values = {name: np.arange(1.0, 7.0) for name in (*MEANS, *COUNTS, "learning_rate", "waited")}
     StepLog(tmp_path, 3).record(values, 1.0)

@@ -382,6 +382,48 @@ def test_workers_with_other_data_are_refused(tmp_path):
     assert re.match(message, refused[0][1]) and not (tmp_path / "run/steps.jsonl").exists()
 
 
+# A worker whose preset holds its own index as weights, and its optimizer. It prints the step, or ends with status 2.
+OTHER_WEIGHTS = """
+import sys
+from pathlib import Path
+from common.cluster import worker_index
+from common.command_line import run
+from common.strategy import make_strategy
+import keras
+from common.checkpoints import Checkpoints
+
+def restore(differ):
+    with make_strategy(1).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    model.set_weights([weight * 0 + differ * worker_index() for weight in model.get_weights()])
+    print(Checkpoints(Path(sys.argv[2]), 1, model=model).restore())
+
+run(restore, int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("differ", [0, 1])
+def test_workers_with_other_weights_are_refused(tmp_path, differ):
+    addresses = free_addresses(2)
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", OTHER_WEIGHTS, str(differ), str(tmp_path)],
+            cwd=ROOT,
+            env=os.environ | {"TF_CONFIG": json.dumps(worker_config(addresses, index)), "KERAS_BACKEND": "tensorflow"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for status, output, errors in map(finish, workers):
+        if differ:
+            message = r"error: worker 1 starts from other weights .*: checksum of the weights \d+, not \d+\n"
+            assert status == 2 and re.search(message, errors)
+        else:
+            assert (status, output.splitlines()[-1]) == (0, "0")
+
+
 # A worker that says it has one device more than it has, or chose another precision, than the chief.
 DIFFERENT = """
 import dataclasses, sys
