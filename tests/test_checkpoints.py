@@ -151,6 +151,20 @@ def test_none_that_can_be_read_is_told_of_and_nothing_is_removed(counter, tmp_pa
     assert len(list((tmp_path / "checkpoints").iterdir())) == 4
 
 
+def test_a_checkpoint_is_on_the_disk_before_the_one_before_it_is_deleted(counter, tmp_path, monkeypatch):
+    synced, fsync, unlink = set(), os.fsync, Path.unlink
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")).name)))
+
+    def checked(path):
+        assert {f"ckpt-{5 if '-2' in path.name else 4}.index"} <= synced and "steps.jsonl" in synced
+        unlink(path)
+
+    (tmp_path / "steps.jsonl").write_text("{}")
+    monkeypatch.setattr(Path, "unlink", checked)
+    assert save(counter, 1, 2, 3, 4, 5).steps() == [3, 4, 5]
+    assert {f"ckpt-{step}.{end}" for step in range(1, 6) for end in ("index", "data-00000-of-00001")} <= synced
+
+
 def test_another_model_is_not_called_damage(counter, tmp_path, capsys):
     save(counter, 4)
     for other in ({"number": tf.Variable([0, 0])}, {"number": tf.Variable(0), "more": tf.Variable(0)}):

@@ -274,6 +274,14 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
 
 
+def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), done.append(os.fstat(fd).st_ino)))
+    monkeypatch.setattr(os, "replace", lambda source, target: (replace(source, target), done.append("replaced")))
+    write_json(tmp_path / "a.json", {})
+    assert done == [(tmp_path / "a.json").stat().st_ino, "replaced"]
+
+
 def test_a_file_that_is_not_json_is_no_end(config):
     workdir = reopen(config).workdir
     for text in ("", '{"steps": 3', "[]"):  # as a power cut may leave it
