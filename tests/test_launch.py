@@ -382,7 +382,7 @@ def test_workers_with_other_data_are_refused(tmp_path):
     assert re.match(message, refused[0][1]) and not (tmp_path / "run/steps.jsonl").exists()
 
 
-# A worker whose preset holds its own index as weights, and its optimizer. It prints the step, or ends with status 2.
+# A worker whose model starts from its own index where told to differ. It prints the step, or ends with status 2.
 OTHER_WEIGHTS = """
 import sys
 from pathlib import Path
