@@ -7,14 +7,17 @@ and in the schedule, order, masks and dropout are functions of it, and `steps.js
 
 import shutil
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from common.cluster import is_chief
-from common.command_line import UserError
-from common.rendezvous import exchange
+from common.cluster import is_chief, num_workers
+from common.command_line import UserError, first_line
+from common.rendezvous import agree, exchange
 from common.run_folder import discard_replaced, flush
 
 KEEP = 3
@@ -42,6 +45,7 @@ class Checkpoints:
         self.saved_step = 0
         self.told_to_stop = False
         self.folder = workdir / "checkpoints"
+        self._objects = objects
         self._checkpoint = tf.train.Checkpoint(**objects)
         self._damaged: list[int] = []
 
@@ -57,7 +61,8 @@ class Checkpoints:
             init_fn: called where there is none, such as to load the weights that the run starts from.
 
         Raises:
-            UserError: when there are checkpoints, and none can be read.
+            UserError: when there are checkpoints, and none can be read, or they are of another model; when workers have
+                other checkpoints or weights than the chief.
         """
         self._remove_unfinished()
         self._damaged = []
@@ -66,7 +71,13 @@ class Checkpoints:
                 self._checkpoint.read(self._prefix(step)).assert_existing_objects_matched()
                 self.saved_step = step
                 break
-            except (tf.errors.OpError, AssertionError, ValueError, IndexError) as error:
+            except (AssertionError, ValueError) as error:  # which no damage gives: all that is read has a checksum
+                raise UserError(
+                    f"the model is not the one of {self._prefix(step)} ({first_line(error)}). "
+                    "Bring back the --model that the run began with, or give another --workdir, "
+                    "or --overwrite to start afresh"
+                ) from error
+            except (tf.errors.OpError, IndexError) as error:
                 self._damaged.append(step)
                 print(
                     f"The checkpoint {self._prefix(step)} is damaged ({type(error).__name__}): "
@@ -76,9 +87,9 @@ class Checkpoints:
             if self._damaged:
                 raise UserError(f"no checkpoint in {self.folder} can be read; --overwrite starts afresh")
             init_fn()
-        steps = [theirs["step"] for theirs in exchange({"step": self.saved_step})]
-        if len(set(steps)) > 1:
-            raise UserError(f"the workers have found different checkpoints in {self.folder}: steps {steps}")
+        if num_workers() > 1:  # a preset by the same name may be another on each host
+            own = {"checkpoint of step": self.saved_step, "checksum of the weights": _checksum(self._objects)}
+            agree(own, f"starts from other weights than the chief, by {self.folder} or its own preset")
         return self.saved_step
 
     def save(self, step: int) -> None:
@@ -155,6 +166,14 @@ class Checkpoints:
             for path in self.folder.glob("ckpt-*.data-*"):
                 if not (self.folder / f"{path.stem}.index").exists():
                     path.unlink()
+
+
+def _checksum(objects: dict[str, Any]) -> int:
+    crc32 = 0
+    for held in objects.values():
+        for variable in getattr(held, "variables", [held]):
+            crc32 = zlib.crc32(np.ascontiguousarray(variable.numpy()).tobytes(), crc32)
+    return crc32
 
 
 def epochs_left(step: int, steps_per_epoch: int, last_step: int) -> Iterator[dict[str, int]]:

@@ -58,6 +58,9 @@ def check_knobs(config: Any) -> None:
     if knobs.get("preset") and (config.model or knobs.get("vocabulary")):
         both = "--model" if config.model else "--vocabulary"
         raise UserError(f"--preset brings its own model and vocabulary: leave out {both}, or --preset")
+    for name in ("workdir",) if "task" in knobs else ("workdir", "data"):  # of what TensorFlow writes and reads
+        value = str(knobs.get(name, ""))
+        _require(not re.search(r"[\[\]*?\\]", value), knobs, name, "a name without [ ] * ? \\, which TensorFlow globs")
     for name in ("preset", "corpus", "vocabulary", "data"):
         _check_not_in_workdir(knobs, name)
     if knobs.get("vocabulary"):

@@ -102,7 +102,8 @@ def open_run(recipe: str, config: Any) -> Run:
     """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, it does neither.
 
     A run that ended before its first checkpoint, as one does that is refused for its data, is begun anew, with other
-    knobs too. Of several workers, which must have joined, the chief does it, and the others look on.
+    knobs too. With a knob `overwrite` that is set, so is any other, but not one that the very same knobs began and that
+    was stopped. Of several workers, which must have joined, the chief does it, and the others look on.
 
     Args:
         recipe: the recipe's name.
@@ -140,9 +141,17 @@ def _open(workdir: Path, wanted: dict[str, Any], token: str) -> Run:
     refuse_other_files(workdir)
     lock = _locked(workdir, token)
     bring_back(workdir)
-    if wanted["overwrite"] and holds_run(workdir):
+    if wanted["overwrite"] and holds_run(workdir) and not _was_stopped(workdir, wanted):
         set_aside(workdir)
     return _look_at(workdir, wanted, lock)
+
+
+def _was_stopped(workdir: Path, wanted: dict[str, Any]) -> bool:
+    """Whether this very command, which has `--overwrite`, began the run there, and got no further than a checkpoint."""
+    # A scheduler that starts a stopped job again gives the same command: it must not delete what it has done itself.
+    saved = read_json(workdir / "config.json") or {}
+    complete = read_json(workdir / "results.json") is not None
+    return has_progress(workdir) and not complete and saved | wanted | {"workdir": saved["workdir"]} == saved
 
 
 def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None) -> Run:

@@ -25,7 +25,6 @@ from typing import TextIO
 from common.cluster import is_address, parameter_server_config, tf_config, worker_config, worker_index
 from common.command_line import UserError
 from common.gpus import gpu_shares
-from common.run_folder import is_set_aside
 
 TO_SAVE = 60  # seconds in which workers that are told to stop must have ended
 TO_FOLLOW = 2  # seconds in which the others end by themselves once one has failed
@@ -66,7 +65,6 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
         # TensorFlow writes generated code there, and a worker that is killed leaves it.
         os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout)}
         logs = Path(temporary) if "--dry-run" in arguments.knobs else logs_folder(workdir)  # a dry run writes nothing
-        began = time.time()
         restarts_left = arguments.restarts + 1
         while restarts_left:
             restarts_left -= 1
@@ -77,10 +75,6 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
                 print(cause, end="", file=sys.stderr)
                 return status
             print(f"\n{cause}{restarts_left} restart(s) left", file=sys.stderr, flush=True)
-            config = workdir / "config.json"
-            if config.exists() and config.stat().st_mtime > began and not is_set_aside(workdir):
-                # The old run is gone, and this one goes on.
-                command = [word for word in command if word != "--overwrite"]
     return 1
 
 

@@ -62,7 +62,7 @@ class Config:
     checkpoint_every: int = 100  # steps between two checkpoints, from which a run that was stopped goes on
     profile_steps: str = ""  # A-B: trace these steps for TensorBoard's profile tab
     dry_run: bool = False  # print the plan, train nothing, write nothing
-    overwrite: bool = False  # start afresh in a workdir that holds a run
+    overwrite: bool = False  # start afresh in a workdir that holds a run; if stopped, the same command goes on
 
     def __post_init__(self):
         check_knobs(self)

@@ -57,7 +57,7 @@ class Config:
     deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
     seed: int = 0  # of weights, order and dropout
     checkpoint_every: int = 200  # steps between two checkpoints, from which a run that was stopped goes on
-    overwrite: bool = False  # start afresh in a workdir that holds a run
+    overwrite: bool = False  # start afresh in a workdir that holds a run; if stopped, the same command goes on
 
     def __post_init__(self):
         check_knobs(self)

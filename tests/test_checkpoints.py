@@ -151,6 +151,28 @@ def test_none_that_can_be_read_is_told_of_and_nothing_is_removed(counter, tmp_pa
     assert len(list((tmp_path / "checkpoints").iterdir())) == 4
 
 
+def test_a_checkpoint_is_on_the_disk_before_the_one_before_it_is_deleted(counter, tmp_path, monkeypatch):
+    synced, fsync, unlink = set(), os.fsync, Path.unlink
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")).name)))
+
+    def checked(path):
+        assert {f"ckpt-{5 if '-2' in path.name else 4}.index"} <= synced and "steps.jsonl" in synced
+        unlink(path)
+
+    (tmp_path / "steps.jsonl").write_text("{}")
+    monkeypatch.setattr(Path, "unlink", checked)
+    assert save(counter, 1, 2, 3, 4, 5).steps() == [3, 4, 5]
+    assert {f"ckpt-{step}.{end}" for step in range(1, 6) for end in ("index", "data-00000-of-00001")} <= synced
+
+
+def test_another_model_is_not_called_damage(counter, tmp_path, capsys):
+    save(counter, 4)
+    for other in ({"number": tf.Variable([0, 0])}, {"number": tf.Variable(0), "more": tf.Variable(0)}):
+        with pytest.raises(UserError, match="the model is not the one of .*ckpt-4 .*Bring back the --model"):
+            Checkpoints(tmp_path, 1, **other).restore()
+    assert "damaged" not in capsys.readouterr().out and restored(counter) == 4
+
+
 def test_a_record_with_lines_missing_is_kept_as_it_is(tmp_path, capsys):
     values = {name: np.arange(1.0, 7.0) for name in (*MEANS, *COUNTS, "learning_rate", "waited")}
     StepLog(tmp_path, 3).record(values, 1.0)
@@ -182,9 +204,11 @@ def test_sigterm_is_listened_to_where_it_is_not_ignored(tmp_path, ignored):
 @pytest.mark.slow
 def test_sigterm_saves_and_leaves_with_143(wikitext, undisturbed, tmp_path):
     workdir = tmp_path / "run"
-    status, output, done = run_until(5, signal.SIGTERM, wikitext, workdir)
+    status, output, done = run_until(5, signal.SIGTERM, wikitext, workdir, "--overwrite")
     assert status == 143 and f"Stopped by SIGTERM after step {done}" in output
-    assert_same(go_on(wikitext, workdir)[1], undisturbed)
+    _, results = go_on(wikitext, workdir, "--overwrite")  # the same command, as a scheduler gives it again
+    assert results["resumed_from_step"] == done
+    assert_same(results, undisturbed)
 
 
 @pytest.mark.slow

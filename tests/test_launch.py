@@ -318,7 +318,7 @@ def test_restarts_are_used_up_and_the_cause_is_named(tmp_path):
         while Path(f"/proc/{worker}").exists():
             time.sleep(0.05)
     status, output, errors = finish(launcher)
-    assert status == 1 and "going on from step" in output  # --overwrite was for the first start
+    assert status == 1 and "going on from step" in output  # with --overwrite too
     assert errors.count("worker 1 was killed by SIGKILL") == 2
     assert "1 restart(s) left" in errors and "0 restart(s) left" in errors and "Traceback" not in output + errors
 
@@ -389,6 +389,48 @@ def test_workers_with_other_data_are_refused(tmp_path):
     assert refused[0] == refused[1] and refused[0][0] == 2
     message = r"error: worker 1 has other data than the chief: checksum of train \d+, not \d+"
     assert re.match(message, refused[0][1]) and not (tmp_path / "run/steps.jsonl").exists()
+
+
+# A worker whose model starts from its own index where told to differ. It prints the step, or ends with status 2.
+OTHER_WEIGHTS = """
+import sys
+from pathlib import Path
+from common.cluster import worker_index
+from common.command_line import run
+from common.strategy import make_strategy
+import keras
+from common.checkpoints import Checkpoints
+
+def restore(differ):
+    with make_strategy(1).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    model.set_weights([weight * 0 + differ * worker_index() for weight in model.get_weights()])
+    print(Checkpoints(Path(sys.argv[2]), 1, model=model).restore())
+
+run(restore, int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("differ", [0, 1])
+def test_workers_with_other_weights_are_refused(tmp_path, differ):
+    addresses = free_addresses(2)
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", OTHER_WEIGHTS, str(differ), str(tmp_path)],
+            cwd=ROOT,
+            env=os.environ | {"TF_CONFIG": json.dumps(worker_config(addresses, index)), "KERAS_BACKEND": "tensorflow"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for status, output, errors in map(finish, workers):
+        if differ:
+            message = r"error: worker 1 starts from other weights .*: checksum of the weights \d+, not \d+\n"
+            assert status == 2 and re.search(message, errors)
+        else:
+            assert (status, output.splitlines()[-1]) == (0, "0")
 
 
 # A worker that says it has one device more than it has, or chose another precision, than the chief.

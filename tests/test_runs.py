@@ -83,6 +83,27 @@ def test_a_complete_run_is_given_back_and_overwrite_starts_afresh(config):
     assert not (workdir / "results.json").exists()
 
 
+def test_the_command_with_overwrite_that_began_a_run_goes_on_until_it_is_complete(config):
+    has_a_checkpoint(reopen(config).workdir)
+    workdir = reopen(config, seed=1, overwrite=True).workdir
+    fill(workdir, {"steps.jsonl": "new"})
+    reopen(config, seed=1, overwrite=True)  # stopped before its first checkpoint: begun anew
+    assert not (workdir / "steps.jsonl").exists() and (workdir / ".replaced").exists()
+    has_a_checkpoint(workdir)
+    discard_replaced(workdir)
+    fill(workdir, {"steps.jsonl": "new", "results.json": ""})  # as a power cut may leave it
+    for _ in range(2):
+        reopen(config, seed=1, overwrite=True)
+        assert (workdir / "steps.jsonl").exists() and not (workdir / ".replaced").exists()
+    reopen(config, seed=1)
+    write_json(workdir / "results.json", {"steps": 3})
+    for changes in ({"seed": 1}, {"seed": 1, "batch_size": 4}):  # the second is another command, of a run to go on
+        assert reopen(config, **changes, overwrite=True).results is None
+        assert (workdir / ".replaced/checkpoints/ckpt-4.index").exists()
+        has_a_checkpoint(workdir)
+        discard_replaced(workdir)
+
+
 def files_in(folder):
     """All files by name but the lock, with what is in them."""
     return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
@@ -251,6 +272,14 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError):
         write_json(tmp_path / "a.json", {"new": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
+
+
+def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), done.append(os.fstat(fd).st_ino)))
+    monkeypatch.setattr(os, "replace", lambda source, target: (replace(source, target), done.append("replaced")))
+    write_json(tmp_path / "a.json", {})
+    assert done == [(tmp_path / "a.json").stat().st_ino, "replaced"]
 
 
 def test_a_file_that_is_not_json_is_no_end(config):

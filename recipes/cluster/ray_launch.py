@@ -4,8 +4,7 @@
     ray job submit --working-dir . -- python recipes/cluster/ray_launch.py --workers 4 --gpus 8 bert_mlm
 
 Ray gives the workers their nodes, and each runs the recipe in a process of its own. So Keras is Keras 3; Ray Train's
-TensorFlow trainer would need Keras 2. `--workdir` among the recipe's knobs is a folder that all nodes share; leave out
-`--overwrite` with `--restarts`, which would start afresh each time.
+TensorFlow trainer would need Keras 2. `--workdir` among the recipe's knobs is a folder that all nodes share.
 """
 
 import argparse
