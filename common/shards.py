@@ -33,6 +33,7 @@ import tensorflow as tf
 from common.byte_pairs import Vocabulary, read_vocabulary
 from common.command_line import UserError
 from common.corpora import Documents
+from common.run_folder import flush
 from common.tokens import TokenRow, write_tokens
 
 LEAST_SHARDS = 8  # of a split, so that several readers can share them
@@ -148,8 +149,8 @@ def write_shards(
     """Writes a corpus's shards; interrupted, it goes on where it was.
 
     All text of a split is one row of tokens, each document's with an end token behind it, cut every `seq_length - 2`.
-    Only the last piece, which is shorter, is dropped, and counted. A shard is there whole or not at all; the manifest
-    comes last. Of several processes that write to one local folder, one does, and the others wait for it.
+    Only the last piece, which is shorter, is dropped, and counted. The manifest comes last; a shard that is there before
+    it is kept where all its records can be read. Of several processes that write to one local folder, one does, and the others wait for it.
 
     Args:
         corpus: of `open_corpus`.
@@ -207,7 +208,7 @@ def _write_shards(
         }
         for i in range(count):
             name = f"{split}-{i:05}-of-{count:05}-{edges[i + 1] - edges[i]}.tfrecord"
-            if not tf.io.gfile.exists(f"{folder}/{name}"):
+            if not _holds(f"{folder}/{name}", edges[i + 1] - edges[i]):
                 _write_records(f"{folder}/{name}", _sequences(row, start, end, edges[i], edges[i + 1], seq_length))
             size, crc32 = _size_and_crc32(f"{folder}/{name}")
             entry = {"file": name, "sequences": edges[i + 1] - edges[i], "bytes": size, "crc32": crc32}
@@ -261,13 +262,27 @@ def _write_records(path: str, sequences: Iterator[np.ndarray]) -> None:
             values = tf.train.Feature(int64_list=tf.train.Int64List(value=ids.tolist()))
             example = tf.train.Example(features=tf.train.Features(feature={"token_ids": values}))
             writer.write(example.SerializeToString())
-    tf.io.gfile.rename(path + UNFINISHED, path, overwrite=True)
+    _rename(path + UNFINISHED, path)
 
 
 def _write_whole(path: str, content: bytes) -> None:
     with _full_disk_as_python_tells_it(path), tf.io.gfile.GFile(path + UNFINISHED, "wb") as file:
         file.write(content)
-    tf.io.gfile.rename(path + UNFINISHED, path, overwrite=True)
+    _rename(path + UNFINISHED, path)
+
+
+def _rename(unfinished: str, path: str) -> None:
+    if "://" not in path:
+        flush(Path(unfinished))  # or the new name could be on the disk before the content
+    tf.io.gfile.rename(unfinished, path, overwrite=True)
+
+
+def _holds(path: str, sequences: int) -> bool:
+    """Whether a shard is there, and has that many records, each of which agrees with its checksum."""
+    try:
+        return int(tf.data.TFRecordDataset(path).reduce(0, lambda number, _: number + 1)) == sequences
+    except (tf.errors.NotFoundError, tf.errors.DataLossError):
+        return False
 
 
 @contextlib.contextmanager

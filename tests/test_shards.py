@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,33 @@ def test_written_again_it_is_the_same_and_complete_it_is_not_touched(
         path.name: path.read_bytes() for path in theirs.iterdir()
     }
     assert find_shards(data, MADE_FROM).manifest == written.manifest
+
+
+def cut_first_shard(data):
+    shard = min(data.glob("train-00000-*"))
+    records = list(tf.data.TFRecordDataset(str(shard)))
+    with tf.io.TFRecordWriter(str(shard)) as writer:  # at the end of a record
+        for record in records[:-1]:
+            writer.write(record.numpy())
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_shard_that_a_power_cut_damaged_is_written_again(complete, written, corpus, vocabulary, tmp_path):
+    """After it, a file may be empty, cut or have other bytes; of a complete folder, a file that is empty or not there."""
+    data = tmp_path / "data"
+    shutil.copytree(written.folder, data)
+    whole = {path.name: path.read_bytes() for path in data.iterdir()}
+    empty, gone, cut, changed = sorted(data.glob("train-*.tfrecord"))[1:5]
+    empty.write_bytes(b"")
+    gone.unlink()
+    if not complete:
+        cut_first_shard(data)
+        cut.write_bytes(cut.read_bytes()[:-5])
+        changed.write_bytes(changed.read_bytes()[:-9] + b"x" + changed.read_bytes()[-8:])
+        begun = {name: value for name, value in written.manifest.items() if name != "splits"}
+        (data / "manifest.json").write_text(json.dumps(begun))
+    write_shards(corpus, vocabulary, 16, 6, str(data), str(tmp_path / "scratch"), MADE_FROM)
+    assert {path.name: path.read_bytes() for path in data.iterdir()} == whole
 
 
 def test_a_block_whose_text_is_cut_short_is_not_written(vocabulary, tmp_path):
