@@ -123,7 +123,7 @@ def cut_first_shard(data):
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_shard_that_a_power_cut_damaged_is_written_again(complete, written, corpus, vocabulary, tmp_path):
-    """After it, a file may be empty, cut or have other bytes; of a complete folder, a file that is empty or not there."""
+    """A file may then be empty, cut or have other bytes; in a complete folder, it is empty or not there."""
     data = tmp_path / "data"
     shutil.copytree(written.folder, data)
     whole = {path.name: path.read_bytes() for path in data.iterdir()}
@@ -138,6 +138,28 @@ def test_a_shard_that_a_power_cut_damaged_is_written_again(complete, written, co
         (data / "manifest.json").write_text(json.dumps(begun))
     write_shards(corpus, vocabulary, 16, 6, str(data), str(tmp_path / "scratch"), MADE_FROM)
     assert {path.name: path.read_bytes() for path in data.iterdir()} == whole
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "cut", "other", "no array"])
+def test_token_counts_that_are_damaged_are_written_again(damage, written, corpus, vocabulary, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(written.folder, data)
+    counts = data / "train-counts.npy"
+    whole = counts.read_bytes()
+    damaged = {"empty": b"", "cut": whole[:-8], "other": whole[:-8] + b"12345678", "no array": b"counts"}
+    counts.write_bytes(damaged[damage]) if damage in damaged else counts.unlink()
+    assert find_shards(str(data), MADE_FROM) is None
+    if damage == "gone":  # the others are written as it is
+        write_shards(corpus, vocabulary, 16, 6, str(data), str(tmp_path / "scratch"), MADE_FROM)
+        assert counts.read_bytes() == whole and find_shards(str(data), MADE_FROM)
+
+
+def test_a_test_split_of_less_than_a_sequence_is_left_out(corpus, vocabulary, tmp_path, capsys):
+    few = corpus | {"test": lambda: iter(["one two"])}
+    write_shards(few, vocabulary, 16, 6, str(tmp_path / "data"), str(tmp_path / "scratch"), MADE_FROM)
+    assert list(find_shards(str(tmp_path / "data"), MADE_FROM).sizes()) == ["train", "validation"]
+    assert "test: too little text for one sequence, so it is left out\n" in capsys.readouterr().out
+    assert not (tmp_path / "scratch").exists()
 
 
 def test_a_block_whose_text_is_cut_short_is_not_written(vocabulary, tmp_path):
@@ -209,7 +231,7 @@ def test_the_number_of_shards_follows_from_the_size(corpus, vocabulary, tmp_path
 
 
 def test_what_is_damaged_or_strange_is_told_of(written, corpus, vocabulary, tmp_path):
-    data = tmp_path / "data"
+    data = tmp_path / "data[1]"  # which as a pattern is another folder
     data.mkdir()
     (data / "other.tfrecord").write_bytes(b"")
     with pytest.raises(UserError, match=r"holds .tfrecord files by another tokenizer. Remove them, or give another"):
