@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from common import shard_reader
 from common import shards as shards_module
 from common import tokens as tokens_module
 from common.byte_pairs import train_byte_pairs
@@ -204,6 +205,20 @@ def test_the_order_is_a_function_of_seed_epoch_and_position(written, batch):
     step = steps_in_shards(files, batch) + 3
     assert order(shuffle_seed=5, first_step=step) == whole[step * batch :]
     assert order(shuffle_seed=5, first_step=step, num_readers=2, reader=1) == whole[step * batch :][1::2]
+
+
+def test_every_lane_drawer_and_epoch_has_an_order_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_reader, "DRAWER", 16)
+    files = [{"file": f"{lane}.tfrecord", "sequences": 64} for lane in range(2)]
+    for file in files:
+        with tf.io.TFRecordWriter(str(tmp_path / file["file"])) as writer:
+            for number in range(64):
+                writer.write(str(number))
+    row = read_shards(str(tmp_path), files, 2, 2, shuffle_seed=5)
+    numbers = np.array([int(record) for _, _, record in row.as_numpy_iterator()])
+    drawers = numbers.reshape(2, 64, 2).transpose(0, 2, 1).reshape(2 * 2 * 4, 16)  # position p is in lane p mod 2
+    assert (np.sort(drawers) == np.arange(64).reshape(4, 16).tolist() * 4).all()
+    assert len({tuple(order % 16) for order in drawers}) == len(drawers)
 
 
 def test_records_and_places_without_one(written):
