@@ -60,22 +60,27 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
     return type(model_class.__name__, bases, names | {"plain_class": model_class})
 
 
-class HubTask(Trainer):
-    """What KerasHub's tasks need beside: data that is ids already, and presets of the plain task."""
+class HubTask:
+    """What KerasHub's tasks need beside: data that is ids already, and presets of the plain task.
+
+    It is no `Trainer`: that would put the trainer before KerasHub's classes.
+    """
 
     plain_class: Any
     backbone: Any
     preprocessor: Any
+    get_config: Any
+    get_weights: Any
 
     def fit(self, x=None, *args, **kwargs):
         """As the task's, which would tokenise text, for which a distributed data set has no method; ours holds ids."""
         distributed = isinstance(x, tf.distribute.DistributedDataset)
-        return (Trainer.fit(self, x, *args, **kwargs)) if distributed else super().fit(x, *args, **kwargs)
+        return (Trainer.fit if distributed else super().fit.__func__)(self, x, *args, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, x=None, *args, **kwargs):
         """See `fit`."""
         distributed = x is None or isinstance(x, tf.distribute.DistributedDataset)
-        return (Trainer.evaluate(self, x, *args, **kwargs)) if distributed else super().evaluate(x, *args, **kwargs)
+        return (Trainer.evaluate if distributed else super().evaluate.__func__)(self, x, *args, **kwargs)  # type: ignore[misc]
 
     def save_to_preset(self, preset_dir, **kwargs):
         """Saves the plain task in float32: it loads without this project.

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import keras
 import keras_hub
@@ -18,11 +19,10 @@ from common.huggingface import in_huggingface_form, read_vocabulary, read_weight
 from common.losses import LabelAccuracy
 from common.replicas import COUNTS
 from common.sizes import dimensions
-from common.trainer import Trainer
 from common.wordpiece import WordPieces
 
 
-class CountsTokens(Trainer):
+class CountsTokens:
     """For a `data_parallel` class: metrics `accuracy`, `labels`, `tokens` and `slots`, and means over all labels.
 
     `labels` is the sum of the weights; `tokens` are counted without padding, for which `x["padding_mask"]` is 0; and
@@ -30,12 +30,13 @@ class CountsTokens(Trainer):
     """
 
     mean_over = "values"
+    distribute_strategy: Any
 
     def compile(self, *args, **kwargs):
         """As Keras's; the weighted metric is `accuracy`."""
         with self.distribute_strategy.scope():
             self.counts = [keras.metrics.Sum(name=name) for name in COUNTS]
-        super().compile(*args, weighted_metrics=[LabelAccuracy()], **kwargs)
+        super().compile(*args, weighted_metrics=[LabelAccuracy()], **kwargs)  # type: ignore[misc]
 
     def update_counts(self, x, y, sample_weight):
         """See `data_parallel`."""
