@@ -58,11 +58,18 @@ def check_knobs(config: Any) -> None:
     if knobs.get("preset") and (config.model or knobs.get("vocabulary")):
         both = "--model" if config.model else "--vocabulary"
         raise UserError(f"--preset brings its own model and vocabulary: leave out {both}, or --preset")
-    for name in ("workdir",) if "task" in knobs else ("workdir", "data"):  # of what TensorFlow writes and reads
-        value = str(knobs.get(name, ""))
-        _require(not re.search(r"[\[\]*?\\]", value), knobs, name, "a name without [ ] * ? \\, which TensorFlow globs")
+    for name in ("workdir", "corpus"):
+        if knobs.get(name) == "":  # which as a path is the current folder
+            raise UserError(f"--{name} is empty: name one, or leave it out")
+    _require(
+        not re.search(r"[\[\]*?\\]", knobs["workdir"]),
+        knobs,
+        "workdir",
+        "a name without [ ] * ? \\, which TensorFlow globs",
+    )
     for name in ("preset", "corpus", "vocabulary", "data"):
         _check_not_in_workdir(knobs, name)
+    _check_workdir_not_in_corpus(knobs)
     if knobs.get("vocabulary"):
         load_wordpieces(config.vocabulary)
     if knobs.get("preset") and Path(config.preset).is_dir():
@@ -147,6 +154,18 @@ def _check_not_in_workdir(knobs: dict[str, Any], name: str) -> None:
         raise UserError(
             f"--{name} {value} lies in the work folder {knobs['workdir']}, of which a run may delete what it wrote. "
             "Give another --workdir"
+        )
+
+
+def _check_workdir_not_in_corpus(knobs: dict[str, Any]) -> None:
+    """A run writes text too, its vocabulary for example, and all text in a folder is read."""
+    corpus, workdir = knobs.get("corpus"), knobs["workdir"]
+    if corpus is None or corpus in NAMES or not Path(corpus).is_dir():
+        return
+    if Path(workdir).resolve().is_relative_to(Path(corpus).resolve()):
+        raise UserError(
+            f"--workdir {workdir} lies in the folder --corpus {corpus}, all of whose text is read, a run's too. "
+            "Give a --workdir outside of it"
         )
 
 

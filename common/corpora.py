@@ -23,6 +23,7 @@ Documents = Callable[[], Iterator[str]]
 NAMES = ("docstrings", "wikitext-2", "wikitext-103")
 WIKITEXT = "Salesforce/wikitext"  # on the Hub
 SPLITS = ("train", "validation", "test")
+NEEDED_SPLITS = ("train", "validation")  # without a text in each, a run is refused; without one in test, it has no test
 WIKITEXT_FILES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 DOCUMENT_LIMIT = 20_000  # characters; a longer stretch of text goes on as the next document, so that memory is bounded
 HELD_OUT = 10  # one part in this many is the validation split of a corpus that comes without one

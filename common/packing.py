@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from common.byte_pairs import Vocabulary
 from common.caching import cached_file
 from common.command_line import UserError
-from common.corpora import Documents
+from common.corpora import NEEDED_SPLITS, Documents
 from common.order import NO_EXAMPLE
 
 DOCUMENTS_AT_ONCE = 256  # tokenised in one call, on all cores
@@ -64,6 +64,14 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
         )
     with tf.device("CPU"):
         return tf.constant(sequences)
+
+
+def drop_empty(sequences: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """The splits without a test split that has no sequence, of which it tells; train and validation stay."""
+    for split in sequences:
+        if not len(sequences[split]) and split not in NEEDED_SPLITS:
+            print(f"{split}: there is no text, so it is left out", flush=True)
+    return {split: part for split, part in sequences.items() if len(part) or split in NEEDED_SPLITS}
 
 
 def _packed(encoded: Iterable[list[int]], end: int, length: int) -> Iterator[list[int]]:

@@ -25,12 +25,8 @@ def device_peak(dtype: str) -> float:
     def measure(path: Path) -> None:
         path.write_text(str(matmul_flops_per_second(dtype)))
 
-    with contextlib.suppress(OSError):  # of a disk that is full or must not be written: the peak is measured each time
-        path = cached_file("peak", key, measure)
-        with contextlib.suppress(ValueError):
-            if 0 < (peak := float(path.read_text())) < math.inf:
-                return peak
-        path.unlink()  # it is damaged, and the next run makes it anew
+    with contextlib.suppress(OSError):  # of a disk that is full: the peak is measured each time
+        return float(cached_file("peak", key, measure).read_text())
     return matmul_flops_per_second(dtype)
 
 

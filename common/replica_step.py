@@ -45,8 +45,10 @@ class ReplicaStep(TensorFlowTrainer):
             self._refuse_if_pure("a loss, metric, compute_loss or compute_metrics of your own")
             state = sum_of_all(state)
         scale, factor = tf.constant(1.0), tf.constant(1.0)
-        if training and self.optimizer is not None and isinstance(of_one := self.optimizer.scale_loss(1.0), tf.Tensor):
-            scale, factor = of_one, replicas() / sum_of_all(count_examples(data[0]))  # keeps numbers small in float16
+        if training and self.optimizer is not None:
+            scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0), tf.float32)
+            if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+                factor = replicas() / sum_of_all(count_examples(data[0]))  # keeps numbers small in float16
         weights = [tf.convert_to_tensor(variable.value) for variable in self.trainable_variables]
         gradients, sums, whole = self._in_parts(weights, state if gathers else [], data, scale, factor, training)
 

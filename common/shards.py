@@ -32,7 +32,8 @@ import tensorflow as tf
 
 from common.byte_pairs import Vocabulary, read_vocabulary
 from common.command_line import UserError
-from common.corpora import Documents
+from common.corpora import NEEDED_SPLITS, Documents
+from common.run_folder import flush
 from common.tokens import TokenRow, write_tokens
 
 LEAST_SHARDS = 8  # of a split, so that several readers can share them
@@ -114,7 +115,18 @@ def find_shards(folder: str, made_from: dict[str, Any]) -> Shards | None:
     path = f"{folder}/tokenizer.json"
     if not tf.io.gfile.exists(path) or _hash(_read(path)) != manifest["tokenizer"]:
         raise UserError(f"{path} is not that of the shards beside it. Remove {folder}, or give another --data")
-    return open_shards(folder)
+    found = open_shards(folder)
+    return found if _counts_all_tokens(found) else None
+
+
+def _counts_all_tokens(shards: Shards) -> bool:
+    """False where `train-counts.npy` is missing or damaged: its sum is known."""
+    train = shards.manifest["splits"]["train"]
+    try:
+        counts = shards.token_counts()
+    except (tf.errors.NotFoundError, ValueError, EOFError):
+        return False
+    return counts.shape == (len(shards.vocabulary.pieces),) and counts.sum() == train["tokens"] + train["documents"]
 
 
 def folder_of_dry_run(folder: str, made_from: dict[str, Any]) -> str:
@@ -148,8 +160,9 @@ def write_shards(
     """Writes a corpus's shards; interrupted, it goes on where it was.
 
     All text of a split is one row of tokens, each document's with an end token behind it, cut every `seq_length - 2`.
-    Only the last piece, which is shorter, is dropped, and counted. A shard is there whole or not at all; the manifest
-    comes last. Of several processes that write to one local folder, one does, and the others wait for it.
+    Only the last piece, which is shorter, is dropped, and counted; a test split without a sequence is left out. The
+    manifest comes last; a shard that is there before it is kept where all its records can be read. Of several processes
+    that write to one local folder, one does, and the others wait for it.
 
     Args:
         corpus: of `open_corpus`.
@@ -186,7 +199,9 @@ def _write_shards(
     tokens = scratch / _hash(json.dumps(manifest).encode())
     path = f"{folder}/manifest.json"
     begun = json.loads(_read(path)) if tf.io.gfile.exists(path) else {}
-    if tf.io.gfile.glob(f"{folder}/*.tfrecord") and begun.get("tokenizer") != manifest["tokenizer"]:
+    # No pattern: the folder's own name may have a bracket.
+    others = any(name.endswith(".tfrecord") for name in tf.io.gfile.listdir(folder))
+    if others and begun.get("tokenizer") != manifest["tokenizer"]:
         raise UserError(f"{folder} holds .tfrecord files by another tokenizer. Remove them, or give another --data")
     _write_whole(f"{folder}/tokenizer.json", saved_tokenizer)
     if {name: begun.get(name) for name in manifest} != manifest:
@@ -196,6 +211,9 @@ def _write_shards(
         print(f"tokenising {split}", flush=True)
         row = write_tokens(documents(), tokenizer, end, tokens / split)
         sequences, dropped = divmod(row.length, seq_length - 2)
+        if not sequences and split not in NEEDED_SPLITS:
+            print(f"{split}: too little text for one sequence, so it is left out", flush=True)
+            continue
         count = min(num_shards or max(LEAST_SHARDS, -(-row.length // SHARD_TOKENS)), max(sequences, 1))
         edges = [sequences * i // count for i in range(count + 1)]
         splits[split] = {
@@ -207,7 +225,7 @@ def _write_shards(
         }
         for i in range(count):
             name = f"{split}-{i:05}-of-{count:05}-{edges[i + 1] - edges[i]}.tfrecord"
-            if not tf.io.gfile.exists(f"{folder}/{name}"):
+            if not _holds(f"{folder}/{name}", edges[i + 1] - edges[i]):
                 _write_records(f"{folder}/{name}", _sequences(row, start, end, edges[i], edges[i + 1], seq_length))
             size, crc32 = _size_and_crc32(f"{folder}/{name}")
             entry = {"file": name, "sequences": edges[i + 1] - edges[i], "bytes": size, "crc32": crc32}
@@ -261,13 +279,27 @@ def _write_records(path: str, sequences: Iterator[np.ndarray]) -> None:
             values = tf.train.Feature(int64_list=tf.train.Int64List(value=ids.tolist()))
             example = tf.train.Example(features=tf.train.Features(feature={"token_ids": values}))
             writer.write(example.SerializeToString())
-    tf.io.gfile.rename(path + UNFINISHED, path, overwrite=True)
+    _rename(path + UNFINISHED, path)
 
 
 def _write_whole(path: str, content: bytes) -> None:
     with _full_disk_as_python_tells_it(path), tf.io.gfile.GFile(path + UNFINISHED, "wb") as file:
         file.write(content)
-    tf.io.gfile.rename(path + UNFINISHED, path, overwrite=True)
+    _rename(path + UNFINISHED, path)
+
+
+def _rename(unfinished: str, path: str) -> None:
+    if "://" not in path:
+        flush(Path(unfinished))  # or the new name could be on the disk before the content
+    tf.io.gfile.rename(unfinished, path, overwrite=True)
+
+
+def _holds(path: str, sequences: int) -> bool:
+    """Whether a shard is there, and has that many records, each of which agrees with its checksum."""
+    try:
+        return int(tf.data.TFRecordDataset(path).reduce(0, lambda number, _: number + 1)) == sequences
+    except (tf.errors.NotFoundError, tf.errors.DataLossError):
+        return False
 
 
 @contextlib.contextmanager

@@ -109,7 +109,10 @@ def _write_block(texts: list[str], tokenizer: str, end: int, path: str) -> None:
     encodings = Tokenizer.from_str(tokenizer).encode_batch_fast(texts, add_special_tokens=False)
     rows = [np.array([*encoding.ids, end], ID) for encoding in encodings if encoding.ids]
     unfinished = Path(f"{path}.unfinished")
-    unfinished.write_bytes(b"".join(row.tobytes() for row in rows))
+    with unfinished.open("wb") as file:
+        file.writelines(row.tobytes() for row in rows)
+        file.flush()
+        os.fsync(file.fileno())  # or the new name could be on the disk before the ids
     os.replace(unfinished, f"{path}-{len(rows)}.ids")
 
 

@@ -90,7 +90,7 @@ from common.metrics import count_ids, unigram_loss
 from common.models import masked_lm_from_preset, masked_lm_from_size, model_width, preset_vocabulary, save_preset
 from common.optimizers import make_optimizer
 from common.order import locate, steps_per_epoch
-from common.packing import checksums, count_tokens, make_sequences, read_sequences
+from common.packing import checksums, count_tokens, drop_empty, make_sequences, read_sequences
 from common.plan import print_plan
 from common.precision import choose_precision
 from common.results import language_model_scores, report, training_results
@@ -111,10 +111,11 @@ def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:
         vocabulary = load_wordpieces(config.vocabulary)
     else:
         vocabulary = train_wordpieces(corpus["train"], config.vocabulary_size)
-    return vocabulary, {
+    sequences = {
         split: make_sequences(documents, vocabulary, config.seq_length, pack=config.pack == "full")
         for split, documents in corpus.items()
     }
+    return vocabulary, drop_empty(sequences)
 
 
 def masked_batches(

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,14 @@ def test_results_hold_every_entry_and_add_up(finished):
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     left = {"config.json", "results.json", "steps.jsonl", "tensorboard", "checkpoints", "preset", ".lock"}
     assert {path.name for path in workdir.iterdir()} == left
+
+
+def test_a_test_split_without_text_is_left_out(small, wikitext, tmp_path, capsys):
+    corpus = tmp_path / "corpus"
+    shutil.copytree(wikitext, corpus)
+    (corpus / "wiki.test.tokens").write_text("")
+    assert list(sequences_of(bert_mlm.Config(**small | {"corpus": str(corpus)}))) == ["train", "validation"]
+    assert capsys.readouterr().out == "test: there is no text, so it is left out\n"
 
 
 def test_each_epoch_reads_every_token_once(finished):

@@ -63,3 +63,23 @@ def test_a_file_whose_making_is_killed_is_made_again(cache):
     began = time.monotonic()
     assert process(0).communicate(timeout=60)[0] == "making\nwhole\n" and time.monotonic() - began < 30
     assert {path.name for path in cache.iterdir()} - {".lock"} == {cached_file("file", ["a"], None).name}
+
+
+@pytest.mark.parametrize("damage", [b"", b"who", b"whale", b"wholes"])
+def test_a_file_that_was_damaged_is_made_again(cache, damage):
+    def make(path):
+        path.write_text("whole")
+
+    cached_file("file", ["a"], make).write_bytes(damage)
+    assert cached_file("file", ["a"], make).read_text() == "whole"
+    assert cached_file("file", ["a"], None).read_text() == "whole"
+    assert len(list(cache.iterdir())) == 2  # with the lock
+
+
+@pytest.mark.parametrize("home", ["/proc/nowhere", "/dev/null"])
+def test_without_a_folder_to_write_to_a_file_lives_as_long_as_the_process(home, tmp_path):
+    environ = os.environ | {"XDG_CACHE_HOME": "", "HOME": home, "TMPDIR": str(tmp_path)}
+    code = PROGRAM.format(seconds=0) + "print(cached_file('file', ['a'], None).read_text())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("making\nwhole\nwhole\n", "")
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from common import shard_reader
 from common import shards as shards_module
 from common import tokens as tokens_module
 from common.byte_pairs import train_byte_pairs
@@ -112,6 +114,55 @@ def test_written_again_it_is_the_same_and_complete_it_is_not_touched(
     assert find_shards(data, MADE_FROM).manifest == written.manifest
 
 
+def cut_first_shard(data):
+    shard = min(data.glob("train-00000-*"))
+    records = list(tf.data.TFRecordDataset(str(shard)))
+    with tf.io.TFRecordWriter(str(shard)) as writer:  # at the end of a record
+        for record in records[:-1]:
+            writer.write(record.numpy())
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_shard_that_a_power_cut_damaged_is_written_again(complete, written, corpus, vocabulary, tmp_path):
+    """A file may then be empty, cut or have other bytes; in a complete folder, it is empty or not there."""
+    data = tmp_path / "data"
+    shutil.copytree(written.folder, data)
+    whole = {path.name: path.read_bytes() for path in data.iterdir()}
+    empty, gone, cut, changed = sorted(data.glob("train-*.tfrecord"))[1:5]
+    empty.write_bytes(b"")
+    gone.unlink()
+    if not complete:
+        cut_first_shard(data)
+        cut.write_bytes(cut.read_bytes()[:-5])
+        changed.write_bytes(changed.read_bytes()[:-9] + b"x" + changed.read_bytes()[-8:])
+        begun = {name: value for name, value in written.manifest.items() if name != "splits"}
+        (data / "manifest.json").write_text(json.dumps(begun))
+    write_shards(corpus, vocabulary, 16, 6, str(data), str(tmp_path / "scratch"), MADE_FROM)
+    assert {path.name: path.read_bytes() for path in data.iterdir()} == whole
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "cut", "other", "no array"])
+def test_token_counts_that_are_damaged_are_written_again(damage, written, corpus, vocabulary, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(written.folder, data)
+    counts = data / "train-counts.npy"
+    whole = counts.read_bytes()
+    damaged = {"empty": b"", "cut": whole[:-8], "other": whole[:-8] + b"12345678", "no array": b"counts"}
+    counts.write_bytes(damaged[damage]) if damage in damaged else counts.unlink()
+    assert find_shards(str(data), MADE_FROM) is None
+    if damage == "gone":  # the others are written as it is
+        write_shards(corpus, vocabulary, 16, 6, str(data), str(tmp_path / "scratch"), MADE_FROM)
+        assert counts.read_bytes() == whole and find_shards(str(data), MADE_FROM)
+
+
+def test_a_test_split_of_less_than_a_sequence_is_left_out(corpus, vocabulary, tmp_path, capsys):
+    few = corpus | {"test": lambda: iter(["one two"])}
+    write_shards(few, vocabulary, 16, 6, str(tmp_path / "data"), str(tmp_path / "scratch"), MADE_FROM)
+    assert list(find_shards(str(tmp_path / "data"), MADE_FROM).sizes()) == ["train", "validation"]
+    assert "test: too little text for one sequence, so it is left out\n" in capsys.readouterr().out
+    assert not (tmp_path / "scratch").exists()
+
+
 def test_a_block_whose_text_is_cut_short_is_not_written(vocabulary, tmp_path):
     work = json.dumps(
         {"texts": ["one", "two"], "tokenizer": vocabulary.tokenizer().to_str(), "end": 2, "path": str(tmp_path / "0")}
@@ -156,6 +207,20 @@ def test_the_order_is_a_function_of_seed_epoch_and_position(written, batch):
     assert order(shuffle_seed=5, first_step=step, num_readers=2, reader=1) == whole[step * batch :][1::2]
 
 
+def test_every_lane_drawer_and_epoch_has_an_order_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_reader, "DRAWER", 16)
+    files = [{"file": f"{lane}.tfrecord", "sequences": 64} for lane in range(2)]
+    for file in files:
+        with tf.io.TFRecordWriter(str(tmp_path / file["file"])) as writer:
+            for number in range(64):
+                writer.write(str(number))
+    row = read_shards(str(tmp_path), files, 2, 2, shuffle_seed=5)
+    numbers = np.array([int(record) for _, _, record in row.as_numpy_iterator()])
+    drawers = numbers.reshape(2, 64, 2).transpose(0, 2, 1).reshape(2 * 2 * 4, 16)  # position p is in lane p mod 2
+    assert (np.sort(drawers) == np.arange(64).reshape(4, 16).tolist() * 4).all()
+    assert len({tuple(order % 16) for order in drawers}) == len(drawers)
+
+
 def test_records_and_places_without_one(written):
     files = written.files("validation")
     ids = ids_of(written, "validation")
@@ -181,7 +246,7 @@ def test_the_number_of_shards_follows_from_the_size(corpus, vocabulary, tmp_path
 
 
 def test_what_is_damaged_or_strange_is_told_of(written, corpus, vocabulary, tmp_path):
-    data = tmp_path / "data"
+    data = tmp_path / "data[1]"  # which as a pattern is another folder
     data.mkdir()
     (data / "other.tfrecord").write_bytes(b"")
     with pytest.raises(UserError, match=r"holds .tfrecord files by another tokenizer. Remove them, or give another"):
