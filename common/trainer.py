@@ -139,7 +139,7 @@ class Trainer(ReplicaStep):
         return self._steps_per_epoch is not None and self._steps_of_epoch() == 0
 
     def _steps_of_epoch(self):
-        return (self.steps_done - self._fit_began_at) % self._steps_per_epoch
+        return (self.steps_done - self._fit_began_at) % (self._steps_per_epoch or 1)
 
     def _scope(self):
         return self._distribute_strategy.scope() if self._distribute_strategy else contextlib.nullcontext()
