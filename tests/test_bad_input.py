@@ -123,7 +123,6 @@ FROM_SCRATCH = [
     ("--model {files}/preset/config.json", "must hold these as whole numbers above 0, and no more: num_layers"),
     ("--workdir {files} --data {files}/shards", "/shards lies in the work folder"),
     ("--workdir {files} --data {files}/data --shards -2", "--shards must be at least 0; got -2"),
-    ("--data {files}/lr[1]", "--data must be a name without [ ] * ? \\, which TensorFlow globs; got "),
     ("--push-public", "say where to with --push-to hf://user/name, or leave it out"),
     ("--push-to someone/bert", "--push-to must be hf://user/name, a model on the Hugging Face Hub"),
     ("--corpus hf://name", "--corpus hf://name must be hf://user/name or hf://user/name/configuration"),
