@@ -56,6 +56,8 @@ def refuse_other_files(workdir: Path) -> None:
         UserError: when it does, and holds no run.
     """
     there = [name for name in sorted(NAMES) if os.path.lexists(workdir / name)]
+    if set(there) <= {"data", "tokens"} and "made_from" in (read_json(workdir / "data/manifest.json") or {}):
+        return  # shards that were written before the run begins, as a notebook does
     if there and not is_set_aside(workdir) and not holds_run(workdir):
         raise UserError(
             f"{workdir} holds {', '.join(there)}, but no run: its config.json is missing, or not one of a run. "

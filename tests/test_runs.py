@@ -2,6 +2,7 @@ import dataclasses
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -156,6 +157,12 @@ def test_a_run_is_not_begun_among_files_of_its_names(config, tmp_path):
     fill(tmp_path / "other", {"thesis.tex": "years of work", "logs/worker-0.log": "log"})
     reopen(other, overwrite=True)
     assert len(files_in(tmp_path / "other")) == 3
+
+
+def test_a_run_is_begun_where_its_shards_are_already(config):
+    workdir = Path(config.workdir)
+    fill(workdir, {"data/manifest.json": '{"made_from": {}}', "tokens/0123456789abcdef/train/000000-5.ids": "ids"})
+    assert reopen(config).results is None and (workdir / "data/manifest.json").exists()
 
 
 def test_overwrite_keeps_the_old_run_until_the_first_checkpoint_of_the_new(config, capsys):
