@@ -167,7 +167,7 @@ ROWS = {
         metrics=lambda: [
             keras.metrics.AUC(from_logits=True, name="auc"),
             keras.metrics.F1Score(),
-            keras.metrics.Precision(),
+            keras.metrics.Precision(name="precision"),
         ],
         slow=True,
     ),
