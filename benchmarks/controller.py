@@ -23,13 +23,13 @@ import orbit
 import tensorflow as tf
 import tf_keras
 
-from common.controller import Controller
-from common.losses import CrossEntropy
-from common.optimizers import make_optimizer
-from common.step_log import StepLog
-from common.strategy import distribute, make_strategy
-from common.text_batches import numbered_batches, with_labels
-from common.wordpiece import WordPieces
+from common.data.text_batches import numbered_batches, with_labels
+from common.data.wordpiece import WordPieces
+from common.devices.strategy import distribute, make_strategy
+from common.run.controller import Controller
+from common.run.step_log import StepLog
+from common.training.losses import CrossEntropy
+from common.training.optimizers import make_optimizer
 from recipes.glue_controller import Config, GlueTrainer, build_model
 
 ROOT = Path(__file__).parent.parent

@@ -101,7 +101,7 @@ def peak_memory_mb() -> int:
 
 def repeater(corpus: str, times: int, path: str) -> Callable[[], dict]:
     """Writes a corpus's training text so many times to a file."""
-    from common.corpora import open_corpus
+    from common.data.corpora import open_corpus
 
     def write() -> dict:
         with Path(path).open("w", encoding="utf-8") as file:
@@ -115,9 +115,9 @@ def repeater(corpus: str, times: int, path: str) -> Callable[[], dict]:
 
 def sharder(corpus: str, vocabulary: str, length: int, folder: str) -> Callable[[], dict]:
     """Writes a corpus's shards."""
-    from common.corpora import open_corpus
-    from common.shards import write_shards
-    from common.wordpiece import load_wordpieces
+    from common.data.corpora import open_corpus
+    from common.data.shards import write_shards
+    from common.data.wordpiece import load_wordpieces
 
     def write() -> dict:
         write_shards(open_corpus(corpus), load_wordpieces(vocabulary), length, 0, folder, f"{folder}/scratch", {})

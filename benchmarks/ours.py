@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.clock import WARM, Clock
-from common.masking import MaskingRule
-from common.strategy import distribute, make_strategy
+from common.data.masking import MaskingRule
+from common.devices.strategy import distribute, make_strategy
 from recipes.bert_mlm import Config, build_model, make_datasets, masked_batches
 
 FOR_EVER = 10**6  # epochs

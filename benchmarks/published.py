@@ -16,10 +16,10 @@ import keras_hub
 import tensorflow as tf
 
 from benchmarks.clock import WARM, Clock
-from common.corpora import open_corpus
-from common.models import keras_tokenizer
-from common.sizes import dimensions
-from common.wordpiece import load_wordpieces
+from common.data.corpora import open_corpus
+from common.data.wordpiece import load_wordpieces
+from common.model.saving import keras_tokenizer
+from common.model.sizes import dimensions
 
 SHORTEST_LINE = 100  # characters; what is not longer is left out
 SEQ_LENGTH, SLOTS = 512, 96  # tokens, of which so many are masked at most

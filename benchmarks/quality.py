@@ -93,7 +93,7 @@ def trainer(side: str, folder: str, steps: int, rate: float, dropout: float, **w
     import numpy as np
 
     from benchmarks import ours, published
-    from common.schedules import WarmUpPolynomialDecay
+    from common.training.schedules import WarmUpPolynomialDecay
 
     knobs = words | {"precision": "float32", "dropout": dropout}
     config = ours.Config(**knobs, epochs=ours.FOR_EVER)
@@ -123,7 +123,7 @@ def _validation(model, config) -> Callable[[], float]:
     import keras
     import tensorflow as tf
 
-    from common.masking import MaskingRule
+    from common.data.masking import MaskingRule
     from recipes.bert_mlm import make_datasets, masked_batches
 
     vocabulary, sequences = make_datasets(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import benchmarks.input
 from benchmarks import memory, quality, scaling_report, throughput
-from common.results import report
+from common.run.results import report
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"

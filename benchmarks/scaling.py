@@ -21,7 +21,7 @@ from benchmarks.machine import ROOT, cores, machine, write_results
 from benchmarks.scaling_report import draw, tables
 from benchmarks.text import add_step_arguments, prepare_text, temporary_folder
 from benchmarks.workers import Worker, together
-from common.cluster import worker_config
+from common.devices.cluster import worker_config
 from recipes._launch import free_addresses
 
 OURS, REDUCER = "benchmarks.ours:trainer", "benchmarks.reducer:reducer"

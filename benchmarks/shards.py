@@ -47,10 +47,10 @@ def main(corpus: str) -> None:
 
 def write(corpus: str, times: int, architecture: str, data: str) -> dict[str, float]:
     """Writes shards of a corpus that comes `times` times."""
-    from common.byte_pairs import train_byte_pairs
-    from common.corpora import open_corpus
-    from common.shards import open_shards, write_shards
-    from common.wordpiece import train_wordpieces
+    from common.data.byte_pairs import train_byte_pairs
+    from common.data.corpora import open_corpus
+    from common.data.shards import open_shards, write_shards
+    from common.data.wordpiece import train_wordpieces
 
     train = open_corpus(corpus)["train"]
     vocabulary = {"bert": train_wordpieces, "roberta": train_byte_pairs}[architecture](train, VOCABULARY_SIZE)
@@ -64,7 +64,7 @@ def write(corpus: str, times: int, architecture: str, data: str) -> dict[str, fl
 
 def read(corpus: str, times: int, architecture: str, data: str) -> dict[str, float]:
     """Reads and masks the shards once."""
-    from common.shards import open_shards
+    from common.data.shards import open_shards
     from recipes.bert_from_scratch import Config, masked_batches
 
     shards = open_shards(data)

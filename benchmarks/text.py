@@ -43,7 +43,7 @@ def writer(folder: str, **knobs: Any) -> Callable[[], dict[str, int]]:
     """The work of `prepare_text`, in a process that has TensorFlow."""
     import numpy as np
 
-    from common.packing import count_tokens
+    from common.data.packing import count_tokens
     from recipes.bert_mlm import Config, make_datasets
 
     def write() -> dict[str, int]:

@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.machine import RESULTS, machine, write_results
 from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
 from benchmarks.workers import Worker, together
-from common.sizes import dimensions
-from common.speed import flops_per_token
+from common.model.sizes import dimensions
+from common.run.speed import flops_per_token
 
 SEQ_LENGTH, MASK_RATE = 128, 0.15
 PUBLISHED = "published Keras example, padded to 512"

@@ -4,8 +4,8 @@
     python -m benchmarks trainer_tests
 
 runs the installed Keras's `trainer_test.py` three times, each in a process of its own: as it is; with the body of each
-test inside the scope of a `MirroredStrategy` of two replicas; and so again with the trainer of `common.data_parallel`
-in the place of Keras's. A test that takes longer than a minute fails. Results go to
+test inside the scope of a `MirroredStrategy` of two replicas; and so again with the trainer of
+`common.training.data_parallel` in the place of Keras's. A test that takes longer than a minute fails. Results go to
 `benchmarks/results/trainer_tests.json`.
 """
 
@@ -69,7 +69,7 @@ def run_tests(way: str) -> dict[str, dict[str, str]]:
 
     tf.distribute.Strategy.experimental_distribute_dataset = without_autotune
     if way.startswith("ours"):
-        from common.data_parallel import Trainer
+        from common.training.data_parallel import Trainer
 
         Model.__bases__ = tuple(Trainer if base is trainer.TensorFlowTrainer else base for base in Model.__bases__)
         trainer.TensorFlowTrainer = Trainer

@@ -23,7 +23,7 @@ from transformers import (
     set_seed,
 )
 
-from common.sizes import dimensions
+from common.model.sizes import dimensions
 
 WARM = 2  # as in benchmarks.clock, which needs Keras
 

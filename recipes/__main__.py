@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from common.command_line import UserError, fail, quiet_without_reader
+from common.errors import UserError
+from common.run.command_line import fail, quiet_without_reader
 
 ROOT = Path(__file__).parent.parent
 GUIDE = """\
@@ -87,7 +88,7 @@ def modules_used(path: Path) -> set[Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """What a file imports, anywhere in it: modules, and what it takes from them, as in `common.roles.role_pairs`."""
+    """What a file imports, anywhere in it: modules, and what it takes from them, as in `common.data.order.locate`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
@@ -203,17 +204,17 @@ def main() -> None:
         case "fill-mask":
             preset = arguments.preset or last_preset()
             os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-            from common.quiet import quiet_stderr
+            from common.run.quiet import quiet_stderr
 
             with quiet_stderr():
-                from common.fill_mask import print_filled_masks
+                from common.model.fill_mask import print_filled_masks
             print_filled_masks(preset, arguments.sentences)
         case "export":
             os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-            from common.quiet import quiet_stderr
+            from common.run.quiet import quiet_stderr
 
             with quiet_stderr():
-                from common.huggingface import export_bert
+                from common.model.huggingface import export_bert
             export_bert(arguments.preset, arguments.destination)
             print(f"{arguments.destination}: {' '.join(sorted(path.name for path in arguments.destination.iterdir()))}")
             print(f'Load it: transformers.pipeline("fill-mask", "{arguments.destination}")')

@@ -24,8 +24,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common.command_line import UserError
-from common.gpus import gpu_names, gpu_shares
+from common.devices.gpus import gpu_names, gpu_shares
+from common.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 TESTED = {"tensorflow": "2.21", "keras": "3.15", "keras-hub": "0.32"}
@@ -130,7 +130,7 @@ def set_up() -> None:
     """Readies a process of the pool."""
     import tensorflow as tf
 
-    from common.strategy import make_strategy
+    from common.devices.strategy import make_strategy
 
     tf.get_logger().setLevel("ERROR")  # many small models are traced, and it would warn of that
     make_strategy(most_replicas())  # so that fewer can be asked for later

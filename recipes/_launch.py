@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from common.cluster import is_address, parameter_server_config, tf_config, worker_config, worker_index
-from common.command_line import UserError
-from common.gpus import gpu_shares
+from common.devices.cluster import is_address, parameter_server_config, tf_config, worker_config, worker_index
+from common.devices.gpus import gpu_shares
+from common.errors import UserError
 
 TO_SAVE = 60  # seconds in which workers that are told to stop must have ended
 TO_FOLLOW = 2  # seconds in which the others end by themselves once one has failed

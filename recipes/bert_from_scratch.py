@@ -22,9 +22,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is o
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from common.checks import check_accumulate, check_knobs, step_range
-from common.command_line import parse, run
-from common.scaling import LearningRateScaling
+from common.data.corpora import check_corpus
+from common.errors import UserError
+from common.model.checks import check_model
+from common.model.push_target import check_push_to
+from common.run.checks import check_accumulate, check_options, step_range
+from common.run.command_line import parse, run
+from common.training.scaling import LearningRateScaling
 
 
 @dataclass(frozen=True)
@@ -66,44 +70,53 @@ class Config:
     overwrite: bool = False  # start afresh in a workdir that holds a run; if stopped, the same command goes on
 
     def __post_init__(self):
-        check_knobs(self)
+        check_options(self)
+        check_model("", self.model, self.seq_length)
+        check_corpus(self.corpus, self.workdir)
+        check_push_to(self.push_to, self.push_public)
+        if self.architecture == "roberta" and self.vocabulary_size < 261:
+            least = "at least 261: 256 bytes, 5 special tokens"
+            raise UserError(f"--vocabulary-size must be {least}; got {self.vocabulary_size}")
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is answered at once
     CONFIG = parse(Config, __doc__)
 
-from common.quiet import quiet_stderr
+from common.run.quiet import quiet_stderr
 
 with quiet_stderr():
     import keras
     import tensorflow as tf
 
-from common.byte_pairs import Vocabulary, train_byte_pairs
-from common.callbacks import FitCheckpoints, FitLog, Profile
-from common.checkpoints import epochs_left
-from common.cluster import is_chief
-from common.corpora import fingerprint, open_corpus
-from common.docstrings import SENTENCES
-from common.fill_mask import print_filled_masks
-from common.losses import CrossEntropy
-from common.masking import MaskingRule, mask_tokens
-from common.metrics import unigram_loss
-from common.model_card import model_card
-from common.models import masked_lm_from_size, model_width, save_preset
-from common.optimizers import make_optimizer
-from common.plan import print_plan
-from common.precision import choose_precision
-from common.publish import Publish
-from common.rendezvous import chief_alone
-from common.results import language_model_scores, report, training_results
-from common.runs import open_run, write_json
-from common.scaling import global_batch_size, learning_rate_factor, scaling_rule
-from common.schedules import WarmUpPolynomialDecay
-from common.shard_reader import decode_sequences, read_shards, steps_in_shards
-from common.shards import Shards, find_shards, folder_of_dry_run, open_shards, write_shards
-from common.speed import model_flops
-from common.strategy import distribute, make_strategy
-from common.wordpiece import train_wordpieces
+from common.data.byte_pairs import Vocabulary, train_byte_pairs
+from common.data.corpora import fingerprint, open_corpus
+from common.data.docstrings import SENTENCES
+from common.data.masking import MaskingRule, mask_tokens
+from common.data.order import global_batch_size
+from common.data.shard_reader import decode_sequences, read_shards, steps_in_shards
+from common.data.shards import Shards, find_shards, folder_of_dry_run, open_shards, write_shards
+from common.data.wordpiece import train_wordpieces
+from common.devices.cluster import is_chief
+from common.devices.rendezvous import chief_alone
+from common.devices.strategy import distribute, make_strategy
+from common.model.backbones import model_width
+from common.model.fill_mask import print_filled_masks
+from common.model.masked_lm import masked_lm_from_size
+from common.model.model_card import model_card
+from common.model.publish import Publish
+from common.model.saving import save_preset
+from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.checkpoints import epochs_left
+from common.run.plan import print_plan
+from common.run.results import report, training_results
+from common.run.runs import open_run, write_json
+from common.run.speed import model_flops
+from common.scores.metrics import language_model_scores, unigram_loss
+from common.training.losses import CrossEntropy
+from common.training.optimizers import make_optimizer
+from common.training.precision import choose_precision
+from common.training.scaling import learning_rate_factor, scaling_rule
+from common.training.schedules import WarmUpPolynomialDecay
 
 
 def make_datasets(config: Config) -> Shards:

@@ -23,11 +23,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is o
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from common.checks import check_knobs
-from common.command_line import parse, run
-from common.glue import open_examples
-from common.labelled import LabelledTexts
-from common.scaling import LearningRateScaling
+from common.data.glue import open_examples
+from common.data.labelled import LabelledTexts
+from common.model.checks import check_model
+from common.run.checks import check_options
+from common.run.command_line import parse, run
+from common.training.scaling import LearningRateScaling
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,15 @@ class Config:
     overwrite: bool = False  # start afresh in a workdir that holds a run; if stopped, the same command goes on
 
     def __post_init__(self):
-        check_knobs(self)
+        check_options(self)
+        check_model(self.preset, self.model, self.seq_length)
+        open_examples(self.task, self.data, self.text_columns, self.label_column)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is answered at once
     CONFIG = parse(Config, __doc__)
 
-from common.quiet import quiet_stderr
+from common.run.quiet import quiet_stderr
 
 with quiet_stderr():
     import keras
@@ -75,28 +78,38 @@ with quiet_stderr():
 
 from tqdm import tqdm
 
-from common.byte_pairs import Vocabulary
-from common.callbacks import open_board
-from common.checkpoints import Checkpoints
-from common.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
-from common.cluster import is_chief
-from common.losses import CrossEntropy
-from common.models import classifier_from_preset, classifier_from_size, model_width, preset_vocabulary, save_preset
-from common.noise import noise_of_step
-from common.optimizers import make_optimizer
-from common.order import steps_per_epoch
-from common.parameter_server import asynchronous_steps
-from common.precision import choose_precision
-from common.replicas import batch_sums, first_replica, gather_over_replicas, means_of, sum_over_replicas
-from common.results import report, training_results
-from common.runs import open_run, write_json
-from common.scaling import global_batch_size, learning_rate_factor, scaling_rule
-from common.schedules import WarmUpPolynomialDecay
-from common.speed import model_flops
-from common.step_log import StepLog
-from common.strategy import distribute, make_strategy
-from common.text_batches import batches_by_step, checksums, encode, in_order, labelled, numbered_batches, with_labels
-from common.wordpiece import train_wordpieces
+from common.data.byte_pairs import Vocabulary
+from common.data.order import global_batch_size, steps_per_epoch
+from common.data.text_batches import (
+    batches_by_step,
+    checksums,
+    encode,
+    in_order,
+    labelled,
+    numbered_batches,
+    with_labels,
+)
+from common.data.wordpiece import train_wordpieces
+from common.devices.cluster import has_parameter_servers, is_chief
+from common.devices.parameter_server import asynchronous_steps, parameter_server_strategy
+from common.devices.strategy import distribute, make_strategy
+from common.model.backbones import model_width, preset_vocabulary
+from common.model.classifier import classifier_from_preset, classifier_from_size
+from common.model.saving import save_preset
+from common.run.callbacks import open_board
+from common.run.checkpoints import Checkpoints
+from common.run.results import report, training_results
+from common.run.runs import open_run, write_json
+from common.run.speed import model_flops
+from common.run.step_log import StepLog
+from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
+from common.training.losses import CrossEntropy
+from common.training.noise import noise_of_step
+from common.training.optimizers import make_optimizer
+from common.training.precision import choose_precision
+from common.training.replicas import batch_sums, first_replica, gather_over_replicas, means_of, sum_over_replicas
+from common.training.scaling import learning_rate_factor, scaling_rule
+from common.training.schedules import WarmUpPolynomialDecay
 
 
 def make_datasets(config: Config) -> tuple[LabelledTexts, Vocabulary, dict[str, np.ndarray]]:
@@ -123,8 +136,9 @@ def build_model(config: Config, vocabulary: Vocabulary, num_classes: int, schedu
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    strategy = make_strategy(config.replicas, config.deterministic, parameter_servers=True)  # (1) the devices
-    asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)  # experimental
+    asynchronous = has_parameter_servers()  # experimental
+    make = parameter_server_strategy if asynchronous else make_strategy
+    strategy = make(config.replicas, config.deterministic)  # (1) the devices
     run = open_run("glue_custom_loop", config)
     if run.results:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")

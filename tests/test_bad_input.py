@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from common.command_line import UserError
+from common.errors import UserError
 from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop
 from tests.conftest import MESSAGES
 
@@ -233,11 +233,11 @@ def test_ten_thousand_files(tmp_path):
 
 PEAK_MEMORY = """
 import resource, sys
-from common.corpora import open_corpus
-from common.quiet import quiet_stderr
-from common.wordpiece import train_wordpieces
+from common.data.corpora import open_corpus
+from common.run.quiet import quiet_stderr
+from common.data.wordpiece import train_wordpieces
 with quiet_stderr():
-    from common.packing import make_sequences
+    from common.data.packing import make_sequences
 
 documents = open_corpus(sys.argv[1])["train"]
 vocabulary = train_wordpieces(documents, 100)

@@ -5,7 +5,7 @@ import pytest
 import sklearn.feature_extraction
 import sklearn.linear_model
 
-from common.baselines import LIMIT, bag_accuracy, baseline_accuracies, length_bags, majority_accuracy, word_bags
+from common.scores.baselines import LIMIT, bag_accuracy, baseline_accuracies, length_bags, majority_accuracy, word_bags
 
 VOCABULARY = 50
 

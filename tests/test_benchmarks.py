@@ -15,7 +15,7 @@ from benchmarks.links import Link, Reduction, fit_link
 from benchmarks.machine import machine
 from benchmarks.readme import MEASURED
 from benchmarks.workers import Worker, together
-from common.speed import flops_per_token
+from common.run.speed import flops_per_token
 from tests.conftest import ROOT
 
 

@@ -12,10 +12,11 @@ import keras_hub
 import numpy as np
 import pytest
 
-from common.command_line import UserError
-from common.fill_mask import fill_mask
-from common.models import masked_lm_from_preset, preset_vocabulary
-from common.schedules import WarmUpPolynomialDecay
+from common.errors import UserError
+from common.model.backbones import preset_vocabulary
+from common.model.fill_mask import fill_mask
+from common.model.masked_lm import masked_lm_from_preset
+from common.training.schedules import WarmUpPolynomialDecay
 from recipes import bert_from_scratch
 from tests.conftest import ROOT
 from tests.hub import URI, StandIn, environment

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from common.plan import memory_of_a_replica
-from common.schedules import WarmUpPolynomialDecay
+from common.run.plan import memory_of_a_replica
+from common.training.schedules import WarmUpPolynomialDecay
 from recipes import bert_mlm
 
 ROOT = Path(__file__).parent.parent

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.byte_pairs import train_byte_pairs
-from common.models import keras_tokenizer
+from common.data.byte_pairs import train_byte_pairs
+from common.model.saving import keras_tokenizer
 
 TEXTS = ["The quick brown fox jumps over the lazy dog; it wasn't impressed.", "In 2024 foo(bar) </s> </s> was 12345.6"]
 AWKWARD = [
@@ -38,7 +38,7 @@ def test_keras_hub_gives_the_same_ids_and_nothing_is_lost(text, vocabulary):
 
 
 def test_keras_hub_splits_otherwise_in_a_pipeline(vocabulary):
-    """The day it does not, the docstring of common/byte_pairs.py and this test can go."""
+    """The day it does not, the docstring of common/data/byte_pairs.py and this test can go."""
     text, keras = "foo(bar)", keras_tokenizer(vocabulary)
     in_pipeline = next(iter(tf.data.Dataset.from_tensors(text).map(keras)))
     assert np.asarray(in_pipeline).tolist() != np.asarray(keras(text)).tolist()

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from common.cluster import (
+from common.devices.cluster import (
     is_address,
     is_chief,
     num_workers,
@@ -13,7 +13,7 @@ from common.cluster import (
     worker_index,
     workers,
 )
-from common.command_line import UserError
+from common.errors import UserError
 
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "2",

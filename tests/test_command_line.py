@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.command_line import UserError, quiet_without_reader
+from common.errors import UserError
+from common.run.command_line import quiet_without_reader
 from tests.test_structure import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -129,7 +130,7 @@ def test_output_that_is_closed_full_or_of_few_letters(words):
 
 
 def test_a_letter_that_the_output_lacks_is_a_question_mark():
-    code = "from common.command_line import quiet_without_reader\nwith quiet_without_reader(): print('\u00ab')"
+    code = "from common.run.command_line import quiet_without_reader\nwith quiet_without_reader(): print('\u00ab')"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment) == b"?\n"
 
@@ -141,10 +142,10 @@ def test_another_pipe_that_breaks_is_told_of(tmp_path):
 
 PRESSED = """
 import dataclasses, signal, sys, time
-from common.command_line import parse
+from common.run.command_line import parse
 
-if sys.argv[1] == "ignored":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+# Of its own, whatever this process was started with: in the background of a script, SIGINT is ignored.
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[1] == "ignored" else signal.default_int_handler)
 listens, sys.argv[1:] = sys.argv[1] == "listens", []
 parse(dataclasses.make_dataclass("Config", []), "")
 if listens:

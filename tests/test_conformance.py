@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.data_parallel import data_parallel
-from common.strategy import make_strategy
+from common.devices.strategy import make_strategy
+from common.training.data_parallel import data_parallel
 
 EXAMPLES, BATCH, FEATURES, CLASSES = 26, 8, 5, 3  # the last batch has 2
 RANDOM = np.random.default_rng(0)

@@ -11,11 +11,11 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.checkpoints import Checkpoints
-from common.controller import Controller, Evaluator, Trainer, when_best
-from common.optimizers import do_not_reduce_again
-from common.replicas import first_replica, sum_over_replicas
-from common.strategy import distribute, make_strategy
+from common.devices.strategy import distribute, make_strategy
+from common.run.checkpoints import Checkpoints
+from common.run.controller import Controller, Evaluator, Trainer, when_best
+from common.training.optimizers import do_not_reduce_again
+from common.training.replicas import first_replica, sum_over_replicas
 
 BATCH = 8
 TRUE = np.array([[1.0], [-2.0], [0.5]], np.float32)
@@ -183,7 +183,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path):
 
 
 def test_it_stops_soon_after_sigterm_however_many_steps_a_loop_may_have(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.controller.LOOP_SECONDS", 0.5)
+    monkeypatch.setattr("common.run.controller.LOOP_SECONDS", 0.5)
     _, controller = make(tmp_path, steps_per_loop=100)
     step = controller.trainer.train_step
 

@@ -27,20 +27,22 @@ def test_a_copy_is_the_recipe_and_exactly_what_it_uses(recipe, tmp_path):
     copy = tmp_path / "mine"
     done = cp(recipe, copy)
     assert (done.returncode, done.stderr) == (0, "")
-    used = {f"common/{path.name}" for path in modules_used(recipe)}
+    used = {str(path.relative_to(ROOT)) for path in modules_used(recipe)}
     copied = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
     assert copied == {recipe.name, "LICENSE", "requirements.txt", "common/__init__.py"} | used
     *files, run = filter(None, done.stdout.splitlines())
     assert set(files) == {str(copy / name) for name in copied}
     assert run == f"Run it: pip install -r {copy}/requirements.txt && python {copy / recipe.name}"
     # No module of `common` is left out or copied for nothing: Python's own search, by another way than ours, agrees.
+    for room in {path.parent for path in copy.glob("common/*/*.py")}:  # which modulefinder asks for
+        (room / "__init__.py").touch()
     finder = modulefinder.ModuleFinder(path=[str(copy)])
     finder.run_script(str(copy / recipe.name))
     found = {str(Path(module.__file__).relative_to(copy)) for module in finder.modules.values() if module.__file__}
-    assert found == {recipe.name, "common/__init__.py"} | used
-    for file in copy.rglob("*.py"):
-        assert file.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
-        assert file.read_bytes() == (recipe if file.parent == copy else ROOT / "common" / file.name).read_bytes()
+    assert {name for name in found if not name.endswith("/__init__.py")} == {recipe.name} | used
+    for name in {recipe.name, "common/__init__.py"} | used:
+        assert (copy / name).read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
+        assert (copy / name).read_bytes() == (recipe if name == recipe.name else ROOT / name).read_bytes()
 
 
 @EACH_RECIPE
@@ -55,14 +57,14 @@ def test_requirements_are_those_of_its_files(recipe, tmp_path):
 
 def test_nothing_is_overwritten_unless_asked(tmp_path):
     recipe = ROOT / "recipes/bert_mlm.py"
-    (tmp_path / "common").mkdir()
-    (tmp_path / "common/strategy.py").write_text("mine")
+    (tmp_path / "common/devices").mkdir(parents=True)
+    (tmp_path / "common/devices/strategy.py").write_text("mine")
     refused = cp(recipe, tmp_path)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr == f"error: {tmp_path}/common/strategy.py exist(s) already; --force overwrites\n"
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "common/strategy.py"]
+    assert refused.stderr == f"error: {tmp_path}/common/devices/strategy.py exist(s) already; --force overwrites\n"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "common/devices/strategy.py"]
     assert cp(recipe, tmp_path, "--force").returncode == 0
-    assert (tmp_path / "common/strategy.py").read_bytes() == (ROOT / "common/strategy.py").read_bytes()
+    assert (tmp_path / "common/devices/strategy.py").read_bytes() == (ROOT / "common/devices/strategy.py").read_bytes()
 
 
 def test_a_destination_that_is_a_file_is_told_of(tmp_path):

@@ -5,8 +5,8 @@ import sys
 import datasets
 import pytest
 
-from common.command_line import UserError
-from common.corpora import DOCUMENT_LIMIT, HELD_OUT, open_corpus
+from common.data.corpora import DOCUMENT_LIMIT, HELD_OUT, open_corpus
+from common.errors import UserError
 
 
 def test_wikitext_folder(wikitext):
@@ -65,7 +65,9 @@ def test_docstrings_are_english_and_validation_is_held_out():
 
 
 def test_docstrings_are_read_without_importing_the_packages():
-    code = "import sys; from common import corpora; corpora.open_corpus('docstrings'); print('keras' in sys.modules)"
+    code = (
+        "import sys; from common.data.corpora import open_corpus as o; o('docstrings'); print('keras' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

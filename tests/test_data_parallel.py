@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common import data_parallel as module
-from common.data_parallel import data_parallel
-from common.losses import CrossEntropy
-from common.models import BertMaskedLM
-from common.strategy import make_strategy
+from common.devices.strategy import make_strategy
+from common.model.masked_lm import BertMaskedLM
+from common.training import data_parallel as module
+from common.training.data_parallel import data_parallel
+from common.training.losses import CrossEntropy
 
 SLOTS, LENGTH = 2, 8
 

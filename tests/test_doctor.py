@@ -45,26 +45,30 @@ def test_of_several_gpus_none_is_split(monkeypatch, gpus, most):
 FAULTS = {
     "each replica divides by its own labels": (
         (
-            "common/replica_step.py",
+            "common/training/replica_step.py",
             "divide_no_nan(1.0, count * factor)",
             'divide_no_nan(1.0, unpack(packed)["count"] * replicas())',
         ),
         ("2 replicas, adamw", "2 replicas, sgd", "4 replicas, sgd", "2 replicas, jit, adamw", "2 replicas, jit, sgd"),
     ),
     "a sequence's masks depend on how far it is padded": (
-        ("common/masking.py", "uniform_noise(seeds, 3 * length)", "tf.reverse(uniform_noise(seeds, 3 * length), [1])"),
+        (
+            "common/data/masking.py",
+            "uniform_noise(seeds, 3 * length)",
+            "tf.reverse(uniform_noise(seeds, 3 * length), [1])",
+        ),
         ("2 replicas, a line a sequence, adamw", "2 replicas, a line a sequence, sgd"),
     ),
     "a run goes on a step too early": (
         (
-            "common/checkpoints.py",
+            "common/run/checkpoints.py",
             "self.saved_step = step\n                break",
             "self.saved_step = step - 1\n                break",
         ),
         ("resumed",),
     ),
     "TensorBoard shows the rate for the loss": (
-        ("common/callbacks.py", 'f"train/{name}", vector[i]', 'f"train/{name}", shown["learning_rate"][i]'),
+        ("common/run/callbacks.py", 'f"train/{name}", vector[i]', 'f"train/{name}", shown["learning_rate"][i]'),
         ("TensorBoard",),
     ),
     "the warm-up is too short": (

@@ -4,10 +4,10 @@ import re
 import datasets
 import pytest
 
-from common import glue
-from common.command_line import UserError
-from common.glue import open_examples, write_predictions
-from common.labelled import HELD_OUT
+from common.data import glue
+from common.data.glue import open_examples, write_predictions
+from common.data.labelled import HELD_OUT
+from common.errors import UserError
 
 # In GLUE's own form: a byte-order mark, and quotation marks that stand for themselves, also alone at a field's start.
 MRPC = {

@@ -19,12 +19,12 @@ import tensorflow as tf
 from sklearn.metrics import accuracy_score, f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.losses import CrossEntropy
-from common.order import steps_per_epoch
-from common.roles import role_pairs
-from common.schedules import WarmUpPolynomialDecay
-from common.strategy import distribute, make_strategy
-from common.text_batches import numbered_batches, with_labels
+from common.data.order import steps_per_epoch
+from common.data.roles import role_pairs
+from common.data.text_batches import numbered_batches, with_labels
+from common.devices.strategy import distribute, make_strategy
+from common.training.losses import CrossEntropy
+from common.training.schedules import WarmUpPolynomialDecay
 from recipes import glue_controller, glue_custom_loop
 from recipes._doctor import weights_of
 

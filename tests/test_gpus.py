@@ -1,7 +1,7 @@
 import pytest
 
-from common.command_line import UserError
-from common.gpus import gpu_memory_mb, gpu_names, gpu_shares, visible_gpus
+from common.devices.gpus import gpu_memory_mb, gpu_names, gpu_shares, visible_gpus
+from common.errors import UserError
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.masking import MaskingRule, mask_tokens, uniform_noise
-from common.wordpiece import WordPieces
+from common.data.masking import MaskingRule, mask_tokens, uniform_noise
+from common.data.wordpiece import WordPieces
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(995))]
 RULE = MaskingRule.of(WordPieces(VOCABULARY, lowercase=True, strip_accents=True), rate=0.15)

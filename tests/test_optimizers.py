@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.optimizers import do_not_reduce_again, make_optimizer
-from common.strategy import make_strategy
+from common.devices.strategy import make_strategy
+from common.training.optimizers import do_not_reduce_again, make_optimizer
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "sgd"])

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.order import NO_EXAMPLE, locate, steps_per_epoch
+from common.data.order import NO_EXAMPLE, locate, steps_per_epoch
 
 
 def places(num_examples, batch, seed, epochs=2):

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.packing import count_tokens, make_sequences, read_sequences
-from common.wordpiece import WordPieces, train_wordpieces
+from common.data.packing import count_tokens, make_sequences, read_sequences
+from common.data.wordpiece import WordPieces, train_wordpieces
 
 DOCUMENTS = ["One fish, two fish.\nRed fish, blue fish.", "", "Black fish.", "Old fish " * 40]
 VOCABULARY = train_wordpieces(lambda: DOCUMENTS, 100)
@@ -34,7 +34,7 @@ def test_one_line_a_sequence():
 def test_sequences_come_from_the_cache_the_second_time(monkeypatch):
     arguments = {"vocabulary": VOCABULARY, "seq_length": 8, "pack": True}
     first = make_sequences(lambda: iter(["fish"] * 9), **arguments).numpy()
-    monkeypatch.setattr("common.packing._packed", None)
+    monkeypatch.setattr("common.data.packing._packed", None)
     assert (make_sequences(lambda: iter(["fish"] * 9), **arguments).numpy() == first).all()
     with pytest.raises(TypeError):
         make_sequences(lambda: iter(["fish"] * 10), **arguments)

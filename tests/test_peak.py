@@ -5,8 +5,8 @@ import time
 import pytest
 import tensorflow as tf
 
-from common import peak
-from common.peak import device_peak, matmul_flops_per_second
+from common.devices import peak
+from common.devices.peak import device_peak, matmul_flops_per_second
 
 
 @pytest.fixture

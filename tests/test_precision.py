@@ -4,8 +4,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from common import precision
-from common.precision import choose_precision, has_amx
+from common.training import precision
+from common.training.precision import choose_precision, has_amx
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from common.callbacks import FitLog
-from common.checks import check_push_to
-from common.command_line import UserError
-from common.model_card import model_card
-from common.models import save_preset
-from common.publish import Publish
-from common.wordpiece import WordPieces
+from common.data.wordpiece import WordPieces
+from common.errors import UserError
+from common.model.model_card import model_card
+from common.model.publish import Publish
+from common.model.push_target import check_push_to
+from common.model.saving import save_preset
+from common.run.callbacks import FitLog
 from recipes import bert_mlm
 from tests.hub import REPOSITORY, URI, StandIn, environment, use
 
@@ -317,7 +317,7 @@ def test_a_good_place_to_go_passes(monkeypatch):
 
 
 def test_the_check_needs_no_tensorflow():
-    words = "import sys; from common.checks import check_push_to as check; check('hf://a/b'); print(*sys.modules)"
+    words = "import sys; from common.model.push_target import check_push_to as c; c('hf://a/b'); print(*sys.modules)"
     environ = os.environ | {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_token"}
     done = subprocess.run([sys.executable, "-c", words], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert "huggingface_hub" in done.stdout.split() and not {"tensorflow", "keras"} & set(done.stdout.split())
@@ -340,10 +340,11 @@ import contextlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from common import publish
+from common.model import publish
 from tests import test_publish as t
-from common.callbacks import FitCheckpoints
-from common.command_line import UserError, run
+from common.run.callbacks import FitCheckpoints
+from common.run.command_line import run
+from common.errors import UserError
 
 def main(end):
     publish.GRACE = int(sys.argv[4])

@@ -19,8 +19,9 @@ import pytest
 
 import recipes.__main__ as command_line
 from benchmarks import readme
-from common.command_line import UserError, parse
-from common.scaling import LearningRateScaling
+from common.errors import UserError
+from common.run.command_line import parse
+from common.training.scaling import LearningRateScaling
 from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop
 
 ROOT = Path(__file__).parent.parent
@@ -141,7 +142,7 @@ def test_each_page_of_docs_is_linked_from_the_readme():
 
 def test_each_recipe_and_each_name_of_a_helper_is_one():
     assert set(re.findall(r"^\| `(\w+)` \|", section(README, "The recipes"), re.MULTILINE)) == set(RECIPES)
-    sources = "".join(path.read_text() for folder in ("common", "recipes") for path in (ROOT / folder).glob("*.py"))
+    sources = "".join(path.read_text() for folder in ("common", "recipes") for path in (ROOT / folder).rglob("*.py"))
     page = "docs/coming-from.md"
     names = re.findall(r"^(\w+)(?:\(.*|)$", "\n".join(code_spans({page: PAGES[page]})), re.MULTILINE)
     # What begins with a small letter and is not called is a word of another kind: a knob's value, an entry, a recipe.
@@ -241,13 +242,13 @@ def test_knobs_that_are_named_exist_and_take_the_values_shown(at_the_reader, cap
 
 
 def test_the_table_of_strategies_and_that_of_scaling_are_those_of_the_code():
-    sources = "".join((ROOT / f"common/{name}.py").read_text() for name in ("strategy", "rendezvous"))
+    sources = "".join((ROOT / f"common/devices/{name}.py").read_text() for name in ("strategy", "rendezvous"))
     rows = section(README, "Which strategy when").split("\n| ")[3:]
     strategies = [re.search(r"\w+Strategy", row).group() for row in rows]
     assert set(strategies) == set(re.findall(r"\b(\w+Strategy)\(", sources)) | {"ParameterServerStrategy"}
     rules = section(README, "Batch size and learning rate")
     assert set(re.findall(r"^\| `(\w+)` \|", rules, re.MULTILINE)) == set(get_args(LearningRateScaling))
-    papers = re.findall(r"arXiv:([\d.]+\d)", (ROOT / "common/scaling.py").read_text())
+    papers = re.findall(r"arXiv:([\d.]+\d)", (ROOT / "common/training/scaling.py").read_text())
     assert papers and set(papers) == set(re.findall(r"arXiv:([\d.]+\d)", rules))
 
 
@@ -256,7 +257,7 @@ def test_the_picture_of_the_architecture_names_each_module_of_common():
     lines = picture[picture.index("\ncommon/") : picture.index("\ndocs/")].splitlines()[2:]
     assert all(line.startswith("    ") for line in lines)
     named = [name for line in lines for name in re.findall(r"\w+", re.split("  +", line.strip())[0])]
-    assert sorted(named) == sorted(path.stem for path in (ROOT / "common").glob("[a-z]*.py"))
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "common").rglob("[a-z]*.py"))
 
 
 def test_troubleshooting_has_each_fault_of_keras_with_its_message():
@@ -280,7 +281,7 @@ def test_messages_of_our_own_are_as_the_code_has_them():
                 yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
 
     printed = "\n".join(
-        text for folder in ("common", "recipes") for path in (ROOT / folder).glob("*.py") for text in texts(path)
+        text for folder in ("common", "recipes") for path in (ROOT / folder).rglob("*.py") for text in texts(path)
     )
     ours = section(TROUBLES, "Several workers") + section(TROUBLES, "Text, models, folders")
     messages = re.findall(r"^\| `(.+?)`", ours, re.MULTILINE)
@@ -408,4 +409,4 @@ def test_the_command_runs(command, project):
     if " export " in command:
         assert (project / words[-1] / "model.safetensors").is_file()
     if " cp " in command:
-        assert (project / words[-1] / "common/data_parallel.py").is_file()
+        assert (project / words[-1] / "common/training/data_parallel.py").is_file()

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from common.cluster import worker_config
-from common.rendezvous import close_to_other_machines
+from common.devices.cluster import worker_config
+from common.devices.rendezvous import close_to_other_machines
 from tests.conftest import ROOT
 
 # A worker that is alone in its cluster, and the interfaces that its sockets listen on, before and after it has joined.
 WORKER = """
 import os, socket
 import tensorflow as tf
-from common import rendezvous
+from common.devices import rendezvous
 
 def interfaces():
     for number in map(int, os.listdir("/proc/self/fd")):

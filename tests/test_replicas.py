@@ -1,7 +1,7 @@
 import numpy as np
 import tensorflow as tf
 
-from common.replicas import gather_over_replicas
+from common.training.replicas import gather_over_replicas
 
 
 def test_logits_of_any_precision_are_gathered_by_collectives():

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from common import roles
-from common.baselines import baseline_accuracies, majority_accuracy
-from common.roles import role_pairs
+from common.data import roles
+from common.data.roles import role_pairs
+from common.scores.baselines import baseline_accuracies, majority_accuracy
 
 PAIRS = role_pairs()
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common import run_folder
-from common.command_line import UserError
-from common.run_folder import bring_back, discard_replaced, set_aside
-from common.runs import open_run, write_json
+from common.errors import UserError
+from common.run import run_folder
+from common.run.run_folder import bring_back, discard_replaced, set_aside
+from common.run.runs import open_run, write_json
 
 
 @dataclasses.dataclass(frozen=True)

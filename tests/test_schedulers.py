@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster import PORT
+from common.devices.cluster import PORT
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "recipes/cluster"

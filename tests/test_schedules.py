@@ -2,8 +2,9 @@ import keras
 import numpy as np
 import pytest
 
-from common.scaling import global_batch_size, learning_rate_factor, scaling_rule
-from common.schedules import WarmUpPolynomialDecay
+from common.data.order import global_batch_size
+from common.training.scaling import learning_rate_factor, scaling_rule
+from common.training.schedules import WarmUpPolynomialDecay
 
 
 def test_one_continuous_curve_from_above_zero_to_the_peak_to_zero():

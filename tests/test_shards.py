@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common import shard_reader
-from common import shards as shards_module
-from common import tokens as tokens_module
-from common.byte_pairs import train_byte_pairs
-from common.command_line import UserError
-from common.corpora import fingerprint, open_corpus
-from common.shard_reader import decode_sequences, read_shards, steps_in_shards
-from common.shards import find_shards, open_shards, write_shards
-from common.tokens import write_tokens
-from common.wordpiece import train_wordpieces
+from common.data import shard_reader
+from common.data import shards as shards_module
+from common.data import tokens as tokens_module
+from common.data.byte_pairs import train_byte_pairs
+from common.data.corpora import fingerprint, open_corpus
+from common.data.shard_reader import decode_sequences, read_shards, steps_in_shards
+from common.data.shards import find_shards, open_shards, write_shards
+from common.data.tokens import write_tokens
+from common.data.wordpiece import train_wordpieces
+from common.errors import UserError
 from tests.conftest import ROOT
 
 MADE_FROM = {"corpus": "hash", "seq_length": 16}
@@ -298,7 +298,7 @@ def test_a_fingerprint_follows_every_byte(tmp_path):
 
 
 def test_tokenising_does_not_load_tensorflow():
-    code = "import common.tokens, sys; assert 'tensorflow' not in sys.modules"
+    code = "import common.data.tokens, sys; assert 'tensorflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -309,7 +309,7 @@ mount -o remount,size=1g {disk} && {command} && cp -r {disk}/run/data {copy}
 """
 MAKE_DATASETS = """
 import sys
-from common.command_line import run
+from common.run.command_line import run
 from recipes.bert_from_scratch import Config, make_datasets
 run(make_datasets, Config(corpus=sys.argv[1], workdir=sys.argv[2], vocabulary_size=300, seq_length=16, shards=6))
 """

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common import speed
-from common.replicas import steps_in_one_call
-from common.results import language_model_scores, report
-from common.sizes import dimensions
-from common.strategy import make_strategy
+from common.devices.strategy import make_strategy
+from common.model.sizes import dimensions
+from common.run import speed
+from common.run.results import report
+from common.scores.metrics import language_model_scores
+from common.training.replicas import steps_in_one_call
 
 
 @pytest.mark.parametrize("replicas", [1, 4])

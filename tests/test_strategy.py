@@ -7,9 +7,9 @@ import sys
 import pytest
 import tensorflow as tf
 
-from common import strategy
-from common.command_line import UserError
-from common.strategy import make_strategy
+from common.devices import strategy
+from common.devices.strategy import make_strategy
+from common.errors import UserError
 from tests.conftest import ROOT
 
 
@@ -72,7 +72,7 @@ def test_a_worker_of_several_keeps_large_blocks_for_their_next_use(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     program = """if True:
         import ctypes, resource
-        from common import strategy
+        from common.devices import strategy
         strategy.join = lambda communication: None  # which waits for the other
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -101,7 +101,7 @@ def test_deterministic_turns_tf32_off_and_op_determinism_on():
     program = """if True:
         import sys
         import tensorflow as tf
-        from common.strategy import make_strategy
+        from common.devices.strategy import make_strategy
         make_strategy(1, deterministic=sys.argv[1] == "True")
         try:
             tf.random.uniform([1])
@@ -116,8 +116,8 @@ def test_deterministic_turns_tf32_off_and_op_determinism_on():
 
 
 def test_a_tpu_that_is_not_there():
-    code = "from common.strategy import make_strategy; make_strategy()"
+    code = "from common.devices.strategy import make_strategy; make_strategy()"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"TPU_NAME": "local"}, cwd=ROOT, capture_output=True, text=True
     )
-    assert "common.command_line.UserError: no TPU at TPU_NAME=local (" in done.stderr
+    assert "common.errors.UserError: no TPU at TPU_NAME=local (" in done.stderr

@@ -11,7 +11,8 @@ from recipes.__main__ import imports
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.py") if not path.name.startswith("_"))
-MODULES = sorted((ROOT / "common").glob("*.py"))
+MODULES = sorted((ROOT / "common").rglob("*.py"))
+ROOMS = sorted(path.parent for path in (ROOT / "common").glob("*/__init__.py"))
 
 
 def test_keras_nlp_is_keras_hub():
@@ -23,12 +24,36 @@ def test_common_never_imports_recipes(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "recipes"]
 
 
+def in_order(arrows):
+    """The names, each after all that it points to."""
+    found = []
+    while len(found) < len(arrows):
+        leaves = {name for name, others in arrows.items() if name not in found and others <= {*found, name}}
+        assert leaves, f"a circle among {sorted(set(arrows) - set(found))}"
+        found += sorted(leaves)
+    return found
+
+
+def modules_imported(path):
+    """The modules of `common` that a file imports."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in MODULES}
+    return {files[name] for name in imports(path) if name in files}
+
+
 def test_imports_in_common_form_no_circle():
-    arrows = {path.stem: {n.split(".")[1] for n in imports(path) if n.startswith("common.")} for path in MODULES}
-    while arrows:
-        leaves = {name for name, others in arrows.items() if not others & set(arrows)}
-        assert leaves, f"a circle among {sorted(arrows)}"
-        arrows = {name: others for name, others in arrows.items() if name not in leaves}
+    in_order({path: modules_imported(path) for path in MODULES})
+
+
+def test_imports_between_rooms_run_one_way():
+    arrows = {room: {path.parent for file in room.glob("*.py") for path in modules_imported(file)} for room in ROOMS}
+    ground = ROOT / "common"
+    assert all(path.parent == ground for file in ground.glob("*.py") for path in modules_imported(file))
+    in_order(arrows | {ground: set()})
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.name)
+def test_a_room_says_what_lives_there(room):
+    assert ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)

@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
 
-from common.labelled import Examples, LabelledTexts
-from common.models import BertTextClassifier, preprocessor
-from common.text_batches import checksums, encode, in_order, numbered_batches, with_labels
-from common.wordpiece import WordPieces
+from common.data.labelled import Examples, LabelledTexts
+from common.data.text_batches import checksums, encode, in_order, numbered_batches, with_labels
+from common.data.wordpiece import WordPieces
+from common.model.classifier import BertTextClassifier
+from common.model.saving import preprocessor
 
 WORDS = ["the", "a", "cat", "dog", "sees", "hears", "old", "young", "and"]
 VOCABULARY = WordPieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS], lowercase=True, strip_accents=True)

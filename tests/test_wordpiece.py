@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.command_line import UserError
-from common.models import keras_tokenizer
-from common.wordpiece import WordPieces, load_wordpieces, train_wordpieces
+from common.data.wordpiece import WordPieces, load_wordpieces, train_wordpieces
+from common.errors import UserError
+from common.model.saving import keras_tokenizer
 
 ROOT = Path(__file__).parent.parent
 SPECIAL = dataclasses.astuple(WordPieces.special)
@@ -23,7 +23,7 @@ def test_a_trained_vocabulary_is_uncased_small_and_the_same_again():
     assert train_wordpieces(lambda: iter(TEXTS), 120) == vocabulary
 
 
-@pytest.mark.parametrize("train", ["common.wordpiece.train_wordpieces", "common.byte_pairs.train_byte_pairs"])
+@pytest.mark.parametrize("train", ["common.data.wordpiece.train_wordpieces", "common.data.byte_pairs.train_byte_pairs"])
 def test_training_gives_the_same_in_every_process(train, tmp_path):
     """The trainer's own ties fall by a hash table that is another one in each process."""
     module, function = train.rsplit(".", 1)

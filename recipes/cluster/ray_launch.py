@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common.cluster import worker_config
+from common.devices.cluster import worker_config
 
 
 @ray.remote(max_concurrency=2)  # so that `stop` can be called while `run` waits

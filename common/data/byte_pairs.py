@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RoBERTa's vocabularies and tokenizers: byte-level byte pairs, by the `tokenizers` library.
+
+A text is split by KerasHub's pattern, not by GPT-2's, which Hugging Face's own RoBERTa class has: the two differ at
+brackets, digits and white space. So KerasHub's tokenizer, called on a text, gives the same ids, and so does Hugging
+Face's, from the `tokenizer.json` that is saved. Inside a `tf.data` pipeline KerasHub 0.32 splits by a third pattern.
+"""
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from common.data.corpora import Documents
+from common.data.wordpiece import UNKNOWN, SpecialTokens, WordPieces
+from common.run.caching import cached_file
+
+# That of Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783), which KerasHub has for every byte-pair tokenizer.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class BytePairs:
+    """A vocabulary of RoBERTa.
+
+    Attributes:
+        pieces: their places in the list are their ids. A piece is written in GPT-2's alphabet of 256 letters, one a
+            byte, in which a space is `Ġ`.
+        merges: pairs of pieces, with a space between them, in the order in which they are joined.
+    """
+
+    pieces: list[str]
+    merges: list[str]
+
+    special: ClassVar[SpecialTokens] = SpecialTokens("<pad>", "<unk>", "<s>", "</s>", "<mask>")
+
+    def tokenizer(self) -> Tokenizer:
+        """A tokenizer: `encode(text, add_special_tokens=False).ids`.
+
+        `[UNK]`, as corpora write unknown words, is one token `<unk>`; all else is ordinary text, `<mask>` included.
+        """
+        ids = {piece: index for index, piece in enumerate(self.pieces)}
+        merges = [(left, right) for left, right in (merge.split(" ") for merge in self.merges)]
+        tokenizer = _tokenizer(models.BPE(ids, merges))
+        tokenizer.normalizer = normalizers.Replace(UNKNOWN, self.special.unknown)
+        tokenizer.add_special_tokens([AddedToken(self.special.unknown, normalized=True)])
+        return tokenizer
+
+
+Vocabulary = WordPieces | BytePairs
+
+
+def train_byte_pairs(documents: Documents, size: int) -> BytePairs:
+    """Trains a byte-level vocabulary (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+
+    The same documents and size give the same vocabulary on every machine. It is kept in the cache.
+
+    Args:
+        documents: opens the stream of documents; called twice, it must give the same ones.
+        size: pieces at most; at least 261, for 256 bytes and five special tokens.
+    """
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]  # in this order they have RoBERTa's ids
+
+    def train(path: Path) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer = _tokenizer(models.BPE())
+        tokenizer.train_from_iterator((document.replace(UNKNOWN, "") for document in documents()), trainer)
+        tokenizer.save(str(path))
+
+    trained = cached_file("byte-pairs.json", itertools.chain([str(size), SPLIT], documents()), train)
+    model = json.loads(trained.read_text(encoding="utf-8"))["model"]
+    # A text that is about "</s>" must not become the token of that name.
+    merges = [" ".join(pair) for pair in model["merges"] if "".join(pair) not in special]
+    return BytePairs(sorted(model["vocab"], key=model["vocab"].get), merges)
+
+
+def read_vocabulary(tokenizer: str) -> Vocabulary:
+    """The vocabulary of a tokenizer that was saved with `Tokenizer.to_str()`."""
+    saved = json.loads(tokenizer)
+    model = saved["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].get)
+    if model["type"] == "BPE":
+        return BytePairs(pieces, [" ".join(pair) for pair in model["merges"]])
+    normalizer = saved["normalizer"]["normalizers"][-1]
+    return WordPieces(pieces, normalizer["lowercase"], normalizer["strip_accents"])
+
+
+def _tokenizer(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labelled texts, to fine-tune a classifier on: tasks of GLUE, generated pairs, or files of your own.
+
+GLUE: Wang et al. 2018, arXiv:1804.07461. MRPC (Dolan and Brockett 2005, "Automatically Constructing a Corpus of
+Sentential Paraphrases") asks whether two sentences say the same; SST-2 (Socher et al. 2013, "Recursive Deep Models for
+Semantic Compositionality over a Sentiment Treebank"), whether a film review is positive.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.data import roles
+from common.data.hub_corpora import hub_splits
+from common.data.labelled import Examples, LabelledTexts, check_examples, find_classes, hold_out, to_examples
+from common.data.tables import SUFFIXES, Row, read_rows
+from common.errors import UserError
+
+HUB_NAME = "nyu-mll/glue"
+STEMS = {"train": ("train",), "validation": ("dev", "validation"), "test": ("test",)}  # of a folder's files
+
+
+@dataclass(frozen=True)
+class Task:
+    """Columns of a GLUE task, in its own files and on the Hub, and the file that GLUE wants test predictions in."""
+
+    texts: tuple[str, ...]
+    label: str
+    hub_texts: tuple[str, ...]
+    submission: str
+
+
+TASKS = {
+    "mrpc": Task(("#1 String", "#2 String"), "Quality", ("sentence1", "sentence2"), "MRPC.tsv"),
+    "sst2": Task(("sentence",), "label", ("sentence",), "SST-2.tsv"),
+}
+
+
+def open_examples(task: str, data: str = "", text_columns: str = "", label_column: str = "") -> LabelledTexts:
+    """Reads a data set into memory.
+
+    Args:
+        task: one of
+            - `roles`: generated pairs (`common.data.roles`), which need no network;
+            - `mrpc`, `sst2`: of GLUE. `data` is a folder with GLUE's `train.tsv`, `dev.tsv` and, if there, `test.tsv`;
+              without one they come from the Hugging Face Hub (`nyu-mll/glue`), by the `datasets` library;
+            - `own`: `data` is yours.
+        data: for `own`, a .tsv, .csv or .jsonl file (see `common.data.tables.read_rows`), of which one example in 10,
+            chosen by a hash of its texts, is held out for validation; or a folder with such files named `train`, `dev`
+            or `validation`, and, if there, `test`, which may lack the labels.
+        text_columns: for `own`, the name of the texts' column, or two names with a comma between them.
+        label_column: for `own`, the name of the labels' column. The classes are the distinct labels in `train`,
+            sorted by value where all are numbers, otherwise as texts.
+
+    Raises:
+        UserError: when it cannot be read, or something in it is wrong.
+    """
+    if task != "own" and (text_columns or label_column):
+        raise UserError(
+            "--text-columns and --label-column are for files of your own: say --task own, or leave them out"
+        )
+    if task == "roles":
+        return _generated(data)
+    if task != "own":
+        return _from_glue(task, data)
+    return _own_files(data, text_columns, label_column)
+
+
+def write_predictions(path: Path, indices: list[str], labels: list[str]) -> None:
+    """Writes predictions as GLUE's submissions have them: a header, and one line an example.
+
+    Args:
+        path: of the file, which is replaced if it is there.
+        indices: names of the examples, [examples]; see `Examples`.
+        labels: names of the predicted classes, [examples].
+
+    Raises:
+        ValueError: when there are not as many of the ones as of the others.
+    """
+    lines = [f"{index}\t{label}\n" for index, label in zip(indices, labels, strict=True)]
+    path.write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8")
+
+
+def _own_columns(data: str, text_columns: str, label_column: str) -> tuple[str, ...]:
+    """The names of the texts' columns, checked."""
+    if not data:
+        raise UserError("--task own needs a file or a folder of yours: give --data")
+    if not text_columns or not label_column:
+        raise UserError("--task own needs the names of the columns: give --text-columns and --label-column")
+    names = tuple(name.strip() for name in text_columns.split(","))
+    if len(names) > 2 or not all(names) or len({*names, label_column}) <= len(names):
+        raise UserError(
+            f"--text-columns must be one name or two with a comma, other than --label-column {label_column}; "
+            f"got {text_columns}"
+        )
+    return names
+
+
+def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    files = {}
+    for split, stems in STEMS.items():
+        names = [stem + suffix for stem in stems for suffix in suffixes]
+        found = [folder / name for name in names if (folder / name).is_file()]
+        if len(found) > 1:
+            raise UserError(f"{folder} has both {found[0].name} and {found[1].name}; leave one of them there")
+        if found:
+            files[split] = found[0]
+        elif split != "test":
+            raise UserError(f"{folder} has no {' or '.join(names)}")
+    return files
+
+
+def _generated(data: str) -> LabelledTexts:
+    if data:
+        raise UserError("--task roles makes its own texts: leave out --data")
+    splits = {
+        split: Examples([pair[:2] for pair in pairs], [pair[2] for pair in pairs], list(map(str, range(len(pairs)))))
+        for split, pairs in roles.role_pairs().items()
+    }
+    return LabelledTexts(roles.CLASSES, splits, "test.tsv")
+
+
+def _from_glue(task: str, data: str) -> LabelledTexts:
+    known = TASKS[task]
+    if data:
+        tables = {split: list(read_rows(file)) for split, file in _split_files(Path(data), (".tsv",)).items()}
+        texts, label, index = known.texts, known.label, "index"
+    else:
+        tables = _from_hub(task)
+        texts, label, index = known.hub_texts, "label", "idx"
+    return _all_splits(tables, texts, label, ["0", "1"], index, known.submission)
+
+
+def _from_hub(task: str) -> dict[str, list[Row]]:
+    tables = hub_splits(HUB_NAME, task, knob="--data")
+    rows = {}
+    for split in STEMS:
+        rows[split] = [(f"{task} of {HUB_NAME}, {split}, row {n}", dict(row)) for n, row in enumerate(tables[split])]
+    if all(row["label"] == -1 for _, row in rows["test"]):  # how the Hub's copy writes that it has none
+        for _, row in rows["test"]:
+            del row["label"]
+    return rows
+
+
+def _own_files(data: str, text_columns: str, label_column: str) -> LabelledTexts:
+    texts = _own_columns(data, text_columns, label_column)
+    if Path(data).is_dir():
+        tables = {split: list(read_rows(file)) for split, file in _split_files(Path(data), SUFFIXES).items()}
+        classes = find_classes(tables["train"], label_column)
+        return _all_splits(tables, texts, label_column, classes, None, "test.tsv")
+    table = list(read_rows(Path(data)))
+    classes = find_classes(table, label_column)
+    splits = hold_out(to_examples(table, texts, label_column, classes, None))
+    check_examples(splits)
+    return LabelledTexts(classes, splits, "test.tsv")
+
+
+def _all_splits(
+    tables: dict[str, list[Row]],
+    texts: tuple[str, ...],
+    label: str,
+    classes: list[str],
+    index: str | None,
+    submission: str,
+) -> LabelledTexts:
+    splits = {}
+    for split, rows in tables.items():
+        unlabelled = split == "test" and not any(label in row for _, row in rows)
+        splits[split] = to_examples(rows, texts, None if unlabelled else label, classes, index)
+    check_examples(splits)
+    return LabelledTexts(classes, splits, submission)

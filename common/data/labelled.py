@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of tables as labelled texts."""
+
+import json
+import math
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from common.data.tables import Row, name_columns
+from common.errors import UserError
+
+HELD_OUT = 10  # one example in this many is the validation split of data that come without one
+
+
+@dataclass(frozen=True)
+class Examples:
+    """One split.
+
+    Attributes:
+        texts: the one or two texts of each example.
+        labels: places in the list of classes; None where the split has no labels, as GLUE's test.
+        indices: how predictions name the examples: by GLUE's column `index`, or else 0, 1, 2, ...
+    """
+
+    texts: list[tuple[str, ...]]
+    labels: list[int] | None
+    indices: list[str]
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """A data set.
+
+    Attributes:
+        classes: their names, as the files write them.
+        splits: "train", "validation", and "test" where there is one.
+        submission: the file name that GLUE wants for predictions of the test split; for other data, `test.tsv`.
+    """
+
+    classes: list[str]
+    splits: dict[str, Examples]
+    submission: str
+
+
+def find_classes(rows: list[Row], label: str) -> list[str]:
+    """The distinct labels in a column, sorted by value where all are numbers, otherwise as texts.
+
+    Raises:
+        UserError: when the column is not there, or a label is neither a text nor a whole number.
+    """
+    names = {_label(where, row, label) for where, row in rows}
+    try:
+        values = {name: float(name) for name in names}
+    except ValueError:
+        return sorted(names)
+    if not all(map(math.isfinite, values.values())):
+        return sorted(names)
+    return sorted(names, key=lambda name: (values[name], name))
+
+
+def to_examples(
+    rows: Iterable[Row], texts: tuple[str, ...], label: str | None, classes: list[str], index: str | None
+) -> Examples:
+    """The examples in the rows of a table.
+
+    Args:
+        rows: of `common.data.tables.read_rows`, or as those.
+        texts: names of one or two columns.
+        label: name of a column; None where the labels are not to be read.
+        classes: what may stand in it.
+        index: name of the column that names the examples; None to number them.
+
+    Raises:
+        UserError: when a column is not there, a text is no text, or a label is none of the classes.
+    """
+    labels: list[int] = []
+    found = Examples([], None if label is None else labels, [])
+    places = {name: place for place, name in enumerate(classes)}
+    for number, (where, row) in enumerate(rows):
+        found.texts.append(tuple(_text(where, row, name) for name in texts))
+        found.indices.append(str(number if index is None else row.get(index, number)))
+        if label is not None:
+            name = _label(where, row, label)
+            if name not in places:
+                raise UserError(f"{where}: the label {name!r} is none of {name_columns(classes)}")
+            labels.append(places[name])
+    return found
+
+
+def check_examples(splits: dict[str, Examples]) -> None:
+    """Checks that every split has an example, and the training split at least two classes.
+
+    Raises:
+        UserError: when it is not so.
+    """
+    for split, examples in splits.items():
+        if not examples.texts:
+            raise UserError(f"the split {split} has no examples. Give more, or a folder with a file for each split")
+    if len(set(splits["train"].labels or [])) < 2:
+        raise UserError("all labels of the split train are the same: there is nothing to learn")
+
+
+def hold_out(examples: Examples) -> dict[str, Examples]:
+    """Divides examples into "train" and "validation", one in 10, chosen by a hash of its texts."""
+    labels = examples.labels or []
+    held = [zlib.crc32("\n".join(texts).encode()) % HELD_OUT == 0 for texts in examples.texts]
+
+    def part(validation: bool) -> Examples:
+        kept = [place for place, is_held in enumerate(held) if is_held == validation]
+        return Examples(
+            [examples.texts[place] for place in kept],
+            [labels[place] for place in kept],
+            [examples.indices[place] for place in kept],
+        )
+
+    return {"train": part(False), "validation": part(True)}
+
+
+def _text(where: str, row: dict[str, Any], name: str) -> str:
+    value = _value(where, row, name)
+    if not isinstance(value, str) or not _is_unicode(value):
+        raise UserError(f"{where}: {name} must be a text, in quotes; got {name_columns([json.dumps(value)])}")
+    return value
+
+
+def _label(where: str, row: dict[str, Any], name: str) -> str:
+    value = _value(where, row, name)
+    if isinstance(value, int):
+        return json.dumps(value)
+    if not isinstance(value, str) or not _is_unicode(value) or set(value) & set("\t\r\n"):
+        raise UserError(f"{where}: {name} must be a line of text or a whole number; got {json.dumps(value)}")
+    return value
+
+
+def _value(where: str, row: dict[str, Any], name: str) -> Any:
+    if name not in row:
+        raise UserError(f"{where} has no column {name}; it has {name_columns(row)}")
+    return row[name]
+
+
+def _is_unicode(text: str) -> bool:
+    """False where it has half a character, as JSON can write one: such a text cannot be saved."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

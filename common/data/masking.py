@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masked-language-model inputs and labels, by BERT's rule (Devlin et al. 2018, arXiv:1810.04805, section 3.1)."""
+
+import dataclasses
+
+import tensorflow as tf
+
+from common.data.byte_pairs import Vocabulary
+from common.data.wordpiece import WordPieces
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskingRule:
+    """What is masked, and with what.
+
+    Args:
+        vocabulary_size: ids from which a random token is drawn.
+        mask_id: id of [MASK].
+        pad_id: id of [PAD].
+        never_masked: ids that are never chosen: those of padding, start, end, and unknown words, which teach nothing.
+        segments: whether the model takes segment ids, as BERT does.
+        rate: share of a sequence's tokens that are chosen.
+    """
+
+    vocabulary_size: int
+    mask_id: int
+    pad_id: int
+    never_masked: tuple[int, ...]
+    segments: bool = True
+    rate: float = 0.15
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, rate: float) -> "MaskingRule":
+        """The rule for a model with this vocabulary: BERT, or RoBERTa, which has no segments."""
+        ids = {name: vocabulary.pieces.index(piece) for name, piece in dataclasses.asdict(vocabulary.special).items()}
+        mask_id = ids.pop("mask")
+        segments = isinstance(vocabulary, WordPieces)
+        return cls(len(vocabulary.pieces), mask_id, ids["pad"], tuple(ids.values()), segments, rate)
+
+
+def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
+    """Chooses tokens, hides them, and keeps them as labels.
+
+    Of the chosen, 80 % become [MASK], 10 % a random token, 10 % stay. A sequence with n tokens that may be chosen has
+    round(rate * n) chosen, at least one. A sequence's masks are a pure function of its tokens and its seed, however
+    far it is padded.
+
+    Args:
+        ids: int32 [batch, length], padded with `rule.pad_id`.
+        seeds: int64 [batch, 2], one for each sequence.
+        rule: what is masked, and with what.
+
+    Returns:
+        `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM` with slots = round(rate * length), at least one:
+        x has int32 `token_ids`, `padding_mask` and, for BERT, `segment_ids` [batch, length], and `mask_positions`
+        [batch, slots]; y is the chosen tokens' ids, int32 [batch, slots]; sample_weight is 1.0 for a chosen token and
+        0.0 for an unused slot.
+    """
+    length = tf.shape(ids)[1]
+    slots = tf.maximum(_round(rule.rate * tf.cast(length, tf.float32)), 1)
+    # A position's numbers are the same whatever the length is: how far a sequence is padded depends on its neighbours.
+    noise = tf.reshape(uniform_noise(seeds, 3 * length), [-1, length, 3])
+    priority, choice, replacement = tf.unstack(noise, axis=2)
+
+    may_be_chosen = tf.reduce_all(ids[..., None] != tf.constant(rule.never_masked), axis=-1)
+    candidates = tf.reduce_sum(tf.cast(may_be_chosen, tf.int32), axis=1)
+    chosen = tf.minimum(tf.maximum(_round(rule.rate * tf.cast(candidates, tf.float32)), 1), candidates)
+    order = tf.argsort(tf.where(may_be_chosen, priority, 2.0), axis=1)[:, :slots]  # the chosen come first
+    used = tf.range(slots) < chosen[:, None]
+    positions = tf.where(used, order, 0)
+    labels = tf.where(used, tf.gather(ids, positions, batch_dims=1), rule.pad_id)
+
+    how = tf.gather(choice, order, batch_dims=1)
+    random_ids = tf.cast(tf.gather(replacement, order, batch_dims=1) * rule.vocabulary_size, tf.int32)
+    hidden = tf.where(how < 0.8, rule.mask_id, tf.where(how < 0.9, random_ids, labels))
+    # An unused slot writes to position `length`, which is cut off.
+    rows = tf.broadcast_to(tf.range(tf.shape(ids)[0])[:, None], tf.shape(order))
+    target = tf.stack([rows, tf.where(used, order, length)], axis=-1)
+    token_ids = tf.tensor_scatter_nd_update(tf.pad(ids, [[0, 0], [0, 1]]), target, hidden)[:, :length]
+
+    x = {
+        "token_ids": token_ids,
+        "padding_mask": tf.cast(ids != rule.pad_id, tf.int32),
+        "mask_positions": positions,
+    } | ({"segment_ids": tf.zeros_like(ids)} if rule.segments else {})
+    return x, labels, tf.cast(used, tf.float32)
+
+
+def uniform_noise(seeds: tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
+    """Numbers in [0, 1) for each of many seeds at once, by SplitMix64 (Steele, Lea and Flood 2014).
+
+    TensorFlow's stateless generators take one seed a call, and a loop of calls costs more than all the rest of masking.
+
+    Args:
+        seeds: int64 [batch, 2].
+        count: numbers for each.
+
+    Returns:
+        float32 [batch, count], multiples of 2^-24.
+    """
+    first, second = tf.unstack(tf.bitcast(seeds, tf.uint64)[:, None], axis=2)
+    state = _mixed(_mixed(first) + second)
+    steps = tf.cast(tf.range(1, count + 1), tf.uint64) * tf.constant(0x9E3779B97F4A7C15, tf.uint64)
+    return tf.cast(_shifted(_mixed(state + steps), 40), tf.float32) * 2.0**-24
+
+
+def _mixed(z: tf.Tensor) -> tf.Tensor:
+    z = (z ^ _shifted(z, 30)) * tf.constant(0xBF58476D1CE4E5B9, tf.uint64)
+    z = (z ^ _shifted(z, 27)) * tf.constant(0x94D049BB133111EB, tf.uint64)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: tf.Tensor, bits: int) -> tf.Tensor:
+    return tf.bitwise.right_shift(z, tf.constant(bits, tf.uint64))
+
+
+def _round(x: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.round(x), tf.int32)

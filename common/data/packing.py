@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From documents to sequences of token ids of one length, kept in the cache."""
+
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from tokenizers import Tokenizer
+
+from common.data.byte_pairs import Vocabulary
+from common.data.corpora import NEEDED_SPLITS, Documents
+from common.data.order import NO_EXAMPLE
+from common.errors import UserError
+from common.run.caching import cached_file
+
+DOCUMENTS_AT_ONCE = 256  # tokenised in one call, on all cores
+BUCKETS = (32, 64, 128, 256, 512)
+
+
+def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int, pack: bool) -> tf.Tensor:
+    """Tokenises documents into sequences, or takes them from the cache.
+
+    Args:
+        documents: opens the stream of documents; called twice, it must give the same ones.
+        vocabulary: whose tokenizer is used.
+        seq_length: tokens in a sequence, [CLS] and [SEP] included.
+        pack: True for documents, each with [SEP] at its end, concatenated and cut every `seq_length - 2` tokens, so
+            that only the last sequence has padding; False for one sequence a line, cut at `seq_length`.
+
+    Returns:
+        A tensor [sequences, seq_length] of ids, uint16 or int32, in host memory; each sequence is [CLS], tokens,
+        [SEP], and [PAD] to its end.
+
+    Raises:
+        UserError: when there are tokens, and the vocabulary knows none of them.
+    """
+    dtype = np.dtype(np.uint16 if len(vocabulary.pieces) <= 2**16 else np.int32)
+    tokenizer, special = vocabulary.tokenizer(), vocabulary.special
+    pad, start, end = map(vocabulary.pieces.index, (special.pad, special.start, special.end))
+
+    def write(path: Path) -> None:
+        texts = documents() if pack else (line for document in documents() for line in document.splitlines())
+        encoded = filter(None, _encoded(texts, tokenizer))
+        bodies = _packed(encoded, end, seq_length - 2) if pack else (ids[: seq_length - 2] for ids in encoded)
+        with path.open("wb") as file:
+            for body in bodies:
+                sequence = np.full(seq_length, pad, dtype)
+                sequence[: len(body) + 2] = [start, *body, end]
+                file.write(sequence.tobytes())
+
+    inputs = itertools.chain([tokenizer.to_str(), str(seq_length), str(pack)], documents())
+    path = cached_file("sequences", inputs, write)
+    empty = np.empty((0, seq_length), dtype)
+    sequences = np.memmap(path, dtype, mode="r").reshape(-1, seq_length) if path.stat().st_size else empty
+    teach_nothing = [
+        vocabulary.pieces.index(piece) for piece in (special.pad, special.start, special.end, special.unknown)
+    ]
+    if len(sequences) and all(np.isin(sequence, teach_nothing).all() for sequence in sequences):
+        raise UserError(
+            "the vocabulary knows none of the text's words. Give the text's own, or none, to have one trained"
+        )
+    with tf.device("CPU"):
+        return tf.constant(sequences)
+
+
+def drop_empty(sequences: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """The splits without a test split that has no sequence, of which it tells; train and validation stay."""
+    for split in sequences:
+        if not len(sequences[split]) and split not in NEEDED_SPLITS:
+            print(f"{split}: there is no text, so it is left out", flush=True)
+    return {split: part for split, part in sequences.items() if len(part) or split in NEEDED_SPLITS}
+
+
+def _packed(encoded: Iterable[list[int]], end: int, length: int) -> Iterator[list[int]]:
+    waiting = []
+    for ids in encoded:
+        waiting += [*ids, end]
+        whole = len(waiting) // length * length
+        yield from (waiting[start : start + length] for start in range(0, whole, length))
+        del waiting[:whole]
+    if waiting:
+        yield waiting
+
+
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    texts = iter(texts)
+    while group := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
+        for encoding in tokenizer.encode_batch_fast(group, add_special_tokens=False):
+            yield encoding.ids
+
+
+def checksums(sequences: dict[str, tf.Tensor]) -> dict[str, int]:
+    """A checksum of the sequences of each split."""
+    return {split: zlib.crc32(part.numpy()) for split, part in sequences.items()}
+
+
+def count_tokens(sequences: dict[str, tf.Tensor], pad_id: int) -> dict[str, tuple[int, int]]:
+    """The number of sequences in each split, and of tokens in them, padding not counted."""
+    return {split: (len(part), int(np.count_nonzero(part.numpy() != pad_id))) for split, part in sequences.items()}
+
+
+def read_sequences(sequences: tf.Tensor, examples: tf.Tensor, pad_id: int, trim: bool) -> tf.Tensor:
+    """Token ids of the examples, for use in `Dataset.map`.
+
+    Args:
+        sequences: tensor [sequences, seq_length].
+        examples: int64 vector; `order.NO_EXAMPLE` gives a row of padding, which has no token and no label and so weighs
+            nothing.
+        pad_id: id of [PAD].
+        trim: cut padding off to the shortest bucket length (32, 64, 128, ...) that holds the longest of these examples.
+
+    Returns:
+        int32 [examples, seq_length], or, trimmed, [examples, None].
+    """
+    ids = tf.cast(tf.gather(sequences, tf.maximum(examples, 0)), tf.int32)
+    ids = tf.where((examples == NO_EXAMPLE)[:, None], pad_id, ids)
+    if not trim:
+        return ids
+    longest = tf.reduce_max(tf.math.count_nonzero(ids != pad_id, axis=1))
+    buckets = tf.constant([*BUCKETS, max(sequences.shape[1], *BUCKETS)], tf.int64)
+    return ids[:, : tf.reduce_min(tf.boolean_mask(buckets, buckets >= longest))]

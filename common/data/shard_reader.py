@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads TFRecord shards in an order that is a pure function of (seed, epoch, position).
+
+As in `common.data.order`, a run is one long row of positions, and step k takes those from k * batch on. Here the row is
+divided into lanes: position p is in lane p mod L, and lane l reads the shards l, l + L, l + 2 L, ... L is the greatest
+number that divides both the shards and the global batch, so it does not depend on who reads. Reader r of R takes the
+positions r, r + R, ...: where R divides L, these are whole lanes, and no other reader opens their shards.
+
+In each epoch a lane's shards come in another order, four at a time, and every 4,096 sequences that come are shuffled.
+Lanes that are shorter than the longest end with places without an example, which weigh nothing.
+"""
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from common.data.order import NO_EXAMPLE
+
+DRAWER = 4096  # sequences of a lane that are shuffled together
+SHARDS_AT_ONCE = 4
+
+
+def steps_in_shards(shards: list[dict[str, Any]], global_batch_size: int) -> int:
+    """Steps in which every sequence of a split is read once; from the manifest, nothing is read.
+
+    Args:
+        shards: of a split, as in the manifest.
+        global_batch_size: sequences in one step, over all replicas.
+    """
+    lanes = _lanes(shards, global_batch_size)
+    longest = max(sum(shard["sequences"] for shard in shards[lane::lanes]) for lane in range(lanes))
+    return -(-longest * lanes // global_batch_size)
+
+
+def read_shards(
+    folder: str,
+    shards: list[dict[str, Any]],
+    global_batch_size: int,
+    epochs: int,
+    first_step: int = 0,
+    shuffle_seed: int | None = None,
+    num_readers: int = 1,
+    reader: int = 0,
+) -> tf.data.Dataset:
+    """One reader's share of a run.
+
+    Args:
+        folder: where the shards are.
+        shards: of a split, as in the manifest.
+        global_batch_size: sequences in one step, over all replicas.
+        epochs: of the run.
+        first_step: at which the run goes on.
+        shuffle_seed: None for the shards' own order.
+        num_readers: see the module.
+        reader: this one's number.
+
+    Returns:
+        Elements are scalars (epoch, example, record): int64; int64, the number of a sequence in its split, or -1 for a
+        place without one; and a string for `decode_sequences`, empty for such a place.
+    """
+    lanes = _lanes(shards, global_batch_size)
+    places = steps_in_shards(shards, global_batch_size) * global_batch_size
+    firsts = [sum(shard["sequences"] for shard in shards[:i]) for i in range(len(shards))]
+    paths = [f"{folder}/{shard['file']}" for shard in shards]
+    whole_lanes = lanes % num_readers == 0
+    own = range(reader, lanes, num_readers) if whole_lanes else range(lanes)
+
+    def shard(path: tf.Tensor, first: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.TFRecordDataset(path).enumerate(first)
+
+    def lane(number: int, epoch: tf.Tensor) -> tf.data.Dataset:
+        files = tf.constant(paths[number::lanes]), tf.constant(firsts[number::lanes], tf.int64)
+        if shuffle_seed is not None:
+            seed = shuffle_seed * 2**32 + epoch * lanes + number
+            files = _shuffled(files, seed, -1)
+        examples = tf.data.Dataset.from_tensor_slices(files).interleave(shard, cycle_length=SHARDS_AT_ONCE)
+        if shuffle_seed is not None:
+            drawers = examples.batch(DRAWER).enumerate()
+            examples = drawers.map(lambda drawer, content: _shuffled(content, seed, drawer)).unbatch()
+        missing = places // lanes - sum(part["sequences"] for part in shards[number::lanes])
+        nothing = tf.data.Dataset.from_tensors((tf.constant(NO_EXAMPLE, tf.int64), "")).repeat(missing)
+        return examples.concatenate(nothing)
+
+    def epoch_row(epoch: tf.Tensor) -> tf.data.Dataset:
+        turns = tf.data.Dataset.range(len(own)).repeat()
+        row = tf.data.Dataset.choose_from_datasets([lane(number, epoch) for number in own], turns)
+        return row.map(lambda example, record: (epoch, example, record))
+
+    epoch, skipped = divmod(first_step * global_batch_size, places)
+    row = tf.data.Dataset.range(epoch, epochs).flat_map(epoch_row)
+    if whole_lanes:
+        return row.skip(skipped // num_readers)
+    return row.skip(skipped).shard(num_readers, reader)
+
+
+def decode_sequences(records: tf.Tensor, seq_length: int, pad_id: int) -> tf.Tensor:
+    """Token ids of records, for use in `Dataset.map`.
+
+    Args:
+        records: strings [batch] of `read_shards`.
+        seq_length: of the shards.
+        pad_id: fills the sequence of an empty record, which has no token.
+
+    Returns:
+        int32 [batch, seq_length].
+    """
+    padding = tf.constant([pad_id] * seq_length, tf.int64)
+    features = {"token_ids": tf.io.FixedLenFeature([seq_length], tf.int64, default_value=padding)}
+    return tf.cast(tf.io.parse_example(records, features)["token_ids"], tf.int32)
+
+
+def _lanes(shards: list[dict[str, Any]], global_batch_size: int) -> int:
+    return math.gcd(len(shards), global_batch_size)
+
+
+def _shuffled(parts: tuple[tf.Tensor, tf.Tensor], seed: tf.Tensor, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Two tensors in the same new order, a function of the seed and the number: `Dataset.shuffle` draws from more."""
+    noise = tf.random.stateless_uniform(tf.shape(parts[0]), tf.stack([seed, tf.cast(number, tf.int64)]))
+    return tuple(tf.gather(part, tf.argsort(noise)) for part in parts)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labelled texts as BERT's classifier takes them: encoded once, read in an order that is a function of seed and step.
+
+Each batch is padded to the shortest of a few lengths that holds its longest example, not to the maximum: few lengths,
+for each makes TensorFlow trace its graph once.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from common.data.byte_pairs import Vocabulary
+from common.data.labelled import LabelledTexts
+from common.data.order import NO_EXAMPLE, global_batch_size, locate
+from common.data.packing import read_sequences
+
+Batch = tuple[dict[str, tf.Tensor], tf.Tensor]
+
+
+def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length: int) -> np.ndarray:
+    """Token ids, [examples, seq_length]: [CLS] first [SEP], or [CLS] first [SEP] second [SEP], then [PAD].
+
+    Two texts that are too long share the room equally, and what one leaves is the other's, as in KerasHub's packer.
+    """
+    tokenizer, special = vocabulary.tokenizer(), vocabulary.special
+    pad, start, end = (tokenizer.token_to_id(token) for token in (special.pad, special.start, special.end))
+    dtype = np.uint16 if len(vocabulary.pieces) <= 2**16 else np.int32
+    encoded = np.full((len(texts), seq_length), pad, dtype)
+    columns = [tokenizer.encode_batch_fast(column, add_special_tokens=False) for column in zip(*texts, strict=True)]
+    for row, parts in zip(encoded, zip(*columns, strict=True), strict=True):
+        first, *second = [part.ids for part in parts]
+        room = seq_length - len(parts) - 1
+        if second:
+            second = second[0][: max(room // 2, room - len(first))]
+            ids = [start, *first[: room - len(second)], end, *second, end]
+        else:
+            ids = [start, *first[:room], end]
+        row[: len(ids)] = ids
+    return encoded
+
+
+def numbered_batches(
+    encoded: np.ndarray,
+    vocabulary: Vocabulary,
+    batch_size: int,
+    replicas: int,
+    steps: range,
+    shuffle_seed: int | None = None,
+    num_shards: int = 1,
+    shard: int = 0,
+) -> tf.data.Dataset:
+    """One shard's batches (x, examples), of a replica's size each: a pure function of the seed and the step.
+
+    Args:
+        encoded: of `encode`.
+        vocabulary: it was encoded with.
+        batch_size: examples on each replica in a step.
+        replicas: over all workers.
+        steps: of the run; an epoch has `order.steps_per_epoch`.
+        shuffle_seed: each epoch has an order of its own; None for the examples' own order.
+        num_shards, shard: as `strategy.distribute` gives them.
+
+    Returns:
+        x: BERT's inputs, int32 [batch_size, length of the global batch]. examples: int64 [batch_size], rows of
+        `encoded`; `order.NO_EXAMPLE` for one that only fills the place.
+    """
+    batch_of = batches_by_step(encoded, vocabulary, global_batch_size(batch_size, replicas), shuffle_seed)
+
+    def replica_batches(step):
+        own = tf.nest.map_structure(lambda part: part[shard::num_shards], batch_of(step))
+        return tf.nest.map_structure(
+            lambda part: tf.reshape(part, tf.concat([[-1, batch_size], tf.shape(part)[1:]], axis=0)), own
+        )
+
+    return (
+        tf.data.Dataset.range(steps.start, steps.stop).map(replica_batches, num_parallel_calls=2).unbatch().prefetch(8)
+    )
+
+
+def batches_by_step(
+    encoded: np.ndarray, vocabulary: Vocabulary, batch_size: int, shuffle_seed: int | None = None
+) -> Callable[[tf.Tensor], Batch]:
+    """A function from a step, int64, to its batch (x, examples), for use in a graph; see `numbered_batches`."""
+    pad, end = (vocabulary.pieces.index(piece) for piece in (vocabulary.special.pad, vocabulary.special.end))
+    with tf.device("CPU"):
+        sequences = tf.constant(encoded)
+
+    def batch_of(step):
+        positions = step * batch_size + tf.range(batch_size, dtype=tf.int64)
+        _, examples = locate(positions, len(encoded), batch_size, shuffle_seed)
+        ids = read_sequences(sequences, examples, pad, trim=True)
+        is_token = tf.cast(ids != pad, tf.int32)
+        segments = tf.minimum(tf.cumsum(tf.cast(ids == end, tf.int32), axis=1, exclusive=True), 1) * is_token
+        return {"token_ids": ids, "segment_ids": segments, "padding_mask": is_token}, examples
+
+    return batch_of
+
+
+def with_labels(labels: Sequence[int] | None) -> Callable:
+    """A function from (x, examples) to (x, y, weight): labels, and weights, 0 for a place that is only filled."""
+    assert labels is not None, "the split has no labels"
+    by_example = tf.constant(labels, tf.int32)
+
+    def look_up(x, examples):
+        return x, tf.gather(by_example, tf.maximum(examples, 0)), tf.cast(examples != NO_EXAMPLE, tf.float32)
+
+    return look_up
+
+
+def labelled(make_batches: Callable[..., tf.data.Dataset], labels: Sequence[int] | None) -> Callable:
+    """A function that makes batches (x, y, weight) of those (x, examples) that another makes; see `with_labels`."""
+    return lambda **shard: make_batches(**shard).map(with_labels(labels))
+
+
+def in_order(batches: Iterable[tuple[tf.Tensor, tf.Tensor]], num_examples: int) -> np.ndarray:
+    """Rows for all examples, [examples, columns], from batches of (examples, rows), in which each comes once."""
+    parts = [(examples.numpy(), rows.numpy()) for examples, rows in batches]
+    result = np.full((num_examples, parts[0][1].shape[1]), np.nan, np.float32)
+    for examples, rows in parts:
+        result[examples[examples != NO_EXAMPLE]] = rows[examples != NO_EXAMPLE]
+    return result
+
+
+def checksums(encoded: dict[str, np.ndarray], texts: LabelledTexts) -> dict[str, int]:
+    """A checksum of the ids and labels of each split."""
+    return {
+        split: zlib.crc32(np.array(texts.splits[split].labels or [], np.int32).data, zlib.crc32(ids.data))
+        for split, ids in encoded.items()
+    }

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BERT's vocabularies and tokenizers: WordPiece, by the `tokenizers` library.
+
+A preset is saved with KerasHub's tokenizer for the same vocabulary; a test holds that both give the same ids. Letters
+that have no single lower-case letter differ: of the German sharp s, KerasHub makes ss.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from common.data.corpora import Documents
+from common.errors import UserError
+from common.run.caching import cached_file
+
+UNKNOWN = "[UNK]"  # how a corpus writes a word that it has left out
+ALPHABET_SIZE = 200  # characters that a trained vocabulary knows at most, the most frequent ones
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The pieces that stand for no text."""
+
+    pad: str
+    unknown: str
+    start: str
+    end: str
+    mask: str
+
+
+@dataclass(frozen=True)
+class WordPieces:
+    """A vocabulary of BERT.
+
+    Attributes:
+        pieces: their places in the list are their ids.
+        lowercase: whether a text is lower-cased before its pieces are looked up.
+        strip_accents: whether its accents are taken off.
+    """
+
+    pieces: list[str]
+    lowercase: bool
+    strip_accents: bool
+
+    special: ClassVar[SpecialTokens] = SpecialTokens("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
+
+    def tokenizer(self) -> Tokenizer:
+        """A tokenizer: `encode(text, add_special_tokens=False).ids`.
+
+        `[UNK]` in a text is one token, as corpora that come with unknown words need it. The other special tokens' names
+        are taken as ordinary text, for a corpus may well write about `[MASK]` or `[PAD]`.
+        """
+        ids = {piece: index for index, piece in enumerate(self.pieces)}
+        tokenizer = _tokenizer(models.WordPiece(ids, unk_token=UNKNOWN), self.lowercase, self.strip_accents)
+        tokenizer.add_special_tokens([UNKNOWN])
+        return tokenizer
+
+
+def train_wordpieces(documents: Documents, size: int) -> WordPieces:
+    """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` pieces.
+
+    The same documents and size give the same vocabulary on every machine. It is kept in the cache.
+
+    Args:
+        documents: opens the stream of documents; called several times, it must give the same ones.
+        size: at least 100.
+    """
+    tokenizer = _tokenizer(models.WordPiece(unk_token=UNKNOWN), lowercase=True, strip_accents=True)
+    normalizer = _normalizer(lowercase=True, strip_accents=True)  # the tokenizer's own is locked while it trains
+    untrained = tokenizer.to_str()
+
+    def texts() -> Iterator[str]:
+        return (normalizer.normalize_str(document) for document in documents())
+
+    def train(path: Path) -> None:
+        characters: Counter[str] = Counter()
+        for text in texts():
+            characters.update(text)
+        by_count = sorted(set(characters) - set(" "), key=lambda c: (-characters[c], c))
+        known = min(ALPHABET_SIZE, size // 4)
+        rare = str.maketrans(dict.fromkeys(by_count[known:], " "))
+        # The trainer numbers pieces of one character in the order of a hash table, another one in each process, and
+        # settles ties by number. Given as special tokens, they have their numbers beforehand.
+        alphabet = [piece for character in sorted(by_count[:known]) for piece in (character, "##" + character)]
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=size, special_tokens=[*dataclasses.astuple(WordPieces.special), *alphabet], show_progress=False
+        )
+        tokenizer.train_from_iterator((text.translate(rare) for text in texts()), trainer)
+        pieces = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        path.write_text("".join(f"{piece}\n" for piece, _ in pieces), encoding="utf-8")
+
+    return load_wordpieces(cached_file("vocabulary.txt", itertools.chain([str(size), untrained], documents()), train))
+
+
+def load_wordpieces(path: str | Path) -> WordPieces:
+    """Reads a vocabulary file: one piece a line, the line's number (from 0) is its id.
+
+    As in BERT, a vocabulary in which only the special pieces have capital letters is for text that is lower-cased and
+    stripped of accents.
+
+    Raises:
+        UserError: when the file is missing or lacks one of BERT's special tokens.
+    """
+    try:
+        pieces = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the vocabulary {path}: {error}") from error
+    if missing := [token for token in dataclasses.astuple(WordPieces.special) if token not in pieces]:
+        raise UserError(f"the vocabulary {path} lacks {' '.join(missing)}; give a BERT WordPiece file")
+    uncased = all(piece == piece.lower() for piece in pieces if not piece.startswith("["))
+    return WordPieces(pieces, lowercase=uncased, strip_accents=uncased)
+
+
+def _tokenizer(model: models.WordPiece, lowercase: bool, strip_accents: bool) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = _normalizer(lowercase, strip_accents)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _normalizer(lowercase: bool, strip_accents: bool) -> normalizers.Normalizer:
+    # As in KerasHub, a character that is not seen, such as the one that joins emoji, parts words; BERT's own tokenizer
+    # takes it out.
+    return normalizers.Sequence(
+        [
+            normalizers.Replace(Regex(r"[\p{Cc}\p{Cf}]"), " "),
+            normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents),
+        ]
+    )

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds this process's place among the workers that train together.
+
+A worker is a process; its place is in `TF_CONFIG`, the environment variable that TensorFlow reads. Where that is not
+set, it is made from what Slurm or Kubernetes set. Worker 0 is the chief, which writes the run's files.
+"""
+
+import ipaddress
+import json
+import os
+import re
+import socket
+from typing import Any
+
+from common.errors import UserError
+
+PORT = 8888  # of workers that a scheduler starts
+JOBS = ("chief", "worker", "ps")
+
+
+def tf_config() -> dict[str, Any]:
+    """What `TF_CONFIG` holds, made from the scheduler's variables where it is not set; empty for a process of its own.
+
+    https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
+
+    - Slurm: `srun` with more than one task; TensorFlow's `SlurmClusterResolver` reads its variables.
+    - Kubernetes, an indexed Job: `JOB_COMPLETION_INDEX`, which Kubernetes sets, and `JOB_NAME`, `JOB_SERVICE` (the
+      headless service) and `JOB_WORKERS`, which the manifest sets.
+
+    Raises:
+        UserError: when a variable is malformed.
+    """
+    if "TF_CONFIG" not in os.environ:
+        if whole_number("SLURM_STEP_NUM_TASKS", 1) > 1:
+            os.environ["TF_CONFIG"] = json.dumps(_from_slurm())
+        elif "JOB_COMPLETION_INDEX" in os.environ and "JOB_SERVICE" in os.environ:
+            os.environ["TF_CONFIG"] = json.dumps(_from_kubernetes())
+    try:
+        config = json.loads(os.environ.get("TF_CONFIG") or "{}")
+        if config != {}:
+            jobs, task = config["cluster"], config["task"]
+            if task["type"] not in JOBS:
+                raise ValueError(f"a task of type {task['type']!r}, where there are {', '.join(JOBS)}")
+            if not 0 <= task["index"] < len(jobs[task["type"]]):
+                raise ValueError(f"there is no {task['type']} {task['index']}")
+            if wrong := [address for job in jobs.values() for address in job if not is_address(address)]:
+                raise ValueError(f"{wrong[0]!r} is not host:port")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"TF_CONFIG is malformed ({type(error).__name__}: {error}). It must be like "
+            '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
+        ) from error
+    return config
+
+
+def whole_number(variable: str, default: int) -> int:
+    """What an environment variable holds; the default where it is empty or not set.
+
+    Raises:
+        UserError: when that is no whole number above 0.
+    """
+    text = os.environ.get(variable) or str(default)
+    if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
+        raise UserError(f"{variable} must be a whole number from 1 to 999999, not {text!r}")
+    return int(text)
+
+
+def worker_config(addresses: list[str], index: int) -> dict[str, Any]:
+    """The `TF_CONFIG` of worker `index` among those at the addresses `host:port`."""
+    return {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+
+
+def is_address(text: str) -> bool:
+    """Whether it is `host:port`, an IPv6 address in brackets as in `[::1]:8888`."""
+    host, _, port = text.rpartition(":")
+    in_brackets = host[:1] + host[-1:] == "[]"
+    return bool(host.strip("[]")) and in_brackets == (":" in host) and port.isdecimal() and 0 < int(port) < 2**16
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of `host:port`, as `socket` takes them: `("::1", 8888)` of `[::1]:8888`."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def all_on_this_machine() -> bool:
+    """Whether each process of the cluster has an address of loopback, as this machine resolves it.
+
+    One that has proves nothing: `/etc/hosts` often gives loopback for the machine's own name.
+    """
+
+    def at_loopback(address: str) -> bool:
+        try:
+            found = socket.getaddrinfo(*host_and_port(address), type=socket.SOCK_STREAM)
+        except OSError:  # another machine's, which cannot be resolved yet
+            return False
+        return all(ipaddress.ip_address(str(place[0]).split("%")[0]).is_loopback for *_, place in found)
+
+    return all(at_loopback(address) for job in tf_config()["cluster"].values() for address in job)
+
+
+def parameter_server_config(addresses: list[str], servers: int, index: int) -> dict[str, Any]:
+    """The `TF_CONFIG` of process `index` where the first is the chief, the last are servers, the others workers."""
+    first_server = len(addresses) - servers
+    jobs = {"chief": addresses[:1], "worker": addresses[1:first_server], "ps": addresses[first_server:]}
+    kind = "chief" if index == 0 else "worker" if index < first_server else "ps"
+    return {"cluster": jobs, "task": {"type": kind, "index": jobs[kind].index(addresses[index])}}
+
+
+def has_parameter_servers() -> bool:
+    """Whether workers train each at its own pace, on variables that servers hold."""
+    return "ps" in tf_config().get("cluster", {})
+
+
+def workers() -> list[str]:
+    """Addresses of all workers that train in step, the chief's first; empty for a process of its own."""
+    cluster = {} if has_parameter_servers() else tf_config().get("cluster", {})
+    return [*cluster.get("chief", []), *cluster.get("worker", [])]
+
+
+def num_workers() -> int:
+    """Worker processes that train in step; 1 for a process of its own, and with parameter servers."""
+    return len(workers()) or 1
+
+
+def worker_index(config: dict[str, Any] | None = None) -> int:
+    """A process's place by its `TF_CONFIG`, this one's by default; 0 is the chief, and servers come last."""
+    config = tf_config() if config is None else config
+    if not config:
+        return 0
+    order = [job for job in JOBS if job in config["cluster"]]
+    before = order[: order.index(config["task"]["type"])]
+    return sum(len(config["cluster"][job]) for job in before) + config["task"]["index"]
+
+
+def is_chief() -> bool:
+    """Whether this process is the one that writes the run's files."""
+    return worker_index() == 0
+
+
+def _from_slurm() -> dict[str, Any]:
+    import tensorflow as tf  # not above: `launch` needs the rest of this file without it
+
+    try:
+        # It would ask nvidia-smi for GPUs, and fails without one; which GPUs a task sees is Slurm's own business.
+        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+            port_base=PORT, gpus_per_node=2**10, gpus_per_task=1, auto_set_gpu=False
+        )
+        addresses = resolver.cluster_spec().as_dict()["worker"]
+        # It sorts the nodes by name, n10 before n2, where Slurm numbers its tasks in the node list's order.
+        own = f"{os.environ['SLURMD_NODENAME']}:{PORT + int(os.environ['SLURM_LOCALID'])}"
+        return worker_config(addresses, addresses.index(own))
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"cannot tell the workers' places from Slurm's variables ({error}); set TF_CONFIG") from error
+
+
+def _from_kubernetes() -> dict[str, Any]:
+    try:
+        name, service = os.environ["JOB_NAME"], os.environ["JOB_SERVICE"]
+        addresses = [f"{name}-{i}.{service}:{PORT}" for i in range(int(os.environ["JOB_WORKERS"]))]
+        return worker_config(addresses, int(os.environ["JOB_COMPLETION_INDEX"]))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"JOB_NAME, JOB_SERVICE and JOB_WORKERS must be set in the Job's manifest ({error})") from error

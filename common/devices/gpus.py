@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVIDIA's GPUs of this machine, by `nvidia-smi`: for what must know of them before TensorFlow is imported."""
+
+import itertools
+import os
+import subprocess
+
+from common.errors import UserError
+
+
+def gpu_names() -> list[str]:
+    """A line for each GPU of the machine; empty where `nvidia-smi` does not answer."""
+    try:
+        lines = subprocess.check_output(["nvidia-smi", "--list-gpus"], text=True, stderr=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [line for line in lines.splitlines() if line.startswith("GPU ")]  # without the parts of those that are split
+
+
+def visible_gpus() -> list[str]:
+    """What `CUDA_VISIBLE_DEVICES` calls each GPU that this process may use; where it is not set, all of the machine's.
+
+    As CUDA reads it, the first one that is not there ends the list:
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
+    """
+    found = [str(i) for i in range(len(gpu_names()))]
+    if not found or "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return found
+    told = (name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+    # It numbers GPUs, or gives their UUIDs, whose beginning is enough.
+    return list(itertools.takewhile(lambda name: name in found or name.startswith(("GPU-", "MIG-")), told))
+
+
+def gpu_shares(workers: int) -> tuple[list[str], int]:
+    """The `CUDA_VISIBLE_DEVICES` of each of so many workers on this machine, and the number of GPUs that are left over.
+
+    Workers that train in step must have equally many. Without a GPU that may be used, there are no shares.
+
+    Raises:
+        UserError: when there are fewer GPUs than workers.
+    """
+    gpus = visible_gpus()
+    share = len(gpus) // workers
+    if not gpus:
+        return [], 0
+    if not share:
+        raise UserError(
+            f"{workers} workers need a GPU each, and this process may use {len(gpus)}. "
+            "Start fewer workers, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
+    return [",".join(gpus[i * share : (i + 1) * share]) for i in range(workers)], len(gpus) - workers * share
+
+
+def gpu_memory_mb() -> int:
+    """Free memory of the single visible GPU, in MiB, less a tenth for CUDA's own use.
+
+    Raises:
+        UserError: when `nvidia-smi` does not answer.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["--id", visible]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return int(answer.split()[0]) * 9 // 10
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
+        raise UserError(f"cannot split the GPU: {' '.join(command)} failed ({error}); use --replicas 1") from error

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training out of step, with parameter servers: experimental.
+
+The chief hands out steps, each worker does one when it is free, on variables that the servers hold. A gradient may be
+of weights that others have changed meanwhile, so that no two runs are the same; a worker that is slow or dies holds up
+nobody. A step that a worker was at when it died is done again by another.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from common.devices.cluster import host_and_port, tf_config
+from common.devices.rendezvous import close_to_other_machines
+from common.errors import UserError
+
+
+def parameter_server_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribute.ParameterServerStrategy:
+    """The chief's strategy. On a worker or a server it does not return: they serve the chief until they are killed.
+
+    Raises:
+        UserError: when more than one replica, or the same bits in every run, are asked for.
+    """
+    if replicas > 1 or deterministic:
+        given = "--deterministic" if deterministic else f"--replicas {replicas}"
+        raise UserError(
+            f"parameter servers' workers have one replica each, and no two runs are alike: leave out {given}"
+        )
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    kind, index = resolver.task_type, resolver.task_id
+    if kind == "chief":
+        strategy = tf.distribute.ParameterServerStrategy(resolver)
+    else:
+        server = tf.distribute.Server(resolver.cluster_spec(), kind, index, protocol="grpc")
+    close_to_other_machines(host_and_port(tf_config()["cluster"][kind][index])[1])
+    if kind != "chief":
+        server.join()
+    return strategy
+
+
+def asynchronous_steps(
+    strategy: tf.distribute.ParameterServerStrategy, do_step: Callable, steps: range, round_ends: tuple[int, ...]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Has the workers do steps, by rounds, after each of which all wait.
+
+    Args:
+        strategy: of `parameter_server_strategy`.
+        do_step: from a step's number, an int64 scalar, to a dict of scalars; runs on a worker.
+        steps: to do.
+        round_ends: a round ends after each step, counted from 1, that one of these divides.
+
+    Yields:
+        For each scalar a vector, with a number for each step of the round.
+    """
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    do_step = tf.function(do_step)
+    first = steps.start
+    while first < steps.stop:
+        end = min(steps.stop, *((first // every + 1) * every for every in round_ends))
+        promised = [coordinator.schedule(do_step, args=(tf.constant(step, tf.int64),)) for step in range(first, end)]
+        coordinator.join()
+        done = coordinator.fetch(promised)
+        yield {name: np.array([values[name] for values in done]) for name in done[0]}
+        first = end

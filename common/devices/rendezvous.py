@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How workers come together, and what they tell each other."""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from common.devices.cluster import (
+    all_on_this_machine,
+    host_and_port,
+    is_chief,
+    num_workers,
+    tf_config,
+    whole_number,
+    worker_index,
+    workers,
+)
+from common.errors import UserError
+
+HEARTBEAT_TIMEOUT = 15  # seconds without a sign of life after which a worker is given up
+BOTH_IPS: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+A_DAY = 24 * 3600 * 1000  # in milliseconds
+_exchanges = itertools.count()
+
+
+def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.distribute.Strategy:
+    """Waits for all workers, and returns their strategy.
+
+    Where all have addresses of loopback, it listens to this machine alone.
+
+    Raises:
+        UserError: when a worker has not come within `JOIN_TIMEOUT` seconds (an environment variable; 300), that is no
+            whole number above 0, or this one's port is taken.
+    """
+    # TensorFlow has no public way to set the times.
+    from tensorflow.python.distribute import collective_all_reduce_strategy as collective
+
+    timeout = whole_number("JOIN_TIMEOUT", 300)
+    jobs = [
+        collective.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses))
+        for job, addresses in tf_config()["cluster"].items()
+        if job in ("chief", "worker")
+    ]
+    collective.context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=f"/job:{jobs[0].name}/replica:0/task:0",
+        cluster_register_timeout_in_ms=timeout * 1000,
+        heartbeat_timeout_in_ms=HEARTBEAT_TIMEOUT * 1000,
+        coordinated_jobs=jobs,
+    )
+    _meet(timeout)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
+    signal.signal(signal.SIGTERM, on_sigterm)  # TensorFlow has made it a note that nobody reads
+    close_to_other_machines(host_and_port(workers()[worker_index()])[1])
+    return strategy
+
+
+def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Waits for all workers to call it, and gives each the facts of all, in the workers' order.
+
+    Args:
+        facts: what JSON can hold.
+
+    Raises:
+        UserError: with the first message that a worker gave as the fact `error`.
+    """
+    if num_workers() == 1:
+        everyones = [facts]
+    else:
+        from tensorflow.python.eager.context import context  # the key-value store of workers has no public name
+
+        number, store = next(_exchanges), context()
+        store.set_config_key_value(f"exchange/{number}/{worker_index()}", json.dumps(facts))
+        store.wait_at_barrier(f"exchange/{number}", A_DAY)
+        everyones = [
+            json.loads(store.get_config_key_value(f"exchange/{number}/{index}")) for index in range(num_workers())
+        ]
+    for theirs in everyones:
+        if theirs.get("error"):
+            raise UserError(theirs["error"])
+    return everyones
+
+
+def agree(facts: dict[str, Any], difference: str) -> None:
+    """Waits for all workers, and refuses on each of them where one has other facts than the chief.
+
+    Args:
+        facts: as for `exchange`.
+        difference: what is said of a worker that has others, such as "was started differently from the chief".
+
+    Raises:
+        UserError: with the worker, and its facts and the chief's.
+    """
+    chiefs, *others = exchange(facts)
+    for index, theirs in enumerate(others, 1):
+        names = [name for name in chiefs | theirs if theirs.get(name) != chiefs.get(name)]
+        if names:
+            told = ", ".join(f"{name} {theirs.get(name)!r}, not {chiefs.get(name)!r}" for name in names)
+            raise UserError(f"worker {index} {difference}: {told}")
+
+
+def chief_alone(work: Callable[[], None]) -> None:
+    """Has the chief do some work that is for all, such as writing files, while the other workers wait.
+
+    Raises:
+        UserError: on every worker, when the chief's work raised it.
+    """
+    error = None
+    if is_chief():
+        try:
+            work()
+        except UserError as refused:
+            error = str(refused)
+    exchange({"error": error})
+
+
+def _meet(seconds: float) -> None:
+    """Waits for all workers, each listening at its address: inside TensorFlow, one would wait without a word."""
+    own, missing = workers()[worker_index()], set(workers())
+    host, port = host_and_port(own)
+    try:
+        if all_on_this_machine():
+            family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(place[:2], family=family)
+        else:
+            listening = socket.create_server(("", port), **BOTH_IPS)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise UserError(f"this worker cannot listen at {own} ({why}). Give another port") from error
+    greeter = threading.Thread(target=_greet, args=(listening,), daemon=True)
+    greeter.start()
+    deadline = time.monotonic() + seconds
+    while missing := {address for address in missing if not _answers(address)}:
+        if time.monotonic() > deadline:
+            raise UserError(f"these workers have not come in {seconds:.0f} s: {', '.join(sorted(missing))}")
+        time.sleep(0.2)
+    listening.shutdown(socket.SHUT_RDWR)  # ends the greeter, and frees the port for TensorFlow
+    greeter.join()
+    listening.close()
+
+
+def _greet(listening: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            with listening.accept()[0] as caller:
+                caller.sendall(b"here")
+
+
+def _answers(address: str) -> bool:
+    try:
+        with socket.create_connection(host_and_port(address), timeout=1) as connection:
+            return bool(connection.recv(1))  # gRPC speaks first too; for a process that hangs, its machine accepts only
+    except OSError:
+        return False
+
+
+def close_to_other_machines(port: int) -> None:
+    """Where all workers are on this machine, ends TensorFlow's listening on all interfaces: who connects may run code.
+
+    Says so on standard error where it cannot.
+    """
+    if not all_on_this_machine():
+        return
+    closed, why = 0, "none of this process's sockets listens there"
+    try:
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if _listens(number, port):
+                with socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
+                    ours.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+                closed += 1
+    except (OSError, AttributeError) as error:  # without leave; on another system than Linux
+        closed, why = 0, str(error)
+    if not closed:
+        print(
+            f"warning: port {port} is open to other machines, and who connects may run code ({why}). "
+            "Let a firewall close it",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _listens(number: int, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
+        return bool(ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and ours.getsockname()[1] == port
+    return False  # no socket

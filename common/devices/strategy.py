@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the devices of this machine, and the environment's word on others, to a `tf.distribute.Strategy`.
+
+A recipe asks for a strategy and scales by `strategy.num_replicas_in_sync`; how many devices or machines there are is
+decided here alone.
+"""
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from common.devices.cluster import has_parameter_servers, num_workers
+from common.devices.gpus import gpu_memory_mb
+from common.devices.rendezvous import join
+from common.errors import UserError, first_line
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of glibc's settings, in its malloc.h
+IN_USE = "the devices are in use already; ask for {} replicas in a new process"
+
+
+def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribute.Strategy:
+    """Picks the strategy for this process. Call it before anything else touches a device.
+
+    - Several workers (see `common.devices.cluster`): `MultiWorkerMirroredStrategy` over all GPUs of each (`replicas` 0)
+      or the first `replicas`, or one replica a CPU worker.
+    - `TPU_NAME` is set: `TPUStrategy` over that TPU (untested: written without one at hand).
+    - GPUs: `MirroredStrategy` over all of them (`replicas` 0) or the first `replicas`; the others stay free. A single
+      GPU is split into `replicas` logical devices of equal memory, which shows what N replicas compute, not how fast
+      they are.
+    - No GPU: `MirroredStrategy` over the CPU as `replicas` logical devices (0: two).
+
+    Args:
+        replicas: replicas on this machine; 0 for the default of the devices found.
+        deterministic: see `compute_deterministically`.
+
+    Raises:
+        UserError: when the machine cannot give that many replicas, there is no TPU at `TPU_NAME`, or there are
+            parameter servers, which a recipe with a loop for them asks `common.devices.parameter_server` for.
+    """
+    if deterministic:
+        compute_deterministically()
+    gpus = tf.config.list_physical_devices("GPU")
+    if has_parameter_servers():
+        raise UserError(
+            "this recipe's workers train in step, and Keras's fit refuses parameter servers "
+            "(keras-team/keras#18624): leave out --parameter-servers, or launch glue_custom_loop"
+        )
+    if num_workers() > 1:
+        if replicas > (len(gpus) or 1):
+            raise UserError(
+                f"a worker of several has at most {len(gpus) or 1} replica(s) here; leave out --replicas {replicas}"
+            )
+        _use_only(gpus[: replicas or None])
+        keep_freed_memory()
+        communication = tf.distribute.experimental.CommunicationImplementation
+        return join(
+            tf.distribute.experimental.CommunicationOptions(
+                implementation=communication.NCCL if gpus else communication.RING
+            )
+        )
+    if os.environ.get("TPU_NAME"):
+        try:
+            resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(os.environ["TPU_NAME"])
+            return tf.distribute.TPUStrategy(resolver)
+        except (tf.errors.OpError, ValueError, RuntimeError, OSError) as error:
+            name = os.environ["TPU_NAME"]
+            raise UserError(f"no TPU at TPU_NAME={name} ({first_line(error)}). Give another, or unset it") from error
+    if len(gpus) > 1 and replicas > len(gpus):
+        raise UserError(
+            f"this machine has {len(gpus)} GPUs, too few for --replicas {replicas}; only a single one is split"
+        )
+    if len(gpus) == 1 and replicas > 1:
+        return _mirrored(_split(gpus[0], replicas, gpu_memory_mb() // replicas))
+    if gpus:
+        _use_only(gpus[: replicas or None])
+        return _mirrored([f"GPU:{i}" for i in range(replicas or len(gpus))], tf.distribute.NcclAllReduce())
+    return _mirrored(_split(tf.config.list_physical_devices("CPU")[0], replicas or 2))
+
+
+def compute_deterministically() -> None:
+    """Has TensorFlow compute the same bits in every run on GPUs too, and float32 with all its bits; on CPUs it does.
+
+    By default, a GPU adds up in whatever order its threads end in, and multiplies float32 matrices in TF32, which keeps
+    10 bits of a fraction. An operation that cannot do otherwise raises `tf.errors.UnimplementedError`. There is no way
+    back in the same process.
+    https://www.tensorflow.org/api_docs/python/tf/config/experimental/enable_op_determinism
+    """
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    tf.config.experimental.enable_op_determinism()
+
+
+def distribute(
+    strategy: tf.distribute.Strategy, make_batches: Callable[..., tf.data.Dataset]
+) -> tf.distribute.DistributedDataset:
+    """A data set that gives each replica its own part of every batch.
+
+    Args:
+        strategy: from `make_strategy`.
+        make_batches: `make_batches(num_shards=N, shard=i)` gives shard i: batches of one replica's size.
+            Shards are replicas, or workers, whose replicas take batches in turn.
+    """
+    options = None
+    if isinstance(strategy, tf.distribute.MirroredStrategy) and num_workers() == 1:
+        # Without these, deleting an iterator (as fit does at each validation) waits for the thread that tunes its
+        # copies of the data on the devices, which sleeps for up to a minute (TensorFlow 2.21).
+        options = tf.distribute.InputOptions(
+            experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+            experimental_fetch_to_device=False,
+        )
+
+    def batches_of(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        batches = make_batches(num_shards=context.num_input_pipelines, shard=context.input_pipeline_id)
+        return batches.with_options(_no_autotune())
+
+    return strategy.distribute_datasets_from_function(batches_of, options)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep large blocks for their next use, where it would give them back to the system.
+
+    gRPC copies what workers reduce into new buffers in every step, and the system would clear each of their pages
+    first. Without glibc, it does nothing.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _no_autotune() -> tf.data.Options:
+    # Parallel calls and prefetching are then what the pipeline's code says, and deleting an iterator waits for nothing.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return options
+
+
+def _use_only(gpus: list) -> None:
+    """Leaves the others to other processes: TensorFlow reserves all memory of each GPU that it sees."""
+    if len(gpus) > len(tf.config.get_visible_devices("GPU")):
+        raise UserError(IN_USE.format(len(gpus)))
+    with contextlib.suppress(RuntimeError):  # TensorFlow has begun, and keeps those that it has
+        tf.config.set_visible_devices(gpus, "GPU")
+
+
+def _split(device, count: int, memory_mb: int | None = None) -> list[str]:
+    """Names of the first `count` logical devices of a physical one, which is split if it is not yet."""
+    logical = [tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)] * count
+    if len(tf.config.get_logical_device_configuration(device) or []) < count:
+        try:
+            tf.config.set_logical_device_configuration(device, logical)
+        except RuntimeError as error:
+            raise UserError(IN_USE.format(count)) from error
+    return [f"{device.device_type}:{i}" for i in range(count)]
+
+
+def _mirrored(devices: list[str], reduce: tf.distribute.CrossDeviceOps | None = None) -> tf.distribute.MirroredStrategy:
+    # NCCL needs a whole GPU for each replica; a sum on one device works on CPUs and on parts of a GPU too.
+    return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduce or tf.distribute.ReductionToOneDevice())

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model comes from: a size, or a preset in KerasHub's form or Hugging Face's."""
+
+import keras_hub
+
+from common.data.byte_pairs import BytePairs, Vocabulary
+from common.data.wordpiece import WordPieces
+from common.errors import UserError, first_line
+from common.model.huggingface import in_huggingface_form, read_vocabulary
+from common.model.sizes import dimensions
+
+
+def backbone_from_size(size: str, vocabulary: Vocabulary, dropout: float, seq_length: int) -> keras_hub.models.Backbone:
+    """An encoder with random weights: BERT for word pieces, RoBERTa for byte pairs.
+
+    Args:
+        size: of `sizes.py`.
+        vocabulary: whose pieces it tells apart.
+        dropout: of the encoder.
+        seq_length: tokens in a sequence; the encoder has 512 positions, or more where this is.
+    """
+    kind = keras_hub.models.BertBackbone if isinstance(vocabulary, WordPieces) else keras_hub.models.RobertaBackbone
+    return kind(
+        vocabulary_size=len(vocabulary.pieces),
+        **dimensions(size),
+        dropout=dropout,
+        max_sequence_length=max(512, seq_length),
+    )
+
+
+def from_preset(kind: type, preset: str, **kwargs):
+    """As `kind.from_preset`.
+
+    Raises:
+        UserError: when there is no such preset, or it cannot be fetched.
+    """
+    try:
+        return kind.from_preset(preset, **kwargs)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise UserError(
+            f"cannot load the preset {preset} ({first_line(error)}). Give a KerasHub name, "
+            "which needs a network on first use, or a folder made by save_to_preset"
+        ) from error
+
+
+def model_width(preset: str, size: str) -> int:
+    """The width of a preset's layers, or without one of a size's.
+
+    Raises:
+        UserError: when there is no such preset, or it cannot be fetched.
+    """
+    if preset:
+        return from_preset(keras_hub.models.Backbone, preset, load_weights=False).hidden_dim
+    return dimensions(size)["hidden_dim"]
+
+
+def preset_vocabulary(preset: str) -> Vocabulary:
+    """The vocabulary of a preset.
+
+    Raises:
+        UserError: when there is no such preset, or it cannot be fetched.
+    """
+    if in_huggingface_form(preset):
+        return read_vocabulary(preset)
+    tokenizer = from_preset(keras_hub.models.Tokenizer, preset)
+    if isinstance(tokenizer, keras_hub.models.RobertaTokenizer):
+        pieces = sorted(tokenizer.vocabulary, key=tokenizer.vocabulary.get)
+        return BytePairs(pieces, [merge for merge in tokenizer.merges if not merge.startswith("#version")])
+    return WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BERT as a classifier of texts. Call inside the strategy's scope."""
+
+import keras_hub
+
+from common.data.byte_pairs import Vocabulary
+from common.errors import UserError
+from common.model.backbones import backbone_from_size, from_preset
+from common.model.huggingface import in_huggingface_form
+from common.model.masked_lm import masked_lm_from_preset
+from common.training.data_parallel import data_parallel
+
+BertTextClassifier = data_parallel(keras_hub.models.BertTextClassifier)
+
+
+def classifier_from_size(
+    size: str, vocabulary: Vocabulary, num_classes: int, dropout: float, seq_length: int
+) -> keras_hub.models.BertTextClassifier:
+    """A classifier of texts with random weights; see `masked_lm_from_size`."""
+    backbone = backbone_from_size(size, vocabulary, dropout, seq_length)
+    return BertTextClassifier(backbone, num_classes, dropout=dropout, compile=False)
+
+
+def classifier_from_preset(preset: str, num_classes: int, dropout: float) -> keras_hub.models.BertTextClassifier:
+    """A classifier of texts with a BERT of `preset` under a head of random weights; see `masked_lm_from_preset`.
+
+    Raises:
+        UserError: when there is no such preset, it cannot be fetched, or is no BERT.
+    """
+    if in_huggingface_form(preset):
+        backbone = masked_lm_from_preset(preset, dropout).backbone
+        backbone.pooled_dense.trainable = True
+    else:
+        plain = from_preset(keras_hub.models.Backbone, preset)
+        if not isinstance(plain, keras_hub.models.BertBackbone):
+            raise UserError(f"the preset {preset} is a {type(plain).__name__}; give one of BERT")
+        backbone = type(plain).from_config(plain.get_config() | {"dropout": dropout})
+        backbone.set_weights(plain.get_weights())
+    return BertTextClassifier(backbone, num_classes, dropout=dropout, compile=False)

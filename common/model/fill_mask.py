@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills the masks of sentences with a trained masked language model."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from common.data.byte_pairs import Vocabulary
+from common.data.wordpiece import WordPieces
+from common.errors import UserError
+from common.model.backbones import preset_vocabulary
+from common.model.masked_lm import masked_lm_from_preset
+
+
+def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: int = 5) -> list[list[dict[str, Any]]]:
+    """The likeliest pieces for each mask of a sentence, with the entries of Hugging Face's `fill-mask` pipeline.
+
+    Args:
+        model: a `BertMaskedLM` or `RobertaMaskedLM`.
+        vocabulary: the one it was trained with.
+        sentence: text with one or more masks: `[MASK]`, or the model's own, such as `<mask>`.
+        top: how many pieces for each.
+
+    Returns:
+        For each mask in order, `top` guesses, the likeliest first: `score`, its probability; `token`, its id;
+        `token_str`, its text; and the `sequence` with the guess in the mask's place.
+
+    Raises:
+        UserError: when there is no mask, or the sentence is longer than the model's positions.
+    """
+    tokenizer, special = vocabulary.tokenizer(), vocabulary.special
+    *before, last = sentence.replace(WordPieces.special.mask, special.mask).split(special.mask)
+    # A mask is a word with the space before it, as in RoBERTa's own tokenizer; BERT's knows no spaces.
+    parts = [tokenizer.encode(part, add_special_tokens=False).ids for part in [*map(str.rstrip, before), last]]
+    special_ids = [vocabulary.pieces.index(piece) for piece in dataclasses.astuple(special)]
+    start, end, mask = (vocabulary.pieces.index(piece) for piece in (special.start, special.end, special.mask))
+    ids, positions = [start, *parts[0]], []
+    for part in parts[1:]:
+        positions.append(len(ids))
+        ids += [mask, *part]
+    ids.append(end)
+    if not positions:
+        raise UserError(f"no {special.mask} in {sentence!r}; put one where a word is to be guessed")
+    if len(ids) > model.backbone.max_sequence_length:
+        raise UserError(f"the sentence has {len(ids)} tokens; the model takes {model.backbone.max_sequence_length}")
+    inputs = {
+        "token_ids": np.array([ids], np.int32),
+        "segment_ids": np.zeros((1, len(ids)), np.int32),
+        "padding_mask": np.ones((1, len(ids)), np.int32),
+        "mask_positions": np.array([positions], np.int32),
+    }
+    logits = model({name: inputs[name] for name in model.input}, training=False)[0]
+    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
+
+    def guess(position: int, token: int, score: float) -> dict[str, Any]:
+        filled = [*ids[:position], token, *ids[position + 1 :]]
+        if len(positions) == 1:  # otherwise the other masks are shown
+            filled = [piece for piece in filled if piece not in special_ids]
+        texts = {
+            "token_str": tokenizer.decode([token]),
+            "sequence": tokenizer.decode(filled, skip_special_tokens=False),
+        }
+        return {"score": float(score), "token": int(token), **texts}
+
+    return [
+        [guess(position, token, scores[token]) for token in np.argsort(-scores)[:top]]
+        for position, scores in zip(positions, probabilities, strict=True)
+    ]
+
+
+def print_filled_masks(preset: str, sentences: Iterable[str], top: int = 5) -> None:
+    """Prints sentences with their masks' likeliest pieces, by the model saved in a preset.
+
+    Raises:
+        UserError: as `fill_mask`, and when there is no such preset.
+    """
+    model, vocabulary = masked_lm_from_preset(preset, dtype="float32"), preset_vocabulary(preset)
+    for sentence in sentences:
+        print(f"\n{sentence}")
+        for guesses in fill_mask(model, vocabulary, sentence, top):
+            for guess in guesses:
+                print("    {score:.3f} {token:>6} {token_str:16} {sequence}".format_map(guess))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BERT and RoBERTa as masked language models. Call inside the strategy's scope."""
+
+from typing import Any
+
+import keras
+import keras_hub
+import tensorflow as tf
+
+from common.data.byte_pairs import Vocabulary
+from common.data.wordpiece import WordPieces
+from common.model.backbones import backbone_from_size, from_preset
+from common.model.huggingface import in_huggingface_form, read_weights
+from common.training.data_parallel import data_parallel
+from common.training.losses import LabelAccuracy
+from common.training.replicas import COUNTS
+
+
+class CountsTokens:
+    """For a `data_parallel` class: metrics `accuracy`, `labels`, `tokens` and `slots`, and means over all labels.
+
+    `labels` is the sum of the weights; `tokens` are counted without padding, for which `x["padding_mask"]` is 0; and
+    `slots` are the places for tokens.
+    """
+
+    mean_over = "values"
+    distribute_strategy: Any
+
+    def compile(self, *args, **kwargs):
+        """As Keras's; the weighted metric is `accuracy`."""
+        with self.distribute_strategy.scope():
+            self.counts = [keras.metrics.Sum(name=name) for name in COUNTS]
+        super().compile(*args, weighted_metrics=[LabelAccuracy()], **kwargs)  # type: ignore[misc]
+
+    def update_counts(self, x, y, sample_weight):
+        """See `data_parallel`."""
+        is_token = tf.cast(x["padding_mask"], tf.float32)
+        for metric, values in zip(self.counts, (sample_weight, is_token, tf.ones_like(is_token)), strict=True):
+            metric.update_state(values)
+
+
+BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM, CountsTokens)
+RobertaMaskedLM = data_parallel(keras_hub.models.RobertaMaskedLM, CountsTokens)
+
+
+def masked_lm_from_size(
+    size: str, vocabulary: Vocabulary, dropout: float, seq_length: int
+) -> keras_hub.models.MaskedLM:
+    """A masked language model with random weights; see `backbones.backbone_from_size`."""
+    task = BertMaskedLM if isinstance(vocabulary, WordPieces) else RobertaMaskedLM
+    return _without_pooler(task(backbone_from_size(size, vocabulary, dropout, seq_length), compile=False))
+
+
+def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None = None) -> keras_hub.models.MaskedLM:
+    """A BERT or RoBERTa with the weights of a preset: a name, or a folder made by `save_to_preset` or `export_bert`.
+
+    Args:
+        preset: its name or folder.
+        dropout: of the model.
+        dtype: a Keras dtype policy; None for the current one.
+
+    Raises:
+        UserError: when there is no such preset, or it cannot be fetched.
+    """
+    if in_huggingface_form(preset):
+        options = {"dropout": dropout, "dtype": dtype, "load_weights": False}
+        model = BertMaskedLM(from_preset(keras_hub.models.BertBackbone, preset, **options), compile=False)
+        read_weights(model, preset)
+        return _without_pooler(model)
+    plain = from_preset(keras_hub.models.MaskedLM, preset, dtype=dtype, compile=False)
+    bert = isinstance(plain, keras_hub.models.BertMaskedLM)
+    # KerasHub 0.32 keeps the dropout that a preset was saved with, whatever it is asked for.
+    backbone = type(plain.backbone).from_config(plain.backbone.get_config() | {"dropout": dropout})
+    model = (BertMaskedLM if bert else RobertaMaskedLM)(backbone, compile=False)
+    model.set_weights(plain.get_weights())
+    return _without_pooler(model)
+
+
+def _without_pooler(model: keras_hub.models.MaskedLM) -> keras_hub.models.MaskedLM:
+    # BERT's pooled output takes no part in masked language modelling; its weights would have no gradient.
+    if isinstance(model, BertMaskedLM):
+        model.backbone.pooled_dense.trainable = False
+    return model

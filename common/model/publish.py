@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uploads a run's models to the Hugging Face Hub, in the background while it trains."""
+
+import os
+import shlex
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import keras
+import keras_hub
+from huggingface_hub.utils import disable_progress_bars, logging
+
+from common.devices.cluster import is_chief
+from common.errors import UserError
+from common.model.model_card import snapshot_card
+
+KEEP = 3
+GRACE = 10  # seconds that a process has for an orderly end while an upload hangs
+
+
+class Publish(keras.callbacks.Callback):
+    """Saves a snapshot at each epoch's end during `fit`, and uploads it in a thread while training goes on.
+
+    It needs a model of `data_parallel`, which counts its steps. One upload runs at a time; of the snapshots
+    made meanwhile, the newest waits for it. One that fails is told of in a line, and ends nothing. Of several workers,
+    only the chief saves and uploads.
+
+    Around `fit`, it is a context: `with publish:`. An error that leaves it then ends the process soon, even where an
+    upload hangs.
+
+    Args:
+        uri: `hf://user/name`; empty for no snapshots and no uploads.
+        public: whether a repository that is not there yet is made for all to see; else for its owner alone. One that is
+            there stays as it is.
+        workdir: the run's folder; snapshots go to `snapshots/step-<n>/` there, the last three are kept.
+        save: writes the model as a KerasHub preset to a folder, which it makes.
+    """
+
+    def __init__(self, uri: str, public: bool, workdir: Path, save: Callable[[Path], None]):
+        super().__init__()
+        self.public = public
+        self.uri = uri if is_chief() else ""
+        self.folder = workdir / "snapshots"
+        self._save = save
+        self._waiting: Path | None = None
+        self._uploading: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+        if self.uri:  # bars and words of retries would fall into those of training
+            disable_progress_bars()
+            logging.set_verbosity_error()
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Uploads the snapshot that waits, once the upload before it has ended."""
+        self._upload_waiting()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Saves a snapshot, and uploads it now or later. A disk that is full is told of."""
+        if not self.uri:
+            return
+        try:
+            self._waiting = self._save_snapshot(logs or {})
+        except OSError as error:
+            print(f"\nNo snapshot of step {self.model.steps_done} ({error}).", flush=True)
+        self._upload_waiting()
+        self._remove_old()
+
+    def finish(self, preset: Path) -> None:
+        """Waits for the upload at hand, then uploads the run's last preset. A failure is told of, and ends nothing.
+
+        Args:
+            preset: a folder with a preset and its `README.md`.
+        """
+        if not self.uri:
+            return
+        print(f"\nuploading to {self.uri}", flush=True)
+        self._waiting = preset  # in the place of a snapshot
+        with self:
+            if self._thread:
+                self._thread.join()
+            self._upload_waiting()
+            if self._thread:
+                self._thread.join()
+        if self._failure:
+            private = "" if self.public else " --private"
+            print(
+                f"The run is complete, but not uploaded ({self._failure}). To try again:\n"
+                f"    hf upload {self.uri.removeprefix('hf://')} {shlex.quote(str(preset))}{private}",
+                flush=True,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if error and self._thread and self._thread.is_alive():
+            # Python waits at its end for the threads of any pool, and huggingface_hub sends files from one where it
+            # does without Xet: it would wait for them as long as the Hub does not answer.
+            status = error.code if isinstance(error, SystemExit) else 2 if isinstance(error, UserError) else 1
+            threading.Thread(target=_leave_after_grace, args=(status,), daemon=True).start()
+
+    def _save_snapshot(self, logs: dict[str, float]) -> Path:
+        step = self.model.steps_done
+        unfinished, whole = self.folder / "unfinished", self.folder / f"step-{step}"
+        self.folder.mkdir(exist_ok=True)
+        for folder in (unfinished, whole):  # of a process that was killed
+            shutil.rmtree(folder, ignore_errors=True)
+        self._save(unfinished)
+        (unfinished / "README.md").write_text(snapshot_card(self.uri, step, logs), encoding="utf-8")
+        return unfinished.rename(whole)
+
+    def _remove_old(self) -> None:
+        folders = [folder for folder in self.folder.glob("step-*") if folder.name.removeprefix("step-").isdecimal()]
+        for folder in sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))[:-KEEP]:
+            if folder != self._uploading:
+                shutil.rmtree(folder)
+
+    def _upload_waiting(self) -> None:
+        if self._thread and not self._thread.is_alive():
+            if self._failure:
+                print(f"\n{self._uploading} was not uploaded ({self._failure}); the run's end tries again.", flush=True)
+            self._thread = self._uploading = None
+        if self._waiting and not self._thread:
+            self._uploading, self._waiting = self._waiting, None
+            self._failure = "stopped"
+            self._thread = threading.Thread(target=self._upload, args=(self._uploading,), daemon=True)
+            self._thread.start()
+
+    def _upload(self, folder: Path) -> None:
+        repository = self.uri.removeprefix("hf://")
+        try:
+            # Before upload_preset of KerasHub, which would make it, and for all to see.
+            huggingface_hub.create_repo(repository, private=not self.public, exist_ok=True)
+            # Where the Hub has no README.md yet, upload_preset of KerasHub 0.32 writes a card of its own over the one
+            # in the folder, uploads that, and deletes it.
+            if not huggingface_hub.file_exists(repository, "README.md"):
+                huggingface_hub.upload_file(
+                    path_or_fileobj=folder / "README.md", path_in_repo="README.md", repo_id=repository
+                )
+            keras_hub.upload_preset(self.uri, str(folder))
+            self._failure = None
+        except Exception as error:  # whatever it is, training goes on
+            self._failure = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+
+
+def _leave_after_grace(status: int) -> None:
+    time.sleep(GRACE)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model is to be uploaded, checked before TensorFlow is imported."""
+
+import re
+
+from common.errors import UserError
+
+
+def check_push_to(uri: str, public: bool = False) -> None:
+    """Checks that models can be uploaded there: `hf://user/name`, with a token. An empty one asks for no uploads.
+
+    Raises:
+        UserError: when they cannot.
+    """
+    if public and not uri:
+        raise UserError("--push-public is for uploads: say where to with --push-to hf://user/name, or leave it out")
+    if not uri:
+        return
+    # Not above: it takes a while, and most runs do without.
+    from huggingface_hub import get_token, is_offline_mode
+    from huggingface_hub.utils import validate_repo_id
+
+    if not re.fullmatch("hf://[^/]+/[^/]+", uri):
+        raise UserError(f"--push-to must be hf://user/name, a model on the Hugging Face Hub; got {uri}")
+    try:
+        validate_repo_id(uri.removeprefix("hf://"))
+    except ValueError as error:
+        raise UserError(f"--push-to {uri}: {error}") from error
+    if is_offline_mode():
+        raise UserError("--push-to needs the network, and HF_HUB_OFFLINE is set: unset it")
+    if not get_token():
+        raise UserError("--push-to needs a token of the Hugging Face Hub: run `hf auth login`, or set HF_TOKEN")

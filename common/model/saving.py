@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model goes: a preset that KerasHub loads."""
+
+import errno
+import math
+import os
+import shutil
+from pathlib import Path
+
+import keras_hub
+
+from common.data.byte_pairs import Vocabulary
+from common.data.wordpiece import WordPieces
+
+
+def save_preset(model: keras_hub.models.Task, vocabulary: Vocabulary, seq_length: int, folder: Path) -> None:
+    """Saves a preset that KerasHub loads without this project, what turns text into its inputs included.
+
+    Raises:
+        OSError: `ENOSPC`, before anything is written, when the disk has no room (h5py would crash the process).
+    """
+    needed = sum(4 * math.prod(weight.shape) for weight in model.weights) + 2**20
+    if shutil.disk_usage(folder.parent).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    model.preprocessor = preprocessor(type(model), vocabulary, seq_length)
+    model.save_to_preset(str(folder))
+
+
+def preprocessor(
+    task: type[keras_hub.models.Task], vocabulary: Vocabulary, seq_length: int
+) -> keras_hub.models.Preprocessor:
+    """What KerasHub users feed text for such a model through."""
+    return task.preprocessor_cls(keras_tokenizer(vocabulary), sequence_length=seq_length)
+
+
+def keras_tokenizer(vocabulary: Vocabulary) -> keras_hub.models.Tokenizer:
+    """KerasHub's tokenizer for a vocabulary."""
+    if isinstance(vocabulary, WordPieces):
+        return keras_hub.models.BertTokenizer(
+            vocabulary.pieces, lowercase=vocabulary.lowercase, strip_accents=vocabulary.strip_accents
+        )
+    ids = {piece: index for index, piece in enumerate(vocabulary.pieces)}
+    return keras_hub.models.RobertaTokenizer(ids, vocabulary.merges)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras callbacks that every recipe's `fit` uses. They need a model of `common.training.data_parallel`."""
+
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from common.devices.cluster import is_chief
+from common.run.checkpoints import Checkpoints
+from common.run.speed import UNKNOWN, ModelFlops
+from common.run.step_log import StepLog
+from common.training.replicas import COUNTS, MEANS
+
+
+class FitLog(StepLog, keras.callbacks.Callback):
+    """A `StepLog` of what `fit` does, in TensorBoard too; the progress bar shows tokens per second.
+
+    In `tensorboard/` are `loss`, `accuracy`, `learning_rate` and what `StepLog.speed` holds of each step under
+    `train/`, `loss` and `accuracy` of each epoch under `validation/`, and the configuration as text.
+
+    Args:
+        workdir: the run's folder.
+        config: shown as text in TensorBoard; a dict.
+        steps_per_epoch: steps over which an epoch's means are taken.
+        first_step, flops: of `StepLog`.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        config: dict,
+        steps_per_epoch: int,
+        first_step: int = 0,
+        flops: ModelFlops = UNKNOWN,
+    ):
+        super().__init__(workdir, steps_per_epoch, first_step, flops)
+        self._board = open_board(workdir, config, first_step)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Starts the clock."""
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Writes the steps' values; in the progress bar, tokens per second take the place of the counts."""
+        seconds = time.perf_counter() - self._began
+        values = self.model.step_values
+        self.record(values, seconds)
+        for name in COUNTS:
+            del logs[name]
+        logs["tokens_per_second"] = self.speed["tokens_per_second"]
+        shown = {name: values[name] for name in (*MEANS, "learning_rate")}
+        shown |= {name: [value] * len(values["loss"]) for name, value in self.speed.items()}
+        for i in range(len(values["loss"])):
+            with self._board.as_default(step=self.step - len(values["loss"]) + i + 1):
+                for name, vector in shown.items():
+                    tf.summary.scalar(f"train/{name}", vector[i])
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Writes the validation's values; the epoch's means are of all its steps, those before a restart too."""
+        for name in COUNTS:
+            del logs[name], logs[f"val_{name}"]
+        logs |= self.epoch
+        with self._board.as_default(step=self.step):
+            for name in self.epoch:
+                tf.summary.scalar(f"validation/{name}", logs[f"val_{name}"])
+
+    def on_train_end(self, logs=None):
+        """Flushes TensorBoard's file."""
+        self._board.flush()
+
+
+class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
+    """`Checkpoints` during `fit`: every so many steps, at each epoch's end, and when SIGTERM asks the process to stop.
+
+    After an epoch's last step, all of this waits for the validation and for the callbacks that stand before this one:
+    give it to `fit` as the last. A run that is killed meanwhile does some steps again, and then those too; one that is
+    asked to stop stops after them.
+
+    Args:
+        workdir: the run's folder.
+        model: compiled, so that its optimizer has variables.
+        every: steps between two checkpoints; where several are done in one call, the first call's end after them.
+    """
+
+    def __init__(self, workdir: Path, model: keras.Model, every: int):
+        super().__init__(workdir, every, model=model, optimizer=model.optimizer)
+        self.set_model(model)
+
+    def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
+        """As `Checkpoints.restore`; the model counts on from there."""
+        self.model.steps_done = super().restore(init_fn)
+        return self.model.steps_done
+
+    def on_train_begin(self, logs=None):
+        """Listens for SIGTERM while `fit` runs."""
+        self.__enter__()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Tells the model what this worker was told."""
+        self.model.told_to_stop = self.told_to_stop
+
+    on_test_batch_begin = on_train_batch_begin
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Saves where it is time to, and stops where asked to, but not after an epoch's last step."""
+        if not self.model.at_epoch_end:
+            self.save_if_due(self.model.steps_done, steps=len(self.model.step_values["loss"]))
+            self._leave_if_told()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Saves, and stops where asked to."""
+        self.save(self.model.steps_done)
+        self._leave_if_told()
+
+    def _leave_if_told(self) -> None:
+        if self.model.all_told_to_stop:
+            self.save_and_leave(self.model.steps_done)
+
+    def on_train_end(self, logs=None):
+        """Gives SIGTERM back its meaning."""
+        self.__exit__()
+
+
+def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.SummaryWriter:
+    """TensorBoard's writer to `tensorboard/`, with the configuration as text; of several workers, the chief's writes.
+
+    Args:
+        workdir: the run's folder.
+        config: a dict.
+        first_step: at which the text stands.
+    """
+    if not is_chief():
+        return tf.summary.create_noop_writer()
+    board = tf.summary.create_file_writer(str(workdir / "tensorboard"))
+    with board.as_default(step=first_step):
+        tf.summary.text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
+    return board
+
+
+class Profile(keras.callbacks.Callback):
+    """Traces some steps of `fit` for TensorBoard's profile tab.
+
+    It needs a model of `data_parallel`, which counts its steps. Steps that are done in one call are traced
+    together.
+
+    Args:
+        workdir: the run's folder; the trace goes to `tensorboard/` there.
+        steps: to be traced, counted from 1.
+    """
+
+    def __init__(self, workdir: Path, steps: range):
+        super().__init__()
+        self.logdir = str(workdir / "tensorboard")
+        self.steps = steps
+        self._tracing = False
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Begins the trace, and marks the step in it."""
+        first = self.model.steps_done + 1
+        last = self.model.steps_done + self.model.steps_per_execution
+        if is_chief() and not self._tracing and first < self.steps.stop and last >= self.steps.start:
+            tf.profiler.experimental.start(self.logdir)
+            self._tracing = True
+        if self._tracing:
+            self._marked = tf.profiler.experimental.Trace("train", step_num=first, _r=1)
+            self._marked.__enter__()
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Ends the trace."""
+        if self._tracing:
+            self._marked.__exit__(None, None, None)
+            if self.model.steps_done + 1 not in self.steps:
+                self.on_train_end()
+
+    def on_train_end(self, logs=None):
+        """Ends the trace where `fit` ends before its last step."""
+        if self._tracing:
+            tf.profiler.experimental.stop()
+            self._tracing = False
+            plugin = importlib.util.find_spec("tensorboard_plugin_profile")
+            missing = "" if plugin else ", which needs a package: pip install tensorboard-plugin-profile"
+            print(f"\nA trace is in {self.logdir}, for TensorBoard's profile tab{missing}.", flush=True)

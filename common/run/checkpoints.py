@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving a run so that nothing is lost, and going on with it as if it had never stopped.
+
+A checkpoint holds the model and the optimizer. It needs no more: the optimizer's step count is the position in the data
+and in the schedule, order, masks and dropout are functions of it, and `steps.jsonl` is the record of the steps.
+"""
+
+import shutil
+import signal
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from common.devices.cluster import is_chief, num_workers
+from common.devices.rendezvous import agree, exchange
+from common.errors import UserError, first_line
+from common.run.run_folder import discard_replaced, flush
+
+KEEP = 3
+
+
+class Checkpoints:
+    """Saves a run every so many steps, and when SIGTERM asks the process to stop.
+
+    Schedulers send SIGTERM some time before they kill. As a context, it listens: `with checkpoints:`. A loop that finds
+    `told_to_stop` finishes its step and calls `save_and_leave`; with several workers, all must, after the same step.
+
+    Args:
+        workdir: the run's folder; checkpoints go to `checkpoints/` there, the last three are kept.
+        every: steps between two checkpoints.
+        objects: by name, what is saved: the model, and the optimizer once it is built.
+
+    Attributes:
+        told_to_stop: whether SIGTERM has come.
+        saved_step: of the newest checkpoint; 0 where there is none.
+    """
+
+    def __init__(self, workdir: Path, every: int, **objects):
+        super().__init__()
+        self.workdir, self.every = workdir, every
+        self.saved_step = 0
+        self.told_to_stop = False
+        self.folder = workdir / "checkpoints"
+        self._objects = objects
+        self._checkpoint = tf.train.Checkpoint(**objects)
+        self._damaged: list[int] = []
+
+    def steps(self) -> list[int]:
+        """Those of which there is a checkpoint, by the files themselves: a list of them could be lost."""
+        names = [path.stem.removeprefix("ckpt-") for path in self.folder.glob("ckpt-*.index")]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
+        """Takes up the newest checkpoint that can be read, and returns its step; 0 where there is none.
+
+        Args:
+            init_fn: called where there is none, such as to load the weights that the run starts from.
+
+        Raises:
+            UserError: when there are checkpoints, and none can be read, or they are of another model; when workers have
+                other checkpoints or weights than the chief.
+        """
+        self._remove_unfinished()
+        self._damaged = []
+        for step in reversed(self.steps()):
+            try:
+                self._checkpoint.read(self._prefix(step)).assert_existing_objects_matched()
+                self.saved_step = step
+                break
+            except (AssertionError, ValueError) as error:  # which no damage gives: all that is read has a checksum
+                raise UserError(
+                    f"the model is not the one of {self._prefix(step)} ({first_line(error)}). "
+                    "Bring back the --model that the run began with, or give another --workdir, "
+                    "or --overwrite to start afresh"
+                ) from error
+            except (tf.errors.OpError, IndexError) as error:
+                self._damaged.append(step)
+                print(
+                    f"The checkpoint {self._prefix(step)} is damaged ({type(error).__name__}): "
+                    "going back to the one before it."
+                )
+        else:
+            if self._damaged:
+                raise UserError(f"no checkpoint in {self.folder} can be read; --overwrite starts afresh")
+            init_fn()
+        if num_workers() > 1:  # a preset by the same name may be another on each host
+            own = {"checkpoint of step": self.saved_step, "checksum of the weights": _checksum(self._objects)}
+            agree(own, f"starts from other weights than the chief, by {self.folder} or its own preset")
+        return self.saved_step
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint, whole or not at all. A full disk is told of, and leaves the last good one.
+
+        The run that `--overwrite` set aside is deleted then.
+        """
+        if step == self.saved_step or not is_chief():
+            return
+        tf.summary.flush()  # of the default writer: steps that are saved are not done, and so not shown, again
+        try:
+            if (record := self.workdir / "steps.jsonl").exists():
+                flush(record)  # a checkpoint on the disk has the lines of its steps there too
+            self._checkpoint.write(self._prefix(step))
+            for path in self.folder.glob(f"ckpt-{step}.*"):
+                flush(path)
+        except (tf.errors.OpError, OSError) as error:
+            self._remove(step)
+            self._remove_unfinished()
+            why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without TensorFlow's own places
+            print(
+                f"\nNo checkpoint of step {step} ({why}). The last good one is of step {self.saved_step}.",
+                flush=True,
+            )
+        else:
+            self.saved_step = step
+            self._remove_old()
+            discard_replaced(self.workdir)
+
+    def save_if_due(self, step: int, steps: int = 1) -> None:
+        """Saves if it is time to after the step; `steps` have been done since it was last asked."""
+        if step // self.every > (step - steps) // self.every:
+            self.save(step)
+
+    def save_and_leave(self, step: int) -> None:
+        """Saves, and ends the process with status 143.
+
+        Raises:
+            SystemExit: 143.
+        """
+        self.save(step)
+        exchange({})  # the others wait until the chief has saved
+        print(f"\nStopped by SIGTERM after step {step}. The same command goes on from there.")
+        raise SystemExit(128 + signal.SIGTERM)
+
+    def __enter__(self):
+        self._handler = signal.getsignal(signal.SIGTERM)
+        if self._handler != signal.SIG_IGN:  # who started this process wants it to go on
+            signal.signal(signal.SIGTERM, lambda *_: setattr(self, "told_to_stop", True))
+        return self
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGTERM, self._handler)
+
+    def _prefix(self, step: int) -> str:
+        return str(self.folder / f"ckpt-{step}")
+
+    def _remove_old(self) -> None:
+        """Leaves the newest that can be read, now that one more is whole."""
+        self._damaged = [step for step in self._damaged if step != self.saved_step]
+        readable = [step for step in self.steps() if step not in self._damaged]
+        for step in {*self._damaged, *readable[:-KEEP]} - {self.saved_step}:
+            self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        for pattern in ("index", "data-*"):  # in this order: what has an index has its data
+            for path in self.folder.glob(f"ckpt-{step}.{pattern}"):
+                path.unlink()
+
+    def _remove_unfinished(self) -> None:
+        if is_chief():
+            for folder in self.folder.glob("ckpt-*_temp"):
+                shutil.rmtree(folder)
+            for path in self.folder.glob("ckpt-*.data-*"):
+                if not (self.folder / f"{path.stem}.index").exists():
+                    path.unlink()
+
+
+def _checksum(objects: dict[str, Any]) -> int:
+    crc32 = 0
+    for held in objects.values():
+        for variable in getattr(held, "variables", [held]):
+            crc32 = zlib.crc32(np.ascontiguousarray(variable.numpy()).tobytes(), crc32)
+    return crc32
+
+
+def epochs_left(step: int, steps_per_epoch: int, last_step: int) -> Iterator[dict[str, int]]:
+    """Arguments of the calls of `fit` that are left: the rest of an epoch, all whole ones, and the last one's part.
+
+    Keras's `fit` cannot shorten its first or last epoch alone.
+
+    Args:
+        step: steps done.
+        steps_per_epoch: steps in a whole epoch.
+        last_step: where the run ends.
+    """
+    while step < last_step:
+        epoch, done = divmod(step, steps_per_epoch)
+        steps = min(steps_per_epoch - done, last_step - step)
+        epochs = (last_step - step) // steps_per_epoch if steps == steps_per_epoch else 1
+        yield {"initial_epoch": epoch, "epochs": epoch + epochs, "steps_per_epoch": steps}
+        step += epochs * steps

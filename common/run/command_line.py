@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One command line for every recipe: its knobs are the fields of the recipe's `Config`.
+
+Nothing here imports TensorFlow, so that `--help` and a wrong knob are answered at once.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import io
+import os
+import re
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
+
+import tyro
+
+from common.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Config = TypeVar("Config", bound="DataclassInstance")
+LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
+
+
+@contextlib.contextmanager
+def quiet_without_reader() -> Iterator[None]:
+    """Ends the process as SIGPIPE would, without a word, where who read its output has left: `... --help | head`.
+
+    SIGPIPE itself, which Python ignores, would also end it at a socket whose other end has closed.
+
+    Where standard output is closed, what is printed is dropped; what its encoding lacks is printed as `?`.
+
+    Raises:
+        SystemExit: 141; 1 after one line on standard error where the disk is full.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # here, not at the interpreter's end
+    except BrokenPipeError:
+        left = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+        if not left:
+            raise
+        for stream in left:
+            _drop(stream)
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop(sys.stdout)
+        print(f"error: {error}. Make room; the same command goes on, a run from its last checkpoint", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+@quiet_without_reader()
+def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] | None = None) -> Config:
+    """Reads a recipe's knobs from the command line.
+
+    Args:
+        config_class: a dataclass with one field a knob; `batch_size` becomes `--batch-size`.
+        recipe_doc: the recipe's docstring, shown by `--help`.
+        arguments: the words after the recipe's name; None for this process's own.
+
+    With the process's own words, it makes Ctrl-C ask the run to save and leave, as SIGTERM does; a second one ends the
+    process at once.
+
+    Raises:
+        SystemExit: 0 after `--help` and a completion script; 2 after one line on standard error for a wrong one.
+    """
+    if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in the background of a script
+        signal.signal(signal.SIGINT, _ask_to_stop)
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr):
+            config, unknown = tyro.cli(
+                config_class,
+                prog=Path(sys.argv[0]).stem,  # the recipe's name, for `run` and for the file itself
+                description=recipe_doc,
+                args=arguments,
+                return_unknown_args=True,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+        if unknown:
+            knobs = " ".join("--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class))
+            raise UserError(f"unknown knob {unknown[0]}. The knobs are: {knobs}")
+        if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
+            raise UserError(f"the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND")
+        return config
+    except UserError as error:
+        fail(error)
+    except SystemExit as exit_:
+        if not exit_.code:  # 0 after --help, None after a completion script
+            raise
+        fail(_first_paragraph(stderr.getvalue()))
+
+
+@quiet_without_reader()
+def run(main: Callable[[Config], None], config: Config) -> None:
+    """Calls `main(config)`, and ends the process with a message where it must end.
+
+    Exit status 2 after a `UserError`; 1 where the disk is full, or where another worker has died or cannot be reached.
+    """
+    try:
+        main(config)
+    except UserError as error:
+        fail(error)
+    except Exception as error:
+        # How TensorFlow tells of it: it has the whole graph in the message, and nobody's mistake is in it.
+        # A worker that hung is told by those that gave it up, with errors of other types, that they have restarted.
+        lost = type(error).__name__ in LOST_WORKER or " restarted" in str(error)
+        if "TF_CONFIG" not in os.environ or not lost:
+            raise
+        told = [line for line in str(error).splitlines() if re.search("aborted by|task:|Barrier", line)]
+        sys.stdout.flush()
+        print(f"error: lost another worker. {' '.join(told)}", file=sys.stderr, flush=True)
+        os._exit(1)  # an orderly end waits for who is lost, for some 20 seconds, and keeps the port and the lock
+
+
+def fail(message: object) -> NoReturn:
+    """Ends the process with one line on standard error and exit status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _ask_to_stop(*_: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if callable(signal.getsignal(signal.SIGTERM)):  # else there is nothing to save
+        os.write(2, b"\nSaving, and stopping. Ctrl-C again ends it at once.\n")
+    signal.raise_signal(signal.SIGTERM)
+
+
+def _drop(stream: TextIO) -> None:
+    """What is left to be written there; else the interpreter's end tells of it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _first_paragraph(box: str) -> str:
+    """The message of tyro's framed error, without the frame and the help text under it."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
+    return " ".join(lines[:rule]) or box.strip()

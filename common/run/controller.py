@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training loop of your own in three parts, for Keras 3: a Trainer, an Evaluator, and a Controller that drives them.
+
+The words are those of Orbit (https://github.com/tensorflow/models/tree/master/orbit), which needs Keras 2.
+"""
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from common.devices.cluster import is_chief
+from common.devices.rendezvous import exchange
+from common.run.checkpoints import Checkpoints
+from common.run.run_folder import read_json, write_json
+from common.training.replicas import steps_in_one_call
+
+LOOP_SECONDS = 5.0  # at most, as no signal is looked at while TensorFlow is in a loop
+Output = dict[str, float]
+Action = Callable[[int, Output], None]  # of the step and what the evaluation gave
+
+
+class Trainer:
+    """Trains. Make a subclass that has `train_step`; build the optimizer, in the strategy's scope, before the first.
+
+    Args:
+        dataset: of as many batches as there will be steps, or endless; distributed.
+    """
+
+    def __init__(self, dataset):
+        self._iterator = iter(dataset)
+        self._do_steps = steps_in_one_call(lambda iterator, stop: self.train_step(iterator))
+
+    def train_loop_begin(self) -> None:
+        """Called before each loop of steps."""
+
+    def train_step(self, iterator) -> dict[str, tf.Tensor]:
+        """Does one step with `next(iterator)`, by `strategy.run`; traced into a graph.
+
+        Returns:
+            Scalars that are the same on all workers, such as the batch's loss.
+        """
+        raise NotImplementedError
+
+    def train_loop_end(self, values: dict[str, np.ndarray], seconds: float) -> Output:
+        """Called after each loop of steps.
+
+        Args:
+            values: what `train_step` returned: for each scalar a vector with a number for each step of the loop; and
+                `waited`, the seconds that each waited for its batch.
+            seconds: that the loop took.
+
+        Returns:
+            What is logged and written to TensorBoard; by default, the means over the steps.
+        """
+        return {name: float(vector.mean()) for name, vector in values.items()}
+
+    def train(self, num_steps: int) -> Output:
+        """Does a loop of steps, all in one call of a `tf.function`."""
+        self.train_loop_begin()
+        began = time.perf_counter()
+        values = self._do_steps(self._iterator, num_steps)
+        return self.train_loop_end(values, time.perf_counter() - began)
+
+
+class Evaluator:
+    """Evaluates. Make a subclass that has `eval_begin`, `eval_step` and `eval_end`.
+
+    Args:
+        dataset: of batches, distributed.
+        steps: batches of an evaluation.
+    """
+
+    def __init__(self, dataset, steps: int):
+        self._dataset, self._steps = dataset, steps
+
+    def eval_begin(self) -> None:
+        """Called before an evaluation."""
+
+    def eval_step(self, iterator) -> Any:
+        """Evaluates `next(iterator)`, by `strategy.run`; traced into a graph. What it returns, `eval_end` gets."""
+        raise NotImplementedError
+
+    def eval_end(self, outputs: list[Any]) -> Output:
+        """Called after an evaluation with what `eval_step` returned, a list with an entry for each batch.
+
+        Returns:
+            What is logged, written to TensorBoard, and given to the actions.
+        """
+        raise NotImplementedError
+
+    def evaluate(self) -> Output:
+        """Evaluates the data set's first batches, and gives what `eval_end` does."""
+        self.eval_begin()
+        iterator = iter(self._dataset)
+        return self.eval_end([self._eval_step(iterator) for _ in range(self._steps)])
+
+    @tf.function
+    def _eval_step(self, iterator):
+        return self.eval_step(iterator)
+
+
+class Controller:
+    """Trains and evaluates by turns, logs, saves, and goes on where it was stopped.
+
+    At SIGTERM, it stops after the loop at hand and a checkpoint, with status 143; of several workers, all do. So that
+    this is soon, a loop has no more steps than the slowest worker does in 5 seconds, by its last loop; the first has
+    one. Only the chief saves and writes summaries.
+
+    Args:
+        trainer: None to evaluate only.
+        evaluator: None to train only.
+        steps_per_loop: steps in one call, at most. Loops end at its multiples, where an evaluation or the end is due,
+            and after some seconds; the steps do not depend on that.
+        global_step: steps that the run has done before, as `Checkpoints.restore` returns them.
+        checkpoint_manager: saves after the loops and evaluations that it is due after, and at the end.
+        summary_dir: TensorBoard's folder; what the trainer gives goes to `train/`, the evaluator's to `validation/`.
+        summary_interval: steps between two training summaries; by default, each loop has one.
+        eval_actions: called after each evaluation, with the step and what the evaluator gave; `tf.summary` writes to
+            `summary_dir` then.
+
+    Attributes:
+        global_step: steps done.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer | None = None,
+        evaluator: Evaluator | None = None,
+        steps_per_loop: int = 1,
+        global_step: int = 0,
+        checkpoint_manager: Checkpoints | None = None,
+        summary_dir: Path | None = None,
+        summary_interval: int | None = None,
+        eval_actions: Sequence[Action] = (),
+    ):
+        self.trainer, self.evaluator = trainer, evaluator
+        self.steps_per_loop = steps_per_loop
+        self.checkpoint_manager, self.eval_actions = checkpoint_manager, eval_actions
+        self.summary_interval = summary_interval or 1
+        writes = summary_dir and is_chief()
+        self._board = tf.summary.create_file_writer(str(summary_dir)) if writes else tf.summary.create_noop_writer()
+        self.global_step = global_step
+        self._steps_in_time = 1
+
+    def train(self, steps: int) -> None:
+        """Trains until `global_step` is `steps`."""
+        self._run(steps, lambda step: False)
+
+    def train_and_evaluate(self, train_steps: int, eval_interval: int) -> Output:
+        """Trains until `global_step` is `train_steps`, and evaluates every `eval_interval` steps, and at the end.
+
+        A run that is stopped and goes on evaluates after the same steps.
+
+        Returns:
+            What the last evaluation gave.
+        """
+
+        def evaluates(step: int) -> bool:
+            return step % eval_interval == 0 or step == train_steps
+
+        return self._run(train_steps, evaluates, eval_interval) or {}
+
+    def evaluate(self) -> Output:
+        """Evaluates once, and calls the actions."""
+        assert self.evaluator, "the Controller was given no evaluator"
+        began = time.perf_counter()
+        output = self.evaluator.evaluate()
+        seconds = time.perf_counter() - began
+        print(f"eval  | step {self.global_step:6,} | {seconds:6.1f} s       | {_shown(output)}", flush=True)
+        self._summarise("validation", output)
+        with self._board.as_default():
+            for action in self.eval_actions:
+                action(self.global_step, output)
+        return output
+
+    def _run(self, steps: int, evaluates: Callable[[int], bool], eval_interval: int = sys.maxsize) -> Output | None:
+        output = None
+        with self.checkpoint_manager or contextlib.nullcontext():
+            while self.global_step < steps:
+                before = self.global_step
+                ends = ((before // every + 1) * every for every in (self.steps_per_loop, eval_interval))
+                seconds = self._train_loop(min(steps, before + self._steps_in_time, *ends) - before)
+                if evaluates(self.global_step):
+                    output = self.evaluate()
+                # After the evaluation, which a run that goes on would not do again.
+                self._end_loop(before, steps, seconds)
+        if output is None and evaluates(steps):
+            output = self.evaluate()
+        return output
+
+    def _train_loop(self, num_steps: int) -> float:
+        assert self.trainer, "the Controller was given no trainer"
+        began = time.perf_counter()
+        output = self.trainer.train(num_steps)
+        seconds = time.perf_counter() - began
+        rate = num_steps / seconds
+        before, self.global_step = self.global_step, self.global_step + num_steps
+        print(f"train | step {self.global_step:6,} | {rate:6.1f} steps/s | {_shown(output)}", flush=True)
+        if self.global_step // self.summary_interval > before // self.summary_interval:
+            self._summarise("train", output | {"steps_per_second": rate})
+        return seconds
+
+    def _end_loop(self, before: int, last: int, seconds: float) -> None:
+        checkpoints = self.checkpoint_manager
+        told = checkpoints is not None and checkpoints.told_to_stop
+        workers = exchange({"stop": told, "seconds": seconds / (self.global_step - before)})
+        self._steps_in_time = max(int(LOOP_SECONDS / max(theirs["seconds"] for theirs in workers)), 1)
+        if checkpoints is None:
+            return
+        if any(theirs["stop"] for theirs in workers):
+            checkpoints.save_and_leave(self.global_step)
+        checkpoints.save_if_due(self.global_step, self.global_step - before)
+        if self.global_step == last:
+            checkpoints.save(last)
+
+    def _summarise(self, part: str, output: Output) -> None:
+        with self._board.as_default(step=self.global_step):
+            for name, value in output.items():
+                tf.summary.scalar(f"{part}/{name}", value)
+        self._board.flush()
+
+
+def when_best(metric: str, action: Action, record: Path) -> Action:
+    """An action that calls another when a metric is higher than after every evaluation before. Only the chief acts.
+
+    Args:
+        metric: its name in what the evaluator gives.
+        action: what is done.
+        record: a JSON file with the best value and its step, so that a run that goes on knows it.
+    """
+
+    def act(step: int, output: Output) -> None:
+        best = (read_json(record) or {}).get(metric, -math.inf)
+        if is_chief() and output[metric] > best:
+            action(step, output)
+            write_json(record, {"step": step, metric: output[metric]})
+
+    return act
+
+
+def _shown(output: Output) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in output.items())

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run ended with: `results.json`, and the report for a person."""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+from typing import Any
+
+import tensorflow as tf
+
+from common.devices.cluster import num_workers
+from common.devices.peak import cpu_name
+from common.run.runs import PACKAGES
+from common.run.speed import peak_memory_mb
+from common.run.step_log import StepLog
+
+INPUT_BOUND = 0.1  # share of the time that is spent waiting for input, from which on a run is told so
+# A model must be better than its baseline by more than this, or its run is told that it is no better. Models that ended
+# at the baseline were within 0.02 nats of it on either side; one example in a hundred is less than chance moves an
+# accuracy by on some thousand examples (2 standard errors: 0.03).
+MARGINS = {"unigram_loss": 0.03, "accuracy": 0.01}
+
+
+def training_results(
+    recipe: str, config: Any, strategy: tf.distribute.Strategy, global_batch_size: int, log: StepLog
+) -> dict[str, Any]:
+    """The part of `results.json` that every recipe has; see the README for what each entry means."""
+    gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
+    return {
+        "recipe": recipe,
+        "replicas": strategy.num_replicas_in_sync,
+        "workers": num_workers(),
+        "global_batch_size": global_batch_size,
+        "steps": log.step,
+        "resumed_from_step": log.first_step or None,
+        "seconds": round(log.seconds, 3),
+        "tokens_per_second": round(log.tokens_per_second, 1),
+        "mfu": log.flops.utilisation(log.tokens_per_second),
+        "peak_flops_per_second": log.flops.peak,
+        "input_wait_fraction": log.input_wait_fraction,
+        "padding_fraction": log.padding_fraction,
+        "learning_rate": log.learning_rate,
+        "train_loss": log.epoch["loss"],
+        "peak_memory_mb": round(peak_memory_mb()),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "gpus": [gpu.get("device_name") for gpu in gpus]},
+        "config": dataclasses.asdict(config),
+    }
+
+
+def report(results: dict[str, Any]) -> str:
+    """The results for a person to read."""
+    rate = results["learning_rate"]
+    rows = [
+        ("steps", f"{results['steps']} of {results['global_batch_size']} examples, on {results['replicas']} replicas"),
+        ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
+        *_speed_rows(results),
+        ("padding", f"{results['padding_fraction']:.2%}"),
+        ("learning rate", f"first {rate['first']:.2e}, peak {rate['peak']:.2e}, last {rate['last']:.2e}"),
+        ("train loss", f"{results['train_loss']:.3f}, mean of the last epoch"),
+    ]
+    for split, name in (("val", "validation"), ("test", "test")):
+        if f"{split}_unigram_loss" in results:
+            loss, unigram = results[f"{split}_loss"], results[f"{split}_unigram_loss"]
+            rows += [
+                (f"{name} loss", f"{loss:.3f}, perplexity {results[f'{split}_perplexity']:.1f}"),
+                ("  by word frequency", f"{unigram:.3f}: the model is {_apart(unigram - loss)}"),
+                (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}"),
+            ]
+        elif f"{split}_loss" in results:
+            rows += [
+                (f"{name} loss", f"{results[f'{split}_loss']:.3f}"),
+                (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}, F1 {results[f'{split}_f1']:.3f}"),
+                ("  the larger class", f"{results[f'{split}_majority_accuracy']:.1%}"),
+                ("  by length alone", f"{results[f'{split}_length_accuracy']:.1%}"),
+                ("  by a bag of words", f"{results[f'{split}_bag_of_words_accuracy']:.1%}"),
+            ]
+        else:
+            rows.append((name, "no such split, or one without labels"))
+    if no_better(results):
+        advice = "try a third of the --learning-rate, or more --epochs"
+        rows.append(("warning", f"the model is no better than its baseline on the validation split: {advice}"))
+    rows.append(("run folder", results["config"]["workdir"]))
+    return "\n".join(f"{name:20} {value}" for name, value in rows)
+
+
+def no_better(results: dict[str, Any]) -> bool:
+    """Whether the model ended no better than what it must beat on the validation split, by `MARGINS`.
+
+    That is guessing by word frequency for a language model, and for a classifier the best of those that do not look at
+    the order of words.
+    """
+    if "val_unigram_loss" in results:
+        return not results["val_loss"] < results["val_unigram_loss"] - MARGINS["unigram_loss"]  # NaN is no better
+    simple = [results[name] for name in results if re.fullmatch("val_(majority|length|bag_of_words)_accuracy", name)]
+    return bool(simple) and results["val_accuracy"] <= max(simple) + MARGINS["accuracy"]
+
+
+def _apart(nats: float) -> str:
+    return f"{abs(nats):.3f} nats {'better' if nats > 0 else 'worse'}"
+
+
+def _speed_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
+    if "mfu" not in results:  # of a run before these were measured
+        return []
+    waiting = results["input_wait_fraction"]
+    advice = ": the input is the bottleneck; it needs more cores or a faster disk" if waiting > INPUT_BOUND else ""
+    return [
+        ("  MFU", f"{results['mfu']:.0%} of {results['peak_flops_per_second'] / 1e12:,.2f} TFLOP/s measured"),
+        ("waiting for input", f"{waiting:.1%}{advice}"),
+        ("peak memory", f"{results['peak_memory_mb']:,} MiB of main memory"),
+    ]

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run is a folder: opened by one process at a time, and only by the command that began it."""
+
+import dataclasses
+import fcntl
+import hashlib
+import importlib.metadata
+import uuid
+from pathlib import Path
+from typing import Any, TextIO
+
+from common.devices.cluster import is_chief, num_workers, worker_index
+from common.devices.rendezvous import agree, exchange
+from common.errors import UserError
+from common.run.run_folder import (
+    bring_back,
+    has_progress,
+    holds_run,
+    read_json,
+    refuse_other_files,
+    set_aside,
+    write_json,
+)
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed
+
+# Knobs that may differ when a run goes on: they do not change what it computes.
+FREE_KNOBS = (
+    *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps"),
+    *("push_to", "push_public"),
+    *("replicas", "batch_size", "accumulate", "jit", "steps_per_execution", "steps_per_loop"),
+)
+
+
+@dataclasses.dataclass
+class Run:
+    """An open run.
+
+    Attributes:
+        workdir: its folder.
+        saved: what `config.json` holds: the knobs that it began with, and what it noted since.
+        results: those of `results.json`, where the run is complete.
+        lock: held as long as the process lives; None where nothing may be written.
+    """
+
+    workdir: Path
+    saved: dict[str, Any]
+    results: dict[str, Any] | None
+    lock: TextIO | None
+
+    def __post_init__(self):
+        if self.lock:
+            write_json(self.workdir / "config.json", self.saved)
+
+    def keep(self, name: str, value: Any) -> Any:
+        """Notes a value in `config.json`, and returns it; a run that goes on returns what it noted when it began."""
+        if name not in self.saved:
+            self.saved[name] = value
+            if self.lock:
+                write_json(self.workdir / "config.json", self.saved)
+        return self.saved[name]
+
+    def split(self, config: Any, replicas: int, peak_learning_rate: float) -> tuple[int, float]:
+        """Examples on each replica in a step, and the peak of the learning rate.
+
+        A run that goes on keeps its global batch and its peak for any number of replicas; a new one notes them.
+
+        Raises:
+            UserError: when the replicas cannot share that global batch, or the batch size given does not make it; when
+                workers have different devices, or chose different precisions.
+        """
+        own = {"replicas": replicas // num_workers(), "precision": self.saved.get("chosen_precision")}
+        agree(own, "has other devices than the chief, or --precision auto chose otherwise there")
+        total = self.keep("global_batch_size", config.batch_size * replicas)
+        if total % replicas or config.batch_size not in (self.saved["batch_size"], total // replicas):
+            raise UserError(
+                f"{self.workdir} holds a run with a global batch of {total}, which is not {replicas} replicas x "
+                f"{config.batch_size}. Give --replicas and --batch-size that make {total}, or --overwrite for a new run"
+            )
+        return total // replicas, self.keep("peak_learning_rate", peak_learning_rate)
+
+    def check_data(self, sizes: dict[str, int], checksums: dict[str, int]) -> None:
+        """Refuses data that is too little, or other than the run began with, or than another worker's.
+
+        Args:
+            sizes: examples in each split.
+            checksums: of each split's data.
+
+        Raises:
+            UserError: when it is; on all workers.
+        """
+        own = {f"examples of {split}": size for split, size in sizes.items()}
+        agree(own | {f"checksum of {split}": crc for split, crc in checksums.items()}, "has other data than the chief")
+        if sizes["train"] < self.saved["global_batch_size"]:
+            raise UserError(
+                f"the data makes {sizes['train']} training examples, too few for one batch of "
+                f"{self.saved['global_batch_size']}. Give more of it, or a smaller --batch-size or --seq-length"
+            )
+        if not sizes["validation"]:
+            raise UserError("no text was left for validation. Give more text, or a folder with a wiki.valid.tokens")
+        if self.keep("data_checksums", checksums) != checksums:
+            raise UserError(
+                f"the text or the vocabulary has changed since the run in {self.workdir} began. "
+                "Bring back what it was, or give another --workdir, or --overwrite to start afresh"
+            )
+
+
+def open_run(recipe: str, config: Any) -> Run:
+    """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, it does neither.
+
+    A run that ended before its first checkpoint, as one does that is refused for its data, is begun anew, with other
+    knobs too. With a knob `overwrite` that is set, so is any other, but not one that the very same knobs began and that
+    was stopped. Of several workers, which must have joined, the chief does it, and the others look on.
+
+    Args:
+        recipe: the recipe's name.
+        config: its `Config`, with the knobs `workdir` and `overwrite`.
+
+    Raises:
+        UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
+            or with other knobs (`FREE_KNOBS` excepted), or no run, but files by the names of one's; when workers were
+            started with different knobs, code or packages, or do not share the folder.
+    """
+    workdir = Path(config.workdir)
+    wanted = {"recipe": recipe, **dataclasses.asdict(config)}
+    _refuse_other_workers(wanted)
+    run, token, error = None, uuid.uuid4().hex, None
+    if is_chief():
+        try:
+            run = _open(workdir, wanted, token)
+        except UserError as refused:
+            error = str(refused)
+    token = exchange({"error": error, "token": token})[0]["token"]  # now the chief has opened it
+    if run is None:
+        run = _look_at(workdir, wanted, None)
+    shared = wanted.get("dry_run") or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
+    unseen = (
+        f"worker {worker_index()} does not see the chief's work folder {workdir}. "
+        "Give a --workdir on a disk that all share"
+    )
+    exchange({"error": None if shared else unseen})
+    return run
+
+
+def _open(workdir: Path, wanted: dict[str, Any], token: str) -> Run:
+    if wanted.get("dry_run"):
+        return _look_at(workdir, wanted, None)
+    refuse_other_files(workdir)
+    lock = _locked(workdir, token)
+    bring_back(workdir)
+    if wanted["overwrite"] and holds_run(workdir) and not _was_stopped(workdir, wanted):
+        set_aside(workdir)
+    return _look_at(workdir, wanted, lock)
+
+
+def _was_stopped(workdir: Path, wanted: dict[str, Any]) -> bool:
+    """Whether this very command, which has `--overwrite`, began the run there, and got no further than a checkpoint."""
+    # A scheduler that starts a stopped job again gives the same command: it must not delete what it has done itself.
+    saved = read_json(workdir / "config.json") or {}
+    complete = read_json(workdir / "results.json") is not None
+    return has_progress(workdir) and not complete and saved | wanted | {"workdir": saved["workdir"]} == saved
+
+
+def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None) -> Run:
+    if wanted.get("dry_run") or not (holds_run(workdir) and has_progress(workdir)):
+        return Run(workdir, wanted, None, lock)
+    return Run(workdir, _saved_config(workdir, wanted), read_json(workdir / "results.json"), lock)
+
+
+def _refuse_other_workers(wanted: dict[str, Any]) -> None:
+    files = sorted(path for folder in ("common", "recipes") for path in (ROOT / folder).rglob("*.py"))
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    own = {"--" + name.replace("_", "-"): value for name, value in wanted.items()} | {"code": code} | versions
+    agree(own, "was started differently from the chief")
+
+
+def _locked(workdir: Path, token: str) -> TextIO:
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = (workdir / ".lock").open("a+")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.truncate(0)
+        lock.write(token)
+        lock.flush()
+    except BlockingIOError as error:
+        raise UserError(f"another process is running in {workdir}. Wait for it, or give another --workdir") from error
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the work folder {workdir} ({error.strerror}). Give another --workdir"
+        ) from error
+    return lock
+
+
+def _saved_config(workdir: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    saved = read_json(workdir / "config.json") or {}
+    different = [name for name in wanted if name not in FREE_KNOBS and saved.get(name) != wanted[name]]
+    if different:
+        raise UserError(
+            f"{workdir} holds a run with other knobs: "
+            + ", ".join(f"{name} {saved.get(name)!r}, not {wanted[name]!r}" for name in different)
+            + ". Give another --workdir, or --overwrite to start afresh"
+        )
+    return saved

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A line for each step: the record that a run's results are computed from."""
+
+import contextlib
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+
+from common.devices.cluster import is_chief
+from common.errors import UserError
+from common.run.run_folder import write_whole
+from common.run.speed import UNKNOWN, ModelFlops, peak_memory_mb
+from common.training.replicas import COUNTS, MEANS
+
+
+class StepLog:
+    """Writes each step's own values to `steps.jsonl`, a run's record: one that goes on from step n keeps those up to n.
+
+    A line has `step` (from 1), `loss`, `accuracy`, `learning_rate` (that the step used), `labels` (over which loss and
+    accuracy are means), `tokens`, and `slots`, the places for tokens. Of several workers, only the chief writes.
+
+    Args:
+        workdir: the run's folder.
+        steps_per_epoch: steps over which an epoch's means are taken.
+        first_step: steps that the run has done before.
+        flops: of `common.run.speed`, from which MFU is computed.
+
+    Attributes:
+        first_step, flops: see above.
+        step: steps done.
+        learning_rate: the `first`, `peak` and `last` that steps used.
+        epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far; NaN where these have none.
+        padding_fraction: share of the places for tokens that held none.
+        seconds, tokens_per_second, input_wait_fraction: of this process's steps but its first call, which holds the
+            compilation; padding not counted; the share of the time that it waited for batches.
+        speed: of the last call, `tokens_per_second`, `mfu`, `input_wait_fraction`, and `peak_memory_mb`.
+    """
+
+    def __init__(self, workdir: Path, steps_per_epoch: int, first_step: int = 0, flops: ModelFlops = UNKNOWN):
+        super().__init__()
+        self.flops = flops
+        self.speed: dict[str, float] = {}
+        self.first_step = self.step = first_step
+        self.steps_per_epoch = steps_per_epoch
+        self.learning_rate: dict[str, float] = {}
+        self.seconds = self.tokens_per_second = self.input_wait_fraction = self._waited = 0.0
+        self._calls = self._timed_tokens = self._tokens = self._slots = 0
+        self._epoch, self._epoch_labels, self._epoch_totals = -1, 0, dict.fromkeys(MEANS, 0.0)
+        if not is_chief():
+            self._lines = Path(os.devnull).open("w")  # noqa: SIM115
+            return
+        path = workdir / "steps.jsonl"
+        lines = _whole_lines(path) if first_step else {}
+        kept = [lines[step] for step in range(1, first_step + 1) if step in lines]
+        for line in kept:
+            self._count(json.loads(line))
+        if first_step and not kept:
+            raise UserError(
+                f"{path} has no line of the {first_step} steps that this run has done. "
+                "Bring it back, or give another --workdir, or --overwrite to start afresh"
+            )
+        if len(kept) < first_step:
+            lost = f"{first_step - len(kept)} of {first_step} steps"
+            print(f"{path} lacks the lines of {lost}: the results are computed from the others.", flush=True)
+        # At once, so that a kill never takes lines of steps that are saved.
+        write_whole(path, "".join(f"{line}\n" for line in kept))
+        self._lines = path.open("a", encoding="utf-8", buffering=1)
+
+    @property
+    def epoch(self) -> dict[str, float]:
+        """See the class."""
+        labels = self._epoch_labels or math.nan
+        return {name: total / labels for name, total in self._epoch_totals.items()}
+
+    @property
+    def padding_fraction(self) -> float:
+        """See the class."""
+        return 1 - self._tokens / self._slots
+
+    def record(self, values: dict[str, np.ndarray], seconds: float) -> None:
+        """Writes the lines of the steps of one call.
+
+        Args:
+            values: a vector for each entry of a line but `step`, with a number for each step; and `waited`, seconds
+                that each waited for its batch.
+            seconds: that the call took.
+        """
+        tokens, waited = int(values["tokens"].sum()), float(values["waited"].sum())
+        self.speed = {
+            "tokens_per_second": tokens / seconds,
+            "mfu": self.flops.utilisation(tokens / seconds),
+            "input_wait_fraction": waited / seconds,
+            "peak_memory_mb": peak_memory_mb(),
+        }
+        self._calls += 1
+        if self._calls > 1:
+            self.seconds += seconds
+            self._timed_tokens += tokens
+            self._waited += waited
+            self.tokens_per_second = self._timed_tokens / self.seconds
+            self.input_wait_fraction = self._waited / self.seconds
+        for i in range(len(values["loss"])):
+            self.step += 1
+            means = {name: float(values[name][i]) for name in (*MEANS, "learning_rate")}
+            line = {"step": self.step, **means, **{name: int(values[name][i]) for name in COUNTS}}
+            self._lines.write(json.dumps(line) + "\n")
+            self._count(line)
+
+    def _count(self, line: dict) -> None:
+        epoch = (line["step"] - 1) // self.steps_per_epoch
+        if epoch != self._epoch:
+            self._epoch, self._epoch_labels, self._epoch_totals = epoch, 0, dict.fromkeys(MEANS, 0.0)
+        self._epoch_labels += line["labels"]
+        for name in self._epoch_totals:
+            self._epoch_totals[name] += line[name] * line["labels"]
+        rate = line["learning_rate"]
+        past = self.learning_rate
+        self.learning_rate = {"first": past.get("first", rate), "peak": max(past.get("peak", rate), rate), "last": rate}
+        self._tokens += line["tokens"]
+        self._slots += line["slots"]
+
+
+def _whole_lines(path: Path) -> dict[int, str]:
+    """The lines by their steps; a power cut may have taken some, or a part of one."""
+    entries = {"step", "learning_rate", *MEANS, *COUNTS}
+    lines = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, AttributeError):
+            values = json.loads(line)
+            if entries <= values.keys():
+                lines[values["step"]] = line
+    return lines

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One replica's part of a step of any Keras model: loss, gradients, metrics and state of the whole batch."""
+
+import warnings
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from common.training.local_optimizer import local_value, no_strategy, on_local_copies
+from common.training.noise import noise_seeds
+from common.training.whole_batch import (
+    count_examples,
+    gather,
+    gather_around,
+    loss_adds_up,
+    loss_parts,
+    metric_adds_up,
+    pack,
+    replicas,
+    sum_of_all,
+    with_share_of_gradient,
+)
+
+
+class ReplicaStep(TensorFlowTrainer):
+    """The step of `common.training.trainer`."""
+
+    accumulate = 1
+    mean_over = "examples"  # what an epoch's loss weighs a step by; "values": by what the step's loss was divided by
+
+    def update_counts(self, x, y, sample_weight):
+        """For metrics of a class's own, that add up: update them here, from a replica's part of a batch."""
+
+    def _step(self, data, stop=0.0, training=False):
+        """One replica's part of a step: a dict of running values, each step's own as `step/...`, and `stop`.
+
+        All are the same on every replica: sums are added up over replicas, in a single reduction, and divided once.
+        """
+        data = keras.utils.unpack_x_y_sample_weight(data)
+        metric_variables = self._metric_variables()
+        state = [tf.convert_to_tensor(local_value(variable)) for variable in metric_variables]
+        gathers = not (self._loss_adds_up() and self._metrics_add_up())
+        if gathers:
+            self._refuse_if_pure("a loss, metric, compute_loss or compute_metrics of your own")
+            state = sum_of_all(state)
+        scale, factor = tf.constant(1.0), tf.constant(1.0)
+        if training and self.optimizer is not None:
+            scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0), tf.float32)
+            if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+                factor = replicas() / sum_of_all(count_examples(data[0]))  # keeps numbers small in float16
+        weights = [tf.convert_to_tensor(variable.value) for variable in self.trainable_variables]
+        gradients, sums, whole = self._in_parts(weights, state if gathers else [], data, scale, factor, training)
+
+        sums["stop"] = tf.cast(stop, tf.float32)
+        if not gathers:
+            sums["metrics before"] = state
+        packed, unpack = pack(sums)
+        leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
+        with tf.control_dependencies(leaves):  # at the end of the data, nothing is to be counted
+            reduced = sum_of_all(([gradient for gradient in gradients if gradient is not None], packed))
+        sums = unpack(reduced[1])
+        count = sums.get("count", 1.0)
+        loss = (whole | sums)["loss"] if "total" not in sums else tf.math.divide_no_nan(sums["total"], count)
+        step_values = {"loss": loss}
+        if training:
+            step_values["learning_rate"] = tf.cast(self.optimizer.learning_rate, tf.float32)
+            self._assign_state(sums)
+            share = tf.math.divide_no_nan(1.0, count * factor) if "total" in sums else None
+            self._apply(gradients, reduced[0], share)
+
+        def track_losses():
+            if self._loss_tracker is not None:
+                over = count if self.mean_over == "values" and "count" in sums else sums["examples"]
+                self._loss_tracker.update_state(loss, sample_weight=over)
+            for tracker, value in zip(self._loss_trackers(), sums.get("losses", []), strict=False):
+                # In a graph Keras does not know how many examples a batch has, and weighs all batches alike.
+                tracker.update_state(value, sample_weight=sums["examples"] if self.run_eagerly else None)
+
+        before = whole.get("metrics") or (state if gathers else sums["metrics before"])
+        now = [old + new for old, new in zip(before, sums["metrics"], strict=True)]
+        with no_strategy(), keras.StatelessScope(list(zip(metric_variables, now, strict=True))) as scope:
+            track_losses()
+            logs = self.get_metrics_result() if self._metrics_add_up() else self.compute_metrics(*whole["batch"])
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        for variable in metric_variables:  # read, Keras's metric variables are the sum over replicas: the first has all
+            value = scope.get_current_value(variable)
+            local_value(variable).assign(tf.where(tf.equal(replica, 0), value, tf.zeros_like(value)))
+        if not gathers:
+            with no_strategy(), keras.StatelessScope(list(zip(metric_variables, sums["metrics"], strict=True))):
+                track_losses()
+                step_values |= {name: value for name, value in self.get_metrics_result().items() if name != "loss"}
+        return logs | {f"step/{name}": value for name, value in step_values.items()} | {"stop": sums["stop"]}
+
+    def _apply(self, gradients, reduced, share):
+        """The optimizer's step, by gradients of the whole batch; `reduced` are those that are not None."""
+        if not self.trainable_variables:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+            return
+        reduced = iter(reduced)
+        gradients = [None if gradient is None else next(reduced) for gradient in gradients]
+        if share is not None:
+            gradients = [None if g is None else g * tf.cast(share, g.dtype) for g in gradients]
+        with on_local_copies(self.optimizer, self.trainable_variables):
+            self.optimizer.apply(gradients, self.trainable_variables)
+
+    def _assign_state(self, sums):
+        """What layers have updated, as the mean over the batch's examples, to this replica's own copies."""
+        variables = self.trainable_variables + self.non_trainable_variables
+        for index, total in sums["state"].items():
+            value = tf.math.divide_no_nan(total, sums["examples"])
+            variable = local_value(variables[int(index)])
+            variable.assign(tf.cast(value if variable.dtype.is_floating else tf.round(value), variable.dtype))
+
+    def _in_parts(self, weights, state, data, scale, factor, training):
+        """See `_part`; of the `accumulate` parts of this replica's batch, gradients and sums are added up."""
+        part = self._part
+        if self.jit_compile:
+            part = self._jitted = getattr(self, "_jitted", None) or tf.function(
+                self._part, autograph=False, jit_compile=True
+            )
+        if self.accumulate == 1 or not training:
+            return part(weights, self._others(0), state, data, scale, factor, training)
+        parts = keras.tree.map_structure(
+            lambda t: None if t is None else tf.reshape(t, tf.concat([[self.accumulate, -1], tf.shape(t)[1:]], axis=0)),
+            data,
+        )
+
+        @tf.function(autograph=False)
+        def numbered_part(number):
+            own = keras.tree.map_structure(lambda t: None if t is None else t[number], parts)
+            return part(weights, self._others(number), state, own, scale, factor, training)
+
+        first = numbered_part(tf.constant(0))
+        flat = [value for value in tf.nest.flatten(first) if value is not None]
+
+        def add(totals, number):
+            values = [value for value in tf.nest.flatten(numbered_part(number)) if value is not None]
+            return [total + value for total, value in zip(totals, values, strict=True)]
+
+        totals = iter(tf.foldl(add, tf.range(1, self.accumulate), initializer=flat, parallel_iterations=1))
+        return tf.nest.map_structure(lambda value: None if value is None else next(totals), first)
+
+    def _part(self, weights, others, state, data, scale, factor, training):
+        """A part of a batch, without a change to any variable.
+
+        Args:
+            weights, others, state: values of the model's trained and other variables, and of its metrics'.
+            data: (x, y, sample_weight).
+            scale: of the loss whose gradient is taken.
+            factor: by which a single loss is multiplied too.
+            training: or evaluation.
+
+        Returns:
+            Gradients, a list with None where there is none. A dict of what adds up over replicas. And what is the same
+            on all of them: `loss`, `batch`, and `metrics`, values of their variables, where it was needed.
+        """
+        x, y, sample_weight = data
+        variables = self.trainable_variables + self.non_trainable_variables
+        metric_variables = self._metric_variables()
+        mapping = list(zip(variables, [*weights, *others], strict=True))
+        mapping += [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metric_variables]
+        examples = count_examples(x)
+        sums, whole = {"examples": examples}, {}
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            if training:
+                tape.watch(weights)
+            with keras.StatelessScope(mapping, collect_losses=True) as scope:
+                given = dict(scope.state_mapping)
+                y_pred = self(x, training=training) if self._call_has_training_arg else self(x)
+                self.update_counts(x, y, sample_weight)
+                if self._compile_metrics is not None and self._metrics_add_up():
+                    self._compile_metrics.update_state(y, y_pred, sample_weight)
+                added = self._added_losses(scope)
+                parts = self._loss_parts(y, y_pred, sample_weight) if self._loss_adds_up() else []
+                if len(parts) == 1 and not added:
+                    ((total, count, weight),) = parts
+                    total *= weight
+                    sums |= {"total": total} | ({} if count is None else {"count": count})
+                    objective = total * tf.cast(scale * factor, total.dtype)
+            if "total" not in sums:
+                self._refuse_if_pure("several losses, or with add_loss or a regulariser")
+                if self._loss_adds_up():
+                    sums["loss"], sums["losses"] = self._sum_of_losses(examples, parts, added)
+                    objective = sums["loss"]
+                else:
+                    whole["loss"], whole["metrics"] = self._own_loss(
+                        mapping, weights, state, data, y_pred, self._summed(examples, added), training
+                    )
+                    objective = whole["loss"]
+                objective *= tf.cast(scale, objective.dtype)
+        gradients = tape.gradient(objective, weights) if training and weights else []
+        gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+        after = {id(v): scope.get_current_value(v) for v in [*variables, *metric_variables]}
+        sums["state"] = {
+            str(index): tf.cast(after[id(variable)], tf.float32) * examples
+            for index, variable in enumerate(variables)
+            if after[id(variable)] is not given[id(variable)] and variable.name != "seed_generator_state"
+        }
+        sums["metrics"] = self._metric_sums(given, after)
+        if not self._metrics_add_up():
+            whole["batch"] = (gather(x) if self._has_own("compute_metrics") else x, *gather((y, y_pred, sample_weight)))
+        return gradients, sums, whole
+
+    def _loss_parts(self, y, y_pred, sample_weight):
+        """`whole_batch.loss_parts` of every compiled loss, and its weight."""
+        if self._compile_loss is None:
+            return []
+        parts, losses = [], self._compile_loss._flat_losses
+
+        def noting(each):
+            def note(*batch):
+                total, count = loss_parts(each.loss, *batch)
+                parts.append((total, count, 1.0 if each.loss_weights is None else each.loss_weights))
+                return total
+
+            return each._replace(loss=note)
+
+        self._compile_loss._flat_losses = [noting(each) for each in losses]  # which finds each one's part of y
+        try:
+            self._compile_loss(y, y_pred, sample_weight)
+        finally:
+            self._compile_loss._flat_losses = losses
+        return parts
+
+    def _sum_of_losses(self, examples, parts, added):
+        """This replica's part of the whole batch's loss, and of each compiled loss."""
+        counts = [tf.constant(1.0) if count is None else count for _, count, _ in parts]
+        all_examples, counts = sum_of_all((examples, counts))
+        losses = [
+            total if own is None else tf.math.divide_no_nan(total, count)
+            for (total, own, _), count in zip(parts, counts, strict=True)
+        ]
+        share = tf.math.divide_no_nan(examples, all_examples)
+        terms = [loss * weight for loss, (_, _, weight) in zip(losses, parts, strict=True)]
+        terms += [tf.math.multiply_no_nan(loss, share) for loss in added]
+        if not terms:
+            raise ValueError("No loss to compute. Provide a `loss` argument in `compile()`.")
+        return tf.add_n(terms), losses
+
+    def _summed(self, examples, added):
+        """Terms of `add_loss` with the whole batch's value, and this replica's part of its gradient."""
+        share = tf.math.divide_no_nan(examples, sum_of_all(examples))
+        own = [tf.math.multiply_no_nan(loss, share) for loss in added]
+        return [part + tf.stop_gradient(total - part) for part, total in zip(own, sum_of_all(own), strict=True)]
+
+    def _own_loss(self, mapping, weights, state, data, y_pred, added, training):
+        """The whole batch's loss by any code, and the metrics' variables after it. Every replica computes it all.
+
+        Gradients flow through this replica's predictions; those that reach weights in another way are divided by the
+        number of replicas, so that the sum over replicas is that of the whole batch.
+        """
+        x, y, sample_weight = data
+        metric_variables = self._metric_variables()
+        shared = [with_share_of_gradient(weight, tf.constant(1.0 / replicas())) for weight in weights]
+        shared = list(zip(self.trainable_variables, shared, strict=True))
+        rest = mapping[len(weights) : len(mapping) - len(state)]
+        if replicas() > 1:
+            x = gather(x) if self._has_own("compute_loss") else x
+            y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)
+        scope = keras.StatelessScope([*shared, *rest, *zip(metric_variables, state, strict=True)])
+        with no_strategy(), scope:
+            self._losses_override = added
+            try:
+                loss = self._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+            finally:
+                self._losses_override = []
+        return loss, [scope.get_current_value(variable) for variable in metric_variables]
+
+    def _added_losses(self, scope):
+        """Terms of `add_loss`, `activity_regularizer`s (in Keras a mean over examples) and regularisers."""
+        terms = [*scope.losses, *self._get_regularization_losses()]
+        return [tf.cast(tf.reduce_sum(term), keras.config.floatx()) for term in terms]
+
+    def _metric_sums(self, given, after):
+        """What a part of a batch adds to the variables of metrics, those of losses left out."""
+        of_losses = {id(v) for metric in [self._loss_tracker, *self._loss_trackers()] for v in _variables_of(metric)}
+        owner = {id(variable): metric for metric in self.metrics for variable in metric.variables}
+        sums = []
+        for variable in self._metric_variables():
+            value = after[id(variable)]
+            if id(variable) in of_losses:
+                value = given[id(variable)]
+            elif value is not given[id(variable)] and not _each_adds_up(owner[id(variable)]):
+                raise ValueError(f"{owner[id(variable)].name} is updated in a layer, of which a replica sees a part")
+            sums.append(value)
+        return sums
+
+    def _metric_variables(self):
+        metrics = [self._loss_tracker, *self._loss_trackers(), *self.metrics]
+        return list({id(v): v for metric in metrics for v in _variables_of(metric)}.values())
+
+    def _loss_trackers(self):
+        return self._compile_loss.metrics if self._compile_loss is not None else []
+
+    def _has_own(self, method):
+        return getattr(type(self), method) is not getattr(TensorFlowTrainer, method)
+
+    def _loss_adds_up(self):
+        losses = [] if self._compile_loss is None else self._compile_loss._flat_losses
+        return not self._has_own("compute_loss") and all(loss_adds_up(each.loss) for each in losses)
+
+    def _metrics_add_up(self):
+        metrics = [] if self._compile_metrics is None else self._compile_metrics.metrics
+        return not self._has_own("compute_metrics") and all(map(metric_adds_up, metrics))
+
+    def _refuse_if_pure(self, what):
+        if self.accumulate > 1 or (self.jit_compile and replicas() > 1):
+            way = "accumulate" if self.accumulate > 1 else "jit_compile"
+            raise ValueError(
+                f"{what} needs the whole batch, of which {way} gives each replica a part at a time: leave out {way}"
+            )
+
+    def _others(self, part):
+        """Values of the variables that are not trained, with seeds for one part of one replica's batch."""
+        count = tf.constant(0, tf.int64) if self.optimizer is None else tf.cast(self.optimizer.iterations, tf.int64)
+        count = count * self.accumulate + tf.cast(part, tf.int64)
+        seeds = {id(variable): seed for variable, seed in noise_seeds(self, count)}
+        return [
+            seeds.get(id(variable), tf.convert_to_tensor(variable.value)) for variable in self.non_trainable_variables
+        ]
+
+
+def _variables_of(metric: keras.metrics.Metric | None) -> list[keras.Variable]:
+    return [] if metric is None else metric.variables
+
+
+def _each_adds_up(metric: keras.metrics.Metric) -> bool:
+    return all(map(metric_adds_up, getattr(metric, "metrics", None) or [metric]))

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in the place of Keras's trainer, among the bases of a class of `data_parallel`; see there."""
+
+import contextlib
+import functools
+import inspect
+import types
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend import compute_output_spec
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, convert_to_np_if_not_ragged
+
+from common.training.noise import make_dropout_fast
+from common.training.optimizers import do_not_reduce_again
+from common.training.replica_step import ReplicaStep
+from common.training.replicas import first_replica, steps_in_one_call, sum_over_replicas
+from common.training.whole_batch import moments, replicas
+
+
+def _with_signature_of(method: Any) -> Any:
+    return functools.wraps(method)
+
+
+class Trainer(ReplicaStep):
+    """Stands where Keras's trainer does, among the bases of a `data_parallel` class; see there."""
+
+    told_to_stop = all_told_to_stop = False
+    steps_done = 0
+    train_function: Any
+    test_function: Any
+    predict_function: Any
+    step_values: dict[str, np.ndarray] | None = None
+
+    @_with_signature_of(TensorFlowTrainer.compile)
+    def compile(self, *args, **kwargs):  # noqa: D102
+        with self._scope():
+            super().compile(*args, **kwargs)
+            self._prepare()
+
+    def compile_from_config(self, config):
+        """As Keras's, which would take this `compile` for a user's own."""
+        if type(self).compile is Trainer.compile:
+            self.compile(**keras.saving.deserialize_keras_object(config))
+        else:
+            super().compile_from_config(config)
+
+    @_with_signature_of(TensorFlowTrainer.fit)
+    def fit(self, *args, **kwargs):  # noqa: D102
+        given = inspect.signature(TensorFlowTrainer.fit).bind(self, *args, **kwargs).arguments
+        self._steps_per_epoch = given.get("steps_per_epoch")
+        self._fit_began_at = self.steps_done
+        return super().fit(*args, **kwargs)
+
+    @_with_signature_of(TensorFlowTrainer.evaluate)
+    def evaluate(self, *args, **kwargs):  # noqa: D102
+        given = inspect.signature(TensorFlowTrainer.evaluate).bind(self, *args, **kwargs).arguments
+        self._test_steps_left = given.get("steps")
+        return super().evaluate(*args, **kwargs)
+
+    def train_step(self, data):
+        """One replica's part of a training step; returns a dict of what all steps of the epoch come to so far."""
+        return _split(self._step(data, training=True))[0]
+
+    def test_step(self, data):
+        """One replica's part of an evaluation step."""
+        return _split(self._step(data, training=False))[0]
+
+    def make_train_function(self, force=False):
+        """The train function leaves each step's own values in `step_values`."""
+        if self.train_function is not None and not force:
+            return
+        own = type(self).train_step is not Trainer.train_step
+        run_steps = self._on_replicas(self.train_step if own else functools.partial(self._step, training=True), own)
+
+        def train_function(iterator):
+            left = None if self._steps_per_epoch is None else self._steps_per_epoch - self._steps_of_epoch()
+            values = run_steps(iterator, left)
+            logs, self.step_values = _split(values)
+            self.steps_done += len(next(iter(values.values())))
+            return _last(logs)
+
+        self.train_function = train_function
+
+    def make_test_function(self, force=False):
+        """See `_on_replicas`."""
+        if self.test_function is not None and not force:
+            return
+        own = type(self).test_step is not Trainer.test_step
+        run_steps = self._on_replicas(self.test_step if own else functools.partial(self._step, training=False), own)
+
+        def test_function(iterator):
+            values = run_steps(iterator, self._test_steps_left)
+            if self._test_steps_left is not None:
+                self._test_steps_left -= len(next(iter(values.values())))
+            return _last(_split(values)[0])
+
+        self.test_function = test_function
+
+    def make_predict_function(self, force=False):
+        """As Keras's; a model that is not built yet is built first, for XLA."""
+        if self.predict_function is not None and not force:
+            return
+        super().make_predict_function(force)
+        predict = self.predict_function
+        local = self.distribute_strategy.experimental_local_results
+
+        def predict_function(data):
+            if self.jit_compile and not all(layer.built for layer in self._flatten_layers()):
+                parts = [local(leaf)[0] for leaf in keras.tree.flatten(data[0])]
+                given = [None if part is None else keras.KerasTensor(part.shape, part.dtype) for part in parts]
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(keras.tree.pack_sequence_as(data[0], given))
+                with self._scope():
+                    compute_output_spec(self, x)
+            return predict(data)
+
+        self.predict_function = predict_function
+
+    def train_on_batch(self, *args, **kwargs):
+        """As Keras's; each replica takes a part of the batch."""
+        self._steps_per_epoch = None
+        return super().train_on_batch(*args, **kwargs)
+
+    def test_on_batch(self, *args, **kwargs):
+        """As Keras's; each replica takes a part of the batch."""
+        self._test_steps_left = None
+        return super().test_on_batch(*args, **kwargs)
+
+    def predict_on_batch(self, x):
+        """As Keras's; each replica takes a part of the batch."""
+        self.make_predict_function()
+        return keras.tree.map_structure(convert_to_np_if_not_ragged, self.predict_function([self._divided((x,))]))
+
+    @property
+    def at_epoch_end(self):
+        """See `data_parallel`."""
+        return self._steps_per_epoch is not None and self._steps_of_epoch() == 0
+
+    def _steps_of_epoch(self):
+        return (self.steps_done - self._fit_began_at) % (self._steps_per_epoch or 1)
+
+    def _scope(self):
+        return self._distribute_strategy.scope() if self._distribute_strategy else contextlib.nullcontext()
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        """Builds from the shapes of the data.
+
+        Keras builds from the first batch, by averaging its inputs over replicas, and dies before step 1 where they are
+        booleans, strings or uneven (keras-team/keras#19246, #21172), and always on several workers
+        (keras-team/keras#20585).
+        """
+        if iterator is not None:
+            data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)
+        with self._scope():
+            self._symbolic_build(data_batch=data_batch)
+            self._prepare()
+
+    def _prepare(self):
+        own_step = type(self).train_step is not Trainer.train_step
+        for layer in self._flatten_layers():
+            if isinstance(layer, keras.layers.BatchNormalization):
+                layer._moments = functools.partial(_moments_of_whole_batch, layer, self)
+            if getattr(layer, "stateful", False) and self.distribute_strategy.num_replicas_in_sync > 1:
+                raise ValueError(f"{layer.name} keeps its state from batch to batch, which no replica has: use one")
+        make_dropout_fast(self)
+        if self.optimizer is None:
+            return
+        if not own_step:
+            do_not_reduce_again(self.optimizer)
+        if self.built and not self.optimizer.built:
+            self.optimizer.build(self.trainable_variables)
+
+    def _on_replicas(self, step, own):
+        """A function of (iterator, left) that does as many steps as one call has, and returns a dict of arrays.
+
+        A worker that is told to stop says so in the step's reduction, so that all stop after the same step.
+
+        Args:
+            step: of one replica.
+            own: whether it is the class's own.
+        """
+        strategy = self.distribute_strategy
+
+        def replica_step(data, stop):
+            data = keras.tree.map_structure(lambda t: None if isinstance(t, tf.experimental.Optional) else t, data)
+            if not own:
+                return step(data, stop=stop)
+            logs = keras.tree.map_structure(lambda t: tf.cast(t, tf.float32), step(data))
+            logs, stop = sum_over_replicas((logs, stop))
+            return {name: value / strategy.num_replicas_in_sync for name, value in logs.items()} | {"stop": stop}
+
+        def one_step(iterator, stop):
+            return first_replica(strategy, strategy.run(replica_step, args=(next(iterator), stop)))
+
+        def step_on_data(data, stop):
+            return first_replica(strategy, strategy.run(replica_step, args=(data, stop)))
+
+        if not self.run_eagerly:
+            do_steps = steps_in_one_call(one_step)
+            step_on_data = tf.function(step_on_data, autograph=False, reduce_retracing=True)
+
+        def run_steps(iterator, left):
+            stop = tf.constant(float(self.told_to_stop))
+            if left is not None and not self.run_eagerly:
+                values = do_steps(iterator, min(self.steps_per_execution, left), self.told_to_stop)
+            else:
+                rows = []
+                for _ in range(self.steps_per_execution):
+                    try:
+                        if isinstance(iterator, types.GeneratorType):
+                            rows.append(_as_row(step_on_data(self._divided(next(iterator)), stop)))
+                        elif self.run_eagerly:
+                            rows.append(_as_row(one_step(iterator, stop)))
+                        else:
+                            rows.append(do_steps(iterator, 1, self.told_to_stop))
+                    except (StopIteration, tf.errors.OutOfRangeError):
+                        if not rows:
+                            raise
+                        break
+                values = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+            self.all_told_to_stop = bool(values.pop("stop")[-1])
+            return values
+
+        return run_steps
+
+    def _divided(self, batch):
+        """Each replica's part of a batch, in their order; the last ones may have fewer examples, or none."""
+        strategy = self.distribute_strategy
+        replicas = strategy.num_replicas_in_sync
+
+        def part(leaf, context):
+            size = -(-leaf.shape[0] // replicas)
+            return leaf[context.replica_id_in_sync_group * size :][:size]
+
+        def distributed(leaf):
+            if leaf is None:
+                return None
+            leaf = tf.convert_to_tensor(leaf)
+            return strategy.experimental_distribute_values_from_function(lambda context: part(leaf, context))
+
+        return batch if replicas == 1 else keras.tree.map_structure(distributed, batch)
+
+
+def _moments_of_whole_batch(layer, model, inputs, mask):
+    if tf.distribute.in_cross_replica_context() or (replicas() == 1 and model.accumulate == 1):
+        return type(layer)._moments(layer, inputs, mask)
+    model._refuse_if_pure("BatchNormalization")
+    return moments(inputs, mask, layer._reduction_axes)
+
+
+def _of_one_replica(spec):
+    """What one replica is given of data that this describes; None for what is left out."""
+    spec = getattr(spec, "_value_specs", [spec])[0]
+    return None if isinstance(spec, tf.OptionalSpec) else spec
+
+
+def _split(values: dict) -> tuple[dict, dict]:
+    """What all steps come to so far, and each step's own values."""
+    own = {name.removeprefix("step/"): value for name, value in values.items() if name.startswith("step/")}
+    if "waited" in values:
+        own["waited"] = values["waited"]
+    others = {f"step/{name}" for name in own} | {"stop", "waited"}
+    return {name: value for name, value in values.items() if name not in others}, own
+
+
+def _last(logs: dict) -> dict:
+    return {name: values[-1] for name, values in logs.items()}
+
+
+def _as_row(values: dict) -> dict:
+    return {name: np.asarray(value)[None] for name, value in values.items()}
