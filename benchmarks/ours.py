@@ -70,5 +70,5 @@ def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Str
 
 def fit(model: keras.Model, strategy: tf.distribute.Strategy, batches: Callable, steps: int, callbacks: list) -> None:
     """Trains so many more steps, without a word."""
-    data = distribute(strategy, batches(model.steps_done))
+    data = distribute(strategy, batches(int(model.optimizer.iterations.numpy())))
     model.fit(data, steps_per_epoch=steps, callbacks=callbacks, verbose=0, shuffle=False)

@@ -26,7 +26,7 @@ from common.data.corpora import check_corpus
 from common.errors import UserError
 from common.model.checks import check_model
 from common.model.push_target import check_push_to
-from common.run.checks import check_accumulate, check_options, step_range
+from common.run.checks import check_options, step_range
 from common.run.command_line import parse, run
 from common.training.scaling import LearningRateScaling
 
@@ -92,7 +92,7 @@ from common.data.byte_pairs import Vocabulary, train_byte_pairs
 from common.data.corpora import fingerprint, open_corpus
 from common.data.docstrings import SENTENCES
 from common.data.masking import MaskingRule, mask_tokens
-from common.data.order import global_batch_size
+from common.data.order import Scaled
 from common.data.shard_reader import decode_sequences, read_shards, steps_in_shards
 from common.data.shards import Shards, find_shards, folder_of_dry_run, open_shards, write_shards
 from common.data.wordpiece import train_wordpieces
@@ -106,16 +106,13 @@ from common.model.model_card import model_card
 from common.model.publish import Publish
 from common.model.saving import save_preset
 from common.run.callbacks import FitCheckpoints, FitLog, Profile
-from common.run.checkpoints import epochs_left
 from common.run.plan import print_plan
 from common.run.results import report, training_results
-from common.run.runs import open_run, write_json
+from common.run.runs import open_run
 from common.run.speed import model_flops
 from common.scores.metrics import language_model_scores, unigram_loss
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
-from common.training.precision import choose_precision
-from common.training.scaling import learning_rate_factor, scaling_rule
 from common.training.schedules import WarmUpPolynomialDecay
 
 
@@ -143,9 +140,9 @@ def make_datasets(config: Config) -> Shards:
 
 
 def masked_batches(
-    shards: Shards, split: str, config: Config, batch_size, replicas, first_step=0, num_shards=1, shard=0
+    config: Config, shards: Shards, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
 ) -> tf.data.Dataset:
-    """One reader's batches (x, y, sample_weight), of a replica's size: a pure function of the seed and the step."""
+    """One reader's batches (x, y, sample_weight), of a replica's size each: a pure function of the seed and the step."""
     rule = MaskingRule.of(shards.vocabulary, config.mask_rate)
     training = split == "train"
 
@@ -158,14 +155,14 @@ def masked_batches(
     sequences = read_shards(
         shards.folder,
         shards.files(split),
-        global_batch_size(batch_size, replicas),
+        scaled.global_batch_size,
         epochs=config.epochs if training else 1,
         first_step=first_step,
         shuffle_seed=config.seed if training else None,
         num_readers=num_shards,
         reader=shard,
     )
-    return sequences.batch(batch_size, drop_remainder=True).map(make_batch, num_parallel_calls=2).prefetch(8)
+    return sequences.batch(scaled.batch_size, drop_remainder=True).map(make_batch, num_parallel_calls=2).prefetch(8)
 
 
 def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model:
@@ -183,70 +180,50 @@ def train_and_evaluate(config: Config) -> dict:
     strategy = make_strategy(config.replicas, config.deterministic)
     run = open_run("bert_from_scratch", config)
     if run.results:
-        print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
         return run.results
     keras.utils.set_random_seed(config.seed)
-    precision = choose_precision(config.precision, config.jit, model_width("", config.model))
-    keras.config.set_dtype_policy(run.keep("chosen_precision", precision))
-    replicas = strategy.num_replicas_in_sync
-    scaling = scaling_rule(config.lr_scaling, config.optimizer)
-    batch_size, peak_rate = run.split(config, replicas, config.learning_rate * learning_rate_factor(scaling, replicas))
-    check_accumulate(config.accumulate, batch_size)
-    global_batch = global_batch_size(batch_size, replicas)
+    run.set_precision(config.precision, config.jit, model_width("", config.model))
+    scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
+
     shards = make_datasets(config)
-    sizes = shards.sizes()
-    run.check_data(sizes, shards.checksums())
-    steps = {split: steps_in_shards(shards.files(split), global_batch) for split in sizes}
+    run.check_data(shards.sizes(), shards.checksums())
+    batches = functools.partial(masked_batches, config, shards, scaled)
+    steps = {split: steps_in_shards(shards.files(split), scaled.global_batch_size) for split in shards.sizes()}
     total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
-    schedule = WarmUpPolynomialDecay(peak_rate, int(config.warmup * total_steps), total_steps, config.decay_power)
+    warmup_steps = int(config.warmup * total_steps)
+    schedule = WarmUpPolynomialDecay(scaled.learning_rate, warmup_steps, total_steps, config.decay_power)
+
     with strategy.scope():
         model = build_model(config, shards.vocabulary, schedule)
-    print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
-    print(f"batch: {batch_size} sequences x {replicas} replicas = {global_batch}")
-    print(f"learning rate: {peak_rate:g} at the peak, {scaling} scaling of {config.learning_rate:g}")
-
-    def batches(split: str, first_step: int = 0):
-        return functools.partial(masked_batches, shards, split, config, batch_size, replicas, first_step)
-
+    model.last_step = total_steps
     if config.dry_run:
-        tokens = {split: (size, size * config.seq_length) for split, size in sizes.items()}
-        print_plan(model, schedule, total_steps, tokens, next(iter(batches("train")())), shards.vocabulary.pieces)
-        return {}
-
+        return print_plan(model, schedule, shards.count_tokens(), batches("train"), shards.vocabulary.pieces)
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
     flops = model_flops(strategy, model.backbone, config.seq_length, config.mask_rate)
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), flops)
-    profile = Profile(run.workdir, step_range(config.profile_steps))
     save = functools.partial(save_preset, model, shards.vocabulary, config.seq_length)
-    publish = Publish(config.push_to, config.push_public, run.workdir, save)
-    print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
-    scores = {}
-    for left in epochs_left(log.step, steps["train"], total_steps):
-        with publish:
-            history = model.fit(
-                distribute(strategy, batches("train", log.step)),
-                **left,
-                validation_data=distribute(strategy, batches("validation")),
-                validation_steps=steps["validation"],
-                callbacks=[log, profile, publish, checkpoints],
-                verbose=1 if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
-                shuffle=False,  # the batches come in their order already
-            ).history
-        scores["validation"] = {name: history[f"val_{name}"][-1] for name in ("loss", "accuracy")}
-    for split in [split for split in sizes if split != "train" and split not in scores]:
-        scores[split] = model.evaluate(
-            distribute(strategy, batches(split)), steps=steps[split], return_dict=True, verbose=0
+    with Publish(config.push_to, config.push_public, run.workdir, save) as publish:
+        model.fit(
+            distribute(strategy, batches, "train", log.step),
+            epochs=config.epochs,
+            steps_per_epoch=steps["train"],
+            validation_data=distribute(strategy, batches, "validation"),
+            validation_steps=steps["validation"],
+            callbacks=[log, Profile(run.workdir, step_range(config.profile_steps)), publish, checkpoints],
+            verbose=1 if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
         )
-    if not is_chief():
-        return {}
-    results = training_results("bert_from_scratch", config, strategy, global_batch, log)
+
+    results = training_results("bert_from_scratch", config, strategy, scaled.global_batch_size, log)
     never_masked = MaskingRule.of(shards.vocabulary, config.mask_rate).never_masked
-    for split, score in scores.items():
-        unigram = unigram_loss(shards.token_counts(), (y[w > 0] for _, y, w in batches(split)()), never_masked)
-        results |= language_model_scores(split, score["loss"], score["accuracy"], unigram)
-    save(preset := run.workdir / "preset")
-    (preset / "README.md").write_text(model_card(results), encoding="utf-8")
-    write_json(run.workdir / "results.json", results)
+    for split in [split for split in steps if split != "train"]:
+        scores = model.evaluate(distribute(strategy, batches, split), steps=steps[split], verbose=0, return_dict=True)
+        labels = (y[w > 0] for _, y, w in batches(split))
+        results |= language_model_scores(split, scores, unigram_loss(shards.token_counts(), labels, never_masked))
+    preset = run.workdir / "preset"
+    if is_chief():
+        save(preset)
+        (preset / "README.md").write_text(model_card(results), encoding="utf-8")
+    results = run.finish(results)
     publish.finish(preset)
     return results
 

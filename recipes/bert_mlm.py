@@ -25,7 +25,7 @@ from typing import Literal
 
 from common.data.corpora import check_corpus
 from common.model.checks import check_model
-from common.run.checks import check_accumulate, check_options, step_range
+from common.run.checks import check_options, step_range
 from common.run.command_line import parse, run
 from common.training.scaling import LearningRateScaling
 
@@ -85,7 +85,7 @@ from common.data.byte_pairs import Vocabulary
 from common.data.corpora import open_corpus
 from common.data.docstrings import SENTENCES
 from common.data.masking import MaskingRule, mask_tokens
-from common.data.order import global_batch_size, locate, steps_per_epoch
+from common.data.order import Scaled, locate, steps_per_epoch
 from common.data.packing import checksums, count_tokens, drop_empty, make_sequences, read_sequences
 from common.data.wordpiece import load_wordpieces, train_wordpieces
 from common.devices.cluster import is_chief
@@ -95,16 +95,13 @@ from common.model.fill_mask import print_filled_masks
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
 from common.model.saving import save_preset
 from common.run.callbacks import FitCheckpoints, FitLog, Profile
-from common.run.checkpoints import epochs_left
 from common.run.plan import print_plan
 from common.run.results import report, training_results
-from common.run.runs import open_run, write_json
+from common.run.runs import open_run
 from common.run.speed import model_flops
 from common.scores.metrics import count_ids, language_model_scores, unigram_loss
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
-from common.training.precision import choose_precision
-from common.training.scaling import learning_rate_factor, scaling_rule
 from common.training.schedules import WarmUpPolynomialDecay
 
 
@@ -125,22 +122,22 @@ def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:
 
 
 def masked_batches(
-    sequences, rule: MaskingRule, config: Config, batch_size, replicas, training, first_step=0, num_shards=1, shard=0
+    config: Config, sequences, rule: MaskingRule, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
 ) -> tf.data.Dataset:
     """One shard's batches (x, y, sample_weight), of a replica's size each: a pure function of the seed and the step."""
-    global_batch = global_batch_size(batch_size, replicas)
-    last_step = steps_per_epoch(len(sequences), global_batch) * (config.epochs if training else 1)
-    shuffle_seed = config.seed if training else None
+    examples, training = len(sequences[split]), split == "train"
+    global_batch = scaled.global_batch_size
+    last_step = steps_per_epoch(examples, global_batch) * (config.epochs if training else 1)
 
     def make_batch(positions):
-        epochs, examples = locate(positions, len(sequences), global_batch, shuffle_seed)
-        ids = read_sequences(sequences, examples, rule.pad_id, trim=config.pack == "none")
+        epochs, numbers = locate(positions, examples, global_batch, config.seed if training else None)
+        ids = read_sequences(sequences[split], numbers, rule.pad_id, trim=config.pack == "none")
         if not training:
             epochs = tf.fill(tf.shape(epochs), tf.constant(-1, tf.int64))  # the same masks in every validation
-        return mask_tokens(ids, seeds=tf.stack([config.seed * 2**32 + epochs, examples], axis=1), rule=rule)
+        return mask_tokens(ids, seeds=tf.stack([config.seed * 2**32 + epochs, numbers], axis=1), rule=rule)
 
     positions = tf.data.Dataset.range(first_step * global_batch, last_step * global_batch)
-    positions = positions.shard(num_shards, shard).batch(batch_size, drop_remainder=True)
+    positions = positions.shard(num_shards, shard).batch(scaled.batch_size, drop_remainder=True)
     return positions.map(make_batch, num_parallel_calls=2).prefetch(8)
 
 
@@ -162,73 +159,46 @@ def train_and_evaluate(config: Config) -> dict:
     strategy = make_strategy(config.replicas, config.deterministic)
     run = open_run("bert_mlm", config)
     if run.results:
-        print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
         return run.results
     keras.utils.set_random_seed(config.seed)
-    width = model_width(config.preset, config.model or "tiny")
-    precision = run.keep("chosen_precision", choose_precision(config.precision, config.jit, width))
-    keras.config.set_dtype_policy(precision)
-    replicas = strategy.num_replicas_in_sync
-    scaling = scaling_rule(config.lr_scaling, config.optimizer)
-    batch_size, peak_rate = run.split(config, replicas, config.learning_rate * learning_rate_factor(scaling, replicas))
-    check_accumulate(config.accumulate, batch_size)
-    global_batch = global_batch_size(batch_size, replicas)
+    run.set_precision(config.precision, config.jit, model_width(config.preset, config.model or "tiny"))
+    scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 
     vocabulary, sequences = make_datasets(config)
-    sizes = {split: len(part) for split, part in sequences.items()}
-    run.check_data(sizes, checksums(sequences))
+    run.check_data({split: len(part) for split, part in sequences.items()}, checksums(sequences))
     rule = MaskingRule.of(vocabulary, config.mask_rate)
-    steps = {split: steps_per_epoch(size, global_batch) for split, size in sizes.items()}
+    batches = functools.partial(masked_batches, config, sequences, rule, scaled)
+    steps = {split: steps_per_epoch(len(part), scaled.global_batch_size) for split, part in sequences.items()}
     total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
-    schedule = WarmUpPolynomialDecay(peak_rate, int(config.warmup * total_steps), total_steps)
+    schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
+
     with strategy.scope():
         model = build_model(config, vocabulary, schedule)
-    print(f"{model.count_params():,} parameters in {precision}; {total_steps} steps, {steps['train']} an epoch")
-    print(f"batch: {batch_size} sequences x {replicas} replicas = {global_batch}")
-    print(f"learning rate: {peak_rate:g} at the peak, {scaling} scaling of {config.learning_rate:g}")
-
-    def batches(split: str, first_step: int = 0):
-        return functools.partial(
-            masked_batches, sequences[split], rule, config, batch_size, replicas, split == "train", first_step
-        )
-
+    model.last_step = total_steps
     if config.dry_run:
-        batch = next(iter(batches("train")()))
-        print_plan(model, schedule, total_steps, count_tokens(sequences, rule.pad_id), batch, vocabulary.pieces)
-        return {}
-
+        return print_plan(model, schedule, count_tokens(sequences, rule.pad_id), batches("train"), vocabulary.pieces)
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
     flops = model_flops(strategy, model.backbone, config.seq_length, config.mask_rate)
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), flops)
-    profile = Profile(run.workdir, step_range(config.profile_steps))
-    print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
-    scores = {}
-    for left in epochs_left(log.step, steps["train"], total_steps):
-        history = model.fit(
-            distribute(strategy, batches("train", log.step)),
-            **left,
-            validation_data=distribute(strategy, batches("validation")),
-            validation_steps=steps["validation"],
-            callbacks=[log, profile, checkpoints],
-            verbose=1 if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
-            shuffle=False,  # the batches come in their order already
-        ).history
-        scores["validation"] = {name: history[f"val_{name}"][-1] for name in ("loss", "accuracy")}
+    model.fit(
+        distribute(strategy, batches, "train", log.step),
+        epochs=config.epochs,
+        steps_per_epoch=steps["train"],
+        validation_data=distribute(strategy, batches, "validation"),
+        validation_steps=steps["validation"],
+        callbacks=[log, Profile(run.workdir, step_range(config.profile_steps)), checkpoints],
+        verbose=1 if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
+    )
 
-    for split in [split for split in sequences if split != "train" and split not in scores]:
-        scores[split] = model.evaluate(
-            distribute(strategy, batches(split)), steps=steps[split], return_dict=True, verbose=0
-        )
-    if not is_chief():
-        return {}
-    results = training_results("bert_mlm", config, strategy, global_batch, log)
-    for split, score in scores.items():
-        labels = (y[w > 0] for _, y, w in batches(split)())
-        unigram = unigram_loss(count_ids(sequences["train"].numpy(), len(vocabulary.pieces)), labels, rule.never_masked)
-        results |= language_model_scores(split, score["loss"], score["accuracy"], unigram)
-    save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
-    write_json(run.workdir / "results.json", results)
-    return results
+    results = training_results("bert_mlm", config, strategy, scaled.global_batch_size, log)
+    counts = count_ids(sequences["train"].numpy(), len(vocabulary.pieces))
+    for split in [split for split in sequences if split != "train"]:
+        scores = model.evaluate(distribute(strategy, batches, split), steps=steps[split], verbose=0, return_dict=True)
+        labels = (y[w > 0] for _, y, w in batches(split))
+        results |= language_model_scores(split, scores, unigram_loss(counts, labels, rule.never_masked))
+    if is_chief():
+        save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
+    return run.finish(results)
 
 
 def main(config: Config) -> None:

@@ -77,7 +77,7 @@ with quiet_stderr():
     import tensorflow as tf
 
 from common.data.byte_pairs import Vocabulary
-from common.data.order import global_batch_size, steps_per_epoch
+from common.data.order import steps_per_epoch
 from common.data.text_batches import checksums, encode, in_order, labelled, numbered_batches
 from common.data.wordpiece import train_wordpieces
 from common.devices.cluster import is_chief
@@ -88,16 +88,14 @@ from common.model.saving import save_preset
 from common.run.checkpoints import Checkpoints
 from common.run.controller import Controller, Evaluator, Trainer, when_best
 from common.run.results import report, training_results
-from common.run.runs import open_run, write_json
+from common.run.runs import open_run
 from common.run.speed import model_flops
 from common.run.step_log import StepLog
 from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
 from common.training.losses import CrossEntropy
 from common.training.noise import noise_of_step
 from common.training.optimizers import make_optimizer
-from common.training.precision import choose_precision
 from common.training.replicas import batch_sums, first_replica, gather_over_replicas, means_of, sum_over_replicas
-from common.training.scaling import learning_rate_factor, scaling_rule
 from common.training.schedules import WarmUpPolynomialDecay
 
 
@@ -156,8 +154,9 @@ class GlueTrainer(Trainer):
 class GlueEvaluator(Evaluator):
     """Logits of every example of a split, once, and what they are worth."""
 
-    def __init__(self, strategy, model: keras.Model, dataset, steps: int, split: str, examples: Examples):
-        super().__init__(dataset, steps)
+    def __init__(self, strategy, model: keras.Model, batches, split: str, examples: Examples, global_batch: int):
+        steps = steps_per_epoch(len(examples.texts), global_batch)
+        super().__init__(distribute(strategy, batches(split, range(steps))), steps)
         self.strategy, self.model, self.split, self.examples = strategy, model, split, examples
 
     def eval_step(self, iterator):
@@ -178,42 +177,34 @@ def train_and_evaluate(config: Config) -> dict:
     strategy = make_strategy(config.replicas, config.deterministic)
     run = open_run("glue_controller", config)
     if run.results:
-        print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
         return run.results
     keras.utils.set_random_seed(config.seed)
-    precision = choose_precision(config.precision, False, model_width(config.preset, config.model or "tiny"))
-    keras.config.set_dtype_policy(run.keep("chosen_precision", precision))
-    replicas = strategy.num_replicas_in_sync
+    run.set_precision(config.precision, False, model_width(config.preset, config.model or "tiny"))
     base_rate = config.learning_rate or (3e-5 if config.preset else 5e-4)
-    scaling = scaling_rule(config.lr_scaling, "adamw")
-    batch_size, peak_rate = run.split(config, replicas, base_rate * learning_rate_factor(scaling, replicas))
-    global_batch = global_batch_size(batch_size, replicas)
+    scaled = run.scale(config, strategy.num_replicas_in_sync, base_rate, "adamw")
 
     texts, vocabulary, encoded = make_datasets(config)
     run.check_data({split: len(part) for split, part in encoded.items()}, checksums(encoded, texts))
-    epoch_steps = steps_per_epoch(len(encoded["train"]), global_batch)
+    epoch_steps = steps_per_epoch(len(encoded["train"]), scaled.global_batch_size)
     total_steps = min(epoch_steps * config.epochs, config.max_steps or sys.maxsize)
-    schedule = WarmUpPolynomialDecay(peak_rate, int(config.warmup * total_steps), total_steps)
+    schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
     with strategy.scope():
         model = build_model(config, vocabulary, len(texts.classes), schedule)
-    print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
-    print(f"batch: {batch_size} examples x {replicas} replicas = {global_batch}, {epoch_steps} steps an epoch")
-    print(f"learning rate: {peak_rate:g} at the peak, {scaling} scaling of {base_rate:g}")
 
     def batches(split: str, steps: range, seed: int | None = None):
-        return functools.partial(numbered_batches, encoded[split], vocabulary, batch_size, replicas, steps, seed)
+        return functools.partial(numbered_batches, encoded[split], vocabulary, scaled, steps, seed)
 
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=model.optimizer)
     flops = model_flops(strategy, model.backbone, config.seq_length)
     log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), flops)
-    print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
+    log.announce(model, total_steps)
     numbered = batches("train", range(log.step, total_steps), config.seed)
-    train_batches = distribute(strategy, labelled(numbered, texts.splits["train"].labels))
-    evaluators = {}
-    for split in [split for split in encoded if split != "train"]:
-        steps = steps_per_epoch(len(encoded[split]), global_batch)
-        dataset = distribute(strategy, batches(split, range(steps)))
-        evaluators[split] = GlueEvaluator(strategy, model, dataset, steps, split, texts.splits[split])
+    train_batches = distribute(strategy, labelled, numbered, texts.splits["train"].labels)
+    evaluators = {
+        split: GlueEvaluator(strategy, model, batches, split, texts.splits[split], scaled.global_batch_size)
+        for split in encoded
+        if split != "train"
+    }
     save = functools.partial(save_preset, model, vocabulary, config.seq_length)
     controller = Controller(
         trainer=GlueTrainer(strategy, model, train_batches, log),
@@ -231,15 +222,13 @@ def train_and_evaluate(config: Config) -> dict:
 
     if "test" in evaluators:
         evaluators["test"].evaluate()
-    if not is_chief():
-        return {}
     logits = {split: evaluator.logits for split, evaluator in evaluators.items()}
-    results = training_results("glue_controller", config, strategy, global_batch, log)
+    results = training_results("glue_controller", config, strategy, scaled.global_batch_size, log)
     results |= classifier_results(texts, logits, vocabulary)
-    write_all_predictions(run.workdir / "predictions", texts, logits)
-    save(run.workdir / "preset")
-    write_json(run.workdir / "results.json", results)
-    return results
+    if is_chief():
+        write_all_predictions(run.workdir / "predictions", texts, logits)
+        save(run.workdir / "preset")
+    return run.finish(results)
 
 
 def main(config: Config) -> None:

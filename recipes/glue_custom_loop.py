@@ -79,7 +79,7 @@ with quiet_stderr():
 from tqdm import tqdm
 
 from common.data.byte_pairs import Vocabulary
-from common.data.order import global_batch_size, steps_per_epoch
+from common.data.order import steps_per_epoch
 from common.data.text_batches import (
     batches_by_step,
     checksums,
@@ -99,16 +99,14 @@ from common.model.saving import save_preset
 from common.run.callbacks import open_board
 from common.run.checkpoints import Checkpoints
 from common.run.results import report, training_results
-from common.run.runs import open_run, write_json
+from common.run.runs import open_run
 from common.run.speed import model_flops
 from common.run.step_log import StepLog
 from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
 from common.training.losses import CrossEntropy
 from common.training.noise import noise_of_step
 from common.training.optimizers import make_optimizer
-from common.training.precision import choose_precision
 from common.training.replicas import batch_sums, first_replica, gather_over_replicas, means_of, sum_over_replicas
-from common.training.scaling import learning_rate_factor, scaling_rule
 from common.training.schedules import WarmUpPolynomialDecay
 
 
@@ -141,31 +139,23 @@ def train_and_evaluate(config: Config) -> dict:
     strategy = make(config.replicas, config.deterministic)  # (1) the devices
     run = open_run("glue_custom_loop", config)
     if run.results:
-        print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
         return run.results
     keras.utils.set_random_seed(config.seed)
-    precision = choose_precision(config.precision, False, model_width(config.preset, config.model or "tiny"))
-    keras.config.set_dtype_policy(run.keep("chosen_precision", precision))
-    replicas = strategy.num_replicas_in_sync
+    run.set_precision(config.precision, False, model_width(config.preset, config.model or "tiny"))
     base_rate = config.learning_rate or (3e-5 if config.preset else 5e-4)
-    scaling = scaling_rule(config.lr_scaling, "adamw")
-    batch_size, peak_rate = run.split(config, replicas, base_rate * learning_rate_factor(scaling, replicas))
-    global_batch = global_batch_size(batch_size, replicas)
+    scaled = run.scale(config, strategy.num_replicas_in_sync, base_rate, "adamw")
 
     texts, vocabulary, encoded = make_datasets(config)
     run.check_data({split: len(part) for split, part in encoded.items()}, checksums(encoded, texts))
-    epoch_steps = steps_per_epoch(len(encoded["train"]), global_batch)
+    epoch_steps = steps_per_epoch(len(encoded["train"]), scaled.global_batch_size)
     total_steps = min(epoch_steps * config.epochs, config.max_steps or sys.maxsize)
-    schedule = WarmUpPolynomialDecay(peak_rate, int(config.warmup * total_steps), total_steps)
+    schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
     with strategy.scope():  # (2) a copy of every variable for each replica
         model = build_model(config, vocabulary, len(texts.classes), schedule)
     optimizer = model.optimizer
-    print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
-    print(f"batch: {batch_size} examples x {replicas} replicas = {global_batch}, {epoch_steps} steps an epoch")
-    print(f"learning rate: {peak_rate:g} at the peak, {scaling} scaling of {base_rate:g}")
 
     def batches(split: str, steps: range, seed: int | None = None):
-        return functools.partial(numbered_batches, encoded[split], vocabulary, batch_size, replicas, steps, seed)
+        return functools.partial(numbered_batches, encoded[split], vocabulary, scaled, steps, seed)
 
     @tf.function
     def train_step(batch, stop):
@@ -192,27 +182,30 @@ def train_and_evaluate(config: Config) -> dict:
         return first_replica(in_step, in_step.run(replica_step, args=batch))  # (7) on every replica
 
     def predict(split: str) -> np.ndarray:
-        steps = range(steps_per_epoch(len(encoded[split]), global_batch))
+        steps = range(steps_per_epoch(len(encoded[split]), scaled.global_batch_size))
         return in_order(map(predict_step, distribute(in_step, batches(split, steps))), len(encoded[split]))
 
     board = open_board(run.workdir, asdict(config), 0)
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=optimizer)
     flops = model_flops(strategy, model.backbone, config.seq_length)
     log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), flops)
-    print(f"going on from step {log.step}" if log.step else f"watch it: tensorboard --logdir {run.workdir}", flush=True)
+    log.announce(model, total_steps)
     labels = texts.splits["train"].labels
     steps = range(log.step, total_steps)
 
     def steps_in_turn():
         numbered = batches("train", steps, config.seed)
         asked = time.perf_counter()
-        for batch in distribute(strategy, labelled(numbered, labels)):  # (8) to each its part
+        for batch in distribute(strategy, labelled, numbered, labels):  # (8) to each its part
             waited = time.perf_counter() - asked
             yield train_step(batch, tf.constant(float(checkpoints.told_to_stop))) | {"waited": waited}
             asked = time.perf_counter()
 
     def steps_out_of_step():
-        batch_of, look_up = batches_by_step(encoded["train"], vocabulary, batch_size, config.seed), with_labels(labels)
+        batch_of, look_up = (
+            batches_by_step(encoded["train"], vocabulary, scaled.batch_size, config.seed),
+            with_labels(labels),
+        )
 
         def do_step(step):
             return train_step(look_up(*batch_of(step)), 0.0) | {"waited": 0.0}
@@ -244,14 +237,12 @@ def train_and_evaluate(config: Config) -> dict:
     bar.close()
 
     logits = {split: predict(split) for split in encoded if split != "train"}
-    if not is_chief():
-        return {}
-    results = training_results("glue_custom_loop", config, strategy, global_batch, log)
+    results = training_results("glue_custom_loop", config, strategy, scaled.global_batch_size, log)
     results |= classifier_results(texts, logits, vocabulary)
-    write_all_predictions(run.workdir / "predictions", texts, logits)
-    save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
-    write_json(run.workdir / "results.json", results)
-    return results
+    if is_chief():
+        write_all_predictions(run.workdir / "predictions", texts, logits)
+        save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
+    return run.finish(results)
 
 
 def main(config: Config) -> None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.errors import UserError
-from common.run.checkpoints import Checkpoints, epochs_left
+from common.run.checkpoints import Checkpoints
 from common.run.step_log import StepLog
 from common.training.replicas import COUNTS, MEANS
 from tests.hub import URI, StandIn, environment
@@ -343,7 +343,7 @@ def test_another_split_of_the_batch_goes_on_and_other_knobs_do_not(wikitext, tmp
     )
     assert refused.returncode == 2 and "a global batch of 128, which is not 2 replicas x 32" in refused.stderr
     output, results = go_on(wikitext, workdir, "--dropout", "0", "--replicas", "1")
-    assert "batch: 128 sequences x 1 replicas = 128" in output
+    assert "batch: 128 examples x 1 replicas = 128" in output
     assert results["learning_rate"]["peak"] == pytest.approx(2**0.5 * 7e-4)
     _, whole = go_on(wikitext, tmp_path / "whole", "--dropout", "0")
     assert results["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-6)
@@ -359,20 +359,6 @@ def test_two_runs_in_one_folder(wikitext, tmp_path):
     assert second.returncode == 2 and "another process is running in" in second.stderr
     first.kill()
     first.wait()
-
-
-def test_epochs_left():
-    assert list(epochs_left(0, 8, 24)) == [{"initial_epoch": 0, "epochs": 3, "steps_per_epoch": 8}]
-    assert list(epochs_left(10, 8, 24)) == [
-        {"initial_epoch": 1, "epochs": 2, "steps_per_epoch": 6},
-        {"initial_epoch": 2, "epochs": 3, "steps_per_epoch": 8},
-    ]
-    assert list(epochs_left(0, 8, 20)) == [
-        {"initial_epoch": 0, "epochs": 2, "steps_per_epoch": 8},
-        {"initial_epoch": 2, "epochs": 3, "steps_per_epoch": 4},
-    ]
-    assert list(epochs_left(18, 8, 20)) == [{"initial_epoch": 2, "epochs": 3, "steps_per_epoch": 2}]
-    assert list(epochs_left(20, 8, 20)) == list(epochs_left(24, 8, 24)) == []
 
 
 @pytest.mark.long

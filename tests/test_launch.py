@@ -210,7 +210,7 @@ def test_two_workers_compute_what_one_process_does(alone, tmp_path):
     results = results_of(workdir)
     assert (results["workers"], results["replicas"], results["global_batch_size"], results["steps"]) == (2, 2, 8, 40)
     assert_equal(workdir, alone)
-    assert "batch: 4 sequences x 2 replicas = 8" in output and output.count("validation loss") == 1  # the chief's
+    assert "batch: 4 examples x 2 replicas = 8" in output and output.count("validation loss") == 1  # the chief's
     assert (workdir / "logs/worker-0.log").read_text() == output
     assert "validation loss" not in (workdir / "logs/worker-1.log").read_text()
     assert len(list((workdir / "tensorboard").iterdir())) == 1  # the chief's alone
@@ -235,7 +235,7 @@ def test_a_run_on_two_workers_goes_on_with_one_and_with_four(alone, tmp_path):
     stop_after(5, start("launch", "--workers", 2, "bert_mlm", *words(4)))
     stop_after(20, start("launch", "--workers", 1, "bert_mlm", *words(4)))
     status, output, errors = finish(start("launch", "--workers", 4, "bert_mlm", *words(4)))
-    assert (status, errors) == (0, "") and "batch: 2 sequences x 4 replicas = 8" in output
+    assert (status, errors) == (0, "") and "batch: 2 examples x 4 replicas = 8" in output
     assert results_of(workdir)["workers"] == 4 and results_of(workdir)["resumed_from_step"] >= 20
     assert_equal(workdir, alone)
 

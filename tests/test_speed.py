@@ -66,7 +66,7 @@ def test_a_report_says_where_the_input_is_the_bottleneck(waiting, told):
 
 @pytest.mark.parametrize(("loss", "told"), [(6.071, True), (6.054, True), (6.04, True), (5.9, False), (math.nan, True)])
 def test_a_report_says_where_a_language_model_has_learned_no_more_than_frequencies(loss, told):
-    scores = language_model_scores("validation", loss, 0.1, 6.054)
+    scores = language_model_scores("validation", {"loss": loss, "accuracy": 0.1}, 6.054)
     text = report(results_of_a_run(**scores))
     assert ("the model is no better than its baseline" in text and "--learning-rate" in text) == told
     assert "6.054: the model is 0.017 nats worse" in text or loss != 6.071

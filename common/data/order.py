@@ -10,9 +10,19 @@ An epoch has steps_per_epoch(examples, batch) steps. Where the last one is not f
 example -1, which must weigh nothing. So every batch has the same shape on every replica.
 """
 
+from typing import NamedTuple
+
 import tensorflow as tf
 
 NO_EXAMPLE = -1
+
+
+class Scaled(NamedTuple):
+    """Examples in a step, on each replica and on all, and the peak of the learning rate."""
+
+    batch_size: int
+    global_batch_size: int
+    learning_rate: float
 
 
 def global_batch_size(batch_size: int, num_replicas: int) -> int:

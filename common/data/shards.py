@@ -68,6 +68,10 @@ class Shards:
         """The number of sequences in each split."""
         return {split: counts["sequences"] for split, counts in self.manifest["splits"].items()}
 
+    def count_tokens(self) -> dict[str, tuple[int, int]]:
+        """The number of sequences in each split, and of tokens in them."""
+        return {split: (size, size * self.manifest["seq_length"]) for split, size in self.sizes().items()}
+
     def checksums(self) -> dict[str, int]:
         """A checksum of the shards of each split."""
         return {split: zlib.crc32(json.dumps(self.files(split)).encode()) for split in self.sizes()}

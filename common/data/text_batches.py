@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from common.data.byte_pairs import Vocabulary
 from common.data.labelled import LabelledTexts
-from common.data.order import NO_EXAMPLE, global_batch_size, locate
+from common.data.order import NO_EXAMPLE, Scaled, locate
 from common.data.packing import read_sequences
 
 Batch = tuple[dict[str, tf.Tensor], tf.Tensor]
@@ -44,8 +44,7 @@ def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length:
 def numbered_batches(
     encoded: np.ndarray,
     vocabulary: Vocabulary,
-    batch_size: int,
-    replicas: int,
+    scaled: Scaled,
     steps: range,
     shuffle_seed: int | None = None,
     num_shards: int = 1,
@@ -56,8 +55,7 @@ def numbered_batches(
     Args:
         encoded: of `encode`.
         vocabulary: it was encoded with.
-        batch_size: examples on each replica in a step.
-        replicas: over all workers.
+        scaled: examples in a step, on each replica and on all.
         steps: of the run; an epoch has `order.steps_per_epoch`.
         shuffle_seed: each epoch has an order of its own; None for the examples' own order.
         num_shards, shard: as `strategy.distribute` gives them.
@@ -66,12 +64,12 @@ def numbered_batches(
         x: BERT's inputs, int32 [batch_size, length of the global batch]. examples: int64 [batch_size], rows of
         `encoded`; `order.NO_EXAMPLE` for one that only fills the place.
     """
-    batch_of = batches_by_step(encoded, vocabulary, global_batch_size(batch_size, replicas), shuffle_seed)
+    batch_of = batches_by_step(encoded, vocabulary, scaled.global_batch_size, shuffle_seed)
 
     def replica_batches(step):
         own = tf.nest.map_structure(lambda part: part[shard::num_shards], batch_of(step))
         return tf.nest.map_structure(
-            lambda part: tf.reshape(part, tf.concat([[-1, batch_size], tf.shape(part)[1:]], axis=0)), own
+            lambda part: tf.reshape(part, tf.concat([[-1, scaled.batch_size], tf.shape(part)[1:]], axis=0)), own
         )
 
     return (
@@ -109,9 +107,11 @@ def with_labels(labels: Sequence[int] | None) -> Callable:
     return look_up
 
 
-def labelled(make_batches: Callable[..., tf.data.Dataset], labels: Sequence[int] | None) -> Callable:
-    """A function that makes batches (x, y, weight) of those (x, examples) that another makes; see `with_labels`."""
-    return lambda **shard: make_batches(**shard).map(with_labels(labels))
+def labelled(
+    make_batches: Callable[..., tf.data.Dataset], labels: Sequence[int] | None, num_shards: int = 1, shard: int = 0
+) -> tf.data.Dataset:
+    """Batches (x, y, weight) of those (x, examples) that a function makes; see `with_labels`."""
+    return make_batches(num_shards=num_shards, shard=shard).map(with_labels(labels))
 
 
 def in_order(batches: Iterable[tuple[tf.Tensor, tf.Tensor]], num_examples: int) -> np.ndarray:

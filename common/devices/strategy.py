@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -93,14 +94,15 @@ def compute_deterministically() -> None:
 
 
 def distribute(
-    strategy: tf.distribute.Strategy, make_batches: Callable[..., tf.data.Dataset]
+    strategy: tf.distribute.Strategy, make_batches: Callable[..., tf.data.Dataset], *arguments: Any
 ) -> tf.distribute.DistributedDataset:
     """A data set that gives each replica its own part of every batch.
 
     Args:
         strategy: from `make_strategy`.
-        make_batches: `make_batches(num_shards=N, shard=i)` gives shard i: batches of one replica's size.
+        make_batches: `make_batches(*arguments, num_shards=N, shard=i)` gives shard i: batches of one replica's size.
             Shards are replicas, or workers, whose replicas take batches in turn.
+        arguments: for `make_batches`.
     """
     options = None
     if isinstance(strategy, tf.distribute.MirroredStrategy) and num_workers() == 1:
@@ -112,7 +114,7 @@ def distribute(
         )
 
     def batches_of(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        batches = make_batches(num_shards=context.num_input_pipelines, shard=context.input_pipeline_id)
+        batches = make_batches(*arguments, num_shards=context.num_input_pipelines, shard=context.input_pipeline_id)
         return batches.with_options(_no_autotune())
 
     return strategy.distribute_datasets_from_function(batches_of, options)

@@ -40,6 +40,10 @@ class FitLog(StepLog, keras.callbacks.Callback):
         super().__init__(workdir, steps_per_epoch, first_step, flops)
         self._board = open_board(workdir, config, first_step)
 
+    def on_train_begin(self, logs=None):
+        """Tells what is about to be trained."""
+        self.announce(self.model, self.model.last_step)
+
     def on_train_batch_begin(self, batch, logs=None):
         """Starts the clock."""
         self._began = time.perf_counter()
@@ -92,8 +96,8 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
         """As `Checkpoints.restore`; the model counts on from there."""
-        self.model.steps_done = super().restore(init_fn)
-        return self.model.steps_done
+        self.model.first_step = super().restore(init_fn)
+        return self.model.first_step
 
     def on_train_begin(self, logs=None):
         """Listens for SIGTERM while `fit` runs."""

@@ -8,7 +8,7 @@ and in the schedule, order, masks and dropout are functions of it, and `steps.js
 import shutil
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,21 +174,3 @@ def _checksum(objects: dict[str, Any]) -> int:
         for variable in getattr(held, "variables", [held]):
             crc32 = zlib.crc32(np.ascontiguousarray(variable.numpy()).tobytes(), crc32)
     return crc32
-
-
-def epochs_left(step: int, steps_per_epoch: int, last_step: int) -> Iterator[dict[str, int]]:
-    """Arguments of the calls of `fit` that are left: the rest of an epoch, all whole ones, and the last one's part.
-
-    Keras's `fit` cannot shorten its first or last epoch alone.
-
-    Args:
-        step: steps done.
-        steps_per_epoch: steps in a whole epoch.
-        last_step: where the run ends.
-    """
-    while step < last_step:
-        epoch, done = divmod(step, steps_per_epoch)
-        steps = min(steps_per_epoch - done, last_step - step)
-        epochs = (last_step - step) // steps_per_epoch if steps == steps_per_epoch else 1
-        yield {"initial_epoch": epoch, "epochs": epoch + epochs, "steps_per_epoch": steps}
-        step += epochs * steps

@@ -3,7 +3,7 @@
 
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import keras
 import tensorflow as tf
@@ -14,21 +14,24 @@ BAR = 40  # columns of the highest learning rate
 def print_plan(
     model: keras.Model,
     schedule: Callable,
-    total_steps: int,
     sizes: dict[str, tuple[int, int]],
-    batch,
+    batches: Iterable,
     pieces: list[str],
-) -> None:
+) -> dict:
     """Prints memory for each replica, tokens, the learning rate's curve, and a sequence as the model sees it.
 
     Args:
-        model: compiled.
+        model: compiled, with a `last_step`.
         schedule: from a step, counted from 0, to a rate.
-        total_steps: of the run.
         sizes: sequences in each split, and tokens in them.
-        batch: one replica's `(x, y, sample_weight)`, as `masking.mask_tokens` gives it.
+        batches: of one replica, as `masking.mask_tokens` gives them.
         pieces: the vocabulary, from id to piece.
+
+    Returns:
+        {}, the results of no run.
     """
+    batch, total_steps = next(iter(batches)), model.last_step
+    print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
     state, activations = (size / 2**20 for size in memory_of_a_replica(model, batch))
     print(
         f"memory of a replica: {state:,.0f} MiB of weights, gradients and optimizer, about {activations:,.0f} of layers"
@@ -42,6 +45,7 @@ def print_plan(
         print(f"{step + 1:>10,} {rate:9.2e} {'#' * round(rate / (max(rates) or 1) * BAR)}")
     print("the first sequence, «seen→label» where the model has to guess:")
     print(textwrap.indent(textwrap.fill(masked_text(batch, pieces), 110), "    "))
+    return {}
 
 
 def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:

@@ -9,9 +9,13 @@ import uuid
 from pathlib import Path
 from typing import Any, TextIO
 
+import keras
+
+from common.data.order import Scaled
 from common.devices.cluster import is_chief, num_workers, worker_index
 from common.devices.rendezvous import agree, exchange
 from common.errors import UserError
+from common.run.checks import check_accumulate
 from common.run.run_folder import (
     bring_back,
     has_progress,
@@ -21,6 +25,8 @@ from common.run.run_folder import (
     set_aside,
     write_json,
 )
+from common.training.precision import choose_precision
+from common.training.scaling import learning_rate_factor, scaling_rule
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed
@@ -61,10 +67,16 @@ class Run:
                 write_json(self.workdir / "config.json", self.saved)
         return self.saved[name]
 
-    def split(self, config: Any, replicas: int, peak_learning_rate: float) -> tuple[int, float]:
-        """Examples on each replica in a step, and the peak of the learning rate.
+    def scale(self, config: Any, replicas: int, learning_rate: float, optimizer: str) -> Scaled:
+        """The batch and the learning rate for so many replicas.
 
         A run that goes on keeps its global batch and its peak for any number of replicas; a new one notes them.
+
+        Args:
+            config: of the recipe, with a `batch_size` for each replica and the rule `lr_scaling`.
+            replicas: of all workers.
+            learning_rate: for one replica.
+            optimizer: by which `auto` chooses the rule.
 
         Raises:
             UserError: when the replicas cannot share that global batch, or the batch size given does not make it; when
@@ -78,7 +90,24 @@ class Run:
                 f"{self.workdir} holds a run with a global batch of {total}, which is not {replicas} replicas x "
                 f"{config.batch_size}. Give --replicas and --batch-size that make {total}, or --overwrite for a new run"
             )
-        return total // replicas, self.keep("peak_learning_rate", peak_learning_rate)
+        batch_size = total // replicas
+        check_accumulate(getattr(config, "accumulate", 1), batch_size)
+        rule = scaling_rule(config.lr_scaling, optimizer)
+        peak = self.keep("peak_learning_rate", learning_rate * learning_rate_factor(rule, replicas))
+        print(f"batch: {batch_size} examples x {replicas} replicas = {total}")
+        print(f"learning rate: {peak:g} at the peak, {rule} scaling of {learning_rate:g}", flush=True)
+        return Scaled(batch_size, total, peak)
+
+    def set_precision(self, asked: str, jit: bool, width: int) -> None:
+        """Sets Keras's policy as `choose_precision` says; a run that goes on keeps what it began with."""
+        keras.config.set_dtype_policy(self.keep("chosen_precision", choose_precision(asked, jit, width)))
+
+    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Writes `results.json`, which makes the run complete, and returns it; {} for workers other than the chief."""
+        if not is_chief():
+            return {}
+        write_json(self.workdir / "results.json", results)
+        return results
 
     def check_data(self, sizes: dict[str, int], checksums: dict[str, int]) -> None:
         """Refuses data that is too little, or other than the run began with, or than another worker's.
@@ -140,6 +169,8 @@ def open_run(recipe: str, config: Any) -> Run:
         "Give a --workdir on a disk that all share"
     )
     exchange({"error": None if shared else unseen})
+    if run.results:
+        print(f"The run in {workdir} is complete; --overwrite starts afresh.")
     return run
 
 

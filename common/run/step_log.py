@@ -7,6 +7,7 @@ import math
 import os
 from pathlib import Path
 
+import keras
 import numpy as np
 
 from common.devices.cluster import is_chief
@@ -41,7 +42,7 @@ class StepLog:
 
     def __init__(self, workdir: Path, steps_per_epoch: int, first_step: int = 0, flops: ModelFlops = UNKNOWN):
         super().__init__()
-        self.flops = flops
+        self.workdir, self.flops = workdir, flops
         self.speed: dict[str, float] = {}
         self.first_step = self.step = first_step
         self.steps_per_epoch = steps_per_epoch
@@ -68,6 +69,13 @@ class StepLog:
         # At once, so that a kill never takes lines of steps that are saved.
         write_whole(path, "".join(f"{line}\n" for line in kept))
         self._lines = path.open("a", encoding="utf-8", buffering=1)
+
+    def announce(self, model: keras.Model, last_step: int) -> None:
+        """Tells what is about to be trained, and from where to where."""
+        steps = f"{last_step} steps, {self.steps_per_epoch} an epoch"
+        print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {steps}")
+        where = f"going on from step {self.step}" if self.step else f"watch it: tensorboard --logdir {self.workdir}"
+        print(where, flush=True)
 
     @property
     def epoch(self) -> dict[str, float]:

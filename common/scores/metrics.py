@@ -39,10 +39,17 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def language_model_scores(split: str, loss: float, accuracy: float, unigram: float) -> dict[str, float]:
-    """Entries `val_loss` (for the split `validation`), `val_accuracy` and so on; losses in nats a masked token."""
-    scores = {"loss": loss, "accuracy": accuracy, "perplexity": perplexity(loss), "unigram_loss": unigram}
-    return {entry(split, name): value for name, value in scores.items()}
+def language_model_scores(split: str, scores: dict[str, float], unigram: float) -> dict[str, float]:
+    """Entries `val_loss` (for the split `validation`), `val_accuracy` and so on; losses in nats a masked token.
+
+    Args:
+        split: that was evaluated.
+        scores: its `loss` and `accuracy`.
+        unigram: see `unigram_loss`.
+    """
+    own = {name: scores[name] for name in ("loss", "accuracy")}
+    own |= {"perplexity": perplexity(scores["loss"]), "unigram_loss": unigram}
+    return {entry(split, name): value for name, value in own.items()}
 
 
 def entry(split: str, name: str) -> str:

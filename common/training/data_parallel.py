@@ -46,7 +46,10 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
         accumulate: parts into which each replica's batch is divided, one after another, to save memory. It must divide
             the batch. Set it before `fit`.
         told_to_stop: set it True on any worker; after the step at hand, `all_told_to_stop` is True on every one.
-        steps_done: steps that `fit` has done. Set it when a run goes on from a checkpoint.
+        first_step: steps that were done before, of which the next `fit` takes no notice but to begin there, in the
+            middle of an epoch too: set it when a run goes on from a checkpoint. `fit` must be told `steps_per_epoch`.
+        last_step: after which `fit` ends, in the middle of an epoch too; None for the end of the last epoch.
+        steps_done: steps of this `fit`, those before `first_step` too.
         at_epoch_end: whether the last of them is the last of its epoch, where `fit` was told `steps_per_epoch`.
         step_values: for the steps since the last callback, a dict of vectors: each step's own `loss`, metrics (of
             Keras's own), `learning_rate`, and `waited`, seconds that this worker waited for each batch.

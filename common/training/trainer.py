@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import inspect
+import sys
 import types
 from typing import Any
 
@@ -27,8 +28,9 @@ def _with_signature_of(method: Any) -> Any:
 class Trainer(ReplicaStep):
     """Stands where Keras's trainer does, among the bases of a `data_parallel` class; see there."""
 
-    told_to_stop = all_told_to_stop = False
-    steps_done = 0
+    told_to_stop = all_told_to_stop = _fit_begins = False
+    steps_done = first_step = 0
+    last_step: int | None = None
     train_function: Any
     test_function: Any
     predict_function: Any
@@ -49,10 +51,20 @@ class Trainer(ReplicaStep):
 
     @_with_signature_of(TensorFlowTrainer.fit)
     def fit(self, *args, **kwargs):  # noqa: D102
-        given = inspect.signature(TensorFlowTrainer.fit).bind(self, *args, **kwargs).arguments
+        bound = inspect.signature(TensorFlowTrainer.fit).bind(self, *args, **kwargs)
+        given = bound.arguments
         self._steps_per_epoch = given.get("steps_per_epoch")
-        self._fit_began_at = self.steps_done
-        return super().fit(*args, **kwargs)
+        self.steps_done, self.first_step = self.first_step, 0
+        if self._steps_per_epoch is None and (self.steps_done or self.last_step):
+            raise ValueError("where fit begins or ends in the middle of an epoch, it needs steps_per_epoch")
+        if self.steps_done:
+            given["initial_epoch"] = self.steps_done // self._steps_per_epoch
+        if self.last_step:
+            given["epochs"] = min(given.get("epochs", 1), -(-self.last_step // self._steps_per_epoch))
+        if isinstance(given.get("x"), tf.distribute.DistributedDataset):
+            given["shuffle"] = False  # it comes in its order, which Keras would warn of
+        self._fit_begins = True
+        return super().fit(*bound.args[1:], **bound.kwargs)
 
     @_with_signature_of(TensorFlowTrainer.evaluate)
     def evaluate(self, *args, **kwargs):  # noqa: D102
@@ -76,8 +88,7 @@ class Trainer(ReplicaStep):
         run_steps = self._on_replicas(self.train_step if own else functools.partial(self._step, training=True), own)
 
         def train_function(iterator):
-            left = None if self._steps_per_epoch is None else self._steps_per_epoch - self._steps_of_epoch()
-            values = run_steps(iterator, left)
+            values = run_steps(iterator, self._steps_left_of_epoch())
             logs, self.step_values = _split(values)
             self.steps_done += len(next(iter(values.values())))
             return _last(logs)
@@ -136,10 +147,28 @@ class Trainer(ReplicaStep):
     @property
     def at_epoch_end(self):
         """See `data_parallel`."""
-        return self._steps_per_epoch is not None and self._steps_of_epoch() == 0
+        if self._steps_per_epoch is None:
+            return False
+        return self.steps_done == self.last_step or self.steps_done % self._steps_per_epoch == 0
 
-    def _steps_of_epoch(self):
-        return (self.steps_done - self._fit_began_at) % (self._steps_per_epoch or 1)
+    def _steps_left_of_epoch(self):
+        """Steps until `fit` evaluates; None where it was not told how many an epoch has."""
+        if self._steps_per_epoch is None:
+            return None
+        left = self._steps_per_epoch - self.steps_done % self._steps_per_epoch
+        return min(left, (self.last_step or sys.maxsize) - self.steps_done)
+
+    def _begin_epochs_where_they_are(self, epoch_iterator):
+        """Has Keras's loop begin in the middle of an epoch, and end in one."""
+        enumerate_whole = epoch_iterator._enumerate_iterator
+
+        def enumerate_rest():
+            done = self.steps_done % self._steps_per_epoch
+            epoch_iterator.steps_per_epoch = self._steps_left_of_epoch()
+            for first, last, iterator in enumerate_whole():
+                yield done + first, done + last, iterator
+
+        epoch_iterator._enumerate_iterator = enumerate_rest
 
     def _scope(self):
         return self._distribute_strategy.scope() if self._distribute_strategy else contextlib.nullcontext()
@@ -152,6 +181,9 @@ class Trainer(ReplicaStep):
         (keras-team/keras#20585).
         """
         if iterator is not None:
+            if self._fit_begins and self._steps_per_epoch is not None:
+                self._begin_epochs_where_they_are(iterator)
+            self._fit_begins = False
             data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)
         with self._scope():
             self._symbolic_build(data_batch=data_batch)
