@@ -23,7 +23,9 @@ import orbit
 import tensorflow as tf
 import tf_keras
 
-from common.data.text_batches import numbered_batches, with_labels
+from common.data.labelled import Examples, LabelledTexts
+from common.data.order import Scaled
+from common.data.text_batches import EncodedTexts
 from common.data.wordpiece import WordPieces
 from common.devices.strategy import distribute, make_strategy
 from common.run.controller import Controller
@@ -92,14 +94,15 @@ def main() -> None:
 def make_contenders(strategy: tf.distribute.Strategy, folder: Path) -> dict[str, Callable[[int], None]]:
     """By name, functions that train so many more steps."""
     draw = np.random.default_rng(0)
-    encoded = draw.integers(5, 4096, (4096, LENGTH)).astype(np.uint16)
-    labels = draw.integers(0, 2, 4096)
-    numbered = lambda **shard: numbered_batches(encoded, VOCABULARY, 16, 2, range(10**6), 0, **shard)  # noqa: E731
+    ids = draw.integers(5, 4096, (4096, LENGTH)).astype(np.uint16)
+    texts = LabelledTexts(["no", "yes"], {"train": Examples([], list(draw.integers(0, 2, 4096)), [])}, "")
+    data = EncodedTexts(texts, VOCABULARY, {"train": ids})
 
     def parts():
         with strategy.scope():
-            model = build_model(Config(seq_length=LENGTH), VOCABULARY, 2, 1e-4)
-        return model, distribute(strategy, lambda **shard: numbered(**shard).map(with_labels(labels)))
+            model = build_model(Config(seq_length=LENGTH), data, 1e-4)
+        batches = distribute(strategy, data.labelled_batches, "train", Scaled(16, 32), range(10**6), 0)
+        return model, batches
 
     def by_fit(steps_per_execution: int):
         model, dataset = parts()

@@ -82,9 +82,8 @@ def peak(shards: str, batch_size: int, **knobs: Any) -> Callable[[], dict[str, i
                 model = bert_from_scratch.build_model(config, written.vocabulary, 1e-4)
 
             def batches(first_step: int):
-                return functools.partial(
-                    bert_from_scratch.masked_batches, written, "train", config, batch_size, 1, first_step
-                )
+                scaled = bert_from_scratch.Scaled(batch_size, batch_size)
+                return functools.partial(bert_from_scratch.masked_batches, config, written, scaled, "train", first_step)
         else:
             config = ours.Config(**knobs, epochs=ours.FOR_EVER)
             strategy, model, batches = ours.set_up(config, batch_size, 1e-4)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from benchmarks.clock import WARM, Clock
 from common.data.masking import MaskingRule
 from common.devices.strategy import distribute, make_strategy
-from recipes.bert_mlm import Config, build_model, make_datasets, masked_batches
+from recipes.bert_mlm import Config, Scaled, build_model, make_datasets, masked_batches
 
 FOR_EVER = 10**6  # epochs
 
@@ -60,10 +60,8 @@ def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Str
         model = build_model(config, vocabulary, schedule)
 
     def batches(first_step: int, split: str = "train") -> Callable[..., tf.data.Dataset]:
-        own = batch_size // replicas
-        return functools.partial(
-            masked_batches, sequences[split], rule, config, own, replicas, split == "train", first_step
-        )
+        scaled = Scaled(batch_size // replicas, batch_size)
+        return functools.partial(masked_batches, config, sequences, rule, scaled, split, first_step)
 
     return strategy, model, batches
 

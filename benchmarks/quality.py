@@ -124,11 +124,11 @@ def _validation(model, config) -> Callable[[], float]:
     import tensorflow as tf
 
     from common.data.masking import MaskingRule
-    from recipes.bert_mlm import make_datasets, masked_batches
+    from recipes.bert_mlm import Scaled, make_datasets, masked_batches
 
     vocabulary, sequences = make_datasets(config)
     rule = MaskingRule.of(vocabulary, config.mask_rate)
-    batches = list(masked_batches(sequences["validation"], rule, config, 32, 1, training=False).take(VALIDATION))
+    batches = list(masked_batches(config, sequences, rule, Scaled(32, 32), "validation").take(VALIDATION))
 
     @tf.function(reduce_retracing=True)
     def total(x, y, weight):

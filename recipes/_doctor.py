@@ -24,8 +24,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common.devices.gpus import gpu_names, gpu_shares
 from common.errors import UserError
+from recipes._gpus import gpu_names, gpu_shares
 
 ROOT = Path(__file__).parent.parent
 TESTED = {"tensorflow": "2.21", "keras": "3.15", "keras-hub": "0.32"}

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TextIO
 
 from common.devices.cluster import is_address, parameter_server_config, tf_config, worker_config, worker_index
-from common.devices.gpus import gpu_shares
 from common.errors import UserError
+from recipes._gpus import gpu_shares
 
 TO_SAVE = 60  # seconds in which workers that are told to stop must have ended
 TO_FOLLOW = 2  # seconds in which the others end by themselves once one has failed

@@ -24,16 +24,15 @@ from typing import Literal
 
 from common.data.corpora import check_corpus
 from common.errors import UserError
-from common.model.checks import check_model
 from common.model.push_target import check_push_to
-from common.run.checks import check_options, step_range
+from common.model.sizes import check_model
 from common.run.command_line import parse, run
-from common.training.scaling import LearningRateScaling
+from common.run.options import FitOptions, step_range
 
 
 @dataclass(frozen=True)
-class Config:
-    """The knobs of `bert_from_scratch`."""
+class Config(FitOptions):
+    """The options of `bert_from_scratch`, beside those of every recipe."""
 
     workdir: str = "runs/bert_from_scratch"  # folder of the run: results, logs, preset
     corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder
@@ -44,10 +43,8 @@ class Config:
     model: str = "tiny"  # nano | tiny | mini | small | medium | base | large, or a JSON file of dimensions
     seq_length: int = 128  # tokens in a sequence
     mask_rate: float = 0.15  # share of tokens that are masked
-    replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N
     batch_size: int = 16  # sequences on each replica in a step
     learning_rate: float = 7e-4  # peak, for one replica
-    lr_scaling: LearningRateScaling = "auto"  # how the rate grows with replicas; auto: linear for sgd, else sqrt
     warmup: float = 0.1  # share of all steps in which the rate rises
     decay_power: float = 1.0  # of the polynomial by which the rate falls to zero; 1: a line
     optimizer: Literal["adamw", "lamb", "sgd"] = "adamw"
@@ -55,22 +52,11 @@ class Config:
     clip_norm: float = 1.0  # largest norm of the whole batch's gradient, as BERT's; 0: any
     dropout: float = 0.0  # the papers' is 0.1; a run of few epochs learns more without
     epochs: int = 4
-    max_steps: int = 0  # end after this many steps; 0: no cap
-    precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
-    deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
-    accumulate: int = 1  # parts in which a replica computes its batch, to save memory; the batch stays
-    jit: bool = False  # compile each replica's forward and backward pass with XLA
-    steps_per_execution: int = 1  # steps in one call, whose end a signal to stop waits for
-    seed: int = 0  # of weights, order, masks and dropout
-    checkpoint_every: int = 100  # steps between two checkpoints, from which a run that was stopped goes on
     push_to: str = ""  # hf://user/name: upload the model in the background at each epoch's end; private, if new
     push_public: bool = False  # make that repository for all to see
-    profile_steps: str = ""  # A-B: trace these steps for TensorBoard's profile tab
-    dry_run: bool = False  # print the plan, train nothing, write nothing
-    overwrite: bool = False  # start afresh in a workdir that holds a run; if stopped, the same command goes on
 
     def __post_init__(self):
-        check_options(self)
+        super().__post_init__()
         check_model("", self.model, self.seq_length)
         check_corpus(self.corpus, self.workdir)
         check_push_to(self.push_to, self.push_public)
@@ -90,8 +76,7 @@ with quiet_stderr():
 
 from common.data.byte_pairs import Vocabulary, train_byte_pairs
 from common.data.corpora import fingerprint, open_corpus
-from common.data.docstrings import SENTENCES
-from common.data.masking import MaskingRule, mask_tokens
+from common.data.masking import MaskingRule, mask_seeds, mask_tokens
 from common.data.order import Scaled
 from common.data.shard_reader import decode_sequences, read_shards, steps_in_shards
 from common.data.shards import Shards, find_shards, folder_of_dry_run, open_shards, write_shards
@@ -110,7 +95,7 @@ from common.run.plan import print_plan
 from common.run.results import report, training_results
 from common.run.runs import open_run
 from common.run.speed import model_flops
-from common.scores.metrics import language_model_scores, unigram_loss
+from common.scores.language_model import language_model_scores, unigram_loss
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
@@ -142,15 +127,13 @@ def make_datasets(config: Config) -> Shards:
 def masked_batches(
     config: Config, shards: Shards, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
 ) -> tf.data.Dataset:
-    """One reader's batches (x, y, sample_weight), of a replica's size each: a pure function of the seed and the step."""
+    """One reader's batches (x, y, sample_weight), of a replica's size: a pure function of the seed and the step."""
     rule = MaskingRule.of(shards.vocabulary, config.mask_rate)
     training = split == "train"
 
     def make_batch(epochs, examples, records):
         ids = decode_sequences(records, config.seq_length, rule.pad_id)
-        if not training:
-            epochs = tf.fill(tf.shape(epochs), tf.constant(-1, tf.int64))  # the same masks in every validation
-        return mask_tokens(ids, seeds=tf.stack([config.seed * 2**32 + epochs, examples], axis=1), rule=rule)
+        return mask_tokens(ids, mask_seeds(config.seed, epochs if training else None, examples), rule)
 
     sequences = read_shards(
         shards.folder,
@@ -232,7 +215,7 @@ def main(config: Config) -> None:
     """Trains, prints the report, and fills a few masks."""
     if results := train_and_evaluate(config):
         print(report(results))
-        print_filled_masks(os.path.join(config.workdir, "preset"), SENTENCES)
+        print_filled_masks(os.path.join(config.workdir, "preset"))
 
 
 if __name__ == "__main__":

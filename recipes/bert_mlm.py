@@ -24,15 +24,14 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from common.data.corpora import check_corpus
-from common.model.checks import check_model
-from common.run.checks import check_options, step_range
+from common.model.sizes import check_model
 from common.run.command_line import parse, run
-from common.training.scaling import LearningRateScaling
+from common.run.options import FitOptions, step_range
 
 
 @dataclass(frozen=True)
-class Config:
-    """The knobs of `bert_mlm`."""
+class Config(FitOptions):
+    """The options of `bert_mlm`, beside those of every recipe."""
 
     workdir: str = "runs/bert_mlm"  # folder of the run: results, logs, preset
     corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | a text file or folder
@@ -44,30 +43,17 @@ class Config:
     seq_length: int = 128  # tokens in a sequence
     pack: Literal["full", "none"] = "full"  # full: no padding; none: one line a sequence, padded to its batch's longest
     mask_rate: float = 0.15  # share of tokens that are masked
-    replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N
     batch_size: int = 16  # sequences on each replica in a step
     learning_rate: float = 7e-4  # peak, for one replica
-    lr_scaling: LearningRateScaling = "auto"  # how the rate grows with replicas; auto: linear for sgd, else sqrt
     warmup: float = 0.1  # share of all steps in which the rate rises
     optimizer: Literal["adamw", "lamb", "sgd"] = "adamw"
     weight_decay: float = 0.01  # not on biases and norms
     clip_norm: float = 1.0  # largest norm of the whole batch's gradient, as BERT's; 0: any
     dropout: float = 0.0  # BERT's is 0.1; a run of few epochs learns more without
     epochs: int = 4
-    max_steps: int = 0  # end after this many steps; 0: no cap
-    precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
-    deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
-    accumulate: int = 1  # parts in which a replica computes its batch, to save memory; the batch stays
-    jit: bool = False  # compile each replica's forward and backward pass with XLA
-    steps_per_execution: int = 1  # steps in one call, whose end a signal to stop waits for
-    seed: int = 0  # of weights, order, masks and dropout
-    checkpoint_every: int = 100  # steps between two checkpoints, from which a run that was stopped goes on
-    profile_steps: str = ""  # A-B: trace these steps for TensorBoard's profile tab
-    dry_run: bool = False  # print the plan, train nothing, write nothing
-    overwrite: bool = False  # start afresh in a workdir that holds a run; if stopped, the same command goes on
 
     def __post_init__(self):
-        check_options(self)
+        super().__post_init__()
         check_model(self.preset, self.model, self.seq_length, self.vocabulary)
         check_corpus(self.corpus, self.workdir)
 
@@ -83,12 +69,10 @@ with quiet_stderr():
 
 from common.data.byte_pairs import Vocabulary
 from common.data.corpora import open_corpus
-from common.data.docstrings import SENTENCES
-from common.data.masking import MaskingRule, mask_tokens
+from common.data.masking import MaskingRule, mask_seeds, mask_tokens
 from common.data.order import Scaled, locate, steps_per_epoch
-from common.data.packing import checksums, count_tokens, drop_empty, make_sequences, read_sequences
+from common.data.packing import checksums, count_tokens, make_all_sequences, read_sequences
 from common.data.wordpiece import load_wordpieces, train_wordpieces
-from common.devices.cluster import is_chief
 from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width, preset_vocabulary
 from common.model.fill_mask import print_filled_masks
@@ -99,7 +83,7 @@ from common.run.plan import print_plan
 from common.run.results import report, training_results
 from common.run.runs import open_run
 from common.run.speed import model_flops
-from common.scores.metrics import count_ids, language_model_scores, unigram_loss
+from common.scores.language_model import count_ids, language_model_scores, unigram_loss
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
@@ -114,11 +98,7 @@ def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:
         vocabulary = load_wordpieces(config.vocabulary)
     else:
         vocabulary = train_wordpieces(corpus["train"], config.vocabulary_size)
-    sequences = {
-        split: make_sequences(documents, vocabulary, config.seq_length, pack=config.pack == "full")
-        for split, documents in corpus.items()
-    }
-    return vocabulary, drop_empty(sequences)
+    return vocabulary, make_all_sequences(corpus, vocabulary, config.seq_length, pack=config.pack == "full")
 
 
 def masked_batches(
@@ -132,9 +112,7 @@ def masked_batches(
     def make_batch(positions):
         epochs, numbers = locate(positions, examples, global_batch, config.seed if training else None)
         ids = read_sequences(sequences[split], numbers, rule.pad_id, trim=config.pack == "none")
-        if not training:
-            epochs = tf.fill(tf.shape(epochs), tf.constant(-1, tf.int64))  # the same masks in every validation
-        return mask_tokens(ids, seeds=tf.stack([config.seed * 2**32 + epochs, numbers], axis=1), rule=rule)
+        return mask_tokens(ids, mask_seeds(config.seed, epochs if training else None, numbers), rule)
 
     positions = tf.data.Dataset.range(first_step * global_batch, last_step * global_batch)
     positions = positions.shard(num_shards, shard).batch(scaled.batch_size, drop_remainder=True)
@@ -196,8 +174,7 @@ def train_and_evaluate(config: Config) -> dict:
         scores = model.evaluate(distribute(strategy, batches, split), steps=steps[split], verbose=0, return_dict=True)
         labels = (y[w > 0] for _, y, w in batches(split))
         results |= language_model_scores(split, scores, unigram_loss(counts, labels, rule.never_masked))
-    if is_chief():
-        save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
+    save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
     return run.finish(results)
 
 
@@ -205,7 +182,7 @@ def main(config: Config) -> None:
     """Trains, prints the report, and fills a few masks."""
     if results := train_and_evaluate(config):
         print(report(results))
-        print_filled_masks(os.path.join(config.workdir, "preset"), SENTENCES)
+        print_filled_masks(os.path.join(config.workdir, "preset"))
 
 
 if __name__ == "__main__":

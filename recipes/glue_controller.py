@@ -20,50 +20,17 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is ours
 
 from dataclasses import dataclass
-from typing import Literal
 
-from common.data.glue import open_examples
-from common.data.labelled import Examples, LabelledTexts
-from common.model.checks import check_model
-from common.run.checks import check_options
+from common.run.classifier_options import ClassifierOptions
 from common.run.command_line import parse, run
-from common.training.scaling import LearningRateScaling
 
 
 @dataclass(frozen=True)
-class Config:
-    """The knobs of `glue_controller`."""
+class Config(ClassifierOptions):
+    """The options of `glue_controller`, beside those of every recipe."""
 
     workdir: str = "runs/glue_controller"  # folder of the run: results, logs, preset
-    task: Literal["roles", "mrpc", "sst2", "own"] = "roles"  # roles: generated pairs; own: files of yours
-    # folder in GLUE's form, else GLUE is fetched from the Hub; own: a .tsv, .csv, .jsonl file or a folder
-    data: str = ""
-    text_columns: str = ""  # own: the name of the texts' column, or two names with a comma
-    label_column: str = ""  # own: the name of the labels' column
-    preset: str = ""  # KerasHub name, or folder such as runs/bert_mlm/preset, to start from; else random weights
-    # BERT size, from random weights; tiny where neither this nor a preset is given
-    model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = None
-    vocabulary_size: int = 4096  # pieces of the vocabulary that is trained where there is no preset
-    seq_length: int = 128  # tokens in an example at most
-    replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N
-    batch_size: int = 16  # examples on each replica in a step
-    learning_rate: float = 0.0  # peak, for one replica; 0: 3e-5 from a preset, 5e-4 from random weights
-    lr_scaling: LearningRateScaling = "auto"  # how the rate grows with replicas; auto: sqrt, as for any Adam
-    warmup: float = 0.1  # share of all steps in which the rate rises
-    dropout: float = 0.1
-    epochs: int = 3
-    max_steps: int = 0  # end after this many steps; 0: no cap
-    precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
-    deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
-    seed: int = 0  # of weights, order and dropout
     steps_per_loop: int = 50  # steps in one call at most, after which the Controller logs
-    checkpoint_every: int = 200  # steps between two checkpoints, from which a run that was stopped goes on
-    overwrite: bool = False  # start afresh in a workdir that holds a run; if stopped, the same command goes on
-
-    def __post_init__(self):
-        check_options(self)
-        check_model(self.preset, self.model, self.seq_length)
-        open_examples(self.task, self.data, self.text_columns, self.label_column)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is answered at once
@@ -76,14 +43,13 @@ with quiet_stderr():
     import numpy as np
     import tensorflow as tf
 
-from common.data.byte_pairs import Vocabulary
-from common.data.order import steps_per_epoch
-from common.data.text_batches import checksums, encode, in_order, labelled, numbered_batches
+from common.data.glue import open_examples
+from common.data.order import Scaled
+from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import train_wordpieces
-from common.devices.cluster import is_chief
 from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width, preset_vocabulary
-from common.model.classifier import classifier_from_preset, classifier_from_size
+from common.model.classifier import make_classifier
 from common.model.saving import save_preset
 from common.run.checkpoints import Checkpoints
 from common.run.controller import Controller, Evaluator, Trainer, when_best
@@ -99,23 +65,20 @@ from common.training.replicas import batch_sums, first_replica, gather_over_repl
 from common.training.schedules import WarmUpPolynomialDecay
 
 
-def make_datasets(config: Config) -> tuple[LabelledTexts, Vocabulary, dict[str, np.ndarray]]:
-    """The texts, the vocabulary, and for each split the token ids [examples, seq_length]."""
+def make_datasets(config: Config) -> EncodedTexts:
+    """The texts, by splits, and their token ids."""
     texts = open_examples(config.task, config.data, config.text_columns, config.label_column)
     if config.preset:
         vocabulary = preset_vocabulary(config.preset)
     else:
         vocabulary = train_wordpieces(lambda: map(" ".join, texts.splits["train"].texts), config.vocabulary_size)
-    encoded = {split: encode(part.texts, vocabulary, config.seq_length) for split, part in texts.splits.items()}
-    return texts, vocabulary, encoded
+    return EncodedTexts.of(texts, vocabulary, config.seq_length)
 
 
-def build_model(config: Config, vocabulary: Vocabulary, num_classes: int, schedule) -> keras.Model:
+def build_model(config: Config, data: EncodedTexts, schedule) -> keras.Model:
     """A compiled `BertTextClassifier`. Call it inside the strategy's scope."""
-    if config.preset:
-        model = classifier_from_preset(config.preset, num_classes, config.dropout)
-    else:
-        model = classifier_from_size(config.model or "tiny", vocabulary, num_classes, config.dropout, config.seq_length)
+    size, classes = config.model or "tiny", len(data.texts.classes)
+    model = make_classifier(config.preset, size, data.vocabulary, classes, config.dropout, config.seq_length)
     # The loss is a sum: a step divides it, once, by the number of labels in the whole batch.
     model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), CrossEntropy())
     return model
@@ -134,9 +97,7 @@ class GlueTrainer(Trainer):
 
     def train_loop_end(self, values: dict[str, np.ndarray], seconds: float) -> dict[str, float]:
         """See `Trainer`."""
-        self.log.record(values, seconds)
-        means = {name: np.average(values[name], weights=values["labels"]) for name in ("loss", "accuracy")}
-        return means | {"learning_rate": values["learning_rate"][-1]} | self.log.speed
+        return self.log.record(values, seconds)
 
     def _replica_step(self, x, y, weight):
         model, optimizer = self.model, self.model.optimizer
@@ -154,22 +115,24 @@ class GlueTrainer(Trainer):
 class GlueEvaluator(Evaluator):
     """Logits of every example of a split, once, and what they are worth."""
 
-    def __init__(self, strategy, model: keras.Model, batches, split: str, examples: Examples, global_batch: int):
-        steps = steps_per_epoch(len(examples.texts), global_batch)
-        super().__init__(distribute(strategy, batches(split, range(steps))), steps)
-        self.strategy, self.model, self.split, self.examples = strategy, model, split, examples
+    def __init__(self, strategy, model: keras.Model, data: EncodedTexts, split: str, scaled: Scaled):
+        steps = data.steps(split, scaled)
+        super().__init__(distribute(strategy, data.batches, split, scaled, range(steps)), steps)
+        self.strategy, self.model, self.data, self.split = strategy, model, data, split
 
     def eval_step(self, iterator):
         """See `Evaluator`."""
-        return first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
+
+        def replica_step(x, examples):
+            return gather_over_replicas((examples, self.model(x, training=False)))
+
+        return first_replica(self.strategy, self.strategy.run(replica_step, args=next(iterator)))
 
     def eval_end(self, outputs) -> dict[str, float]:
         """See `Evaluator`."""
-        self.logits = in_order(outputs, len(self.examples.texts))
-        return scores_of(self.split, self.examples, self.logits) if self.examples.labels is not None else {}
-
-    def _replica_step(self, x, examples):
-        return gather_over_replicas((examples, self.model(x, training=False)))
+        self.logits = in_order(outputs, len(self.data.ids[self.split]))
+        draw_confusion(self.data.texts, self.split, self.logits, step=self.model.optimizer.iterations.numpy())
+        return scores_of(self.data.texts, self.split, self.logits)
 
 
 def train_and_evaluate(config: Config) -> dict:
@@ -180,43 +143,32 @@ def train_and_evaluate(config: Config) -> dict:
         return run.results
     keras.utils.set_random_seed(config.seed)
     run.set_precision(config.precision, False, model_width(config.preset, config.model or "tiny"))
-    base_rate = config.learning_rate or (3e-5 if config.preset else 5e-4)
-    scaled = run.scale(config, strategy.num_replicas_in_sync, base_rate, "adamw")
+    scaled = run.scale(config, strategy.num_replicas_in_sync, config.peak_rate, "adamw")
 
-    texts, vocabulary, encoded = make_datasets(config)
-    run.check_data({split: len(part) for split, part in encoded.items()}, checksums(encoded, texts))
-    epoch_steps = steps_per_epoch(len(encoded["train"]), scaled.global_batch_size)
+    data = make_datasets(config)
+    run.check_data(data.sizes(), data.checksums())
+    epoch_steps = data.steps("train", scaled)
     total_steps = min(epoch_steps * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
     with strategy.scope():
-        model = build_model(config, vocabulary, len(texts.classes), schedule)
-
-    def batches(split: str, steps: range, seed: int | None = None):
-        return functools.partial(numbered_batches, encoded[split], vocabulary, scaled, steps, seed)
+        model = build_model(config, data, schedule)
 
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=model.optimizer)
     flops = model_flops(strategy, model.backbone, config.seq_length)
     log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), flops)
     log.announce(model, total_steps)
-    numbered = batches("train", range(log.step, total_steps), config.seed)
-    train_batches = distribute(strategy, labelled, numbered, texts.splits["train"].labels)
-    evaluators = {
-        split: GlueEvaluator(strategy, model, batches, split, texts.splits[split], scaled.global_batch_size)
-        for split in encoded
-        if split != "train"
-    }
-    save = functools.partial(save_preset, model, vocabulary, config.seq_length)
+    steps = range(log.step, total_steps)
+    batches = distribute(strategy, data.labelled_batches, "train", scaled, steps, config.seed)
+    evaluators = {split: GlueEvaluator(strategy, model, data, split, scaled) for split in data.ids if split != "train"}
+    save = functools.partial(save_preset, model, data.vocabulary, config.seq_length)
     controller = Controller(
-        trainer=GlueTrainer(strategy, model, train_batches, log),
+        trainer=GlueTrainer(strategy, model, batches, log),
         evaluator=evaluators["validation"],
         steps_per_loop=config.steps_per_loop,
         global_step=log.step,
         checkpoint_manager=checkpoints,
         summary_dir=run.workdir / "tensorboard",
-        eval_actions=[
-            lambda step, _: draw_confusion(texts, "validation", evaluators["validation"].logits, step),
-            when_best("val_accuracy", lambda *_: save(run.workdir / "best"), run.workdir / "best.json"),
-        ],
+        eval_actions=[when_best("val_accuracy", lambda *_: save(run.workdir / "best"), run.workdir / "best.json")],
     )
     controller.train_and_evaluate(total_steps, eval_interval=epoch_steps)
 
@@ -224,10 +176,9 @@ def train_and_evaluate(config: Config) -> dict:
         evaluators["test"].evaluate()
     logits = {split: evaluator.logits for split, evaluator in evaluators.items()}
     results = training_results("glue_controller", config, strategy, scaled.global_batch_size, log)
-    results |= classifier_results(texts, logits, vocabulary)
-    if is_chief():
-        write_all_predictions(run.workdir / "predictions", texts, logits)
-        save(run.workdir / "preset")
+    results |= classifier_results(data.texts, logits, data.vocabulary)
+    write_all_predictions(run.workdir / "predictions", data.texts, logits)
+    save(run.workdir / "preset")
     return run.finish(results)
 
 

@@ -11,7 +11,6 @@ Time: 2 min on 2 cores. Metric: accuracy and F1 on the validation split, against
 `glue_controller` is the same job, driven by a Controller.
 """
 
-import functools
 import os
 import sys
 import time
@@ -21,49 +20,16 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is ours
 
 from dataclasses import asdict, dataclass
-from typing import Literal
 
-from common.data.glue import open_examples
-from common.data.labelled import LabelledTexts
-from common.model.checks import check_model
-from common.run.checks import check_options
+from common.run.classifier_options import ClassifierOptions
 from common.run.command_line import parse, run
-from common.training.scaling import LearningRateScaling
 
 
 @dataclass(frozen=True)
-class Config:
-    """The knobs of `glue_custom_loop`."""
+class Config(ClassifierOptions):
+    """The options of `glue_custom_loop`, beside those of every recipe."""
 
     workdir: str = "runs/glue_custom_loop"  # folder of the run: results, logs, preset
-    task: Literal["roles", "mrpc", "sst2", "own"] = "roles"  # roles: generated pairs; own: files of yours
-    # folder in GLUE's form, else GLUE is fetched from the Hub; own: a .tsv, .csv, .jsonl file or a folder
-    data: str = ""
-    text_columns: str = ""  # own: the name of the texts' column, or two names with a comma
-    label_column: str = ""  # own: the name of the labels' column
-    preset: str = ""  # KerasHub name, or folder such as runs/bert_mlm/preset, to start from; else random weights
-    # BERT size, from random weights; tiny where neither this nor a preset is given
-    model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = None
-    vocabulary_size: int = 4096  # pieces of the vocabulary that is trained where there is no preset
-    seq_length: int = 128  # tokens in an example at most
-    replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N
-    batch_size: int = 16  # examples on each replica in a step
-    learning_rate: float = 0.0  # peak, for one replica; 0: 3e-5 from a preset, 5e-4 from random weights
-    lr_scaling: LearningRateScaling = "auto"  # how the rate grows with replicas; auto: sqrt, as for any Adam
-    warmup: float = 0.1  # share of all steps in which the rate rises
-    dropout: float = 0.1
-    epochs: int = 3
-    max_steps: int = 0  # end after this many steps; 0: no cap
-    precision: Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"] = "auto"  # auto: by the hardware
-    deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
-    seed: int = 0  # of weights, order and dropout
-    checkpoint_every: int = 200  # steps between two checkpoints, from which a run that was stopped goes on
-    overwrite: bool = False  # start afresh in a workdir that holds a run; if stopped, the same command goes on
-
-    def __post_init__(self):
-        check_options(self)
-        check_model(self.preset, self.model, self.seq_length)
-        open_examples(self.task, self.data, self.text_columns, self.label_column)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is answered at once
@@ -78,23 +44,14 @@ with quiet_stderr():
 
 from tqdm import tqdm
 
-from common.data.byte_pairs import Vocabulary
-from common.data.order import steps_per_epoch
-from common.data.text_batches import (
-    batches_by_step,
-    checksums,
-    encode,
-    in_order,
-    labelled,
-    numbered_batches,
-    with_labels,
-)
+from common.data.glue import open_examples
+from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import train_wordpieces
-from common.devices.cluster import has_parameter_servers, is_chief
+from common.devices.cluster import has_parameter_servers
 from common.devices.parameter_server import asynchronous_steps, parameter_server_strategy
 from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width, preset_vocabulary
-from common.model.classifier import classifier_from_preset, classifier_from_size
+from common.model.classifier import make_classifier
 from common.model.saving import save_preset
 from common.run.callbacks import open_board
 from common.run.checkpoints import Checkpoints
@@ -110,23 +67,20 @@ from common.training.replicas import batch_sums, first_replica, gather_over_repl
 from common.training.schedules import WarmUpPolynomialDecay
 
 
-def make_datasets(config: Config) -> tuple[LabelledTexts, Vocabulary, dict[str, np.ndarray]]:
-    """The texts, the vocabulary, and for each split the token ids [examples, seq_length]."""
+def make_datasets(config: Config) -> EncodedTexts:
+    """The texts, by splits, and their token ids."""
     texts = open_examples(config.task, config.data, config.text_columns, config.label_column)
     if config.preset:
         vocabulary = preset_vocabulary(config.preset)
     else:
         vocabulary = train_wordpieces(lambda: map(" ".join, texts.splits["train"].texts), config.vocabulary_size)
-    encoded = {split: encode(part.texts, vocabulary, config.seq_length) for split, part in texts.splits.items()}
-    return texts, vocabulary, encoded
+    return EncodedTexts.of(texts, vocabulary, config.seq_length)
 
 
-def build_model(config: Config, vocabulary: Vocabulary, num_classes: int, schedule) -> keras.Model:
+def build_model(config: Config, data: EncodedTexts, schedule) -> keras.Model:
     """A compiled `BertTextClassifier`. Call it inside the strategy's scope."""
-    if config.preset:
-        model = classifier_from_preset(config.preset, num_classes, config.dropout)
-    else:
-        model = classifier_from_size(config.model or "tiny", vocabulary, num_classes, config.dropout, config.seq_length)
+    size, classes = config.model or "tiny", len(data.texts.classes)
+    model = make_classifier(config.preset, size, data.vocabulary, classes, config.dropout, config.seq_length)
     # The loss is a sum: a step divides it, once, by the number of labels in the whole batch.
     model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), CrossEntropy())
     return model
@@ -142,20 +96,16 @@ def train_and_evaluate(config: Config) -> dict:
         return run.results
     keras.utils.set_random_seed(config.seed)
     run.set_precision(config.precision, False, model_width(config.preset, config.model or "tiny"))
-    base_rate = config.learning_rate or (3e-5 if config.preset else 5e-4)
-    scaled = run.scale(config, strategy.num_replicas_in_sync, base_rate, "adamw")
+    scaled = run.scale(config, strategy.num_replicas_in_sync, config.peak_rate, "adamw")
 
-    texts, vocabulary, encoded = make_datasets(config)
-    run.check_data({split: len(part) for split, part in encoded.items()}, checksums(encoded, texts))
-    epoch_steps = steps_per_epoch(len(encoded["train"]), scaled.global_batch_size)
+    data = make_datasets(config)
+    run.check_data(data.sizes(), data.checksums())
+    epoch_steps = data.steps("train", scaled)
     total_steps = min(epoch_steps * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
     with strategy.scope():  # (2) a copy of every variable for each replica
-        model = build_model(config, vocabulary, len(texts.classes), schedule)
+        model = build_model(config, data, schedule)
     optimizer = model.optimizer
-
-    def batches(split: str, steps: range, seed: int | None = None):
-        return functools.partial(numbered_batches, encoded[split], vocabulary, scaled, steps, seed)
 
     @tf.function
     def train_step(batch, stop):
@@ -182,33 +132,29 @@ def train_and_evaluate(config: Config) -> dict:
         return first_replica(in_step, in_step.run(replica_step, args=batch))  # (7) on every replica
 
     def predict(split: str) -> np.ndarray:
-        steps = range(steps_per_epoch(len(encoded[split]), scaled.global_batch_size))
-        return in_order(map(predict_step, distribute(in_step, batches(split, steps))), len(encoded[split]))
+        batches = distribute(in_step, data.batches, split, scaled, range(data.steps(split, scaled)))
+        return in_order(map(predict_step, batches), len(data.ids[split]))
 
     board = open_board(run.workdir, asdict(config), 0)
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=optimizer)
     flops = model_flops(strategy, model.backbone, config.seq_length)
     log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), flops)
     log.announce(model, total_steps)
-    labels = texts.splits["train"].labels
     steps = range(log.step, total_steps)
 
     def steps_in_turn():
-        numbered = batches("train", steps, config.seed)
+        batches = distribute(strategy, data.labelled_batches, "train", scaled, steps, config.seed)
         asked = time.perf_counter()
-        for batch in distribute(strategy, labelled, numbered, labels):  # (8) to each its part
+        for batch in batches:  # (8) to each its part
             waited = time.perf_counter() - asked
             yield train_step(batch, tf.constant(float(checkpoints.told_to_stop))) | {"waited": waited}
             asked = time.perf_counter()
 
     def steps_out_of_step():
-        batch_of, look_up = (
-            batches_by_step(encoded["train"], vocabulary, scaled.batch_size, config.seed),
-            with_labels(labels),
-        )
+        batch_of = data.labelled_batch("train", scaled.batch_size, config.seed)
 
         def do_step(step):
-            return train_step(look_up(*batch_of(step)), 0.0) | {"waited": 0.0}
+            return train_step(batch_of(step), 0.0) | {"waited": 0.0}
 
         return asynchronous_steps(strategy, do_step, steps, (epoch_steps, config.checkpoint_every))
 
@@ -217,18 +163,17 @@ def train_and_evaluate(config: Config) -> dict:
         began = time.perf_counter()
         for values in steps_out_of_step() if asynchronous else steps_in_turn():
             values = {name: np.ravel(value) for name, value in values.items()}
-            log.record(values, time.perf_counter() - began)
-            shown = {name: values[name][-1] for name in ("loss", "accuracy", "learning_rate")}
-            for name, value in (shown | log.speed).items():
+            shown = log.record(values, time.perf_counter() - began)
+            for name, value in shown.items():
                 tf.summary.scalar(f"train/{name}", value, step=log.step)
-            bar.set_postfix(loss=f"{values['loss'][-1]:.3f}", learning_rate=f"{values['learning_rate'][-1]:.1e}")
+            bar.set_postfix(loss=f"{shown['loss']:.3f}", learning_rate=f"{shown['learning_rate']:.1e}")
             bar.update(len(values["loss"]))
             if log.step % epoch_steps == 0 or log.step == total_steps:
                 val_logits = predict("validation")
-                for name, value in scores_of("validation", texts.splits["validation"], val_logits).items():
+                for name, value in scores_of(data.texts, "validation", val_logits).items():
                     bar.write(f"step {log.step}: {name} {value:.4f}")
                     tf.summary.scalar(f"validation/{name}", value, step=log.step)
-                draw_confusion(texts, "validation", val_logits, log.step)
+                draw_confusion(data.texts, "validation", val_logits, log.step)
             checkpoints.save_if_due(log.step, len(values["loss"]))
             if values["stop"][-1] or asynchronous and checkpoints.told_to_stop:
                 checkpoints.save_and_leave(log.step)
@@ -236,12 +181,11 @@ def train_and_evaluate(config: Config) -> dict:
         checkpoints.save(log.step)
     bar.close()
 
-    logits = {split: predict(split) for split in encoded if split != "train"}
+    logits = {split: predict(split) for split in data.ids if split != "train"}
     results = training_results("glue_custom_loop", config, strategy, scaled.global_batch_size, log)
-    results |= classifier_results(texts, logits, vocabulary)
-    if is_chief():
-        write_all_predictions(run.workdir / "predictions", texts, logits)
-        save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
+    results |= classifier_results(data.texts, logits, data.vocabulary)
+    write_all_predictions(run.workdir / "predictions", data.texts, logits)
+    save_preset(model, data.vocabulary, config.seq_length, run.workdir / "preset")
     return run.finish(results)
 
 

@@ -1,7 +1,6 @@
 """The two recipes that fine-tune are the same job: by a Controller, and by an explicit loop."""
 
 import csv
-import functools
 import json
 import os
 import re
@@ -19,9 +18,8 @@ import tensorflow as tf
 from sklearn.metrics import accuracy_score, f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.data.order import steps_per_epoch
+from common.data.order import Scaled
 from common.data.roles import role_pairs
-from common.data.text_batches import numbered_batches, with_labels
 from common.devices.strategy import distribute, make_strategy
 from common.training.losses import CrossEntropy
 from common.training.schedules import WarmUpPolynomialDecay
@@ -79,21 +77,17 @@ def fit(config):
     """The losses and the validation logits of Keras's fit: the same data, seed, order and schedule."""
     strategy = make_strategy(config.replicas)
     keras.utils.set_random_seed(config.seed)
-    texts, vocabulary, encoded = glue_controller.make_datasets(config)
+    data = glue_controller.make_datasets(config)
     replicas = strategy.num_replicas_in_sync
-    epoch_steps = steps_per_epoch(len(encoded["train"]), config.batch_size * replicas)
-    total_steps = epoch_steps * config.epochs
+    scaled = Scaled(config.batch_size, config.batch_size * replicas)
+    total_steps = data.steps("train", scaled) * config.epochs
     schedule = WarmUpPolynomialDecay(5e-4 * replicas**0.5, int(0.1 * total_steps), total_steps)
     with strategy.scope():
-        model = glue_controller.build_model(config, vocabulary, 2, schedule)
+        model = glue_controller.build_model(config, data, schedule)
         model.compile(model.optimizer, CrossEntropy("mean_with_sample_weight"))
-    batches = functools.partial(
-        numbered_batches, encoded["train"], vocabulary, config.batch_size, replicas, range(total_steps), config.seed
-    )
-    labelled = with_labels(texts.splits["train"].labels)
     losses = []
     model.fit(
-        distribute(strategy, lambda **shard: batches(**shard).map(labelled)),
+        distribute(strategy, data.labelled_batches, "train", scaled, range(total_steps), config.seed),
         steps_per_epoch=total_steps,
         callbacks=[
             keras.callbacks.LambdaCallback(
@@ -102,7 +96,7 @@ def fit(config):
         ],
         verbose=0,
     )
-    ((x, examples),) = numbered_batches(encoded["validation"], vocabulary, 44, 1, range(1))
+    ((x, examples),) = data.batches("validation", Scaled(44, 44), range(1))
     return losses, model.predict_on_batch(x)[np.argsort(examples)]
 
 

@@ -1,7 +1,8 @@
 import pytest
 
-from common.devices.gpus import gpu_memory_mb, gpu_names, gpu_shares, visible_gpus
+from common.devices.strategy import gpu_memory_mb
 from common.errors import UserError
+from recipes._gpus import gpu_names, gpu_shares, visible_gpus
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import pytest
 import scipy.special
 import sklearn.metrics
 
-from common.scores.metrics import classification_scores, confusion_matrix, count_ids, perplexity, unigram_loss
+from common.scores.classification import classification_scores, confusion_matrix
+from common.scores.language_model import count_ids, perplexity, unigram_loss
 
 
 def test_unigram_loss_against_a_hand_count():

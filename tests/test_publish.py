@@ -71,8 +71,8 @@ def fit(small, callbacks, epochs=2):
     rule = bert_mlm.MaskingRule.of(vocabulary, 0.15)
 
     def batches(split):
-        make = functools.partial(bert_mlm.masked_batches, sequences[split][:32], rule, config, 8, 2, split == "train")
-        return bert_mlm.distribute(strategy, make)
+        few = {name: part[:32] for name, part in sequences.items()}
+        return bert_mlm.distribute(strategy, bert_mlm.masked_batches, config, few, rule, bert_mlm.Scaled(8, 16), split)
 
     Path(config.workdir).mkdir()
     save = functools.partial(save_preset, model, vocabulary, 32)

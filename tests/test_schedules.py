@@ -2,7 +2,6 @@ import keras
 import numpy as np
 import pytest
 
-from common.data.order import global_batch_size
 from common.training.scaling import learning_rate_factor, scaling_rule
 from common.training.schedules import WarmUpPolynomialDecay
 
@@ -37,4 +36,3 @@ def test_scaling_rules():
     assert [learning_rate_factor(rule, 4) for rule in ("linear", "sqrt", "none")] == [4, 2, 1]
     assert [scaling_rule("auto", name) for name in ("adamw", "lamb", "sgd")] == ["sqrt", "sqrt", "linear"]
     assert [scaling_rule(rule, "adamw") for rule in ("linear", "sqrt", "none")] == ["linear", "sqrt", "none"]
-    assert global_batch_size(32, 4) == 128

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from common.data.labelled import Examples, LabelledTexts
-from common.data.text_batches import checksums, encode, in_order, numbered_batches, with_labels
+from common.data.order import Scaled
+from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import WordPieces
 from common.model.classifier import BertTextClassifier
 from common.model.saving import preprocessor
@@ -16,12 +17,17 @@ def sentences(count, longest, seed=0):
     return [" ".join(draw.choice(WORDS, draw.integers(1, longest))) for _ in range(count)]
 
 
+def encoded(texts, seq_length, labels=None, split="train"):
+    texts = LabelledTexts(["no", "yes"], {split: Examples(texts, labels, list(map(str, range(len(texts)))))}, "")
+    return EncodedTexts.of(texts, VOCABULARY, seq_length)
+
+
 @pytest.mark.parametrize("columns", [1, 2])
 def test_texts_are_encoded_as_keras_hub_does(columns):
     texts = list(zip(*(sentences(200, 30, seed) for seed in range(columns)), strict=True))
     given = tuple(list(column) for column in zip(*texts, strict=True))
     kerashub = preprocessor(BertTextClassifier, VOCABULARY, 24)(x=given if columns == 2 else given[0])
-    batches = numbered_batches(encode(texts, VOCABULARY, 24), VOCABULARY, 200, 1, range(1))
+    batches = encoded(texts, 24).batches("train", Scaled(200, 200), range(1))
     (ours, examples), *none = list(batches)
     assert examples.numpy().tolist() == list(range(200)) and not none
     for name, theirs in kerashub.items():
@@ -30,33 +36,32 @@ def test_texts_are_encoded_as_keras_hub_does(columns):
 
 def test_a_batch_is_as_long_as_its_longest_example_on_every_replica():
     texts = [("cat",)] * 7 + [(" ".join(["dog"] * 40),)] + [("cat",)] * 8
-    encoded = encode(texts, VOCABULARY, 128)
     for shard in range(2):
-        batches = numbered_batches(encoded, VOCABULARY, 4, 2, range(2), num_shards=2, shard=shard)
+        batches = encoded(texts, 128).batches("train", Scaled(4, 8), range(2), num_shards=2, shard=shard)
         assert [x["token_ids"].shape[1] for x, _ in batches] == [64, 32]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_each_example_comes_once_an_epoch_in_another_order_each(replicas):
-    encoded = encode([(text,) for text in sentences(30, 20)], VOCABULARY, 32)
     labels = list(range(30))
+    data = encoded([(text,) for text in sentences(30, 20)], 32, labels)
     epochs = [range(4), range(4, 8)]  # of 8 examples
     orders = []
     for steps in epochs:
         shards = [
-            numbered_batches(encoded, VOCABULARY, 8 // replicas, replicas, steps, 7, replicas, shard)
-            for shard in range(replicas)
+            data.batches("train", Scaled(8 // replicas, 8), steps, 7, replicas, shard) for shard in range(replicas)
         ]
         of_step = [np.concatenate([examples for _, examples in batch]) for batch in zip(*shards, strict=True)]
         orders.append([sorted(examples) for examples in of_step])
         used = np.concatenate(of_step)
         assert sorted(used[used >= 0]) == labels and sum(used < 0) == 2
     assert orders[0] != orders[1]
-    whole = numbered_batches(encoded, VOCABULARY, 8, 1, range(8), 7)
+    assert data.steps("train", Scaled(8 // replicas, 8)) == 4 and data.sizes() == {"train": 30}
+    whole = data.batches("train", Scaled(8, 8), range(8), 7)
     assert [sorted(examples.numpy()) for _, examples in whole] == orders[0] + orders[1]
-    for x, y, weight in numbered_batches(encoded, VOCABULARY, 8, 1, range(8), 7).map(with_labels(labels)):
+    for x, y, weight in data.labelled_batches("train", Scaled(8, 8), range(8), 7):
         for ids, label, used in zip(x["token_ids"], y, weight, strict=True):
-            assert not used or (ids.numpy() == encoded[label][: len(ids)]).all()
+            assert not used or (ids.numpy() == data.ids["train"][label][: len(ids)]).all()
 
 
 def test_rows_come_back_in_the_examples_order():
@@ -68,8 +73,7 @@ def test_rows_come_back_in_the_examples_order():
 
 def test_a_checksum_is_of_the_texts_and_of_the_labels():
     def checksum(text, label):
-        texts = LabelledTexts(["no", "yes"], {"train": Examples([(text,), ("dog",)], [label, 1], ["0", "1"])}, "")
-        return checksums({"train": encode(texts.splits["train"].texts, VOCABULARY, 8)}, texts)["train"]
+        return encoded([(text,), ("dog",)], 8, [label, 1]).checksums()["train"]
 
     assert checksum("cat", 0) == checksum("cat", 0)
     assert len({checksum("cat", 0), checksum("cat", 1), checksum("old cat", 0)}) == 3
@@ -77,7 +81,6 @@ def test_a_checksum_is_of_the_texts_and_of_the_labels():
 
 def test_a_checksum_of_a_split_without_labels_is_of_its_texts():
     def checksum(text):
-        texts = LabelledTexts(["no", "yes"], {"test": Examples([(text,)], None, ["0"])}, "")
-        return checksums({"test": encode(texts.splits["test"].texts, VOCABULARY, 8)}, texts)["test"]
+        return encoded([(text,)], 8, split="test").checksums()["test"]
 
     assert checksum("cat") != checksum("dog")

@@ -17,11 +17,6 @@ from common.run.caching import cached_file
 
 PACKAGES = ("keras", "keras_hub", "numpy")
 HELD_OUT = 10  # one module in this many is for validation
-SENTENCES = (  # to try a model of this text on
-    "Returns a [MASK] with the same shape as the input.",
-    "The function raises a [MASK] if the argument is not valid.",
-    "This layer is applied to the [MASK] of the model.",
-)
 
 
 def docstring_files() -> dict[str, Path]:

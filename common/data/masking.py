@@ -86,6 +86,20 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
     return x, labels, tf.cast(used, tf.float32)
 
 
+def mask_seeds(seed: int, epochs: tf.Tensor | None, examples: tf.Tensor) -> tf.Tensor:
+    """Seeds for `mask_tokens`: other masks in every epoch; None for an evaluation, whose masks are always the same.
+
+    Args:
+        seed: of the run, below 2^32.
+        epochs, examples: int64 [batch].
+
+    Returns:
+        int64 [batch, 2].
+    """
+    epochs = tf.fill(tf.shape(examples), tf.constant(-1, tf.int64)) if epochs is None else epochs
+    return tf.stack([seed * 2**32 + epochs, examples], axis=1)
+
+
 def uniform_noise(seeds: tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
     """Numbers in [0, 1) for each of many seeds at once, by SplitMix64 (Steele, Lea and Flood 2014).
 

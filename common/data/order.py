@@ -22,12 +22,7 @@ class Scaled(NamedTuple):
 
     batch_size: int
     global_batch_size: int
-    learning_rate: float
-
-
-def global_batch_size(batch_size: int, num_replicas: int) -> int:
-    """Examples in one step over all replicas, for `batch_size` examples on each."""
-    return batch_size * num_replicas
+    learning_rate: float = 0.0
 
 
 def steps_per_epoch(num_examples: int, global_batch_size: int) -> int:

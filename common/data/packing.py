@@ -66,12 +66,15 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
         return tf.constant(sequences)
 
 
-def drop_empty(sequences: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """The splits without a test split that has no sequence, of which it tells; train and validation stay."""
-    for split in sequences:
-        if not len(sequences[split]) and split not in NEEDED_SPLITS:
-            print(f"{split}: there is no text, so it is left out", flush=True)
-    return {split: part for split, part in sequences.items() if len(part) or split in NEEDED_SPLITS}
+def make_all_sequences(
+    corpus: dict[str, Documents], vocabulary: Vocabulary, seq_length: int, pack: bool
+) -> dict[str, tf.Tensor]:
+    """`make_sequences` of each split. A test split that has none is left out, of which it tells."""
+    sequences = {split: make_sequences(text, vocabulary, seq_length, pack) for split, text in corpus.items()}
+    empty = [split for split, part in sequences.items() if not len(part) and split not in NEEDED_SPLITS]
+    for split in empty:
+        print(f"{split}: there is no text, so it is left out", flush=True)
+    return {split: part for split, part in sequences.items() if split not in empty}
 
 
 def _packed(encoded: Iterable[list[int]], end: int, length: int) -> Iterator[list[int]]:

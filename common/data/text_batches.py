@@ -7,16 +7,15 @@ for each makes TensorFlow trace its graph once.
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
 from common.data.byte_pairs import Vocabulary
 from common.data.labelled import LabelledTexts
-from common.data.order import NO_EXAMPLE, Scaled, locate
+from common.data.order import NO_EXAMPLE, Scaled, locate, steps_per_epoch
 from common.data.packing import read_sequences
-
-Batch = tuple[dict[str, tf.Tensor], tf.Tensor]
 
 
 def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length: int) -> np.ndarray:
@@ -41,77 +40,106 @@ def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length:
     return encoded
 
 
-def numbered_batches(
-    encoded: np.ndarray,
-    vocabulary: Vocabulary,
-    scaled: Scaled,
-    steps: range,
-    shuffle_seed: int | None = None,
-    num_shards: int = 1,
-    shard: int = 0,
-) -> tf.data.Dataset:
-    """One shard's batches (x, examples), of a replica's size each: a pure function of the seed and the step.
+@dataclass(frozen=True)
+class EncodedTexts:
+    """Labelled texts as token ids, and the batches of them.
 
-    Args:
-        encoded: of `encode`.
-        vocabulary: it was encoded with.
-        scaled: examples in a step, on each replica and on all.
-        steps: of the run; an epoch has `order.steps_per_epoch`.
-        shuffle_seed: each epoch has an order of its own; None for the examples' own order.
-        num_shards, shard: as `strategy.distribute` gives them.
-
-    Returns:
-        x: BERT's inputs, int32 [batch_size, length of the global batch]. examples: int64 [batch_size], rows of
-        `encoded`; `order.NO_EXAMPLE` for one that only fills the place.
+    Attributes:
+        texts: what was encoded.
+        vocabulary: by which.
+        ids: of each split, as `encode` gives them.
     """
-    batch_of = batches_by_step(encoded, vocabulary, scaled.global_batch_size, shuffle_seed)
 
-    def replica_batches(step):
-        own = tf.nest.map_structure(lambda part: part[shard::num_shards], batch_of(step))
-        return tf.nest.map_structure(
-            lambda part: tf.reshape(part, tf.concat([[-1, scaled.batch_size], tf.shape(part)[1:]], axis=0)), own
-        )
+    texts: LabelledTexts
+    vocabulary: Vocabulary
+    ids: dict[str, np.ndarray]
 
-    return (
-        tf.data.Dataset.range(steps.start, steps.stop).map(replica_batches, num_parallel_calls=2).unbatch().prefetch(8)
-    )
+    @classmethod
+    def of(cls, texts: LabelledTexts, vocabulary: Vocabulary, seq_length: int) -> "EncodedTexts":
+        """Encodes all splits, each example to at most `seq_length` tokens."""
+        ids = {split: encode(part.texts, vocabulary, seq_length) for split, part in texts.splits.items()}
+        return cls(texts, vocabulary, ids)
 
+    def sizes(self) -> dict[str, int]:
+        """The number of examples in each split."""
+        return {split: len(ids) for split, ids in self.ids.items()}
 
-def batches_by_step(
-    encoded: np.ndarray, vocabulary: Vocabulary, batch_size: int, shuffle_seed: int | None = None
-) -> Callable[[tf.Tensor], Batch]:
-    """A function from a step, int64, to its batch (x, examples), for use in a graph; see `numbered_batches`."""
-    pad, end = (vocabulary.pieces.index(piece) for piece in (vocabulary.special.pad, vocabulary.special.end))
-    with tf.device("CPU"):
-        sequences = tf.constant(encoded)
+    def checksums(self) -> dict[str, int]:
+        """A checksum of the ids and labels of each split."""
+        labels = {split: np.array(part.labels or [], np.int32).data for split, part in self.texts.splits.items()}
+        return {split: zlib.crc32(labels[split], zlib.crc32(ids.data)) for split, ids in self.ids.items()}
 
-    def batch_of(step):
-        positions = step * batch_size + tf.range(batch_size, dtype=tf.int64)
-        _, examples = locate(positions, len(encoded), batch_size, shuffle_seed)
-        ids = read_sequences(sequences, examples, pad, trim=True)
-        is_token = tf.cast(ids != pad, tf.int32)
-        segments = tf.minimum(tf.cumsum(tf.cast(ids == end, tf.int32), axis=1, exclusive=True), 1) * is_token
-        return {"token_ids": ids, "segment_ids": segments, "padding_mask": is_token}, examples
+    def steps(self, split: str, scaled: Scaled) -> int:
+        """Steps in which every example of a split is used once."""
+        return steps_per_epoch(len(self.ids[split]), scaled.global_batch_size)
 
-    return batch_of
+    def batches(
+        self,
+        split: str,
+        scaled: Scaled,
+        steps: range,
+        shuffle_seed: int | None = None,
+        num_shards: int = 1,
+        shard: int = 0,
+    ) -> tf.data.Dataset:
+        """One shard's batches (x, examples), of a replica's size each: a pure function of the seed and the step.
 
+        Args:
+            split: whose examples are taken.
+            scaled: examples in a step, on each replica and on all.
+            steps: of the run.
+            shuffle_seed: each epoch has an order of its own; None for the examples' own order.
+            num_shards, shard: as `strategy.distribute` gives them.
 
-def with_labels(labels: Sequence[int] | None) -> Callable:
-    """A function from (x, examples) to (x, y, weight): labels, and weights, 0 for a place that is only filled."""
-    assert labels is not None, "the split has no labels"
-    by_example = tf.constant(labels, tf.int32)
+        Returns:
+            x: BERT's inputs, int32 [batch size, length of the global batch]. examples: int64 [batch size], rows of the
+            split; `order.NO_EXAMPLE` for one that only fills the place.
+        """
+        batch_of = self._batch_of(split, scaled.global_batch_size, shuffle_seed)
 
-    def look_up(x, examples):
-        return x, tf.gather(by_example, tf.maximum(examples, 0)), tf.cast(examples != NO_EXAMPLE, tf.float32)
+        def replica_batches(step):
+            own = tf.nest.map_structure(lambda part: part[shard::num_shards], batch_of(step))
+            return tf.nest.map_structure(
+                lambda part: tf.reshape(part, tf.concat([[-1, scaled.batch_size], tf.shape(part)[1:]], axis=0)), own
+            )
 
-    return look_up
+        numbers = tf.data.Dataset.range(steps.start, steps.stop)
+        return numbers.map(replica_batches, num_parallel_calls=2).unbatch().prefetch(8)
 
+    def labelled_batches(self, split: str, *arguments, **shard) -> tf.data.Dataset:
+        """As `batches`, but (x, y, weight): labels, and weights, 0 for a place that is only filled."""
+        return self.batches(split, *arguments, **shard).map(self._with_labels(split))
 
-def labelled(
-    make_batches: Callable[..., tf.data.Dataset], labels: Sequence[int] | None, num_shards: int = 1, shard: int = 0
-) -> tf.data.Dataset:
-    """Batches (x, y, weight) of those (x, examples) that a function makes; see `with_labels`."""
-    return make_batches(num_shards=num_shards, shard=shard).map(with_labels(labels))
+    def labelled_batch(self, split: str, batch_size: int, shuffle_seed: int) -> Callable[[tf.Tensor], tuple]:
+        """A function from a step, int64, to its batch (x, y, weight), for use in a graph; see `labelled_batches`."""
+        batch_of, with_labels = self._batch_of(split, batch_size, shuffle_seed), self._with_labels(split)
+        return lambda step: with_labels(*batch_of(step))
+
+    def _batch_of(self, split: str, batch_size: int, shuffle_seed: int | None) -> Callable:
+        special, pieces = self.vocabulary.special, self.vocabulary.pieces
+        pad, end = pieces.index(special.pad), pieces.index(special.end)
+        with tf.device("CPU"):
+            sequences = tf.constant(self.ids[split])
+
+        def batch_of(step):
+            positions = step * batch_size + tf.range(batch_size, dtype=tf.int64)
+            _, examples = locate(positions, len(sequences), batch_size, shuffle_seed)
+            ids = read_sequences(sequences, examples, pad, trim=True)
+            is_token = tf.cast(ids != pad, tf.int32)
+            segments = tf.minimum(tf.cumsum(tf.cast(ids == end, tf.int32), axis=1, exclusive=True), 1) * is_token
+            return {"token_ids": ids, "segment_ids": segments, "padding_mask": is_token}, examples
+
+        return batch_of
+
+    def _with_labels(self, split: str) -> Callable:
+        labels = self.texts.splits[split].labels
+        assert labels is not None, "the split has no labels"
+        by_example = tf.constant(labels, tf.int32)
+
+        def look_up(x, examples):
+            return x, tf.gather(by_example, tf.maximum(examples, 0)), tf.cast(examples != NO_EXAMPLE, tf.float32)
+
+        return look_up
 
 
 def in_order(batches: Iterable[tuple[tf.Tensor, tf.Tensor]], num_examples: int) -> np.ndarray:
@@ -121,11 +149,3 @@ def in_order(batches: Iterable[tuple[tf.Tensor, tf.Tensor]], num_examples: int) 
     for examples, rows in parts:
         result[examples[examples != NO_EXAMPLE]] = rows[examples != NO_EXAMPLE]
     return result
-
-
-def checksums(encoded: dict[str, np.ndarray], texts: LabelledTexts) -> dict[str, int]:
-    """A checksum of the ids and labels of each split."""
-    return {
-        split: zlib.crc32(np.array(texts.splits[split].labels or [], np.int32).data, zlib.crc32(ids.data))
-        for split, ids in encoded.items()
-    }

@@ -8,13 +8,13 @@ decided here alone.
 import contextlib
 import ctypes
 import os
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from common.devices.cluster import has_parameter_servers, num_workers
-from common.devices.gpus import gpu_memory_mb
 from common.devices.rendezvous import join
 from common.errors import UserError, first_line
 
@@ -160,3 +160,19 @@ def _split(device, count: int, memory_mb: int | None = None) -> list[str]:
 def _mirrored(devices: list[str], reduce: tf.distribute.CrossDeviceOps | None = None) -> tf.distribute.MirroredStrategy:
     # NCCL needs a whole GPU for each replica; a sum on one device works on CPUs and on parts of a GPU too.
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduce or tf.distribute.ReductionToOneDevice())
+
+
+def gpu_memory_mb() -> int:
+    """Free memory of the single visible GPU, in MiB, less a tenth for CUDA's own use.
+
+    Raises:
+        UserError: when `nvidia-smi` does not answer.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["--id", visible]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return int(answer.split()[0]) * 9 // 10
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
+        raise UserError(f"cannot split the GPU: {' '.join(command)} failed ({error}); use --replicas 1") from error

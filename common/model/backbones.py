@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a model comes from: a size, or a preset in KerasHub's form or Hugging Face's."""
 
+from typing import Any
+
 import keras_hub
 
 from common.data.byte_pairs import BytePairs, Vocabulary
@@ -28,7 +30,7 @@ def backbone_from_size(size: str, vocabulary: Vocabulary, dropout: float, seq_le
     )
 
 
-def from_preset(kind: type, preset: str, **kwargs):
+def from_preset(kind: Any, preset: str, **kwargs):
     """As `kind.from_preset`.
 
     Raises:

@@ -13,27 +13,29 @@ from common.training.data_parallel import data_parallel
 BertTextClassifier = data_parallel(keras_hub.models.BertTextClassifier)
 
 
-def classifier_from_size(
-    size: str, vocabulary: Vocabulary, num_classes: int, dropout: float, seq_length: int
+def make_classifier(
+    preset: str, size: str, vocabulary: Vocabulary, num_classes: int, dropout: float, seq_length: int
 ) -> keras_hub.models.BertTextClassifier:
-    """A classifier of texts with random weights; see `masked_lm_from_size`."""
-    backbone = backbone_from_size(size, vocabulary, dropout, seq_length)
-    return BertTextClassifier(backbone, num_classes, dropout=dropout, compile=False)
-
-
-def classifier_from_preset(preset: str, num_classes: int, dropout: float) -> keras_hub.models.BertTextClassifier:
-    """A classifier of texts with a BERT of `preset` under a head of random weights; see `masked_lm_from_preset`.
+    """A classifier of texts: a head of random weights on a BERT of a preset, or without one of a size.
 
     Raises:
         UserError: when there is no such preset, it cannot be fetched, or is no BERT.
     """
+    if preset:
+        backbone = _backbone_from_preset(preset, dropout)
+    else:
+        backbone = backbone_from_size(size, vocabulary, dropout, seq_length)
+    return BertTextClassifier(backbone, num_classes, dropout=dropout, compile=False)
+
+
+def _backbone_from_preset(preset: str, dropout: float) -> keras_hub.models.BertBackbone:
     if in_huggingface_form(preset):
         backbone = masked_lm_from_preset(preset, dropout).backbone
         backbone.pooled_dense.trainable = True
-    else:
-        plain = from_preset(keras_hub.models.Backbone, preset)
-        if not isinstance(plain, keras_hub.models.BertBackbone):
-            raise UserError(f"the preset {preset} is a {type(plain).__name__}; give one of BERT")
-        backbone = type(plain).from_config(plain.get_config() | {"dropout": dropout})
-        backbone.set_weights(plain.get_weights())
-    return BertTextClassifier(backbone, num_classes, dropout=dropout, compile=False)
+        return backbone
+    plain = from_preset(keras_hub.models.Backbone, preset)
+    if not isinstance(plain, keras_hub.models.BertBackbone):
+        raise UserError(f"the preset {preset} is a {type(plain).__name__}; give one of BERT")
+    backbone = type(plain).from_config(plain.get_config() | {"dropout": dropout})
+    backbone.set_weights(plain.get_weights())
+    return backbone

@@ -14,6 +14,12 @@ from common.errors import UserError
 from common.model.backbones import preset_vocabulary
 from common.model.masked_lm import masked_lm_from_preset
 
+SENTENCES = (  # to try a model of the default text on
+    "Returns a [MASK] with the same shape as the input.",
+    "The function raises a [MASK] if the argument is not valid.",
+    "This layer is applied to the [MASK] of the model.",
+)
+
 
 def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: int = 5) -> list[list[dict[str, Any]]]:
     """The likeliest pieces for each mask of a sentence, with the entries of Hugging Face's `fill-mask` pipeline.
@@ -71,7 +77,7 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
     ]
 
 
-def print_filled_masks(preset: str, sentences: Iterable[str], top: int = 5) -> None:
+def print_filled_masks(preset: str, sentences: Iterable[str] = SENTENCES, top: int = 5) -> None:
     """Prints sentences with their masks' likeliest pieces, by the model saved in a preset.
 
     Raises:

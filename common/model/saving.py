@@ -11,14 +11,19 @@ import keras_hub
 
 from common.data.byte_pairs import Vocabulary
 from common.data.wordpiece import WordPieces
+from common.devices.cluster import is_chief
 
 
 def save_preset(model: keras_hub.models.Task, vocabulary: Vocabulary, seq_length: int, folder: Path) -> None:
     """Saves a preset that KerasHub loads without this project, what turns text into its inputs included.
 
+    Of several workers, only the chief saves.
+
     Raises:
         OSError: `ENOSPC`, before anything is written, when the disk has no room (h5py would crash the process).
     """
+    if not is_chief():
+        return
     needed = sum(4 * math.prod(weight.shape) for weight in model.weights) + 2**20
     if shutil.disk_usage(folder.parent).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

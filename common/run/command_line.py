@@ -81,6 +81,10 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
     if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in the background of a script
         signal.signal(signal.SIGINT, _ask_to_stop)
     stderr = io.StringIO()
+    own = [field for field in dataclasses.fields(config_class) if field.name in config_class.__annotations__]
+    shared = [field for field in dataclasses.fields(config_class) if field not in own]
+    # What is a recipe's own is told first.
+    config_class.__dataclass_fields__ = {field.name: field for field in [*own, *shared]}
     try:
         with contextlib.redirect_stderr(stderr):
             config, unknown = tyro.cli(

@@ -15,7 +15,7 @@ from common.data.order import Scaled
 from common.devices.cluster import is_chief, num_workers, worker_index
 from common.devices.rendezvous import agree, exchange
 from common.errors import UserError
-from common.run.checks import check_accumulate
+from common.run.options import check_accumulate
 from common.run.run_folder import (
     bring_back,
     has_progress,

@@ -88,13 +88,16 @@ class StepLog:
         """See the class."""
         return 1 - self._tokens / self._slots
 
-    def record(self, values: dict[str, np.ndarray], seconds: float) -> None:
-        """Writes the lines of the steps of one call.
+    def record(self, values: dict[str, np.ndarray], seconds: float) -> dict[str, float]:
+        """Writes the lines of the steps of one call, and returns what they come to.
 
         Args:
             values: a vector for each entry of a line but `step`, with a number for each step; and `waited`, seconds
                 that each waited for its batch.
             seconds: that the call took.
+
+        Returns:
+            Means of `loss` and `accuracy` over the steps' labels, the last `learning_rate`, and `speed`.
         """
         tokens, waited = int(values["tokens"].sum()), float(values["waited"].sum())
         self.speed = {
@@ -116,6 +119,9 @@ class StepLog:
             line = {"step": self.step, **means, **{name: int(values[name][i]) for name in COUNTS}}
             self._lines.write(json.dumps(line) + "\n")
             self._count(line)
+        labels = values["labels"] if values["labels"].any() else None
+        means = {name: float(np.average(values[name], weights=labels)) for name in MEANS}
+        return means | {"learning_rate": float(values["learning_rate"][-1])} | self.speed
 
     def _count(self, line: dict) -> None:
         epoch = (line["step"] - 1) // self.steps_per_epoch

@@ -10,19 +10,21 @@ import tensorflow as tf
 from common.data.byte_pairs import Vocabulary
 from common.data.glue import write_predictions
 from common.data.labelled import Examples, LabelledTexts
+from common.devices.cluster import is_chief
 from common.scores.baselines import baseline_accuracies
-from common.scores.metrics import classification_scores, confusion_matrix, entry
+from common.scores.language_model import entry
 
 
-def scores_of(split: str, examples: Examples, logits: np.ndarray) -> dict[str, float]:
-    """Entries `val_loss` (for the split `validation`), `val_accuracy`, `val_f1` of `metrics.classification_scores`.
+def scores_of(texts: LabelledTexts, split: str, logits: np.ndarray) -> dict[str, float]:
+    """Entries `val_loss` (for the split `validation`), `val_accuracy`, `val_f1` of `classification_scores`.
 
     Args:
-        split: its name.
-        examples: with labels.
-        logits: [examples, classes].
+        texts: all splits.
+        split: to be scored; one without labels has no entries.
+        logits: of its examples, [examples, classes].
     """
-    scores = classification_scores(logits, np.array(examples.labels))
+    labels = texts.splits[split].labels
+    scores = classification_scores(logits, np.array(labels)) if labels is not None else {}
     return {entry(split, name): value for name, value in scores.items()}
 
 
@@ -41,7 +43,7 @@ def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], voca
     for split in logits:
         examples = texts.splits[split]
         if examples.labels is not None:
-            results |= scores_of(split, examples, logits[split])
+            results |= scores_of(texts, split, logits[split])
             simple = baseline_accuracies(*learned, _text_ids(examples, vocabulary), examples.labels, *sizes)
             results |= {entry(split, f"{name}_accuracy"): accuracy for name, accuracy in simple.items()}
     return results
@@ -52,10 +54,12 @@ def draw_confusion(texts: LabelledTexts, split: str, logits: np.ndarray, step: i
 
     Args:
         texts: all splits.
-        split: with labels.
+        split: whose logits they are; for one without labels nothing is written.
         logits: of its examples, [examples, classes].
         step: of training.
     """
+    if texts.splits[split].labels is None:
+        return
     counts = confusion_matrix(np.array(texts.splits[split].labels), logits.argmax(axis=1), len(texts.classes))
     rows = [["true \\ predicted", *texts.classes], ["---"] * (len(texts.classes) + 1)]
     rows += [[name, *map(str, row)] for name, row in zip(texts.classes, counts, strict=True)]
@@ -66,16 +70,58 @@ def draw_confusion(texts: LabelledTexts, split: str, logits: np.ndarray, step: i
 def write_all_predictions(folder: Path, texts: LabelledTexts, logits: dict[str, np.ndarray]) -> None:
     """Writes the predictions of each split in GLUE's form, those of the test split by the name that GLUE wants.
 
+    Of several workers, only the chief writes.
+
     Args:
         folder: is made.
         texts: all splits.
         logits: of each split but `train`, [examples, classes].
     """
+    if not is_chief():
+        return
     folder.mkdir(exist_ok=True)
     for split, rows in logits.items():
         name = texts.submission if split == "test" else f"{split}.tsv"
         classes = [texts.classes[place] for place in rows.argmax(axis=1)]
         write_predictions(folder / name, texts.splits[split].indices, classes)
+
+
+def confusion_matrix(labels: np.ndarray, predictions: np.ndarray, num_classes: int) -> np.ndarray:
+    """How often each class was taken for which: int64 [true class, predicted class].
+
+    Args:
+        labels: true classes, [examples].
+        predictions: predicted classes, [examples].
+        num_classes: both are below it.
+    """
+    places = np.asarray(labels, np.int64) * num_classes + np.asarray(predictions, np.int64)
+    return np.bincount(places, minlength=num_classes**2).reshape(num_classes, num_classes)
+
+
+def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Scores of a classifier.
+
+    F1 is 2 TP / (2 TP + FP + FN), and 0 where a class is neither there nor predicted, as in scikit-learn.
+
+    Args:
+        logits: [examples, classes]; any float type, taken as float64.
+        labels: true classes, [examples].
+
+    Returns:
+        `loss`, the mean cross-entropy in nats an example; `accuracy`; and `f1`, with two classes that of class 1 (as
+        GLUE scores MRPC), with more the mean over all classes ("macro").
+    """
+    logits, labels = np.asarray(logits, np.float64), np.asarray(labels, np.int64)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    losses = np.log(np.exp(shifted).sum(axis=1)) - shifted[np.arange(len(labels)), labels]
+    matrix = confusion_matrix(labels, logits.argmax(axis=1), logits.shape[1])
+    right = np.diagonal(matrix)
+    f1 = 2 * right / np.maximum(matrix.sum(axis=0) + matrix.sum(axis=1), 1)
+    return {
+        "loss": float(losses.mean()),
+        "accuracy": float(right.sum() / len(labels)),
+        "f1": float(f1[1] if len(f1) == 2 else f1.mean()),
+    }
 
 
 def _text_ids(examples: Examples, vocabulary: Vocabulary) -> list[tuple[list[int], ...]]:

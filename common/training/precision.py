@@ -2,19 +2,16 @@
 """Which number format a run computes in."""
 
 from pathlib import Path
-from typing import Literal
 
 import keras
 import tensorflow as tf
-
-Precision = Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"]
 
 # Width of a model whose matmuls outweigh the casts around them. BERT-base (768) trained 1.8 times as fast in bfloat16
 # on a CPU with AMX; smaller ones were not measured.
 WIDE = 768
 
 
-def choose_precision(precision: Precision, jit: bool, width: int) -> str:
+def choose_precision(precision: str, jit: bool, width: int) -> str:
     """The Keras dtype policy: the one asked for, or for `auto` one by the hardware and the model, never by a timing.
 
     | hardware | model | policy |
@@ -26,7 +23,7 @@ def choose_precision(precision: Precision, jit: bool, width: int) -> str:
     Keras's `floatx` is float32 from then on, whatever `~/.keras/keras.json` says: the policy decides alone.
 
     Args:
-        precision: the knob.
+        precision: a policy, or `auto`.
         jit: whether the step is compiled by XLA.
         width: of the model's layers.
     """

@@ -53,14 +53,14 @@ class Trainer(ReplicaStep):
     def fit(self, *args, **kwargs):  # noqa: D102
         bound = inspect.signature(TensorFlowTrainer.fit).bind(self, *args, **kwargs)
         given = bound.arguments
-        self._steps_per_epoch = given.get("steps_per_epoch")
+        steps = self._steps_per_epoch = given.get("steps_per_epoch")
         self.steps_done, self.first_step = self.first_step, 0
-        if self._steps_per_epoch is None and (self.steps_done or self.last_step):
+        if steps is None and (self.steps_done or self.last_step):
             raise ValueError("where fit begins or ends in the middle of an epoch, it needs steps_per_epoch")
-        if self.steps_done:
-            given["initial_epoch"] = self.steps_done // self._steps_per_epoch
-        if self.last_step:
-            given["epochs"] = min(given.get("epochs", 1), -(-self.last_step // self._steps_per_epoch))
+        if steps and self.steps_done:
+            given["initial_epoch"] = self.steps_done // steps
+        if steps and self.last_step:
+            given["epochs"] = min(given.get("epochs", 1), -(-self.last_step // steps))
         if isinstance(given.get("x"), tf.distribute.DistributedDataset):
             given["shuffle"] = False  # it comes in its order, which Keras would warn of
         self._fit_begins = True
@@ -163,7 +163,7 @@ class Trainer(ReplicaStep):
         enumerate_whole = epoch_iterator._enumerate_iterator
 
         def enumerate_rest():
-            done = self.steps_done % self._steps_per_epoch
+            done = self.steps_done % (self._steps_per_epoch or 1)
             epoch_iterator.steps_per_epoch = self._steps_left_of_epoch()
             for first, last, iterator in enumerate_whole():
                 yield done + first, done + last, iterator

@@ -49,19 +49,3 @@ def gpu_shares(workers: int) -> tuple[list[str], int]:
             "Start fewer workers, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
     return [",".join(gpus[i * share : (i + 1) * share]) for i in range(workers)], len(gpus) - workers * share
-
-
-def gpu_memory_mb() -> int:
-    """Free memory of the single visible GPU, in MiB, less a tenth for CUDA's own use.
-
-    Raises:
-        UserError: when `nvidia-smi` does not answer.
-    """
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command += ["--id", visible]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return int(answer.split()[0]) * 9 // 10
-    except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
-        raise UserError(f"cannot split the GPU: {' '.join(command)} failed ({error}); use --replicas 1") from error

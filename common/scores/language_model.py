@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures that a model's loss is held against, and scores of a classifier."""
+"""What a language model is worth, and the unigram baseline that it is held against."""
 
 import math
 from collections.abc import Iterable
@@ -55,41 +55,3 @@ def language_model_scores(split: str, scores: dict[str, float], unigram: float) 
 def entry(split: str, name: str) -> str:
     """The name of an entry: `val_loss` for the split `validation` and the name `loss`."""
     return f"{'val' if split == 'validation' else split}_{name}"
-
-
-def confusion_matrix(labels: np.ndarray, predictions: np.ndarray, num_classes: int) -> np.ndarray:
-    """How often each class was taken for which: int64 [true class, predicted class].
-
-    Args:
-        labels: true classes, [examples].
-        predictions: predicted classes, [examples].
-        num_classes: both are below it.
-    """
-    places = np.asarray(labels, np.int64) * num_classes + np.asarray(predictions, np.int64)
-    return np.bincount(places, minlength=num_classes**2).reshape(num_classes, num_classes)
-
-
-def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Scores of a classifier.
-
-    F1 is 2 TP / (2 TP + FP + FN), and 0 where a class is neither there nor predicted, as in scikit-learn.
-
-    Args:
-        logits: [examples, classes]; any float type, taken as float64.
-        labels: true classes, [examples].
-
-    Returns:
-        `loss`, the mean cross-entropy in nats an example; `accuracy`; and `f1`, with two classes that of class 1 (as
-        GLUE scores MRPC), with more the mean over all classes ("macro").
-    """
-    logits, labels = np.asarray(logits, np.float64), np.asarray(labels, np.int64)
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    losses = np.log(np.exp(shifted).sum(axis=1)) - shifted[np.arange(len(labels)), labels]
-    matrix = confusion_matrix(labels, logits.argmax(axis=1), logits.shape[1])
-    right = np.diagonal(matrix)
-    f1 = 2 * right / np.maximum(matrix.sum(axis=0) + matrix.sum(axis=1), 1)
-    return {
-        "loss": float(losses.mean()),
-        "accuracy": float(right.sum() / len(labels)),
-        "f1": float(f1[1] if len(f1) == 2 else f1.mean()),
-    }

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that recipes for classifiers of texts have in common."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.data.glue import open_examples
+from common.model.sizes import check_model
+from common.run.options import RunOptions
+
+
+@dataclass(frozen=True)
+class ClassifierOptions(RunOptions):
+    """The texts, the model and its training, beside `RunOptions`.
+
+    Raises:
+        UserError: as `RunOptions`, and when there are no such texts or no such model.
+    """
+
+    task: Literal["roles", "mrpc", "sst2", "own"] = "roles"  # roles: generated pairs; own: files of yours
+    # folder in GLUE's form, else GLUE is fetched from the Hub; own: a .tsv, .csv, .jsonl file or a folder
+    data: str = ""
+    text_columns: str = ""  # own: the name of the texts' column, or two names with a comma
+    label_column: str = ""  # own: the name of the labels' column
+    preset: str = ""  # KerasHub name, or folder such as runs/bert_mlm/preset, to start from; else random weights
+    # BERT size, from random weights; tiny where neither this nor a preset is given
+    model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = None
+    vocabulary_size: int = 4096  # pieces of the vocabulary that is trained where there is no preset
+    seq_length: int = 128  # tokens in an example at most
+    batch_size: int = 16  # examples on each replica in a step
+    learning_rate: float = 0.0  # peak, for one replica; 0: 3e-5 from a preset, 5e-4 from random weights
+    warmup: float = 0.1  # share of all steps in which the rate rises
+    dropout: float = 0.1
+    epochs: int = 3
+
+    @property
+    def peak_rate(self) -> float:
+        """The learning rate's peak for one replica, the default filled in."""
+        return self.learning_rate or (3e-5 if self.preset else 5e-4)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_model(self.preset, self.model, self.seq_length)
+        open_examples(self.task, self.data, self.text_columns, self.label_column)

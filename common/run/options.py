@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that recipes have in common, and what can be told to be wrong with them before TensorFlow is imported."""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from common.errors import UserError
+from common.training.scaling import LearningRateScaling
+
+Precision = Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"]
+
+# The least value of each knob that has one; the knobs below it are shares of a whole, and rates.
+AT_LEAST = {
+    "batch_size": 1,
+    "epochs": 1,
+    "checkpoint_every": 1,
+    "steps_per_loop": 1,
+    "accumulate": 1,
+    "steps_per_execution": 1,
+    "replicas": 0,
+    "max_steps": 0,
+    "shards": 0,
+    "seed": 0,
+    "seq_length": 3,  # [CLS], a token, [SEP]
+    "vocabulary_size": 100,
+}
+# The most of each; beyond, NumPy takes no seed, and memory or time would end before it is told.
+AT_MOST = {"seed": 2**32 - 1, "replicas": 2**10, "batch_size": 2**20, "seq_length": 2**16, "shards": 2**16}
+MOST = 2**31 - 1  # of any other
+SHARES = ("mask_rate", "dropout", "warmup")
+RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Options of every recipe; its `Config` adds those of its own.
+
+    Raises:
+        UserError: when it is made with a value out of range, or the run's folder holds what the run reads.
+    """
+
+    replicas: int = 0  # 0: every GPU, or the CPU as 2; N: N GPUs, or one GPU or the CPU split in N
+    lr_scaling: LearningRateScaling = "auto"  # how the rate grows with replicas; auto: linear for sgd, else sqrt
+    max_steps: int = 0  # end after this many steps; 0: no cap
+    precision: Precision = "auto"  # auto: by the hardware and the model
+    deterministic: bool = False  # on GPUs: the same bits in every run, and float32 without TF32; slower
+    seed: int = 0  # of weights, order, masks and dropout
+    checkpoint_every: int = 100  # steps between two checkpoints, from which a run that was stopped goes on
+    overwrite: bool = False  # start afresh in a workdir that holds a run; if stopped, the same command goes on
+
+    def __post_init__(self):
+        _check(dataclasses.asdict(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class FitOptions(RunOptions):
+    """Options of recipes that train with Keras's `fit`."""
+
+    accumulate: int = 1  # parts in which a replica computes its batch, to save memory; the batch stays
+    jit: bool = False  # compile each replica's forward and backward pass with XLA
+    steps_per_execution: int = 1  # steps in one call, whose end a signal to stop waits for
+    profile_steps: str = ""  # A-B: trace these steps for TensorBoard's profile tab
+    dry_run: bool = False  # print the plan, train nothing, write nothing
+
+
+def step_range(text: str) -> range:
+    """The steps that `A-B` names, from A to B; none for an empty text.
+
+    Raises:
+        UserError: when it is neither.
+    """
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"(\d+)-(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--profile-steps must be two steps with a dash, such as 10-20; got {text}")
+    return range(int(found[1]), int(found[2]) + 1)
+
+
+def check_accumulate(parts: int, batch_size: int) -> None:
+    """Checks that a replica's batch can be computed in that many equal parts.
+
+    Raises:
+        UserError: when it cannot.
+    """
+    if batch_size % parts:
+        raise UserError(
+            f"--accumulate {parts} does not divide a replica's batch of {batch_size}. "
+            f"Give one of {', '.join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)}"
+        )
+
+
+def _check(knobs: dict[str, Any]) -> None:
+    for name, least in AT_LEAST.items():
+        most = AT_MOST.get(name, MOST)
+        _require(knobs.get(name, least) >= least, knobs, name, f"at least {least}")
+        _require(knobs.get(name, least) <= most, knobs, name, f"at most {most}")
+    for name in SHARES:
+        _require(0 <= knobs.get(name, 0) < 1, knobs, name, "a share in [0, 1)")
+    _require(knobs.get("mask_rate", 1) > 0, knobs, "mask_rate", "above 0")
+    for name in RATES:
+        value = knobs.get(name, 0)
+        _require(math.isfinite(value) and value >= 0, knobs, name, "a finite number, 0 or more")
+    step_range(knobs.get("profile_steps", ""))
+    check_accumulate(knobs.get("accumulate", 1), knobs["batch_size"])
+    for name in ("workdir", "corpus"):
+        if knobs.get(name) == "":  # which as a path is the current folder
+            raise UserError(f"--{name} is empty: name one, or leave it out")
+    _require(
+        not re.search(r"[\[\]*?\\]", knobs["workdir"]),
+        knobs,
+        "workdir",
+        "a name without [ ] * ? \\, which TensorFlow globs",
+    )
+    for name in ("preset", "corpus", "vocabulary", "data"):
+        _check_not_in_workdir(knobs, name)
+
+
+def _require(holds: bool, knobs: dict[str, Any], name: str, what: str) -> None:
+    if not holds:
+        raise UserError(f"--{name.replace('_', '-')} must be {what}; got {knobs[name]}")
+
+
+def _check_not_in_workdir(knobs: dict[str, Any], name: str) -> None:
+    """What a run reads must outlive the run, which `--overwrite` deletes."""
+    value, workdir = knobs.get(name) or "", Path(knobs["workdir"]).resolve()
+    shards = name == "data" and "task" not in knobs  # which the run writes itself, by default there
+    if not value or "://" in value or not (shards or Path(value).exists()):  # a name, or missing and told of elsewhere
+        return
+    path = Path(value).resolve()
+    if path.is_relative_to(workdir) and not (shards and path == workdir / "data"):
+        raise UserError(
+            f"--{name} {value} lies in the work folder {knobs['workdir']}, of which a run may delete what it wrote. "
+            "Give another --workdir"
+        )

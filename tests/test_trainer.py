@@ -1,0 +1,96 @@
+"""`fit` that begins and ends in the middle of an epoch."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from common.devices.strategy import distribute, make_strategy
+from common.training.data_parallel import data_parallel
+
+X = np.random.default_rng(0).normal(size=(56, 3)).astype(np.float32)
+Y = X.sum(axis=1, keepdims=True)
+STEPS = 4  # an epoch
+
+
+class Told(keras.callbacks.Callback):
+    """Notes what `fit` tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.heard.append(f"epoch {epoch}")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.heard.append((batch, self.model.steps_done, self.model.at_epoch_end))
+
+    def on_test_end(self, logs=None):
+        self.heard.append("evaluated")
+
+
+def make_model(**compile_arguments):
+    keras.utils.set_random_seed(0)
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential)([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.1), "mse", **compile_arguments)
+    return model
+
+
+def batches(first_step=0, num_shards=1, shard=0):
+    """Four examples a step, fourteen steps."""
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).skip(4 * first_step).shard(num_shards, shard)
+    return data.batch(4 // 2, drop_remainder=True)
+
+
+def fit(model, **arguments):
+    told = Told()
+    strategy = model.distribute_strategy
+    data = distribute(strategy, batches, model.first_step)
+    validation = distribute(strategy, batches)
+    sizes = {"steps_per_epoch": STEPS, "validation_data": validation, "validation_steps": 1}
+    history = model.fit(data, **sizes, callbacks=[told], verbose=0, **arguments).history
+    return told.heard, history
+
+
+def test_it_begins_where_it_is_told_to_and_ends_there():
+    whole = make_model()
+    whole.last_step = 10
+    heard, history = fit(whole, epochs=9)
+    steps = [(0, 1, False), (1, 2, False), (2, 3, False), (3, 4, True)]
+    assert heard[:6] == ["epoch 0", *steps, "evaluated"]
+    assert heard[-4:] == ["epoch 2", (0, 9, False), (1, 10, True), "evaluated"]
+    assert len(history["loss"]) == 3
+
+    first = make_model()
+    first.last_step = 6
+    fit(first, epochs=9)
+    first.first_step, first.last_step = 6, 10
+    went_on, _ = fit(first, epochs=9)
+    assert went_on == ["epoch 1", (2, 7, False), (3, 8, True), "evaluated", *heard[-4:]]
+    for ours, theirs in zip(first.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_is_done_is_not_done_again_and_the_next_fit_is_a_new_one():
+    model = make_model()
+    model.first_step = 12
+    heard, history = fit(model, epochs=3)
+    assert heard == [] and history == {} and model.steps_done == 12
+    heard, _ = fit(model, epochs=1)
+    assert heard[:2] == ["epoch 0", (0, 1, False)] and model.steps_done == 4
+
+
+def test_several_steps_a_call_end_where_the_epoch_does():
+    model = make_model(steps_per_execution=3)
+    model.first_step, model.last_step = 3, 6
+    heard, _ = fit(model, epochs=3)
+    assert [end for end in heard if isinstance(end, tuple)] == [(5, 4, True), (2, 6, True)]
+
+
+def test_it_must_know_how_long_an_epoch_is():
+    model = make_model()
+    model.last_step = 3
+    with pytest.raises(ValueError, match="needs steps_per_epoch"):
+        model.fit(X, Y, verbose=0)
