@@ -5,14 +5,27 @@ import dataclasses
 import fcntl
 import hashlib
 import importlib.metadata
+import re
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
 from common.cluster import is_chief, num_workers, worker_index
 from common.command_line import UserError
 from common.rendezvous import agree, exchange
-from common.run_folder import bring_back, has_progress, holds_run, read_json, refuse_other_files, set_aside, write_json
+from common.run_folder import (
+    bring_back,
+    has_progress,
+    holds_run,
+    read_json,
+    refuse_files_beside,
+    refuse_other_files,
+    remove_unfinished,
+    set_aside,
+    write_json,
+    writes_of,
+)
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed
@@ -98,7 +111,7 @@ class Run:
             )
 
 
-def open_run(recipe: str, config: Any) -> Run:
+def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
     """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, it does neither.
 
     A run that ended before its first checkpoint, as one does that is refused for its data, is begun anew, with other
@@ -108,10 +121,12 @@ def open_run(recipe: str, config: Any) -> Run:
     Args:
         recipe: the recipe's name.
         config: its `Config`, with the knobs `workdir` and `overwrite`.
+        writes: what it writes there besides what every run does, by names of `run_folder.OF_SOME_RUNS`. `config.json`
+            notes it, so that a run in its place takes no file of the user's for its own.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
-            or with other knobs (`FREE_KNOBS` excepted), or no run, but files by the names of one's; when workers were
+            or with other knobs (`FREE_KNOBS` excepted), or files by a run's names that no run wrote; when workers were
             started with different knobs, code or packages, or do not share the folder.
     """
     workdir = Path(config.workdir)
@@ -120,7 +135,7 @@ def open_run(recipe: str, config: Any) -> Run:
     run, token, error = None, uuid.uuid4().hex, None
     if is_chief():
         try:
-            run = _open(workdir, wanted, token)
+            run = _open(workdir, wanted, writes, token)
         except UserError as refused:
             error = str(refused)
     token = exchange({"error": error, "token": token})[0]["token"]  # now the chief has opened it
@@ -135,15 +150,18 @@ def open_run(recipe: str, config: Any) -> Run:
     return run
 
 
-def _open(workdir: Path, wanted: dict[str, Any], token: str) -> Run:
+def _open(workdir: Path, wanted: dict[str, Any], writes: Iterable[str], token: str) -> Run:
     if wanted.get("dry_run"):
         return _look_at(workdir, wanted, None)
-    refuse_other_files(workdir)
+    refuse_other_files(workdir, writes)
     lock = _locked(workdir, token)
+    remove_unfinished(workdir)
     bring_back(workdir)
-    if wanted["overwrite"] and holds_run(workdir) and not _was_stopped(workdir, wanted):
-        set_aside(workdir)
-    return _look_at(workdir, wanted, lock)
+    if holds_run(workdir):
+        refuse_files_beside(workdir, writes)
+        if wanted["overwrite"] and not _was_stopped(workdir, wanted):
+            set_aside(workdir)
+    return _look_at(workdir, wanted, lock, {"writes": sorted({*writes, *writes_of(workdir)})})
 
 
 def _was_stopped(workdir: Path, wanted: dict[str, Any]) -> bool:
@@ -154,10 +172,11 @@ def _was_stopped(workdir: Path, wanted: dict[str, Any]) -> bool:
     return has_progress(workdir) and not complete and saved | wanted | {"workdir": saved["workdir"]} == saved
 
 
-def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None) -> Run:
+def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None, noted: dict[str, Any] | None = None) -> Run:
+    noted = noted or {}
     if wanted.get("dry_run") or not (holds_run(workdir) and has_progress(workdir)):
-        return Run(workdir, wanted, None, lock)
-    return Run(workdir, _saved_config(workdir, wanted), read_json(workdir / "results.json"), lock)
+        return Run(workdir, wanted | noted, None, lock)
+    return Run(workdir, _saved_config(workdir, wanted) | noted, read_json(workdir / "results.json"), lock)
 
 
 def _refuse_other_workers(wanted: dict[str, Any]) -> None:
@@ -171,8 +190,11 @@ def _refuse_other_workers(wanted: dict[str, Any]) -> None:
 def _locked(workdir: Path, token: str) -> TextIO:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        lock = (workdir / ".lock").open("a+")
+        lock = (workdir / ".lock").open("a+", errors="replace")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.seek(0)
+        if not re.fullmatch("([0-9a-f]{32})?", lock.read()):  # a token, as below
+            raise UserError(f"{workdir}/.lock is no run's. Move it, or give another --workdir")
         lock.truncate(0)
         lock.write(token)
         lock.flush()

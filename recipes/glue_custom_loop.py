@@ -125,7 +125,7 @@ def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
     strategy = make_strategy(config.replicas, config.deterministic, parameter_servers=True)  # (1) the devices
     asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)  # experimental
-    run = open_run("glue_custom_loop", config)
+    run = open_run("glue_custom_loop", config, writes=("predictions",))
     if run.results:
         print(f"The run in {run.workdir} is complete; --overwrite starts afresh.")
         return run.results

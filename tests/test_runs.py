@@ -28,9 +28,9 @@ def config(tmp_path):
     return Config(str(tmp_path / "run"))
 
 
-def reopen(config, recipe="a", **changes):
+def reopen(config, recipe="a", writes=tuple(run_folder.OF_SOME_RUNS), **changes):
     """Opens, looks, and lets go."""
-    run = open_run(recipe, dataclasses.replace(config, **changes))
+    run = open_run(recipe, dataclasses.replace(config, **changes), writes)
     run.lock.close()
     return run
 
@@ -182,6 +182,88 @@ def test_overwrite_keeps_the_old_run_until_the_first_checkpoint_of_the_new(confi
     discard_replaced(workdir)
     assert files_in(workdir).keys() == {"config.json", *NEW, *USERS}
     assert reopen(config, seed=1).results is None
+
+
+def test_overwrite_takes_no_file_that_the_run_there_never_wrote(config):
+    """A run of one recipe, replaced by others, among files by the very names that other recipes give theirs."""
+    workdir = Path(config.workdir)
+    mine = {
+        "predictions/validation.tsv": "mine",
+        "predictions/x.tsv": "mine",
+        "data/tokenizer.json": "mine",
+        "best/model.weights.h5": "mine",
+        "best.json": "mine",
+        "preset/README.md": "mine",
+        "checkpoints/ckpt-best.data-00000-of-00001": "mine",
+    }
+    own = {"steps.jsonl": "1", "preset/config.json": "{}", "results.json": "{}"}
+    reopen(config, writes=())
+    fill(workdir, own, mine)
+    reopen(config, writes=(), seed=1, overwrite=True)
+    assert files_in(workdir).keys() == {"config.json", *mine, *(f".replaced/{name}" for name in (*own, "config.json"))}
+    for other, first in (("predictions", "predictions/validation.tsv"), ("data", "data/tokenizer.json")):
+        with pytest.raises(UserError, match=f"run holds {first}, which the run there did not write. Give another"):
+            reopen(config, recipe="b", writes=(other,), overwrite=True)
+        assert files_in(workdir).keys() == {"config.json", *own, *mine}  # the first run is back
+    new = {"predictions/MRPC.tsv": "new", "steps.jsonl": "new"}
+    (workdir / "predictions/validation.tsv").unlink()
+    reopen(config, recipe="b", writes=("predictions",), overwrite=True)
+    fill(workdir, new)
+    reopen(config, writes=())  # the new one ended before its first checkpoint
+    del mine["predictions/validation.tsv"]
+    assert files_in(workdir).keys() == {"config.json", *own, *mine}
+    assert all((workdir / name).read_text() == text for name, text in mine.items())
+
+
+def test_a_run_begun_anew_in_the_place_of_another_recipes_notes_what_both_wrote(config):
+    workdir = reopen(config, writes=("data",)).workdir
+    fill(workdir, {"data/tokenizer.json": "{}"})
+    assert reopen(config, recipe="b", writes=("predictions",)).saved["writes"] == ["data", "predictions"]
+    reopen(config, writes=("data",), overwrite=True)
+    assert not (workdir / "data").exists()
+
+
+def test_what_a_run_of_0_1_0_wrote_is_all_that_a_run_can_write(config):
+    workdir = reopen(config).workdir
+    fill(workdir, OLD)
+    saved = json.loads((workdir / "config.json").read_text())
+    del saved["writes"]
+    write_json(workdir / "config.json", saved)
+    reopen(config, writes=(), seed=1, overwrite=True)
+    assert {name for name in files_in(workdir) if not name.startswith(".replaced/")} == {"config.json"}
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", ".discarded/thesis.tex", ".replaced/results.json", ".replaced", ".discarded"]
+)
+def test_users_files_by_the_names_that_a_run_needs_are_not_touched(config, name):
+    workdir = Path(config.workdir)
+    fill(workdir, {name: "mine", "config.unfinished": "mine", "results.unfinished": "mine"})
+    before = files_in(workdir) | {name: (workdir / name).read_text()}
+    with pytest.raises(UserError, match=f"run.*{name.split('/')[0]}.* no run.*ive another --workdir"):
+        reopen(config, overwrite=True)
+    assert files_in(workdir) | {name: (workdir / name).read_text()} == before
+    (workdir / name).unlink()
+    if "/" in name:
+        (workdir / name).parent.rmdir()
+    reopen(config)
+    fill(workdir, {name: "mine"})
+    if name == ".replaced/results.json":  # where a run is, this is a part of one
+        return
+    with pytest.raises(UserError, match="no run's. Move it, or give another --workdir"):
+        reopen(config, seed=1, overwrite=True)
+    (workdir / name).unlink()
+    if "/" in name:
+        (workdir / name).parent.rmdir()
+    reopen(config, overwrite=True)
+    assert (workdir / "config.unfinished").read_text() == (workdir / "results.unfinished").read_text() == "mine"
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_nothing_like_it(config):
+    workdir = reopen(config).workdir
+    fill(workdir, {"config.json.0123456789ab.unfinished": "{", "novel.unfinished": "mine", "a.1.unfinished/b": "mine"})
+    reopen(config)
+    assert files_in(workdir).keys() == {"config.json", "novel.unfinished", "a.1.unfinished/b"}
 
 
 def test_a_run_that_is_complete_without_a_checkpoint_stays(config):
