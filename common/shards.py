@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import tempfile
-import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,15 +32,13 @@ import tensorflow as tf
 from common.byte_pairs import Vocabulary, read_vocabulary
 from common.command_line import UserError
 from common.corpora import NEEDED_SPLITS, Documents
-from common.run_folder import flush
+from common.run_folder import UNFINISHED, flush, remove_unfinished
 from common.tokens import TokenRow, write_tokens
 
 LEAST_SHARDS = 8  # of a split, so that several readers can share them
 SHARD_TOKENS = 2**25  # in a shard at most, about 64 MB
 RECORDS_AT_ONCE = 1024
 READ_AT_ONCE = 2**22  # bytes
-# Of this process alone: where two write the same shards and cannot lock, the last to rename wins, with the same bytes.
-UNFINISHED = f".{uuid.uuid4().hex[:12]}.unfinished"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +159,8 @@ def write_shards(
     All text of a split is one row of tokens, each document's with an end token behind it, cut every `seq_length - 2`.
     Only the last piece, which is shorter, is dropped, and counted; a test split without a sequence is left out. The
     manifest comes last; a shard that is there before it is kept where all its records can be read. Of several processes
-    that write to one local folder, one does, and the others wait for it.
+    that write to one local folder, one does, and the others wait for it; where they cannot lock it, the last to rename
+    wins, with the same bytes.
 
     Args:
         corpus: of `open_corpus`.
@@ -174,7 +172,7 @@ def write_shards(
         made_from: what tells these shards from any others, for `find_shards`.
 
     Raises:
-        UserError: when the folder cannot be used, or holds shards by another tokenizer.
+        UserError: when the folder cannot be used, or holds shards by another tokenizer, or files by the names of these.
         OSError: `ENOSPC`, when the disk is full.
     """
     _answered(tf.io.gfile.makedirs, folder)
@@ -199,13 +197,15 @@ def _write_shards(
     tokens = scratch / _hash(json.dumps(manifest).encode())
     path = f"{folder}/manifest.json"
     begun = json.loads(_read(path)) if tf.io.gfile.exists(path) else {}
-    # No pattern: the folder's own name may have a bracket.
-    others = any(name.endswith(".tfrecord") for name in tf.io.gfile.listdir(folder))
+    there = tf.io.gfile.listdir(folder)  # no pattern: the folder's own name may have a bracket
+    others = any(name.endswith(".tfrecord") for name in there)
     if others and begun.get("tokenizer") != manifest["tokenizer"]:
         raise UserError(f"{folder} holds .tfrecord files by another tokenizer. Remove them, or give another --data")
-    _write_whole(f"{folder}/tokenizer.json", saved_tokenizer)
+    if not begun and (others := sorted({"tokenizer.json", "train-counts.npy"} & {*there})):
+        raise UserError(f"{folder} holds {', '.join(others)}, but no manifest.json of shards. Give another --data")
     if {name: begun.get(name) for name in manifest} != manifest:
-        _write_whole(path, json.dumps(manifest).encode())  # whose the files are that follow
+        _write_whole(path, json.dumps(manifest).encode())  # first: it tells whose the files are that follow
+    _write_whole(f"{folder}/tokenizer.json", saved_tokenizer)
     splits: dict[str, dict[str, Any]] = {}
     for split, documents in corpus.items():
         print(f"tokenising {split}", flush=True)
@@ -248,7 +248,7 @@ def _locked(folder: str) -> Iterator[None]:
         yield
         return
     try:
-        lock = open(f"{folder}/.lock", "w")  # noqa: SIM115
+        lock = open(f"{folder}/.shards.lock", "a")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"cannot write to the folder {folder} ({error.strerror}). Give another --data") from error
     with lock:
@@ -260,8 +260,7 @@ def _locked(folder: str) -> Iterator[None]:
         except OSError:  # a file system without locks
             yield
             return
-        for path in Path(folder).glob("*.unfinished"):
-            path.unlink()
+        remove_unfinished(Path(folder))
         yield
 
 
