@@ -10,6 +10,7 @@ import numpy as np
 
 from common.byte_pairs import Vocabulary
 from common.command_line import UserError
+from common.huggingface import in_huggingface_form, require_head
 from common.models import masked_lm_from_preset, preset_vocabulary
 from common.wordpiece import WordPieces
 
@@ -74,8 +75,10 @@ def print_filled_masks(preset: str, sentences: Iterable[str], top: int = 5) -> N
     """Prints sentences with their masks' likeliest pieces, by the model saved in a preset.
 
     Raises:
-        UserError: as `fill_mask`, and when there is no such preset.
+        UserError: as `fill_mask`, and when there is no such preset, or it lacks the head that guesses.
     """
+    if not in_huggingface_form(preset):
+        require_head(preset, "BertMaskedLM", "RobertaMaskedLM")
     model, vocabulary = masked_lm_from_preset(preset, dtype="float32"), preset_vocabulary(preset)
     for sentence in sentences:
         print(f"\n{sentence}")
