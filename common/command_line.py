@@ -4,6 +4,7 @@
 Nothing here imports TensorFlow, so that `--help` and a wrong knob are answered at once.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import errno
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Config = TypeVar("Config", bound="DataclassInstance")
+MOST = 999_999  # of any option of a launcher
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 
 
@@ -127,6 +129,19 @@ def run(main: Callable[[Config], None], config: Config) -> None:
         sys.stdout.flush()
         print(f"error: lost another worker. {' '.join(told)}", file=sys.stderr, flush=True)
         os._exit(1)  # an orderly end waits for who is lost, for some 20 seconds, and keeps the port and the lock
+
+
+def check_bounds(options: argparse.Namespace, **least: int) -> None:
+    """Checks that options of a launcher are numbers from the `least` of each to `MOST`, where they are given.
+
+    Raises:
+        UserError: for the first that is not.
+    """
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and not bound <= value <= MOST:
+            must = f"least {bound}" if value < bound else f"most {MOST}"
+            raise UserError(f"--{name.replace('_', '-')} must be at {must}, not {value}")
 
 
 def fail(message: object) -> NoReturn:

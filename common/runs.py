@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import hashlib
 import importlib.metadata
+import os
 import re
 import uuid
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ from common.run_folder import (
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed
+LAUNCH_ID = "LAUNCH_ID"  # variable by which a launcher tells the workers that it starts again that they are its own
 
 # Knobs that may differ when a run goes on: they do not change what it computes.
 FREE_KNOBS = (
@@ -116,7 +118,8 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
 
     A run that ended before its first checkpoint, as one does that is refused for its data, is begun anew, with other
     knobs too. With a knob `overwrite` that is set, so is any other, but not one that the very same knobs began and that
-    was stopped. Of several workers, which must have joined, the chief does it, and the others look on.
+    was stopped, nor one that this launcher's workers began. Of several workers, which must have joined, the chief does
+    it, and the others look on.
 
     Args:
         recipe: the recipe's name.
@@ -159,17 +162,25 @@ def _open(workdir: Path, wanted: dict[str, Any], writes: Iterable[str], token: s
     bring_back(workdir)
     if holds_run(workdir):
         refuse_files_beside(workdir, writes)
-        if wanted["overwrite"] and not _was_stopped(workdir, wanted):
+        if wanted["overwrite"] and not _is_own(workdir, wanted):
             set_aside(workdir)
-    return _look_at(workdir, wanted, lock, {"writes": sorted({*writes, *writes_of(workdir)})})
+    noted = {"writes": sorted({*writes, *writes_of(workdir)}), "launch": os.environ.get(LAUNCH_ID)}
+    return _look_at(workdir, wanted, lock, noted)
 
 
-def _was_stopped(workdir: Path, wanted: dict[str, Any]) -> bool:
-    """Whether this very command, which has `--overwrite`, began the run there, and got no further than a checkpoint."""
-    # A scheduler that starts a stopped job again gives the same command: it must not delete what it has done itself.
+def _is_own(workdir: Path, wanted: dict[str, Any]) -> bool:
+    """Whether this very command, which has `--overwrite`, began the run there, so that it goes on with it.
+
+    The command may be given again by hand or by a scheduler, until the run is complete; or by its launcher, which
+    starts it again after a worker's death, even one after the results were written.
+    """
     saved = read_json(workdir / "config.json") or {}
+    if not has_progress(workdir):
+        return False
+    if LAUNCH_ID in os.environ and saved.get("launch") == os.environ[LAUNCH_ID]:
+        return True
     complete = read_json(workdir / "results.json") is not None
-    return has_progress(workdir) and not complete and saved | wanted | {"workdir": saved["workdir"]} == saved
+    return not complete and saved | wanted | {"workdir": saved["workdir"]} == saved
 
 
 def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None, noted: dict[str, Any] | None = None) -> Run:

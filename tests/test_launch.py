@@ -339,6 +339,21 @@ def test_a_death_before_the_first_checkpoint_begins_anew(tmp_path):
     assert not (workdir / ".replaced").exists()
 
 
+@pytest.mark.slow
+def test_a_death_after_the_results_does_not_train_the_run_again(tmp_path):
+    workdir = tmp_path / "run"
+    words = (*KNOBS, "--max-steps", 8, "--workdir", workdir, "--overwrite")
+    assert finish(start("run", "bert_mlm", *words, "--seed", 1))[0] == 0
+    (workdir / "results.json").rename(tmp_path / "old.json")
+    launcher = start("launch", "--workers", 2, "--restarts", 1, "bert_mlm", *words)
+    wait_for(workdir / "results.json", 1)
+    written = (workdir / "results.json").read_text()
+    os.kill(children(launcher.pid)[0], signal.SIGKILL)
+    status, output, errors = finish(launcher)
+    assert status == 0 and "worker 0 was killed by SIGKILL" in errors and "is complete" in output
+    assert (workdir / "results.json").read_text() == written and output.count("watch it:") == 1
+
+
 def by_hand(words, folders, roots=(ROOT, ROOT), code=None):
     """Two workers, each with words, a current folder and a project of its own; their status and errors."""
     addresses = free_addresses(2)

@@ -105,6 +105,21 @@ def test_the_command_with_overwrite_that_began_a_run_goes_on_until_it_is_complet
         discard_replaced(workdir)
 
 
+def test_a_launcher_that_starts_its_workers_again_gets_the_run_that_they_completed(config, monkeypatch):
+    write_json(reopen(config, overwrite=True).workdir / "results.json", {"steps": 1})
+    for launch, results in (("one", None), ("one", {"steps": 3}), ("two", None), ("two", {"steps": 3})):
+        monkeypatch.setenv("LAUNCH_ID", launch)
+        run = reopen(config, overwrite=True)
+        assert run.results == results
+        write_json(run.workdir / "results.json", {"steps": 3})
+    monkeypatch.delenv("LAUNCH_ID")
+    has_a_checkpoint(reopen(config, overwrite=True, seed=1).workdir)
+    monkeypatch.setenv("LAUNCH_ID", "three")
+    workdir = reopen(config, overwrite=True, seed=1).workdir  # goes on with what another began
+    write_json(workdir / "results.json", {"steps": 3})
+    assert reopen(config, overwrite=True, seed=1).results == {"steps": 3}
+
+
 def files_in(folder):
     """All files by name but the lock, with what is in them."""
     return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
