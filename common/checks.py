@@ -4,10 +4,12 @@
 import dataclasses
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
 
+from common.cluster import WORKERS_TOLD_IN, join_timeout
 from common.command_line import UserError
 from common.corpora import NAMES, open_corpus
 from common.glue import open_examples
@@ -37,11 +39,13 @@ RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power")
 
 
 def check_knobs(config: Any) -> None:
-    """Checks a recipe's `Config`: the values, and the files that they name.
+    """Checks a recipe's `Config`: the values, the files that they name, and how long it is to wait for other workers.
 
     Raises:
         UserError: for the first thing that is wrong.
     """
+    if WORKERS_TOLD_IN & os.environ.keys():
+        join_timeout()
     knobs = dataclasses.asdict(config)
     for name, least in AT_LEAST.items():
         most = AT_MOST.get(name, MOST)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound="DataclassInstance")
 MOST = 999_999  # of any option of a launcher
+ctrl_c_pressed = False  # so that a run that stops can say by what: Ctrl-C asks by way of SIGTERM
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 
 
@@ -156,6 +157,8 @@ def first_line(error: Exception) -> str:
 
 
 def _ask_to_stop(*_: object) -> None:
+    global ctrl_c_pressed
+    ctrl_c_pressed = True
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if callable(signal.getsignal(signal.SIGTERM)):  # else there is nothing to save
         os.write(2, b"\nSaving, and stopping. Ctrl-C again ends it at once.\n")

@@ -64,6 +64,11 @@ def has_progress(workdir: Path) -> bool:
     return (workdir / "results.json").exists() or any(workdir.glob("checkpoints/ckpt-*.index"))
 
 
+def afresh(workdir: Path) -> str:
+    """How to start afresh where a run has still to go on, for a message: the same `--overwrite` would go on with it."""
+    return f"give another --workdir, or remove {workdir} to start afresh"
+
+
 def writes_of(workdir: Path) -> list[str]:
     """What the run there writes besides what every run does, by names of `OF_SOME_RUNS`; none where there is no run."""
     if not (workdir / "config.json").exists():

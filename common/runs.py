@@ -16,6 +16,7 @@ from common.cluster import is_chief, num_workers, worker_index
 from common.command_line import UserError
 from common.rendezvous import agree, exchange
 from common.run_folder import (
+    afresh,
     bring_back,
     has_progress,
     holds_run,
@@ -83,7 +84,7 @@ class Run:
         if total % replicas or config.batch_size not in (self.saved["batch_size"], total // replicas):
             raise UserError(
                 f"{self.workdir} holds a run with a global batch of {total}, which is not {replicas} replicas x "
-                f"{config.batch_size}. Give --replicas and --batch-size that make {total}, or --overwrite for a new run"
+                f"{config.batch_size}. Give --replicas and --batch-size that make {total}, or {afresh(self.workdir)}"
             )
         return total // replicas, self.keep("peak_learning_rate", peak_learning_rate)
 
@@ -109,7 +110,7 @@ class Run:
         if self.keep("data_checksums", checksums) != checksums:
             raise UserError(
                 f"the text or the vocabulary has changed since the run in {self.workdir} began. "
-                "Bring back what it was, or give another --workdir, or --overwrite to start afresh"
+                f"Bring back what it was, or {afresh(self.workdir)}"
             )
 
 

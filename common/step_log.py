@@ -12,7 +12,7 @@ import numpy as np
 from common.cluster import is_chief
 from common.command_line import UserError
 from common.replicas import COUNTS, MEANS
-from common.run_folder import write_whole
+from common.run_folder import afresh, write_whole
 from common.speed import UNKNOWN, ModelFlops, peak_memory_mb
 
 
@@ -60,7 +60,7 @@ class StepLog:
         if first_step and not kept:
             raise UserError(
                 f"{path} has no line of the {first_step} steps that this run has done. "
-                "Bring it back, or give another --workdir, or --overwrite to start afresh"
+                f"Bring it back, or {afresh(workdir)}"
             )
         if len(kept) < first_step:
             lost = f"{first_step - len(kept)} of {first_step} steps"

@@ -10,6 +10,7 @@ from common import run_folder
 from common.command_line import UserError
 from common.run_folder import bring_back, discard_replaced, set_aside
 from common.runs import open_run, write_json
+from common.step_log import StepLog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,24 @@ def test_the_global_batch_and_the_peak_stay_and_the_split_may_change(config):
         with pytest.raises(UserError, match="a global batch of 32, which is not"):
             other = dataclasses.replace(config, batch_size=batch_size)
             reopen(other).split(other, replicas, 0.1)
+
+
+def test_what_is_said_of_a_run_that_was_stopped_helps_it_with_overwrite_too(config):
+    """The very command that began it goes on with it, whatever it is refused for."""
+    config = dataclasses.replace(config, overwrite=True)
+    run = reopen(config)
+    run.split(config, replicas=4, peak_learning_rate=0.4)
+    run.check_data({"train": 32, "validation": 1}, {"train": 7})
+    has_a_checkpoint(run.workdir)
+    for refused in (
+        lambda: reopen(config).split(config, replicas=3, peak_learning_rate=0.4),
+        lambda: reopen(config).check_data({"train": 32, "validation": 1}, {"train": 8}),
+        lambda: StepLog(run.workdir, 1, first_step=4),
+    ):
+        with pytest.raises(UserError, match=f"or give another --workdir, or remove {run.workdir} to start afresh$"):
+            refused()
+    shutil.rmtree(run.workdir)
+    assert reopen(config).results is None
 
 
 def test_a_complete_run_is_given_back_and_overwrite_starts_afresh(config):
