@@ -13,6 +13,7 @@ leaves one of these:
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -173,8 +174,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes whole or not at all: a reader never finds half a file, not after a power cut either."""
-    write_whole(path, json.dumps(content, indent=2) + "\n")
+    """Writes whole or not at all: a reader never finds half a file, not after a power cut either.
+
+    NaN and infinity are written as null.
+    """
+    write_whole(path, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -199,6 +203,15 @@ def remove_unfinished(folder: Path) -> None:
     for path in folder.glob("*.unfinished"):
         if re.fullmatch(r".+\.[0-9a-f]{12}\.unfinished", path.name) and path.is_file():
             path.unlink()
+
+
+def finite(content: Any) -> Any:
+    """The same with None for NaN and infinity, which JSON does not have."""
+    if isinstance(content, dict):
+        return {name: finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _patterns(writes: Iterable[str]) -> list[str]:

@@ -172,7 +172,8 @@ def write_shards(
         made_from: what tells these shards from any others, for `find_shards`.
 
     Raises:
-        UserError: when the folder cannot be used, or holds shards by another tokenizer, or files by the names of these.
+        UserError: when the folder cannot be used, or holds shards by another tokenizer, or files by the names of these;
+            when the vocabulary knows none of a split's words, so that nothing in it could be masked.
         OSError: `ENOSPC`, when the disk is full.
     """
     _answered(tf.io.gfile.makedirs, folder)
@@ -191,7 +192,9 @@ def _write_shards(
     made_from: dict[str, Any],
 ) -> None:
     tokenizer = vocabulary.tokenizer()
-    start, end = map(vocabulary.pieces.index, (vocabulary.special.start, vocabulary.special.end))
+    special = vocabulary.special
+    start, end = map(vocabulary.pieces.index, (special.start, special.end))
+    never_masked = [*map(vocabulary.pieces.index, (special.pad, special.start, special.end, special.unknown))]
     saved_tokenizer = tokenizer.to_str(pretty=True).encode()
     manifest = {"made_from": made_from, "tokenizer": _hash(saved_tokenizer), "seq_length": seq_length}
     tokens = scratch / _hash(json.dumps(manifest).encode())
@@ -201,8 +204,8 @@ def _write_shards(
     others = any(name.endswith(".tfrecord") for name in there)
     if others and begun.get("tokenizer") != manifest["tokenizer"]:
         raise UserError(f"{folder} holds .tfrecord files by another tokenizer. Remove them, or give another --data")
-    if not begun and (others := sorted({"tokenizer.json", "train-counts.npy"} & {*there})):
-        raise UserError(f"{folder} holds {', '.join(others)}, but no manifest.json of shards. Give another --data")
+    if not begun and (foreign := sorted({"tokenizer.json", "train-counts.npy"} & {*there})):
+        raise UserError(f"{folder} holds {', '.join(foreign)}, but no manifest.json of shards. Give another --data")
     if {name: begun.get(name) for name in manifest} != manifest:
         _write_whole(path, json.dumps(manifest).encode())  # first: it tells whose the files are that follow
     _write_whole(f"{folder}/tokenizer.json", saved_tokenizer)
@@ -214,6 +217,12 @@ def _write_shards(
         if not sequences and split not in NEEDED_SPLITS:
             print(f"{split}: too little text for one sequence, so it is left out", flush=True)
             continue
+        counts = row.counts(len(vocabulary.pieces))
+        if sequences and not np.delete(counts, never_masked).any():
+            raise UserError(
+                f"the vocabulary, trained on the training text, knows none of the words of {split}. "
+                "Give text of the same kind in all splits"
+            )
         count = min(num_shards or max(LEAST_SHARDS, -(-row.length // SHARD_TOKENS)), max(sequences, 1))
         edges = [sequences * i // count for i in range(count + 1)]
         splits[split] = {
@@ -232,9 +241,9 @@ def _write_shards(
             splits[split]["shards"].append(entry)
         print(f"{split}: {sequences:,} sequences in {count} shards, {dropped} tokens left over", flush=True)
         if split == "train":
-            counts = io.BytesIO()
-            np.save(counts, row.counts(len(vocabulary.pieces)))
-            _write_whole(f"{folder}/train-counts.npy", counts.getvalue())
+            content = io.BytesIO()
+            np.save(content, counts)
+            _write_whole(f"{folder}/train-counts.npy", content.getvalue())
     _write_whole(path, json.dumps(manifest | {"splits": splits}, indent=2).encode())
     shutil.rmtree(tokens)
     with contextlib.suppress(OSError):  # there is something else in it

@@ -397,6 +397,13 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
 
 
+def test_what_is_no_number_is_null_which_every_reader_of_json_knows(tmp_path):
+    results = {"val_loss": float("nan"), "val_perplexity": float("inf"), "rate": {"peak": -float("inf")}, "steps": [1]}
+    write_json(tmp_path / "a.json", results)
+    wanted = {"val_loss": None, "val_perplexity": None, "rate": {"peak": None}, "steps": [1]}
+    assert json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail) == wanted
+
+
 def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old(tmp_path, monkeypatch):
     done, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), done.append(os.fstat(fd).st_ino)))

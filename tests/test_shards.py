@@ -271,6 +271,13 @@ def test_a_file_by_the_name_of_one_of_the_shards_is_not_overwritten(name, corpus
     assert (tmp_path / "data" / name).read_text() == "mine"
 
 
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_split_of_words_that_the_vocabulary_lacks_is_refused_before_training(split, corpus, vocabulary, tmp_path):
+    texts = corpus | {split: lambda: ["今日は 良い 天気 " * 30]}
+    with pytest.raises(UserError, match=f"^the vocabulary, .*, knows none of the words of {split}. Give text of the"):
+        write_shards(texts, vocabulary, 16, 6, str(tmp_path / "data"), str(tmp_path / "scratch"), MADE_FROM)
+
+
 def test_a_file_system_that_tensorflow_lacks_is_told_of():
     with pytest.raises(UserError, match="^TensorFlow cannot open s3://bucket/data/manifest.json. For gs:// there is a"):
         find_shards("s3://bucket/data", MADE_FROM)
