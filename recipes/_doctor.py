@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.run.run_folder import finite
 from recipes._gpus import gpu_names, gpu_shares
 
 ROOT = Path(__file__).parent.parent
@@ -97,7 +98,8 @@ def doctor(as_json: bool, workers: int) -> int:
     passed = all(row["passed"] for row in checks)
     seconds = round(time.perf_counter() - began, 1)
     if as_json:
-        print(json.dumps({"machine": machine, "checks": checks, "passed": passed, "seconds": seconds}, indent=2))
+        found = {"machine": machine, "checks": checks, "passed": passed, "seconds": seconds}
+        print(json.dumps(finite(found), indent=2))
     else:
         print(table(checks) + f"\n{'all passed' if passed else 'FAILED'}, in {seconds:.0f} s")
     return 0 if passed else 1
@@ -230,7 +232,9 @@ def relative(a: float, b: float) -> float:
 
 def steps_of(run: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines of `steps.jsonl`."""
-    return [json.loads(line) for line in (Path(run["config"]["workdir"]) / "steps.jsonl").read_text().splitlines()]
+    from common.run.step_log import read_line
+
+    return [read_line(line) for line in (Path(run["config"]["workdir"]) / "steps.jsonl").read_text().splitlines()]
 
 
 def last_loss(run: dict[str, Any]) -> float:

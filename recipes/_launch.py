@@ -18,18 +18,19 @@ import sys
 import tempfile
 import termios
 import time
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
 from common.devices.cluster import is_address, parameter_server_config, tf_config, worker_config, worker_index
 from common.errors import UserError
+from common.run.command_line import check_bounds
 from recipes._gpus import gpu_shares
 
 TO_SAVE = 60  # seconds in which workers that are told to stop must have ended
 TO_FOLLOW = 2  # seconds in which the others end by themselves once one has failed
 STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # after saving, or where there was nothing to save
-MOST = 999_999  # of any option
 LAST_LINES = 5  # of a dead worker's log that are shown
 
 
@@ -47,11 +48,7 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
         UserError: when an option is out of bounds, the workers' places cannot be told, or there are fewer GPUs than
             workers.
     """
-    for option, least in (("workers", 1), ("parameter_servers", 0), ("restarts", 0), ("join_timeout", 1)):
-        value = getattr(arguments, option)
-        if value is not None and not least <= value <= MOST:
-            bound = f"least {least}" if value < least else f"most {MOST}"
-            raise UserError(f"--{option.replace('_', '-')} must be at {bound}, not {value}")
+    check_bounds(arguments, workers=1, parameter_servers=0, restarts=0, join_timeout=1)
     command = [sys.executable, str(recipe), *arguments.knobs]
     if {"-h", "--help"} & set(arguments.knobs):
         return subprocess.call(command)
@@ -63,7 +60,7 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
         print(f"{left} GPU(s) are left over: workers must have equally many", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="workers-") as temporary:
         # TensorFlow writes generated code there, and a worker that is killed leaves it.
-        os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout)}
+        os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout), "LAUNCH_ID": uuid.uuid4().hex}
         logs = Path(temporary) if "--dry-run" in arguments.knobs else logs_folder(workdir)  # a dry run writes nothing
         restarts_left = arguments.restarts + 1
         while restarts_left:

@@ -161,7 +161,8 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, config.deterministic)
-    run = open_run("bert_from_scratch", config)
+    folders = ["tokens", *([] if config.data else ["data"]), *(["snapshots"] if config.push_to else [])]
+    run = open_run("bert_from_scratch", config, writes=["model_card", *folders])
     if run.results:
         return run.results
     keras.utils.set_random_seed(config.seed)

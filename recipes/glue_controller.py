@@ -138,7 +138,7 @@ class GlueEvaluator(Evaluator):
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
     strategy = make_strategy(config.replicas, config.deterministic)
-    run = open_run("glue_controller", config)
+    run = open_run("glue_controller", config, writes=("best", "predictions"))
     if run.results:
         return run.results
     keras.utils.set_random_seed(config.seed)

@@ -91,7 +91,7 @@ def train_and_evaluate(config: Config) -> dict:
     asynchronous = has_parameter_servers()  # experimental
     make = parameter_server_strategy if asynchronous else make_strategy
     strategy = make(config.replicas, config.deterministic)  # (1) the devices
-    run = open_run("glue_custom_loop", config)
+    run = open_run("glue_custom_loop", config, writes=("predictions",))
     if run.results:
         return run.results
     keras.utils.set_random_seed(config.seed)

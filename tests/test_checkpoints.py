@@ -146,7 +146,7 @@ def test_none_that_can_be_read_is_told_of_and_nothing_is_removed(counter, tmp_pa
     save(counter, 4, 8)
     for path in (tmp_path / "checkpoints").glob("*.data*"):
         path.write_bytes(b"")
-    with pytest.raises(UserError, match="no checkpoint in .* can be read; --overwrite starts afresh"):
+    with pytest.raises(UserError, match="no checkpoint in .* can be read: give another --workdir, or remove"):
         restored(counter)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 4
 
@@ -214,7 +214,7 @@ def test_sigterm_saves_and_leaves_with_143(wikitext, undisturbed, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_saves_and_leaves_as_sigterm_does(wikitext, tmp_path):
     status, output, done = run_until(5, signal.SIGINT, wikitext, tmp_path / "run")
-    assert status == 143 and f"Stopped by SIGTERM after step {done}" in output and "Traceback" not in output
+    assert status == 143 and f"Stopped by Ctrl-C after step {done}" in output and "Traceback" not in output
 
 
 def validations_in(workdir):

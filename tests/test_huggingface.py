@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import huggingface_hub
 import keras
@@ -17,7 +18,7 @@ from common.data.corpora import open_corpus
 from common.data.wordpiece import WordPieces, train_wordpieces
 from common.errors import UserError
 from common.model.backbones import model_width, preset_vocabulary
-from common.model.fill_mask import fill_mask
+from common.model.fill_mask import fill_mask, print_filled_masks
 from common.model.huggingface import export_bert
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
 from common.model.saving import save_preset
@@ -171,6 +172,7 @@ def test_a_folder_is_complete_or_absent(preset, exported, tmp_path, monkeypatch)
     with pytest.raises(UserError, match="cannot write .*Not a directory"):
         (tmp_path / "file").write_text("")
         export_bert(preset, tmp_path / "file/under")
+    (tmp_path / ".hf.unfinished").write_text("mine")
 
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
@@ -178,7 +180,7 @@ def test_a_folder_is_complete_or_absent(preset, exported, tmp_path, monkeypatch)
     monkeypatch.setattr("common.model.huggingface.save", full_disk)
     with pytest.raises(UserError, match="No space left on device"):
         export_bert(preset, tmp_path / "hf")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", ".hf.unfinished"}
 
 
 def test_what_is_no_masked_language_model_is_refused(preset, exported, tmp_path):
@@ -190,6 +192,25 @@ def test_what_is_no_masked_language_model_is_refused(preset, exported, tmp_path)
         with pytest.raises(UserError, match=f"^cannot load {other} as a BertMaskedLM that KerasHub saved \\(.*\\)$"):
             export_bert(other, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_masks_are_not_filled_by_a_random_head(preset, exported, wikitext, tmp_path, monkeypatch, capsys):
+    headless, backbone, classifier = (str(tmp_path / name) for name in ("headless", "backbone", "classifier"))
+    shutil.copytree(preset, headless)
+    Path(headless, "task.weights.h5").unlink()
+    keras_hub.models.BertBackbone.from_preset(preset).save_to_preset(backbone)
+    keras_hub.models.BertTextClassifier.from_preset(preset, num_classes=2).save_to_preset(classifier)
+    why = {headless: "task.weights.h5", backbone: "task.json", classifier: "it is a BertTextClassifier"}
+    for other, reason in why.items():
+        told = f"^cannot load {other} as a BertMaskedLM or RobertaMaskedLM that KerasHub saved \\(.*{reason}.*\\)$"
+        monkeypatch.setattr("sys.argv", ["recipes", "fill-mask", "A [MASK].", "--preset", other])
+        with pytest.raises(UserError, match=told):
+            __main__.main()
+    assert capsys.readouterr().out == ""
+    byte_pairs = train_byte_pairs(open_corpus(str(wikitext))["train"], 300)
+    for whole in (preset, exported, random_preset(byte_pairs, tmp_path / "roberta")):
+        print_filled_masks(whole, ["A [MASK]."])
+        assert "A [MASK]." in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -339,6 +339,21 @@ def test_a_death_before_the_first_checkpoint_begins_anew(tmp_path):
     assert not (workdir / ".replaced").exists()
 
 
+@pytest.mark.slow
+def test_a_death_after_the_results_does_not_train_the_run_again(tmp_path):
+    workdir = tmp_path / "run"
+    words = (*KNOBS, "--max-steps", 8, "--workdir", workdir, "--overwrite")
+    assert finish(start("run", "bert_mlm", *words, "--seed", 1))[0] == 0
+    (workdir / "results.json").rename(tmp_path / "old.json")
+    launcher = start("launch", "--workers", 2, "--restarts", 1, "bert_mlm", *words)
+    wait_for(workdir / "results.json", 1)
+    written = (workdir / "results.json").read_text()
+    os.kill(children(launcher.pid)[0], signal.SIGKILL)
+    status, output, errors = finish(launcher)
+    assert status == 0 and "worker 0 was killed by SIGKILL" in errors and "is complete" in output
+    assert (workdir / "results.json").read_text() == written and output.count("watch it:") == 1
+
+
 def by_hand(words, folders, roots=(ROOT, ROOT), code=None):
     """Two workers, each with words, a current folder and a project of its own; their status and errors."""
     addresses = free_addresses(2)
@@ -469,6 +484,16 @@ def test_workers_with_other_devices_or_precision_are_refused(tmp_path):
         ("mixed_bfloat16", 2, "precision 'mixed_bfloat16', not 'float32'"),
     ):
         assert told(tmp_path / str(replicas), precision, replicas) == [(2, start + message)] * 2
+
+
+@pytest.mark.parametrize("variable", ["TF_CONFIG", "SLURM_STEP_NUM_TASKS", "JOB_SERVICE"])
+def test_a_join_timeout_that_is_no_number_is_told_before_tensorflow_is_imported(tmp_path, variable):
+    environment = {variable: "2" if variable.startswith("SLURM") else "", "JOIN_TIMEOUT": "5m"}
+    words = [sys.executable, "-X", "importtime", "-m", "recipes", "run", "bert_mlm", *KNOBS, "--workdir", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert told == ["error: JOIN_TIMEOUT must be a whole number from 1 to 999999, not '5m'"] and done.returncode == 2
+    assert not re.search(r"\|\s+tensorflow$", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.slow

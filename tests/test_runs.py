@@ -10,6 +10,7 @@ from common.errors import UserError
 from common.run import run_folder
 from common.run.run_folder import bring_back, discard_replaced, set_aside
 from common.run.runs import open_run, write_json
+from common.run.step_log import StepLog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +29,9 @@ def config(tmp_path):
     return Config(str(tmp_path / "run"))
 
 
-def reopen(config, recipe="a", **changes):
+def reopen(config, recipe="a", writes=tuple(run_folder.OF_SOME_RUNS), **changes):
     """Opens, looks, and lets go."""
-    run = open_run(recipe, dataclasses.replace(config, **changes))
+    run = open_run(recipe, dataclasses.replace(config, **changes), writes)
     run.lock.close()
     return run
 
@@ -76,6 +77,24 @@ def test_the_global_batch_and_the_peak_stay_and_the_split_may_change(config):
             reopen(other).split(other, replicas, 0.1)
 
 
+def test_what_is_said_of_a_run_that_was_stopped_helps_it_with_overwrite_too(config):
+    """The very command that began it goes on with it, whatever it is refused for."""
+    config = dataclasses.replace(config, overwrite=True)
+    run = reopen(config)
+    run.split(config, replicas=4, peak_learning_rate=0.4)
+    run.check_data({"train": 32, "validation": 1}, {"train": 7})
+    has_a_checkpoint(run.workdir)
+    for refused in (
+        lambda: reopen(config).split(config, replicas=3, peak_learning_rate=0.4),
+        lambda: reopen(config).check_data({"train": 32, "validation": 1}, {"train": 8}),
+        lambda: StepLog(run.workdir, 1, first_step=4),
+    ):
+        with pytest.raises(UserError, match=f"or give another --workdir, or remove {run.workdir} to start afresh$"):
+            refused()
+    shutil.rmtree(run.workdir)
+    assert reopen(config).results is None
+
+
 def test_a_complete_run_is_given_back_and_overwrite_starts_afresh(config):
     workdir = reopen(config).workdir
     write_json(workdir / "results.json", {"steps": 3})
@@ -103,6 +122,21 @@ def test_the_command_with_overwrite_that_began_a_run_goes_on_until_it_is_complet
         assert (workdir / ".replaced/checkpoints/ckpt-4.index").exists()
         has_a_checkpoint(workdir)
         discard_replaced(workdir)
+
+
+def test_a_launcher_that_starts_its_workers_again_gets_the_run_that_they_completed(config, monkeypatch):
+    write_json(reopen(config, overwrite=True).workdir / "results.json", {"steps": 1})
+    for launch, results in (("one", None), ("one", {"steps": 3}), ("two", None), ("two", {"steps": 3})):
+        monkeypatch.setenv("LAUNCH_ID", launch)
+        run = reopen(config, overwrite=True)
+        assert run.results == results
+        write_json(run.workdir / "results.json", {"steps": 3})
+    monkeypatch.delenv("LAUNCH_ID")
+    has_a_checkpoint(reopen(config, overwrite=True, seed=1).workdir)
+    monkeypatch.setenv("LAUNCH_ID", "three")
+    workdir = reopen(config, overwrite=True, seed=1).workdir  # goes on with what another began
+    write_json(workdir / "results.json", {"steps": 3})
+    assert reopen(config, overwrite=True, seed=1).results == {"steps": 3}
 
 
 def files_in(folder):
@@ -182,6 +216,88 @@ def test_overwrite_keeps_the_old_run_until_the_first_checkpoint_of_the_new(confi
     discard_replaced(workdir)
     assert files_in(workdir).keys() == {"config.json", *NEW, *USERS}
     assert reopen(config, seed=1).results is None
+
+
+def test_overwrite_takes_no_file_that_the_run_there_never_wrote(config):
+    """A run of one recipe, replaced by others, among files by the very names that other recipes give theirs."""
+    workdir = Path(config.workdir)
+    mine = {
+        "predictions/validation.tsv": "mine",
+        "predictions/x.tsv": "mine",
+        "data/tokenizer.json": "mine",
+        "best/model.weights.h5": "mine",
+        "best.json": "mine",
+        "preset/README.md": "mine",
+        "checkpoints/ckpt-best.data-00000-of-00001": "mine",
+    }
+    own = {"steps.jsonl": "1", "preset/config.json": "{}", "results.json": "{}"}
+    reopen(config, writes=())
+    fill(workdir, own, mine)
+    reopen(config, writes=(), seed=1, overwrite=True)
+    assert files_in(workdir).keys() == {"config.json", *mine, *(f".replaced/{name}" for name in (*own, "config.json"))}
+    for other, first in (("predictions", "predictions/validation.tsv"), ("data", "data/tokenizer.json")):
+        with pytest.raises(UserError, match=f"run holds {first}, which the run there did not write. Give another"):
+            reopen(config, recipe="b", writes=(other,), overwrite=True)
+        assert files_in(workdir).keys() == {"config.json", *own, *mine}  # the first run is back
+    new = {"predictions/MRPC.tsv": "new", "steps.jsonl": "new"}
+    (workdir / "predictions/validation.tsv").unlink()
+    reopen(config, recipe="b", writes=("predictions",), overwrite=True)
+    fill(workdir, new)
+    reopen(config, writes=())  # the new one ended before its first checkpoint
+    del mine["predictions/validation.tsv"]
+    assert files_in(workdir).keys() == {"config.json", *own, *mine}
+    assert all((workdir / name).read_text() == text for name, text in mine.items())
+
+
+def test_a_run_begun_anew_in_the_place_of_another_recipes_notes_what_both_wrote(config):
+    workdir = reopen(config, writes=("data",)).workdir
+    fill(workdir, {"data/tokenizer.json": "{}"})
+    assert reopen(config, recipe="b", writes=("predictions",)).saved["writes"] == ["data", "predictions"]
+    reopen(config, writes=("data",), overwrite=True)
+    assert not (workdir / "data").exists()
+
+
+def test_what_a_run_of_0_1_0_wrote_is_all_that_a_run_can_write(config):
+    workdir = reopen(config).workdir
+    fill(workdir, OLD)
+    saved = json.loads((workdir / "config.json").read_text())
+    del saved["writes"]
+    write_json(workdir / "config.json", saved)
+    reopen(config, writes=(), seed=1, overwrite=True)
+    assert {name for name in files_in(workdir) if not name.startswith(".replaced/")} == {"config.json"}
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", ".discarded/thesis.tex", ".replaced/results.json", ".replaced", ".discarded"]
+)
+def test_users_files_by_the_names_that_a_run_needs_are_not_touched(config, name):
+    workdir = Path(config.workdir)
+    fill(workdir, {name: "mine", "config.unfinished": "mine", "results.unfinished": "mine"})
+    before = files_in(workdir) | {name: (workdir / name).read_text()}
+    with pytest.raises(UserError, match=f"run.*{name.split('/')[0]}.* no run.*ive another --workdir"):
+        reopen(config, overwrite=True)
+    assert files_in(workdir) | {name: (workdir / name).read_text()} == before
+    (workdir / name).unlink()
+    if "/" in name:
+        (workdir / name).parent.rmdir()
+    reopen(config)
+    fill(workdir, {name: "mine"})
+    if name == ".replaced/results.json":  # where a run is, this is a part of one
+        return
+    with pytest.raises(UserError, match="no run's. Move it, or give another --workdir"):
+        reopen(config, seed=1, overwrite=True)
+    (workdir / name).unlink()
+    if "/" in name:
+        (workdir / name).parent.rmdir()
+    reopen(config, overwrite=True)
+    assert (workdir / "config.unfinished").read_text() == (workdir / "results.unfinished").read_text() == "mine"
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_nothing_like_it(config):
+    workdir = reopen(config).workdir
+    fill(workdir, {"config.json.0123456789ab.unfinished": "{", "novel.unfinished": "mine", "a.1.unfinished/b": "mine"})
+    reopen(config)
+    assert files_in(workdir).keys() == {"config.json", "novel.unfinished", "a.1.unfinished/b"}
 
 
 def test_a_run_that_is_complete_without_a_checkpoint_stays(config):
@@ -279,6 +395,13 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError):
         write_json(tmp_path / "a.json", {"new": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
+
+
+def test_what_is_no_number_is_null_which_every_reader_of_json_knows(tmp_path):
+    results = {"val_loss": float("nan"), "val_perplexity": float("inf"), "rate": {"peak": -float("inf")}, "steps": [1]}
+    write_json(tmp_path / "a.json", results)
+    wanted = {"val_loss": None, "val_perplexity": None, "rate": {"peak": None}, "steps": [1]}
+    assert json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail) == wanted
 
 
 def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old(tmp_path, monkeypatch):

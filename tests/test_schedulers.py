@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -190,6 +191,14 @@ def ray_cluster(tmp_path):
             nodes.enter_context(started(["ray", "start", *options, "--num-cpus=1", "--block"], log, env=environment))
             wait_for(lambda log=log: "Ray runtime started" in log.read_text(), 120, log)
         yield environment | {"RAY_ADDRESS": address}
+
+
+@pytest.mark.parametrize("words", ["--workers 0", "--workers 1 --restarts -1", "--workers 1 --gpus -1"])
+def test_ray_is_not_begun_with_a_wrong_option(words):
+    pytest.importorskip("ray")
+    command = [sys.executable, FILES / "ray_launch.py", *words.split(), "bert_mlm"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and re.fullmatch(r"error: --\w+ must be at least \d, not \S+\n", done.stderr)
 
 
 @pytest.mark.long

@@ -262,6 +262,22 @@ def test_what_is_damaged_or_strange_is_told_of(written, corpus, vocabulary, tmp_
         find_shards(str(data), MADE_FROM)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "train-counts.npy"])
+def test_a_file_by_the_name_of_one_of_the_shards_is_not_overwritten(name, corpus, vocabulary, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_text("mine")
+    with pytest.raises(UserError, match=f"data holds {name}, but no manifest.json of shards. Give another --data"):
+        write_shards(corpus, vocabulary, 16, 6, str(tmp_path / "data"), str(tmp_path / "scratch"), MADE_FROM)
+    assert (tmp_path / "data" / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_split_of_words_that_the_vocabulary_lacks_is_refused_before_training(split, corpus, vocabulary, tmp_path):
+    texts = corpus | {split: lambda: ["今日は 良い 天気 " * 30]}
+    with pytest.raises(UserError, match=f"^the vocabulary, .*, knows none of the words of {split}. Give text of the"):
+        write_shards(texts, vocabulary, 16, 6, str(tmp_path / "data"), str(tmp_path / "scratch"), MADE_FROM)
+
+
 def test_a_file_system_that_tensorflow_lacks_is_told_of():
     with pytest.raises(UserError, match="^TensorFlow cannot open s3://bucket/data/manifest.json. For gs:// there is a"):
         find_shards("s3://bucket/data", MADE_FROM)
@@ -318,7 +334,11 @@ run(make_datasets, Config(corpus=sys.argv[1], workdir=sys.argv[2], vocabulary_si
 def test_two_processes_at_once_write_one_set_of_shards(wikitext, written, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
-    (data / "train-00000-of-00006-1.tfrecord.0.unfinished").write_text("of a process that was killed")
+    (data / "train-00000-of-00006-1.tfrecord.0123456789ab.unfinished").write_text("of a process that was killed")
+    (data / "folder.unfinished").mkdir()
+    mine = {data / name: f"mine: {name}" for name in (".lock", "novel.unfinished", "notes.txt")}
+    for path, text in mine.items():
+        path.write_text(text)
     code = MAKE_DATASETS.replace("workdir=", "data=sys.argv[3], workdir=")
     both = [
         subprocess.Popen(
@@ -333,7 +353,8 @@ def test_two_processes_at_once_write_one_set_of_shards(wikitext, written, tmp_pa
     told = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], told
     assert sorted(output.count("tokenising train") for output in told) == [0, 1]
-    assert find_shards(str(data), {}) and not list(data.glob("*.unfinished"))
+    assert find_shards(str(data), {}) and not list(data.glob("train*.unfinished"))
+    assert {path: path.read_text() for path in mine} == mine and (data / "folder.unfinished").is_dir()
     for shard in written.files("train"):
         assert (data / shard["file"]).read_bytes() == (Path(written.folder) / shard["file"]).read_bytes()
 

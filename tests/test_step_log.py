@@ -54,6 +54,16 @@ def test_an_epoch_without_labels_has_no_means(tmp_path):
     assert np.isnan([log.epoch["loss"], log.epoch["accuracy"]]).all()
 
 
+def test_a_loss_that_is_no_number_is_null_and_nan_again_when_the_run_goes_on(tmp_path):
+    log = StepLog(tmp_path, steps_per_epoch=4)
+    log.record(steps(loss=[3.0, np.nan, np.inf]), 1.0)
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines] == [3.0, None, None]
+    again = StepLog(tmp_path, steps_per_epoch=4, first_step=3)
+    assert np.isnan([log.epoch["loss"], again.epoch["loss"]]).all()
+    assert again.epoch["accuracy"] == log.epoch["accuracy"] == pytest.approx(0.5)
+
+
 def test_a_line_that_lacks_entries_is_left_out(tmp_path):
     log = StepLog(tmp_path, steps_per_epoch=3)
     log.record(steps(), 1.0)

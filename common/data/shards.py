@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import tempfile
-import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,14 +33,12 @@ from common.data.byte_pairs import Vocabulary, read_vocabulary
 from common.data.corpora import NEEDED_SPLITS, Documents
 from common.data.tokens import TokenRow, write_tokens
 from common.errors import UserError
-from common.run.run_folder import flush
+from common.run.run_folder import UNFINISHED, flush, remove_unfinished
 
 LEAST_SHARDS = 8  # of a split, so that several readers can share them
 SHARD_TOKENS = 2**25  # in a shard at most, about 64 MB
 RECORDS_AT_ONCE = 1024
 READ_AT_ONCE = 2**22  # bytes
-# Of this process alone: where two write the same shards and cannot lock, the last to rename wins, with the same bytes.
-UNFINISHED = f".{uuid.uuid4().hex[:12]}.unfinished"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +163,8 @@ def write_shards(
     All text of a split is one row of tokens, each document's with an end token behind it, cut every `seq_length - 2`.
     Only the last piece, which is shorter, is dropped, and counted; a test split without a sequence is left out. The
     manifest comes last; a shard that is there before it is kept where all its records can be read. Of several processes
-    that write to one local folder, one does, and the others wait for it.
+    that write to one local folder, one does, and the others wait for it; where they cannot lock it, the last to rename
+    wins, with the same bytes.
 
     Args:
         corpus: of `open_corpus`.
@@ -178,7 +176,8 @@ def write_shards(
         made_from: what tells these shards from any others, for `find_shards`.
 
     Raises:
-        UserError: when the folder cannot be used, or holds shards by another tokenizer.
+        UserError: when the folder cannot be used, or holds shards by another tokenizer, or files by the names of these;
+            when the vocabulary knows none of a split's words, so that nothing in it could be masked.
         OSError: `ENOSPC`, when the disk is full.
     """
     _answered(tf.io.gfile.makedirs, folder)
@@ -197,19 +196,23 @@ def _write_shards(
     made_from: dict[str, Any],
 ) -> None:
     tokenizer = vocabulary.tokenizer()
-    start, end = map(vocabulary.pieces.index, (vocabulary.special.start, vocabulary.special.end))
+    special = vocabulary.special
+    start, end = map(vocabulary.pieces.index, (special.start, special.end))
+    never_masked = [*map(vocabulary.pieces.index, (special.pad, special.start, special.end, special.unknown))]
     saved_tokenizer = tokenizer.to_str(pretty=True).encode()
     manifest = {"made_from": made_from, "tokenizer": _hash(saved_tokenizer), "seq_length": seq_length}
     tokens = scratch / _hash(json.dumps(manifest).encode())
     path = f"{folder}/manifest.json"
     begun = json.loads(_read(path)) if tf.io.gfile.exists(path) else {}
-    # No pattern: the folder's own name may have a bracket.
-    others = any(name.endswith(".tfrecord") for name in tf.io.gfile.listdir(folder))
+    there = tf.io.gfile.listdir(folder)  # no pattern: the folder's own name may have a bracket
+    others = any(name.endswith(".tfrecord") for name in there)
     if others and begun.get("tokenizer") != manifest["tokenizer"]:
         raise UserError(f"{folder} holds .tfrecord files by another tokenizer. Remove them, or give another --data")
-    _write_whole(f"{folder}/tokenizer.json", saved_tokenizer)
+    if not begun and (foreign := sorted({"tokenizer.json", "train-counts.npy"} & {*there})):
+        raise UserError(f"{folder} holds {', '.join(foreign)}, but no manifest.json of shards. Give another --data")
     if {name: begun.get(name) for name in manifest} != manifest:
-        _write_whole(path, json.dumps(manifest).encode())  # whose the files are that follow
+        _write_whole(path, json.dumps(manifest).encode())  # first: it tells whose the files are that follow
+    _write_whole(f"{folder}/tokenizer.json", saved_tokenizer)
     splits: dict[str, dict[str, Any]] = {}
     for split, documents in corpus.items():
         print(f"tokenising {split}", flush=True)
@@ -218,6 +221,12 @@ def _write_shards(
         if not sequences and split not in NEEDED_SPLITS:
             print(f"{split}: too little text for one sequence, so it is left out", flush=True)
             continue
+        counts = row.counts(len(vocabulary.pieces))
+        if sequences and not np.delete(counts, never_masked).any():
+            raise UserError(
+                f"the vocabulary, trained on the training text, knows none of the words of {split}. "
+                "Give text of the same kind in all splits"
+            )
         count = min(num_shards or max(LEAST_SHARDS, -(-row.length // SHARD_TOKENS)), max(sequences, 1))
         edges = [sequences * i // count for i in range(count + 1)]
         splits[split] = {
@@ -236,9 +245,9 @@ def _write_shards(
             splits[split]["shards"].append(entry)
         print(f"{split}: {sequences:,} sequences in {count} shards, {dropped} tokens left over", flush=True)
         if split == "train":
-            counts = io.BytesIO()
-            np.save(counts, row.counts(len(vocabulary.pieces)))
-            _write_whole(f"{folder}/train-counts.npy", counts.getvalue())
+            content = io.BytesIO()
+            np.save(content, counts)
+            _write_whole(f"{folder}/train-counts.npy", content.getvalue())
     _write_whole(path, json.dumps(manifest | {"splits": splits}, indent=2).encode())
     shutil.rmtree(tokens)
     with contextlib.suppress(OSError):  # there is something else in it
@@ -252,7 +261,7 @@ def _locked(folder: str) -> Iterator[None]:
         yield
         return
     try:
-        lock = open(f"{folder}/.lock", "w")  # noqa: SIM115
+        lock = open(f"{folder}/.shards.lock", "a")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"cannot write to the folder {folder} ({error.strerror}). Give another --data") from error
     with lock:
@@ -264,8 +273,7 @@ def _locked(folder: str) -> Iterator[None]:
         except OSError:  # a file system without locks
             yield
             return
-        for path in Path(folder).glob("*.unfinished"):
-            path.unlink()
+        remove_unfinished(Path(folder))
         yield
 
 

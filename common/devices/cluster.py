@@ -16,6 +16,7 @@ from common.errors import UserError
 
 PORT = 8888  # of workers that a scheduler starts
 JOBS = ("chief", "worker", "ps")
+WORKERS_TOLD_IN = {"TF_CONFIG", "SLURM_STEP_NUM_TASKS", "JOB_SERVICE"}  # one of these is set where there are others
 
 
 def tf_config() -> dict[str, Any]:
@@ -51,6 +52,15 @@ def tf_config() -> dict[str, Any]:
             '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
         ) from error
     return config
+
+
+def join_timeout() -> int:
+    """Seconds in which all workers must have come, by `JOIN_TIMEOUT`.
+
+    Raises:
+        UserError: when that is no whole number above 0.
+    """
+    return whole_number("JOIN_TIMEOUT", 300)
 
 
 def whole_number(variable: str, default: int) -> int:

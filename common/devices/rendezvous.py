@@ -19,9 +19,9 @@ from common.devices.cluster import (
     all_on_this_machine,
     host_and_port,
     is_chief,
+    join_timeout,
     num_workers,
     tf_config,
-    whole_number,
     worker_index,
     workers,
 )
@@ -45,7 +45,7 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     # TensorFlow has no public way to set the times.
     from tensorflow.python.distribute import collective_all_reduce_strategy as collective
 
-    timeout = whole_number("JOIN_TIMEOUT", 300)
+    timeout = join_timeout()
     jobs = [
         collective.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses))
         for job, addresses in tf_config()["cluster"].items()

@@ -12,6 +12,7 @@ from common.data.byte_pairs import Vocabulary
 from common.data.wordpiece import WordPieces
 from common.errors import UserError
 from common.model.backbones import preset_vocabulary
+from common.model.huggingface import in_huggingface_form, require_head
 from common.model.masked_lm import masked_lm_from_preset
 
 SENTENCES = (  # to try a model of the default text on
@@ -81,8 +82,10 @@ def print_filled_masks(preset: str, sentences: Iterable[str] = SENTENCES, top: i
     """Prints sentences with their masks' likeliest pieces, by the model saved in a preset.
 
     Raises:
-        UserError: as `fill_mask`, and when there is no such preset.
+        UserError: as `fill_mask`, and when there is no such preset, or it lacks the head that guesses.
     """
+    if not in_huggingface_form(preset):
+        require_head(preset, "BertMaskedLM", "RobertaMaskedLM")
     model, vocabulary = masked_lm_from_preset(preset, dtype="float32"), preset_vocabulary(preset)
     for sentence in sentences:
         print(f"\n{sentence}")

@@ -28,6 +28,7 @@ from tokenizers import processors
 
 from common.data.wordpiece import WordPieces
 from common.errors import UserError, first_line
+from common.run.run_folder import UNFINISHED
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 
@@ -46,8 +47,7 @@ def export_bert(preset: str, folder: Path) -> None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} exists already; give a folder that does not")
     model, vocabulary = _load_keras_hub(preset)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
     try:
         with _one_line(f"cannot write {folder}"):
             unfinished.mkdir(parents=True)
@@ -55,6 +55,24 @@ def export_bert(preset: str, folder: Path) -> None:
             os.replace(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def require_head(preset: str, *kinds: str) -> None:
+    """Refuses a KerasHub preset without the weights of a task's head, which KerasHub would leave random.
+
+    A preset in Hugging Face's form needs no such check: `read_weights` asks for its head's.
+
+    Args:
+        preset: a name, or a folder made by `save_to_preset`.
+        kinds: the classes of which the task must be one, such as `BertMaskedLM`.
+
+    Raises:
+        UserError: when there is no such preset, it is of a backbone alone or of another task, or lacks those weights.
+    """
+    with _one_line(f"cannot load {preset} as a {' or '.join(kinds)} that KerasHub saved"):
+        if (kind := load_json(preset, "task.json")["class_name"]) not in kinds:
+            raise ValueError(f"it is a {kind}")
+        get_file(preset, "task.weights.h5")
 
 
 def in_huggingface_form(preset: str) -> bool:
@@ -113,10 +131,8 @@ def _one_line(message: str) -> Iterator[None]:
 
 
 def _load_keras_hub(preset: str) -> tuple[keras_hub.models.BertMaskedLM, WordPieces]:
+    require_head(preset, "BertMaskedLM")
     with _one_line(f"cannot load {preset} as a BertMaskedLM that KerasHub saved"):
-        if (kind := load_json(preset, "task.json")["class_name"]) != "BertMaskedLM":
-            raise ValueError(f"it is a {kind}")
-        get_file(preset, "task.weights.h5")  # without it KerasHub would leave the head random
         model = keras_hub.models.BertMaskedLM.from_preset(preset, dtype="float32", compile=False)
         tokenizer = keras_hub.models.BertTokenizer.from_preset(preset)
     return model, WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)

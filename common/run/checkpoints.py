@@ -18,7 +18,8 @@ import tensorflow as tf
 from common.devices.cluster import is_chief, num_workers
 from common.devices.rendezvous import agree, exchange
 from common.errors import UserError, first_line
-from common.run.run_folder import discard_replaced, flush
+from common.run import command_line
+from common.run.run_folder import afresh, discard_replaced, flush
 
 KEEP = 3
 
@@ -74,8 +75,7 @@ class Checkpoints:
             except (AssertionError, ValueError) as error:  # which no damage gives: all that is read has a checksum
                 raise UserError(
                     f"the model is not the one of {self._prefix(step)} ({first_line(error)}). "
-                    "Bring back the --model that the run began with, or give another --workdir, "
-                    "or --overwrite to start afresh"
+                    f"Bring back the --model that the run began with, or {afresh(self.workdir)}"
                 ) from error
             except (tf.errors.OpError, IndexError) as error:
                 self._damaged.append(step)
@@ -85,7 +85,7 @@ class Checkpoints:
                 )
         else:
             if self._damaged:
-                raise UserError(f"no checkpoint in {self.folder} can be read; --overwrite starts afresh")
+                raise UserError(f"no checkpoint in {self.folder} can be read: {afresh(self.workdir)}")
             init_fn()
         if num_workers() > 1:  # a preset by the same name may be another on each host
             own = {"checkpoint of step": self.saved_step, "checksum of the weights": _checksum(self._objects)}
@@ -132,7 +132,8 @@ class Checkpoints:
         """
         self.save(step)
         exchange({})  # the others wait until the chief has saved
-        print(f"\nStopped by SIGTERM after step {step}. The same command goes on from there.")
+        by = "Ctrl-C" if command_line.ctrl_c_pressed else "SIGTERM"
+        print(f"\nStopped by {by} after step {step}. The same command goes on from there.")
         raise SystemExit(128 + signal.SIGTERM)
 
     def __enter__(self):

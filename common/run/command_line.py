@@ -4,6 +4,7 @@
 Nothing here imports TensorFlow, so that `--help` and a wrong knob are answered at once.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import errno
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Config = TypeVar("Config", bound="DataclassInstance")
+MOST = 999_999  # of any option of a launcher
+ctrl_c_pressed = False  # so that a run that stops can say by what: Ctrl-C asks by way of SIGTERM
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 
 
@@ -131,6 +134,19 @@ def run(main: Callable[[Config], None], config: Config) -> None:
         os._exit(1)  # an orderly end waits for who is lost, for some 20 seconds, and keeps the port and the lock
 
 
+def check_bounds(options: argparse.Namespace, **least: int) -> None:
+    """Checks that options of a launcher are numbers from the `least` of each to `MOST`, where they are given.
+
+    Raises:
+        UserError: for the first that is not.
+    """
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and not bound <= value <= MOST:
+            must = f"least {bound}" if value < bound else f"most {MOST}"
+            raise UserError(f"--{name.replace('_', '-')} must be at {must}, not {value}")
+
+
 def fail(message: object) -> NoReturn:
     """Ends the process with one line on standard error and exit status 2."""
     print(f"error: {message}", file=sys.stderr)
@@ -138,6 +154,8 @@ def fail(message: object) -> NoReturn:
 
 
 def _ask_to_stop(*_: object) -> None:
+    global ctrl_c_pressed
+    ctrl_c_pressed = True
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if callable(signal.getsignal(signal.SIGTERM)):  # else there is nothing to save
         os.write(2, b"\nSaving, and stopping. Ctrl-C again ends it at once.\n")

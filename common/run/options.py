@@ -3,10 +3,12 @@
 
 import dataclasses
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
 
+from common.devices.cluster import WORKERS_TOLD_IN, join_timeout
 from common.errors import UserError
 from common.training.scaling import LearningRateScaling
 
@@ -94,6 +96,8 @@ def check_accumulate(parts: int, batch_size: int) -> None:
 
 
 def _check(knobs: dict[str, Any]) -> None:
+    if WORKERS_TOLD_IN & os.environ.keys():
+        join_timeout()
     for name, least in AT_LEAST.items():
         most = AT_MOST.get(name, MOST)
         _require(knobs.get(name, least) >= least, knobs, name, f"at least {least}")

@@ -3,6 +3,7 @@
 
 import dataclasses
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -52,7 +53,12 @@ def training_results(
 
 
 def report(results: dict[str, Any]) -> str:
-    """The results for a person to read."""
+    """The results for a person to read.
+
+    Args:
+        results: of `train_and_evaluate`, or as `results.json` has them, with null for NaN and infinity.
+    """
+    results = {name: math.nan if value is None else value for name, value in results.items()}
     rate = results["learning_rate"]
     rows = [
         ("steps", f"{results['steps']} of {results['global_batch_size']} examples, on {results['replicas']} replicas"),

@@ -2,40 +2,56 @@
 """What a run writes in its folder, and how a new run takes the place of an old one there without loss.
 
 `--overwrite` moves what the old run wrote to `.replaced/`, and the new run's first checkpoint deletes that. Where the
-new run ends before it, the next start moves everything back. `config.json` is the last file to be moved aside and the
-first to come back, so that a kill at any moment leaves one of these:
+new run ends before it, the next start moves everything back. `config.json`, which notes what its run writes, is the
+first file of a run, the last to be moved aside or deleted, and the first to come back, so that a kill at any moment
+leaves one of these:
 
     .replaced/ without config.json    one part of the old run is here, the other where it was
-    .replaced/ with config.json       all of the old run is here; what a run writes beside it is the new run's
+    .replaced/ with config.json       all of the old run is here; beside it is what the new run's config.json notes
     .discarded/                       the old run, half deleted
 """
 
 import contextlib
 import json
+import math
 import os
+import re
 import shutil
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 
 _PRESET = (
-    *("config.json", "metadata.json", "preprocessor.json", "task.json", "tokenizer.json", "README.md", "assets"),
+    *("config.json", "metadata.json", "preprocessor.json", "task.json", "tokenizer.json", "assets"),
     *("model*.weights.*", "task*.weights.*"),
 )
-_HASH = "[0-9a-f]" * 16
-# Patterns of all that a run writes. What users put beside it, in the same folders too, stays where it is.
-WRITTEN = (
-    *("results.json", "steps.jsonl", "best.json"),
+_5_DIGITS, _HASH = "[0-9]" * 5, "[0-9a-f]" * 16
+_SPLITS = ("train", "validation", "test")
+# What a file that is being written has behind its name: of this process alone, and like no other program's.
+UNFINISHED = f".{uuid.uuid4().hex[:12]}.unfinished"
+# Patterns of what every run writes, and by name of what some recipes write besides. What users put beside it, in the
+# same folders too, stays where it is.
+OF_EVERY_RUN = (
+    *("results.json", "steps.jsonl"),
     *("tensorboard/events.out.tfevents.*", "tensorboard/plugins"),
-    *("checkpoints/checkpoint", "checkpoints/ckpt-*"),
-    *(f"{folder}/{name}" for folder in ("preset", "best") for name in _PRESET),
-    *("predictions/*.tsv", "snapshots/step-[0-9]*", "snapshots/unfinished", f"tokens/{_HASH}"),
-    *("data/manifest.json", "data/tokenizer.json", "data/train-counts.npy", "data/*-of-*.tfrecord"),
-    *("data/.lock", "data/*.unfinished"),
-    "config.json",
+    *("checkpoints/checkpoint", "checkpoints/ckpt-[0-9]*"),
+    *(f"preset/{name}" for name in _PRESET),
 )
-NAMES = tuple(dict.fromkeys(pattern.split("/")[0] for pattern in WRITTEN))  # of a run's own in its folder
+OF_SOME_RUNS = {
+    "best": ("best.json", *(f"best/{name}" for name in _PRESET)),
+    "data": (
+        *("data/manifest.json", "data/tokenizer.json", "data/train-counts.npy", "data/.shards.lock"),
+        *(f"data/{split}-{_5_DIGITS}-of-{_5_DIGITS}-[0-9]*.tfrecord" for split in _SPLITS),
+        f"data/*.{'[0-9a-f]' * 12}.unfinished",
+    ),
+    "model_card": ("preset/README.md",),
+    "predictions": tuple(f"predictions/{name}.tsv" for name in ("validation", "test", "MRPC", "SST-2")),
+    "snapshots": ("snapshots/step-[0-9]*", "snapshots/unfinished"),
+    "tokens": (f"tokens/{_HASH}",),
+}
 REPLACED, DISCARDED = ".replaced", ".discarded"
 
 
@@ -49,19 +65,56 @@ def has_progress(workdir: Path) -> bool:
     return (workdir / "results.json").exists() or any(workdir.glob("checkpoints/ckpt-*.index"))
 
 
-def refuse_other_files(workdir: Path) -> None:
-    """Refuses to begin a run in a folder that holds something by a name that a run would write.
+def afresh(workdir: Path) -> str:
+    """How to start afresh where a run has still to go on, for a message: the same `--overwrite` would go on with it."""
+    return f"give another --workdir, or remove {workdir} to start afresh"
+
+
+def writes_of(workdir: Path) -> list[str]:
+    """What the run there writes besides what every run does, by names of `OF_SOME_RUNS`; none where there is no run."""
+    if not (workdir / "config.json").exists():
+        return []
+    return (read_json(workdir / "config.json") or {}).get("writes", list(OF_SOME_RUNS))  # 0.1.0 did not note it
+
+
+def refuse_other_files(workdir: Path, writes: Iterable[str]) -> None:
+    """Refuses to begin a run in a folder that holds something by a name that it would write, but no run.
+
+    Args:
+        workdir: the folder.
+        writes: what the run writes besides what every run does, by names of `OF_SOME_RUNS`.
 
     Raises:
-        UserError: when it does, and holds no run.
+        UserError: when it does; when something else than a run that was set aside stands in its place.
     """
-    there = [name for name in sorted(NAMES) if os.path.lexists(workdir / name)]
-    if set(there) <= {"data", "tokens"} and "made_from" in (read_json(workdir / "data/manifest.json") or {}):
-        return  # shards that were written before the run begins, as a notebook does
-    if there and not is_set_aside(workdir) and not holds_run(workdir):
+    aside = [workdir / REPLACED, workdir / DISCARDED]
+    if holds_run(workdir) or holds_run(workdir / REPLACED):
+        if others := [path for folder in aside for path in _never_moved(folder)]:
+            raise UserError(f"{others[0]} is in the way, and no run's. Move it, or give another --workdir")
+        return
+    names = {pattern.split("/")[0] for pattern in _patterns(writes)} | {REPLACED, DISCARDED}
+    there = [name for name in sorted(names - _made_before(workdir)) if os.path.lexists(workdir / name)]
+    if there:
         raise UserError(
             f"{workdir} holds {', '.join(there)}, but no run: its config.json is missing, or not one of a run. "
             "Give another --workdir"
+        )
+
+
+def refuse_files_beside(workdir: Path, writes: Iterable[str]) -> None:
+    """Refuses to begin a run in the place of one that did not write all that is there by names that this one writes.
+
+    Args:
+        workdir, writes: as for `refuse_other_files`.
+
+    Raises:
+        UserError: when there is such a file.
+    """
+    runs = {*_written(workdir, writes_of(workdir))}
+    beside = [path.relative_to(workdir) for path in _written(workdir, writes) if path not in runs]
+    if there := [str(path) for path in beside if path.parts[0] not in _made_before(workdir)]:
+        raise UserError(
+            f"{workdir} holds {', '.join(there)}, which the run there did not write. Give another --workdir"
         )
 
 
@@ -79,7 +132,7 @@ def set_aside(workdir: Path) -> None:
     replaced = workdir / REPLACED
     replaced.mkdir()
     try:
-        _move(_written(workdir), workdir, replaced)
+        _move(_written(workdir, writes_of(workdir)), workdir, replaced)
     except OSError as error:
         bring_back(workdir)
         raise UserError(f"cannot set the run in {workdir} aside ({error}). Give another --workdir") from error
@@ -96,9 +149,10 @@ def bring_back(workdir: Path) -> None:
         if has_progress(workdir):  # killed just before it was deleted, or complete without a checkpoint, on a full disk
             discard_replaced(workdir)
             return
-        for path in _written(workdir):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    _move(_written(replaced)[::-1], replaced, workdir)
+        if (workdir / "config.json").exists():
+            for path in _written(workdir, writes_of(workdir)):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    _move(_written(replaced, OF_SOME_RUNS)[::-1], replaced, workdir)
     replaced.rmdir()
     print(f"The run that was set aside in {workdir} is back: the one in its place had no checkpoint yet.", flush=True)
 
@@ -120,13 +174,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes whole or not at all: a reader never finds half a file, not after a power cut either."""
-    write_whole(path, json.dumps(content, indent=2) + "\n")
+    """Writes whole or not at all: a reader never finds half a file, not after a power cut either.
+
+    NaN and infinity are written as null.
+    """
+    write_whole(path, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a text as `write_json` does."""
-    unfinished = path.with_suffix(".unfinished")
+    unfinished = path.with_name(path.name + UNFINISHED)
     unfinished.write_text(text, encoding="utf-8")
     flush(unfinished)  # or the new name could be on the disk before the text
     os.replace(unfinished, path)
@@ -141,8 +198,42 @@ def flush(path: Path) -> None:
         os.close(number)
 
 
-def _written(folder: Path) -> list[Path]:
-    return [path for pattern in WRITTEN for path in sorted(folder.glob(pattern))]
+def remove_unfinished(folder: Path) -> None:
+    """Removes the files that killed processes were writing there. Call it where no other process may write."""
+    for path in folder.glob("*.unfinished"):
+        if re.fullmatch(r".+\.[0-9a-f]{12}\.unfinished", path.name) and path.is_file():
+            path.unlink()
+
+
+def finite(content: Any) -> Any:
+    """The same with None for NaN and infinity, which JSON does not have."""
+    if isinstance(content, dict):
+        return {name: finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _patterns(writes: Iterable[str]) -> list[str]:
+    return [*OF_EVERY_RUN, *(pattern for name in writes for pattern in OF_SOME_RUNS.get(name, ())), "config.json"]
+
+
+def _written(folder: Path, writes: Iterable[str]) -> list[Path]:
+    return [path for pattern in _patterns(writes) for path in sorted(folder.glob(pattern))]
+
+
+def _made_before(workdir: Path) -> set[str]:
+    """Folders of shards that were written before the run begins, as a notebook does."""
+    shards = "made_from" in (read_json(workdir / "data/manifest.json") or {})
+    return {"data", "tokens"} if shards else set()
+
+
+def _never_moved(folder: Path) -> list[Path]:
+    """What is in `.replaced/` or `.discarded/`, and was never moved there; the path itself, where it is no folder."""
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
+        return [folder]
+    runs = {*_written(folder, OF_SOME_RUNS)}
+    return [path for path in folder.rglob("*") if not path.is_dir() and not runs & {path, *path.parents}]
 
 
 def _move(paths: list[Path], source: Path, target: Path) -> None:
@@ -150,6 +241,6 @@ def _move(paths: list[Path], source: Path, target: Path) -> None:
         moved = target / path.relative_to(source)
         moved.parent.mkdir(exist_ok=True)
         os.replace(path, moved)
-    for name in NAMES:
+    for name in {pattern.split("/")[0] for pattern in _patterns(OF_SOME_RUNS)}:
         with contextlib.suppress(OSError):  # a file, not there, or with something in it
             (source / name).rmdir()

@@ -5,7 +5,10 @@ import dataclasses
 import fcntl
 import hashlib
 import importlib.metadata
+import os
+import re
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,19 +20,24 @@ from common.devices.rendezvous import agree, exchange
 from common.errors import UserError
 from common.run.options import check_accumulate
 from common.run.run_folder import (
+    afresh,
     bring_back,
     has_progress,
     holds_run,
     read_json,
+    refuse_files_beside,
     refuse_other_files,
+    remove_unfinished,
     set_aside,
     write_json,
+    writes_of,
 )
 from common.training.precision import choose_precision
 from common.training.scaling import learning_rate_factor, scaling_rule
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed
+LAUNCH_ID = "LAUNCH_ID"  # variable by which a launcher tells the workers that it starts again that they are its own
 
 # Knobs that may differ when a run goes on: they do not change what it computes.
 FREE_KNOBS = (
@@ -88,7 +96,7 @@ class Run:
         if total % replicas or config.batch_size not in (self.saved["batch_size"], total // replicas):
             raise UserError(
                 f"{self.workdir} holds a run with a global batch of {total}, which is not {replicas} replicas x "
-                f"{config.batch_size}. Give --replicas and --batch-size that make {total}, or --overwrite for a new run"
+                f"{config.batch_size}. Give --replicas and --batch-size that make {total}, or {afresh(self.workdir)}"
             )
         batch_size = total // replicas
         check_accumulate(getattr(config, "accumulate", 1), batch_size)
@@ -131,24 +139,27 @@ class Run:
         if self.keep("data_checksums", checksums) != checksums:
             raise UserError(
                 f"the text or the vocabulary has changed since the run in {self.workdir} began. "
-                "Bring back what it was, or give another --workdir, or --overwrite to start afresh"
+                f"Bring back what it was, or {afresh(self.workdir)}"
             )
 
 
-def open_run(recipe: str, config: Any) -> Run:
+def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
     """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, it does neither.
 
     A run that ended before its first checkpoint, as one does that is refused for its data, is begun anew, with other
     knobs too. With a knob `overwrite` that is set, so is any other, but not one that the very same knobs began and that
-    was stopped. Of several workers, which must have joined, the chief does it, and the others look on.
+    was stopped, nor one that this launcher's workers began. Of several workers, which must have joined, the chief does
+    it, and the others look on.
 
     Args:
         recipe: the recipe's name.
         config: its `Config`, with the knobs `workdir` and `overwrite`.
+        writes: what it writes there besides what every run does, by names of `run_folder.OF_SOME_RUNS`. `config.json`
+            notes it, so that a run in its place takes no file of the user's for its own.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
-            or with other knobs (`FREE_KNOBS` excepted), or no run, but files by the names of one's; when workers were
+            or with other knobs (`FREE_KNOBS` excepted), or files by a run's names that no run wrote; when workers were
             started with different knobs, code or packages, or do not share the folder.
     """
     workdir = Path(config.workdir)
@@ -157,7 +168,7 @@ def open_run(recipe: str, config: Any) -> Run:
     run, token, error = None, uuid.uuid4().hex, None
     if is_chief():
         try:
-            run = _open(workdir, wanted, token)
+            run = _open(workdir, wanted, writes, token)
         except UserError as refused:
             error = str(refused)
     token = exchange({"error": error, "token": token})[0]["token"]  # now the chief has opened it
@@ -174,29 +185,41 @@ def open_run(recipe: str, config: Any) -> Run:
     return run
 
 
-def _open(workdir: Path, wanted: dict[str, Any], token: str) -> Run:
+def _open(workdir: Path, wanted: dict[str, Any], writes: Iterable[str], token: str) -> Run:
     if wanted.get("dry_run"):
         return _look_at(workdir, wanted, None)
-    refuse_other_files(workdir)
+    refuse_other_files(workdir, writes)
     lock = _locked(workdir, token)
+    remove_unfinished(workdir)
     bring_back(workdir)
-    if wanted["overwrite"] and holds_run(workdir) and not _was_stopped(workdir, wanted):
-        set_aside(workdir)
-    return _look_at(workdir, wanted, lock)
+    if holds_run(workdir):
+        refuse_files_beside(workdir, writes)
+        if wanted["overwrite"] and not _is_own(workdir, wanted):
+            set_aside(workdir)
+    noted = {"writes": sorted({*writes, *writes_of(workdir)}), "launch": os.environ.get(LAUNCH_ID)}
+    return _look_at(workdir, wanted, lock, noted)
 
 
-def _was_stopped(workdir: Path, wanted: dict[str, Any]) -> bool:
-    """Whether this very command, which has `--overwrite`, began the run there, and got no further than a checkpoint."""
-    # A scheduler that starts a stopped job again gives the same command: it must not delete what it has done itself.
+def _is_own(workdir: Path, wanted: dict[str, Any]) -> bool:
+    """Whether this very command, which has `--overwrite`, began the run there, so that it goes on with it.
+
+    The command may be given again by hand or by a scheduler, until the run is complete; or by its launcher, which
+    starts it again after a worker's death, even one after the results were written.
+    """
     saved = read_json(workdir / "config.json") or {}
+    if not has_progress(workdir):
+        return False
+    if LAUNCH_ID in os.environ and saved.get("launch") == os.environ[LAUNCH_ID]:
+        return True
     complete = read_json(workdir / "results.json") is not None
-    return has_progress(workdir) and not complete and saved | wanted | {"workdir": saved["workdir"]} == saved
+    return not complete and saved | wanted | {"workdir": saved["workdir"]} == saved
 
 
-def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None) -> Run:
+def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None, noted: dict[str, Any] | None = None) -> Run:
+    noted = noted or {}
     if wanted.get("dry_run") or not (holds_run(workdir) and has_progress(workdir)):
-        return Run(workdir, wanted, None, lock)
-    return Run(workdir, _saved_config(workdir, wanted), read_json(workdir / "results.json"), lock)
+        return Run(workdir, wanted | noted, None, lock)
+    return Run(workdir, _saved_config(workdir, wanted) | noted, read_json(workdir / "results.json"), lock)
 
 
 def _refuse_other_workers(wanted: dict[str, Any]) -> None:
@@ -210,8 +233,11 @@ def _refuse_other_workers(wanted: dict[str, Any]) -> None:
 def _locked(workdir: Path, token: str) -> TextIO:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        lock = (workdir / ".lock").open("a+")
+        lock = (workdir / ".lock").open("a+", errors="replace")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.seek(0)
+        if not re.fullmatch("([0-9a-f]{32})?", lock.read()):  # a token, as below
+            raise UserError(f"{workdir}/.lock is no run's. Move it, or give another --workdir")
         lock.truncate(0)
         lock.write(token)
         lock.flush()

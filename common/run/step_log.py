@@ -12,7 +12,7 @@ import numpy as np
 
 from common.devices.cluster import is_chief
 from common.errors import UserError
-from common.run.run_folder import write_whole
+from common.run.run_folder import afresh, finite, write_whole
 from common.run.speed import UNKNOWN, ModelFlops, peak_memory_mb
 from common.training.replicas import COUNTS, MEANS
 
@@ -21,7 +21,8 @@ class StepLog:
     """Writes each step's own values to `steps.jsonl`, a run's record: one that goes on from step n keeps those up to n.
 
     A line has `step` (from 1), `loss`, `accuracy`, `learning_rate` (that the step used), `labels` (over which loss and
-    accuracy are means), `tokens`, and `slots`, the places for tokens. Of several workers, only the chief writes.
+    accuracy are means), `tokens`, and `slots`, the places for tokens; null stands for NaN and infinity. Of several
+    workers, only the chief writes.
 
     Args:
         workdir: the run's folder.
@@ -57,11 +58,11 @@ class StepLog:
         lines = _whole_lines(path) if first_step else {}
         kept = [lines[step] for step in range(1, first_step + 1) if step in lines]
         for line in kept:
-            self._count(json.loads(line))
+            self._count(read_line(line))
         if first_step and not kept:
             raise UserError(
                 f"{path} has no line of the {first_step} steps that this run has done. "
-                "Bring it back, or give another --workdir, or --overwrite to start afresh"
+                f"Bring it back, or {afresh(workdir)}"
             )
         if len(kept) < first_step:
             lost = f"{first_step - len(kept)} of {first_step} steps"
@@ -117,7 +118,7 @@ class StepLog:
             self.step += 1
             means = {name: float(values[name][i]) for name in (*MEANS, "learning_rate")}
             line = {"step": self.step, **means, **{name: int(values[name][i]) for name in COUNTS}}
-            self._lines.write(json.dumps(line) + "\n")
+            self._lines.write(json.dumps(finite(line)) + "\n")
             self._count(line)
         labels = values["labels"] if values["labels"].any() else None
         means = {name: float(np.average(values[name], weights=labels)) for name in MEANS}
@@ -135,6 +136,11 @@ class StepLog:
         self.learning_rate = {"first": past.get("first", rate), "peak": max(past.get("peak", rate), rate), "last": rate}
         self._tokens += line["tokens"]
         self._slots += line["slots"]
+
+
+def read_line(line: str) -> dict[str, float]:
+    """A line's entries, with NaN for null."""
+    return {name: math.nan if value is None else value for name, value in json.loads(line).items()}
 
 
 def _whole_lines(path: Path) -> dict[int, str]:

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import ray
@@ -23,6 +24,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common.devices.cluster import worker_config
+from common.errors import UserError
+from common.run.command_line import check_bounds, fail
 
 
 @ray.remote(max_concurrency=2)  # so that `stop` can be called while `run` waits
@@ -34,12 +37,12 @@ class Worker:
         with socket.create_server(("", 0)) as server:
             return f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
 
-    def run(self, tf_config: dict, folder: str, words: list[str]) -> int:
+    def run(self, tf_config: dict, launch_id: str, folder: str, words: list[str]) -> int:
         """Runs the recipe, and returns its exit status; 128 + N where signal N ended it."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "recipes", "run", *words],
             cwd=folder,
-            env=os.environ | {"TF_CONFIG": json.dumps(tf_config)},
+            env=os.environ | {"TF_CONFIG": json.dumps(tf_config), "LAUNCH_ID": launch_id},
         )
         status = self.process.wait()
         return status if status >= 0 else 128 - status
@@ -49,7 +52,7 @@ class Worker:
         self.process.terminate()
 
 
-def train(count: int, cpus: float, gpus: float, words: list[str]) -> int:
+def train(count: int, cpus: float, gpus: float, launch_id: str, words: list[str]) -> int:
     """Runs a recipe on `count` workers; returns the worst exit status."""
     nodes = sum(node["Alive"] for node in ray.nodes())
     strategy = "STRICT_SPREAD" if nodes >= count else "SPREAD"
@@ -63,7 +66,10 @@ def train(count: int, cpus: float, gpus: float, words: list[str]) -> int:
     ]
     try:
         addresses = ray.get([worker.address.remote() for worker in workers])
-        runs = [worker.run.remote(worker_config(addresses, i), os.getcwd(), words) for i, worker in enumerate(workers)]
+        runs = [
+            worker.run.remote(worker_config(addresses, i), launch_id, os.getcwd(), words)
+            for i, worker in enumerate(workers)
+        ]
         try:
             return max(ray.get(runs))
         except KeyboardInterrupt:
@@ -87,11 +93,15 @@ if __name__ == "__main__":
     parser.add_argument("recipe")
     parser.add_argument("knobs", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
+    try:
+        check_bounds(arguments, workers=1, restarts=0, cpus=0, gpus=0)
+    except UserError as error:
+        fail(error)
     ray.init()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own gives this process three seconds
-    words = [arguments.recipe, *arguments.knobs]
+    words, launch_id = [arguments.recipe, *arguments.knobs], uuid.uuid4().hex
     for _ in range(arguments.restarts + 1):
-        status = train(arguments.workers, arguments.cpus, arguments.gpus, words)
+        status = train(arguments.workers, arguments.cpus, arguments.gpus, launch_id, words)
         if status in (0, 2, 143):  # done, wrong input, stopped; otherwise a worker died
             break
     raise SystemExit(status)
