@@ -115,7 +115,7 @@ def repeater(corpus: str, times: int, path: str) -> Callable[[], dict]:
 def sharder(corpus: str, vocabulary: str, length: int, folder: str) -> Callable[[], dict]:
     """Writes a corpus's shards."""
     from common.data.corpora import open_corpus
-    from common.data.shards import write_shards
+    from common.data.shard_writer import write_shards
     from common.data.wordpiece import load_wordpieces
 
     def write() -> dict:

@@ -49,7 +49,8 @@ def write(corpus: str, times: int, architecture: str, data: str) -> dict[str, fl
     """Writes shards of a corpus that comes `times` times."""
     from common.data.byte_pairs import train_byte_pairs
     from common.data.corpora import open_corpus
-    from common.data.shards import open_shards, write_shards
+    from common.data.shard_writer import write_shards
+    from common.data.shards import open_shards
     from common.data.wordpiece import train_wordpieces
 
     train = open_corpus(corpus)["train"]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.run.run_folder import finite
+from common.files import finite
 from recipes._gpus import gpu_names, gpu_shares
 
 ROOT = Path(__file__).parent.parent

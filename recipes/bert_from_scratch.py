@@ -23,9 +23,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from common.data.corpora import check_corpus
-from common.errors import UserError
 from common.model.push_target import check_push_to
-from common.model.sizes import check_model
+from common.model.sizes import check_model, check_vocabulary_size
 from common.run.command_line import parse, run
 from common.run.options import FitOptions, step_range
 
@@ -60,9 +59,7 @@ class Config(FitOptions):
         check_model("", self.model, self.seq_length)
         check_corpus(self.corpus, self.workdir)
         check_push_to(self.push_to, self.push_public)
-        if self.architecture == "roberta" and self.vocabulary_size < 261:
-            least = "at least 261: 256 bytes, 5 special tokens"
-            raise UserError(f"--vocabulary-size must be {least}; got {self.vocabulary_size}")
+        check_vocabulary_size(self.architecture, self.vocabulary_size)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is answered at once
@@ -74,14 +71,12 @@ with quiet_stderr():
     import keras
     import tensorflow as tf
 
-from common.data.byte_pairs import Vocabulary, train_byte_pairs
-from common.data.corpora import fingerprint, open_corpus
+from common.data.byte_pairs import Vocabulary
 from common.data.masking import MaskingRule, mask_seeds, mask_tokens
 from common.data.order import Scaled
 from common.data.shard_reader import decode_sequences, read_shards, steps_in_shards
-from common.data.shards import Shards, find_shards, folder_of_dry_run, open_shards, write_shards
-from common.data.wordpiece import train_wordpieces
-from common.devices.cluster import is_chief
+from common.data.shard_writer import OPTIONS, make_shards
+from common.data.shards import Shards, open_shards
 from common.devices.rendezvous import chief_alone
 from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
@@ -103,48 +98,27 @@ from common.training.schedules import WarmUpPolynomialDecay
 
 def make_datasets(config: Config) -> Shards:
     """The tokenizer and the shards: found, or written by the chief while other workers wait."""
-    folder, scratch = config.data or os.path.join(config.workdir, "data"), os.path.join(config.workdir, "tokens")
-
-    def write() -> None:
-        nonlocal folder, scratch
-        knobs = ("architecture", "vocabulary_size", "seq_length", "shards")
-        made_from = {"corpus": fingerprint(config.corpus)} | {name: getattr(config, name) for name in knobs}
-        if config.dry_run:  # leaves nothing
-            folder = scratch = folder_of_dry_run(config.data, made_from)
-        if not find_shards(folder, made_from):
-            corpus = open_corpus(config.corpus)
-            train = train_wordpieces if config.architecture == "bert" else train_byte_pairs
-            vocabulary: Vocabulary = train(corpus["train"], config.vocabulary_size)
-            write_shards(corpus, vocabulary, config.seq_length, config.shards, folder, scratch, made_from)
-
+    options = {name: getattr(config, name) for name in OPTIONS}
+    make = functools.partial(make_shards, options, scratch=os.path.join(config.workdir, "tokens"))
     if config.dry_run:  # each worker for itself
-        write()
-    else:
-        chief_alone(write)
+        return open_shards(make(folder=config.data, dry_run=True))
+    folder = config.data or os.path.join(config.workdir, "data")
+    chief_alone(lambda: make(folder=folder))
     return open_shards(folder)
 
 
 def masked_batches(
-    config: Config, shards: Shards, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
+    config: Config, shards: Shards, rule: MaskingRule, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
 ) -> tf.data.Dataset:
     """One reader's batches (x, y, sample_weight), of a replica's size: a pure function of the seed and the step."""
-    rule = MaskingRule.of(shards.vocabulary, config.mask_rate)
     training = split == "train"
+    epochs, seed = (config.epochs, config.seed) if training else (1, None)
 
     def make_batch(epochs, examples, records):
         ids = decode_sequences(records, config.seq_length, rule.pad_id)
         return mask_tokens(ids, mask_seeds(config.seed, epochs if training else None, examples), rule)
 
-    sequences = read_shards(
-        shards.folder,
-        shards.files(split),
-        scaled.global_batch_size,
-        epochs=config.epochs if training else 1,
-        first_step=first_step,
-        shuffle_seed=config.seed if training else None,
-        num_readers=num_shards,
-        reader=shard,
-    )
+    sequences = read_shards(shards, split, scaled.global_batch_size, epochs, seed, first_step, num_shards, shard)
     return sequences.batch(scaled.batch_size, drop_remainder=True).map(make_batch, num_parallel_calls=2).prefetch(8)
 
 
@@ -161,17 +135,16 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, config.deterministic)
-    folders = ["tokens", *([] if config.data else ["data"]), *(["snapshots"] if config.push_to else [])]
-    run = open_run("bert_from_scratch", config, writes=["model_card", *folders])
+    run = open_run("bert_from_scratch", config, writes=("model_card", "tokens", "data", "snapshots"))
     if run.results:
         return run.results
-    keras.utils.set_random_seed(config.seed)
-    run.set_precision(config.precision, config.jit, model_width("", config.model))
+    run.configure_keras(config, model_width("", config.model))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 
     shards = make_datasets(config)
     run.check_data(shards.sizes(), shards.checksums())
-    batches = functools.partial(masked_batches, config, shards, scaled)
+    rule = MaskingRule.of(shards.vocabulary, config.mask_rate)
+    batches = functools.partial(masked_batches, config, shards, rule, scaled)
     steps = {split: steps_in_shards(shards.files(split), scaled.global_batch_size) for split in shards.sizes()}
     total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
     warmup_steps = int(config.warmup * total_steps)
@@ -197,19 +170,14 @@ def train_and_evaluate(config: Config) -> dict:
             verbose=1 if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
         )
 
-    results = training_results("bert_from_scratch", config, strategy, scaled.global_batch_size, log)
-    never_masked = MaskingRule.of(shards.vocabulary, config.mask_rate).never_masked
-    for split in [split for split in steps if split != "train"]:
-        scores = model.evaluate(distribute(strategy, batches, split), steps=steps[split], verbose=0, return_dict=True)
-        labels = (y[w > 0] for _, y, w in batches(split))
-        results |= language_model_scores(split, scores, unigram_loss(shards.token_counts(), labels, never_masked))
-    preset = run.workdir / "preset"
-    if is_chief():
-        save(preset)
-        (preset / "README.md").write_text(model_card(results), encoding="utf-8")
-    results = run.finish(results)
-    publish.finish(preset)
-    return results
+        results = training_results("bert_from_scratch", config, strategy, scaled.global_batch_size, log)
+        for split in [split for split in steps if split != "train"]:
+            data = distribute(strategy, batches, split)
+            scores = model.evaluate(data, steps=steps[split], verbose=0, return_dict=True)
+            unigram = unigram_loss(shards.token_counts(), batches(split), rule.never_masked)
+            results |= language_model_scores(split, scores, unigram)
+        save(run.workdir / "preset", card=model_card(results))
+        return run.finish(results)
 
 
 def main(config: Config) -> None:

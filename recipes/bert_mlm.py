@@ -138,8 +138,7 @@ def train_and_evaluate(config: Config) -> dict:
     run = open_run("bert_mlm", config)
     if run.results:
         return run.results
-    keras.utils.set_random_seed(config.seed)
-    run.set_precision(config.precision, config.jit, model_width(config.preset, config.model or "tiny"))
+    run.configure_keras(config, model_width(config.preset, config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 
     vocabulary, sequences = make_datasets(config)
@@ -172,8 +171,7 @@ def train_and_evaluate(config: Config) -> dict:
     counts = count_ids(sequences["train"].numpy(), len(vocabulary.pieces))
     for split in [split for split in sequences if split != "train"]:
         scores = model.evaluate(distribute(strategy, batches, split), steps=steps[split], verbose=0, return_dict=True)
-        labels = (y[w > 0] for _, y, w in batches(split))
-        results |= language_model_scores(split, scores, unigram_loss(counts, labels, rule.never_masked))
+        results |= language_model_scores(split, scores, unigram_loss(counts, batches(split), rule.never_masked))
     save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
     return run.finish(results)
 

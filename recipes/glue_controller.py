@@ -131,7 +131,7 @@ class GlueEvaluator(Evaluator):
     def eval_end(self, outputs) -> dict[str, float]:
         """See `Evaluator`."""
         self.logits = in_order(outputs, len(self.data.ids[self.split]))
-        draw_confusion(self.data.texts, self.split, self.logits, step=self.model.optimizer.iterations.numpy())
+        draw_confusion(self.data.texts, self.split, self.logits)
         return scores_of(self.data.texts, self.split, self.logits)
 
 
@@ -141,8 +141,7 @@ def train_and_evaluate(config: Config) -> dict:
     run = open_run("glue_controller", config, writes=("best", "predictions"))
     if run.results:
         return run.results
-    keras.utils.set_random_seed(config.seed)
-    run.set_precision(config.precision, False, model_width(config.preset, config.model or "tiny"))
+    run.configure_keras(config, model_width(config.preset, config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.peak_rate, "adamw")
 
     data = make_datasets(config)

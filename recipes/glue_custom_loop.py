@@ -94,8 +94,7 @@ def train_and_evaluate(config: Config) -> dict:
     run = open_run("glue_custom_loop", config, writes=("predictions",))
     if run.results:
         return run.results
-    keras.utils.set_random_seed(config.seed)
-    run.set_precision(config.precision, False, model_width(config.preset, config.model or "tiny"))
+    run.configure_keras(config, model_width(config.preset, config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.peak_rate, "adamw")
 
     data = make_datasets(config)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from common.run.caching import cached_file
+from common.caching import cached_file
 
 ROOT = Path(__file__).parent.parent
 # Makes a file slowly, and says so.
 PROGRAM = """
 import sys, time
-from common.run.caching import cached_file
+from common.caching import cached_file
 
 def make(path):
     path.write_text("half")

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from common.files import write_json
 from common.run import run_folder
 from common.run.run_folder import bring_back, discard_replaced, set_aside
-from common.run.runs import open_run, write_json
+from common.run.runs import open_run
 from common.run.step_log import StepLog
 
 
@@ -20,6 +21,7 @@ class Config:
     replicas: int = 0
     seed: int = 0
     rate: float = 0.1
+    lr_scaling: str = "none"
     overwrite: bool = False
     dry_run: bool = False
 
@@ -54,38 +56,38 @@ def test_a_run_with_other_knobs_is_refused_by_name(config):
 
 def test_a_run_without_a_checkpoint_is_begun_anew_with_any_knobs(config):
     run = reopen(config)
-    run.split(config, replicas=4, peak_learning_rate=0.4)
+    run.scale(config, 4, 0.4, "adamw")
     with pytest.raises(UserError, match="too few for one batch of 32"):
         run.check_data({"train": 31, "validation": 1}, {"train": 7})
     mended = dataclasses.replace(config, batch_size=4, seed=1)
     run = reopen(mended)
-    assert run.split(mended, replicas=4, peak_learning_rate=0.4) == (4, 0.4)
+    assert run.scale(mended, 4, 0.4, "adamw")[::2] == (4, 0.4)
     run.check_data({"train": 31, "validation": 1}, {"train": 7})
     assert json.loads((run.workdir / "config.json").read_text())["seed"] == 1
 
 
 def test_the_global_batch_and_the_peak_stay_and_the_split_may_change(config):
     run = reopen(config)
-    assert run.split(config, replicas=4, peak_learning_rate=0.4) == (8, 0.4)
+    assert run.scale(config, 4, 0.4, "adamw")[::2] == (8, 0.4)
     has_a_checkpoint(run.workdir)
-    assert reopen(config).split(config, replicas=2, peak_learning_rate=0.2) == (16, 0.4)
+    assert reopen(config).scale(config, 2, 0.2, "adamw")[::2] == (16, 0.4)
     other = dataclasses.replace(config, batch_size=32)
-    assert reopen(other).split(other, replicas=1, peak_learning_rate=0.1) == (32, 0.4)
+    assert reopen(other).scale(other, 1, 0.1, "adamw")[::2] == (32, 0.4)
     for replicas, batch_size in ((3, 8), (2, 32)):
         with pytest.raises(UserError, match="a global batch of 32, which is not"):
             other = dataclasses.replace(config, batch_size=batch_size)
-            reopen(other).split(other, replicas, 0.1)
+            reopen(other).scale(other, replicas, 0.1, "adamw")
 
 
 def test_what_is_said_of_a_run_that_was_stopped_helps_it_with_overwrite_too(config):
     """The very command that began it goes on with it, whatever it is refused for."""
     config = dataclasses.replace(config, overwrite=True)
     run = reopen(config)
-    run.split(config, replicas=4, peak_learning_rate=0.4)
+    run.scale(config, 4, 0.4, "adamw")
     run.check_data({"train": 32, "validation": 1}, {"train": 7})
     has_a_checkpoint(run.workdir)
     for refused in (
-        lambda: reopen(config).split(config, replicas=3, peak_learning_rate=0.4),
+        lambda: reopen(config).scale(config, 3, 0.4, "adamw"),
         lambda: reopen(config).check_data({"train": 32, "validation": 1}, {"train": 8}),
         lambda: StepLog(run.workdir, 1, first_step=4),
     ):
@@ -427,7 +429,7 @@ def test_a_run_goes_on_with_the_same_data_only(config):
 
     def checked(sizes, checksums):
         run = reopen(config)
-        run.split(config, replicas=2, peak_learning_rate=0.1)
+        run.scale(config, 2, 0.1, "adamw")
         run.check_data(sizes, checksums)
 
     sizes = {"train": 16, "validation": 1}
@@ -443,13 +445,13 @@ def test_a_run_goes_on_with_the_same_data_only(config):
 def test_a_dry_run_writes_nothing_and_takes_no_notice_of_a_run(config):
     dry = dataclasses.replace(config, dry_run=True, seed=1)
     run = open_run("a", dry)
-    assert run.split(config, replicas=2, peak_learning_rate=0.1) == (8, 0.1)
+    assert run.scale(config, 2, 0.1, "adamw")[::2] == (8, 0.1)
     assert not run.workdir.exists()
-    reopen(config).split(config, replicas=4, peak_learning_rate=0.4)
+    reopen(config).scale(config, 4, 0.4, "adamw")
     write_json(run.workdir / "results.json", {"steps": 3})
     before = files_in(run.workdir)
     for recipe, overwrite in (("a", False), ("b", True)):
         run = open_run(recipe, dataclasses.replace(dry, overwrite=overwrite))
-        assert run.results is None and run.split(config, replicas=2, peak_learning_rate=0.1) == (8, 0.1)
+        assert run.results is None and run.scale(config, 2, 0.1, "adamw")[::2] == (8, 0.1)
         run.check_data({"train": 16, "validation": 1}, {"train": 9})
     assert files_in(run.workdir) == before

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.data import shard_reader
-from common.data import shards as shards_module
+from common.data import shard_reader, shard_writer
 from common.data import tokens as tokens_module
 from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import fingerprint, open_corpus
 from common.data.shard_reader import decode_sequences, read_shards, steps_in_shards
-from common.data.shards import find_shards, open_shards, write_shards
+from common.data.shard_writer import write_shards
+from common.data.shards import Shards, find_shards, open_shards
 from common.data.tokens import write_tokens
 from common.data.wordpiece import train_wordpieces
 from common.errors import UserError
@@ -95,8 +95,8 @@ def test_written_again_it_is_the_same_and_complete_it_is_not_touched(
             raise KeyboardInterrupt
         really_write(path, sequences)
 
-    really_write = shards_module._write_records
-    monkeypatch.setattr(shards_module, "_write_records", die)
+    really_write = shard_writer._write_records
+    monkeypatch.setattr(shard_writer, "_write_records", die)
     with pytest.raises(KeyboardInterrupt):
         write_shards(*arguments)
     assert find_shards(data, MADE_FROM) is None and len(list(Path(data).glob("*.tfrecord"))) == 3
@@ -186,7 +186,7 @@ def test_the_order_is_a_function_of_seed_epoch_and_position(written, batch):
     size = sum(shard["sequences"] for shard in files)
 
     def order(**options):
-        row = read_shards(written.folder, files, batch, 2, **options)
+        row = read_shards(written, "train", batch, 2, **options)
         return [(int(epoch), int(example)) for epoch, example, _ in row.as_numpy_iterator()]
 
     whole = order(shuffle_seed=5)
@@ -214,7 +214,8 @@ def test_every_lane_drawer_and_epoch_has_an_order_of_its_own(tmp_path, monkeypat
         with tf.io.TFRecordWriter(str(tmp_path / file["file"])) as writer:
             for number in range(64):
                 writer.write(str(number))
-    row = read_shards(str(tmp_path), files, 2, 2, shuffle_seed=5)
+    written = Shards(str(tmp_path), None, {"splits": {"train": {"shards": files}}})
+    row = read_shards(written, "train", 2, 2, shuffle_seed=5)
     numbers = np.array([int(record) for _, _, record in row.as_numpy_iterator()])
     drawers = numbers.reshape(2, 64, 2).transpose(0, 2, 1).reshape(2 * 2 * 4, 16)  # position p is in lane p mod 2
     assert (np.sort(drawers) == np.arange(64).reshape(4, 16).tolist() * 4).all()
@@ -222,9 +223,8 @@ def test_every_lane_drawer_and_epoch_has_an_order_of_its_own(tmp_path, monkeypat
 
 
 def test_records_and_places_without_one(written):
-    files = written.files("validation")
     ids = ids_of(written, "validation")
-    for epoch, examples, records in read_shards(written.folder, files, 64, 1).batch(64):
+    for epoch, examples, records in read_shards(written, "validation", 64, 1).batch(64):
         decoded = decode_sequences(records, 16, pad_id=9).numpy()
         for example, row in zip(examples.numpy(), decoded, strict=True):
             np.testing.assert_array_equal(row, ids[example] if example >= 0 else [9] * 16)
@@ -235,7 +235,7 @@ def test_the_number_of_shards_follows_from_the_size(corpus, vocabulary, tmp_path
     arguments = ({"train": corpus["validation"]}, vocabulary, 16, 0)
     write_shards(*arguments, str(tmp_path / "few"), str(tmp_path / "scratch"), MADE_FROM)
     assert len(open_shards(str(tmp_path / "few")).files("train")) == 8
-    monkeypatch.setattr(shards_module, "SHARD_TOKENS", 500)
+    monkeypatch.setattr(shard_writer, "SHARD_TOKENS", 500)
     write_shards(*arguments, str(tmp_path / "many"), str(tmp_path / "scratch"), MADE_FROM)
     many = open_shards(str(tmp_path / "many"))
     tokens = many.manifest["splits"]["train"]["tokens"] + many.manifest["splits"]["train"]["documents"]
@@ -362,17 +362,17 @@ def test_two_processes_at_once_write_one_set_of_shards(wikitext, written, tmp_pa
 @pytest.mark.slow
 def test_without_locks_two_processes_write_the_same_bytes(corpus, vocabulary, written, tmp_path, monkeypatch):
     """As on gs://: the other process has written all of it while this one was at its third shard."""
-    monkeypatch.setattr(shards_module, "_locked", lambda folder: contextlib.nullcontext())
-    really_write, data = shards_module._write_records, str(tmp_path / "data")
+    monkeypatch.setattr(shard_writer, "_locked", lambda folder: contextlib.nullcontext())
+    really_write, data = shard_writer._write_records, str(tmp_path / "data")
 
     def write(path, sequences):
         really_write(path, sequences)
         if "train-00002" in path and not (tmp_path / "other").exists():
-            monkeypatch.setattr(shards_module, "UNFINISHED", ".other.unfinished")
+            monkeypatch.setattr(shard_writer, "UNFINISHED", ".other.unfinished")
             write_shards(corpus, vocabulary, 16, 6, data, str(tmp_path / "other"), MADE_FROM)
-            monkeypatch.setattr(shards_module, "UNFINISHED", ".this.unfinished")
+            monkeypatch.setattr(shard_writer, "UNFINISHED", ".this.unfinished")
 
-    monkeypatch.setattr(shards_module, "_write_records", write)
+    monkeypatch.setattr(shard_writer, "_write_records", write)
     write_shards(corpus, vocabulary, 16, 6, data, str(tmp_path / "this"), MADE_FROM)
     assert find_shards(data, MADE_FROM).manifest == written.manifest
 

@@ -7,10 +7,10 @@ import pytest
 import tensorflow as tf
 
 from common.devices.strategy import make_strategy
+from common.files import finite
 from common.model.sizes import dimensions
 from common.run import speed
 from common.run.results import report
-from common.run.run_folder import finite
 from common.scores.language_model import language_model_scores
 from common.training.replicas import steps_in_one_call
 

@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from common.data.order import NO_EXAMPLE
+from common.data.shards import Shards
 
 DRAWER = 4096  # sequences of a lane that are shuffled together
 SHARDS_AT_ONCE = 4
@@ -34,24 +35,24 @@ def steps_in_shards(shards: list[dict[str, Any]], global_batch_size: int) -> int
 
 
 def read_shards(
-    folder: str,
-    shards: list[dict[str, Any]],
+    written: Shards,
+    split: str,
     global_batch_size: int,
     epochs: int,
-    first_step: int = 0,
     shuffle_seed: int | None = None,
+    first_step: int = 0,
     num_readers: int = 1,
     reader: int = 0,
 ) -> tf.data.Dataset:
     """One reader's share of a run.
 
     Args:
-        folder: where the shards are.
-        shards: of a split, as in the manifest.
+        written: the shards.
+        split: whose they are.
         global_batch_size: sequences in one step, over all replicas.
         epochs: of the run.
-        first_step: at which the run goes on.
         shuffle_seed: None for the shards' own order.
+        first_step: at which the run goes on.
         num_readers: see the module.
         reader: this one's number.
 
@@ -59,10 +60,11 @@ def read_shards(
         Elements are scalars (epoch, example, record): int64; int64, the number of a sequence in its split, or -1 for a
         place without one; and a string for `decode_sequences`, empty for such a place.
     """
+    shards = written.files(split)
     lanes = _lanes(shards, global_batch_size)
     places = steps_in_shards(shards, global_batch_size) * global_batch_size
     firsts = [sum(shard["sequences"] for shard in shards[:i]) for i in range(len(shards))]
-    paths = [f"{folder}/{shard['file']}" for shard in shards]
+    paths = [f"{written.folder}/{shard['file']}" for shard in shards]
     whole_lanes = lanes % num_readers == 0
     own = range(reader, lanes, num_readers) if whole_lanes else range(lanes)
 

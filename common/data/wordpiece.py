@@ -15,9 +15,9 @@ from typing import ClassVar
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from common.caching import cached_file
 from common.data.corpora import Documents
 from common.errors import UserError
-from common.run.caching import cached_file
 
 UNKNOWN = "[UNK]"  # how a corpus writes a word that it has left out
 ALPHABET_SIZE = 200  # characters that a trained vocabulary knows at most, the most frequent ones

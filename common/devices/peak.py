@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from common.run.caching import cached_file
+from common.caching import cached_file
 
 SECONDS = 0.7  # for which products are repeated, of which the fastest counts
 FEWEST = 5  # products, where they take longer

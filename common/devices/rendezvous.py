@@ -110,7 +110,7 @@ def agree(facts: dict[str, Any], difference: str) -> None:
             raise UserError(f"worker {index} {difference}: {told}")
 
 
-def chief_alone(work: Callable[[], None]) -> None:
+def chief_alone(work: Callable[[], object]) -> None:
     """Has the chief do some work that is for all, such as writing files, while the other workers wait.
 
     Raises:

@@ -28,7 +28,7 @@ from tokenizers import processors
 
 from common.data.wordpiece import WordPieces
 from common.errors import UserError, first_line
-from common.run.run_folder import UNFINISHED
+from common.files import UNFINISHED
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 

@@ -30,8 +30,8 @@ class Publish(keras.callbacks.Callback):
     made meanwhile, the newest waits for it. One that fails is told of in a line, and ends nothing. Of several workers,
     only the chief saves and uploads.
 
-    Around `fit`, it is a context: `with publish:`. An error that leaves it then ends the process soon, even where an
-    upload hangs.
+    It is a context, around `fit` and all that comes after: at its end it uploads the preset in `preset/`. An error that
+    leaves it ends the process soon, even where an upload hangs.
 
     Args:
         uri: `hf://user/name`; empty for no snapshots and no uploads.
@@ -45,7 +45,7 @@ class Publish(keras.callbacks.Callback):
         super().__init__()
         self.public = public
         self.uri = uri if is_chief() else ""
-        self.folder = workdir / "snapshots"
+        self.folder, self.preset = workdir / "snapshots", workdir / "preset"
         self._save = save
         self._waiting: Path | None = None
         self._uploading: Path | None = None
@@ -80,12 +80,11 @@ class Publish(keras.callbacks.Callback):
             return
         print(f"\nuploading to {self.uri}", flush=True)
         self._waiting = preset  # in the place of a snapshot
-        with self:
-            if self._thread:
-                self._thread.join()
-            self._upload_waiting()
-            if self._thread:
-                self._thread.join()
+        if self._thread:
+            self._thread.join()
+        self._upload_waiting()
+        if self._thread:
+            self._thread.join()
         if self._failure:
             private = "" if self.public else " --private"
             print(
@@ -98,7 +97,17 @@ class Publish(keras.callbacks.Callback):
         return self
 
     def __exit__(self, kind, error, trace):
-        if error and self._thread and self._thread.is_alive():
+        try:
+            if error is None:
+                self.finish(self.preset)
+        except BaseException as late:
+            self._leave_soon(late)
+            raise
+        if error:
+            self._leave_soon(error)
+
+    def _leave_soon(self, error: BaseException) -> None:
+        if self._thread and self._thread.is_alive():
             # Python waits at its end for the threads of any pool, and huggingface_hub sends files from one where it
             # does without Xet: it would wait for them as long as the Hub does not answer.
             status = error.code if isinstance(error, SystemExit) else 2 if isinstance(error, UserError) else 1

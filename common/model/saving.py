@@ -14,10 +14,12 @@ from common.data.wordpiece import WordPieces
 from common.devices.cluster import is_chief
 
 
-def save_preset(model: keras_hub.models.Task, vocabulary: Vocabulary, seq_length: int, folder: Path) -> None:
+def save_preset(
+    model: keras_hub.models.Task, vocabulary: Vocabulary, seq_length: int, folder: Path, card: str = ""
+) -> None:
     """Saves a preset that KerasHub loads without this project, what turns text into its inputs included.
 
-    Of several workers, only the chief saves.
+    Of several workers, only the chief saves. A `card`, where there is one, becomes its `README.md`.
 
     Raises:
         OSError: `ENOSPC`, before anything is written, when the disk has no room (h5py would crash the process).
@@ -29,6 +31,8 @@ def save_preset(model: keras_hub.models.Task, vocabulary: Vocabulary, seq_length
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     model.preprocessor = preprocessor(type(model), vocabulary, seq_length)
     model.save_to_preset(str(folder))
+    if card:
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def preprocessor(

@@ -66,6 +66,16 @@ def check_model(preset: str, size: str | None, seq_length: int, vocabulary: str 
         dimensions(size)
 
 
+def check_vocabulary_size(architecture: str, size: int) -> None:
+    """Checks that a vocabulary has room for what every one has.
+
+    Raises:
+        UserError: when it has not.
+    """
+    if architecture == "roberta" and size < 261:
+        raise UserError(f"--vocabulary-size must be at least 261: 256 bytes, 5 special tokens; got {size}")
+
+
 def _check_preset_folder(folder: Path, seq_length: int) -> None:
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))

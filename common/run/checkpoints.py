@@ -18,8 +18,9 @@ import tensorflow as tf
 from common.devices.cluster import is_chief, num_workers
 from common.devices.rendezvous import agree, exchange
 from common.errors import UserError, first_line
+from common.files import flush
 from common.run import command_line
-from common.run.run_folder import afresh, discard_replaced, flush
+from common.run.run_folder import afresh, discard_replaced
 
 KEEP = 3
 

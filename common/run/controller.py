@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from common.devices.cluster import is_chief
 from common.devices.rendezvous import exchange
+from common.files import read_json, write_json
 from common.run.checkpoints import Checkpoints
-from common.run.run_folder import read_json, write_json
 from common.training.replicas import steps_in_one_call
 
 LOOP_SECONDS = 5.0  # at most, as no signal is looked at while TensorFlow is in a loop
@@ -172,7 +172,8 @@ class Controller:
         """Evaluates once, and calls the actions."""
         assert self.evaluator, "the Controller was given no evaluator"
         began = time.perf_counter()
-        output = self.evaluator.evaluate()
+        with self._board.as_default(step=self.global_step):
+            output = self.evaluator.evaluate()
         seconds = time.perf_counter() - began
         print(f"eval  | step {self.global_step:6,} | {seconds:6.1f} s       | {_shown(output)}", flush=True)
         self._summarise("validation", output)

@@ -18,18 +18,16 @@ from common.data.order import Scaled
 from common.devices.cluster import is_chief, num_workers, worker_index
 from common.devices.rendezvous import agree, exchange
 from common.errors import UserError
+from common.files import read_json, remove_unfinished, write_json
 from common.run.options import check_accumulate
 from common.run.run_folder import (
     afresh,
     bring_back,
     has_progress,
     holds_run,
-    read_json,
     refuse_files_beside,
     refuse_other_files,
-    remove_unfinished,
     set_aside,
-    write_json,
     writes_of,
 )
 from common.training.precision import choose_precision
@@ -106,9 +104,16 @@ class Run:
         print(f"learning rate: {peak:g} at the peak, {rule} scaling of {learning_rate:g}", flush=True)
         return Scaled(batch_size, total, peak)
 
-    def set_precision(self, asked: str, jit: bool, width: int) -> None:
-        """Sets Keras's policy as `choose_precision` says; a run that goes on keeps what it began with."""
-        keras.config.set_dtype_policy(self.keep("chosen_precision", choose_precision(asked, jit, width)))
+    def configure_keras(self, config: Any, width: int) -> None:
+        """Sets Keras's seed, and its dtype policy as `choose_precision` says; a run that goes on keeps the policy.
+
+        Args:
+            config: of the recipe.
+            width: of the model's layers.
+        """
+        keras.utils.set_random_seed(config.seed)
+        policy = choose_precision(config.precision, getattr(config, "jit", False), width)
+        keras.config.set_dtype_policy(self.keep("chosen_precision", policy))
 
     def finish(self, results: dict[str, Any]) -> dict[str, Any]:
         """Writes `results.json`, which makes the run complete, and returns it; {} for workers other than the chief."""

@@ -12,7 +12,8 @@ import numpy as np
 
 from common.devices.cluster import is_chief
 from common.errors import UserError
-from common.run.run_folder import afresh, finite, write_whole
+from common.files import finite, write_whole
+from common.run.run_folder import afresh
 from common.run.speed import UNKNOWN, ModelFlops, peak_memory_mb
 from common.training.replicas import COUNTS, MEANS
 

@@ -49,14 +49,14 @@ def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], voca
     return results
 
 
-def draw_confusion(texts: LabelledTexts, split: str, logits: np.ndarray, step: int) -> None:
+def draw_confusion(texts: LabelledTexts, split: str, logits: np.ndarray, step: int | None = None) -> None:
     """Writes to TensorBoard, as text `validation/confusion` for that split, how often each class was taken for which.
 
     Args:
         texts: all splits.
         split: whose logits they are; for one without labels nothing is written.
         logits: of its examples, [examples, classes].
-        step: of training.
+        step: of training; None for TensorBoard's own.
     """
     if texts.splits[split].labels is None:
         return

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 
-def unigram_loss(counts: np.ndarray, targets: Iterable[np.ndarray], never_targets: Iterable[int] = ()) -> float:
+def unigram_loss(counts: np.ndarray, batches: Iterable[tuple], never_targets: Iterable[int] = ()) -> float:
     """Mean loss, in nats a token, of guessing targets by how often each token occurs in training.
 
     This is what the best model that looks at no context would reach; a language model has learned nothing until it is
@@ -16,13 +16,13 @@ def unigram_loss(counts: np.ndarray, targets: Iterable[np.ndarray], never_target
 
     Args:
         counts: how often each id occurs in training, [vocabulary size]; see `count_ids`.
-        targets: arrays of ids that the loss is the mean over.
+        batches: (x, y, sample_weight), of whose ids y with a weight the loss is the mean.
         never_targets: ids that are not counted in training, as they are never asked for: padding and the like.
     """
     counts = np.array(counts)
     counts[list(never_targets)] = 0
     log_probability = np.log((counts + 1) / (counts.sum() + len(counts)))
-    targets = np.concatenate([np.ravel(t) for t in targets])
+    targets = np.concatenate([np.asarray(y)[np.asarray(weight) > 0] for _, y, weight in batches])
     return float(-log_probability[targets].mean())
 
 

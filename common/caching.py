@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from common.run.run_folder import flush
+from common.files import flush
 
 READ_AT_ONCE = 2**22  # bytes
 

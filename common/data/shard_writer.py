@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a corpus as shards; see `shards.py` for what they are."""
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from common.data.byte_pairs import Vocabulary, train_byte_pairs
+from common.data.corpora import NEEDED_SPLITS, Documents, fingerprint, open_corpus
+from common.data.shards import answered, find_shards, read_bytes, short_hash, size_and_crc32
+from common.data.tokens import TokenRow, write_tokens
+from common.data.wordpiece import train_wordpieces
+from common.errors import UserError
+from common.files import UNFINISHED, flush, remove_unfinished
+
+LEAST_SHARDS = 8  # of a split, so that several readers can share them
+SHARD_TOKENS = 2**25  # in a shard at most, about 64 MB
+RECORDS_AT_ONCE = 1024
+OPTIONS = ("corpus", "architecture", "vocabulary_size", "seq_length", "shards")  # what `make_shards` goes by
+
+
+def make_shards(options: dict[str, Any], folder: str, scratch: str, dry_run: bool = False) -> str:
+    """Finds a corpus's shards in a folder, or trains a vocabulary and writes them.
+
+    Args:
+        options: by the names `OPTIONS`: the corpus's name; `bert` for WordPiece or `roberta` for byte pairs; the
+            vocabulary's size; and `seq_length` and `num_shards` of `write_shards`.
+        folder: of the shards; empty in a dry run that is to look nowhere.
+        scratch: of `write_shards`.
+        dry_run: leave nothing: where shards are missing, write them to a folder that goes with the process.
+
+    Returns:
+        The shards' folder.
+
+    Raises:
+        UserError: as `open_corpus`, `find_shards` and `write_shards`.
+    """
+    made_from = options | {"corpus": fingerprint(options["corpus"])}
+    if folder and find_shards(folder, made_from):
+        return folder
+    if dry_run:
+        folder = scratch = tempfile.mkdtemp(prefix="shards-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    corpus = open_corpus(options["corpus"])
+    train = train_wordpieces if options["architecture"] == "bert" else train_byte_pairs
+    vocabulary: Vocabulary = train(corpus["train"], options["vocabulary_size"])
+    write_shards(corpus, vocabulary, options["seq_length"], options["shards"], folder, scratch, made_from)
+    return folder
+
+
+def write_shards(
+    corpus: dict[str, Documents],
+    vocabulary: Vocabulary,
+    seq_length: int,
+    num_shards: int,
+    folder: str,
+    scratch: str,
+    made_from: dict[str, Any],
+) -> None:
+    """Writes a corpus's shards; interrupted, it goes on where it was.
+
+    All text of a split is one row of tokens, each document's with an end token behind it, cut every `seq_length - 2`.
+    Only the last piece, which is shorter, is dropped, and counted; a test split without a sequence is left out. The
+    manifest comes last; a shard that is there before it is kept where all its records can be read. Of several processes
+    that write to one local folder, one does, and the others wait for it; where they cannot lock it, the last to rename
+    wins, with the same bytes.
+
+    Args:
+        corpus: of `open_corpus`.
+        vocabulary: whose tokenizer is used.
+        seq_length: tokens in a sequence, start and end included.
+        num_shards: of each split; 0: 8, or as many as keep each under 64 MB.
+        folder: where to.
+        scratch: a local folder for the tokens until they are written.
+        made_from: what tells these shards from any others, for `find_shards`.
+
+    Raises:
+        UserError: when the folder cannot be used, or holds shards by another tokenizer, or files by the names of these;
+            when the vocabulary knows none of a split's words, so that nothing in it could be masked.
+        OSError: `ENOSPC`, when the disk is full.
+    """
+    answered(tf.io.gfile.makedirs, folder)
+    with _locked(folder):
+        if not find_shards(folder, made_from):
+            _write_shards(corpus, vocabulary, seq_length, num_shards, folder, Path(scratch), made_from)
+
+
+def _write_shards(
+    corpus: dict[str, Documents],
+    vocabulary: Vocabulary,
+    seq_length: int,
+    num_shards: int,
+    folder: str,
+    scratch: Path,
+    made_from: dict[str, Any],
+) -> None:
+    tokenizer = vocabulary.tokenizer()
+    special = vocabulary.special
+    start, end = map(vocabulary.pieces.index, (special.start, special.end))
+    never_masked = [*map(vocabulary.pieces.index, (special.pad, special.start, special.end, special.unknown))]
+    saved_tokenizer = tokenizer.to_str(pretty=True).encode()
+    manifest = {"made_from": made_from, "tokenizer": short_hash(saved_tokenizer), "seq_length": seq_length}
+    tokens = scratch / short_hash(json.dumps(manifest).encode())
+    path = f"{folder}/manifest.json"
+    begun = json.loads(read_bytes(path)) if tf.io.gfile.exists(path) else {}
+    there = tf.io.gfile.listdir(folder)  # no pattern: the folder's own name may have a bracket
+    others = any(name.endswith(".tfrecord") for name in there)
+    if others and begun.get("tokenizer") != manifest["tokenizer"]:
+        raise UserError(f"{folder} holds .tfrecord files by another tokenizer. Remove them, or give another --data")
+    if not begun and (foreign := sorted({"tokenizer.json", "train-counts.npy"} & {*there})):
+        raise UserError(f"{folder} holds {', '.join(foreign)}, but no manifest.json of shards. Give another --data")
+    if {name: begun.get(name) for name in manifest} != manifest:
+        _write_whole(path, json.dumps(manifest).encode())  # first: it tells whose the files are that follow
+    _write_whole(f"{folder}/tokenizer.json", saved_tokenizer)
+    splits: dict[str, dict[str, Any]] = {}
+    for split, documents in corpus.items():
+        print(f"tokenising {split}", flush=True)
+        row = write_tokens(documents(), tokenizer, end, tokens / split)
+        sequences, dropped = divmod(row.length, seq_length - 2)
+        if not sequences and split not in NEEDED_SPLITS:
+            print(f"{split}: too little text for one sequence, so it is left out", flush=True)
+            continue
+        counts = row.counts(len(vocabulary.pieces))
+        if sequences and not np.delete(counts, never_masked).any():
+            raise UserError(
+                f"the vocabulary, trained on the training text, knows none of the words of {split}. "
+                "Give text of the same kind in all splits"
+            )
+        count = min(num_shards or max(LEAST_SHARDS, -(-row.length // SHARD_TOKENS)), max(sequences, 1))
+        edges = [sequences * i // count for i in range(count + 1)]
+        splits[split] = {
+            "documents": row.documents,
+            "tokens": row.length - row.documents,
+            "sequences": sequences,
+            "dropped_tokens": dropped,
+            "shards": [],
+        }
+        for i in range(count):
+            name = f"{split}-{i:05}-of-{count:05}-{edges[i + 1] - edges[i]}.tfrecord"
+            if not _holds(f"{folder}/{name}", edges[i + 1] - edges[i]):
+                _write_records(f"{folder}/{name}", _sequences(row, start, end, edges[i], edges[i + 1], seq_length))
+            size, crc32 = size_and_crc32(f"{folder}/{name}")
+            entry = {"file": name, "sequences": edges[i + 1] - edges[i], "bytes": size, "crc32": crc32}
+            splits[split]["shards"].append(entry)
+        print(f"{split}: {sequences:,} sequences in {count} shards, {dropped} tokens left over", flush=True)
+        if split == "train":
+            content = io.BytesIO()
+            np.save(content, counts)
+            _write_whole(f"{folder}/train-counts.npy", content.getvalue())
+    _write_whole(path, json.dumps(manifest | {"splits": splits}, indent=2).encode())
+    shutil.rmtree(tokens)
+    with contextlib.suppress(OSError):  # there is something else in it
+        scratch.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Holds a local folder's lock, once nobody else does, and removes what killed processes left there."""
+    if "://" in folder:
+        yield
+        return
+    try:
+        lock = open(f"{folder}/.shards.lock", "a")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"cannot write to the folder {folder} ({error.strerror}). Give another --data") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that writes shards to {folder}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            yield
+            return
+        remove_unfinished(Path(folder))
+        yield
+
+
+def _sequences(row: TokenRow, start: int, end: int, first: int, last: int, seq_length: int) -> Iterator[np.ndarray]:
+    """The sequences from `first` to before `last`, some at once, so that memory does not grow."""
+    for at in range(first, last, RECORDS_AT_ONCE):
+        until = min(at + RECORDS_AT_ONCE, last)
+        body = row[at * (seq_length - 2) : until * (seq_length - 2)].reshape(until - at, seq_length - 2)
+        yield from np.pad(body, [[0, 0], [1, 1]], constant_values=((0, 0), (start, end)))
+
+
+def _write_records(path: str, sequences: Iterator[np.ndarray]) -> None:
+    with _full_disk_as_python_tells_it(path), tf.io.TFRecordWriter(path + UNFINISHED) as writer:
+        for ids in sequences:
+            values = tf.train.Feature(int64_list=tf.train.Int64List(value=ids.tolist()))
+            example = tf.train.Example(features=tf.train.Features(feature={"token_ids": values}))
+            writer.write(example.SerializeToString())
+    _rename(path + UNFINISHED, path)
+
+
+def _write_whole(path: str, content: bytes) -> None:
+    with _full_disk_as_python_tells_it(path), tf.io.gfile.GFile(path + UNFINISHED, "wb") as file:
+        file.write(content)
+    _rename(path + UNFINISHED, path)
+
+
+def _rename(unfinished: str, path: str) -> None:
+    if "://" not in path:
+        flush(Path(unfinished))  # or the new name could be on the disk before the content
+    tf.io.gfile.rename(unfinished, path, overwrite=True)
+
+
+def _holds(path: str, sequences: int) -> bool:
+    """Whether a shard is there, and has that many records, each of which agrees with its checksum."""
+    try:
+        return int(tf.data.TFRecordDataset(path).reduce(0, lambda number, _: number + 1)) == sequences
+    except (tf.errors.NotFoundError, tf.errors.DataLossError):
+        return False
+
+
+@contextlib.contextmanager
+def _full_disk_as_python_tells_it(path: str) -> Iterator[None]:
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path) from error
