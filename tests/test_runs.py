@@ -11,6 +11,7 @@ from common.command_line import UserError
 from common.run_folder import bring_back, discard_replaced, set_aside
 from common.runs import open_run, write_json
 from common.step_log import StepLog
+from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,6 +317,24 @@ def test_a_kill_between_the_first_checkpoint_and_the_end_of_the_old_run_keeps_th
     has_a_checkpoint(workdir)
     assert reopen(config, seed=1).saved["seed"] == 1
     assert files_in(workdir).keys() == {"config.json", "checkpoints/ckpt-4.index"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [bert_mlm, bert_from_scratch, glue_controller, glue_custom_loop])
+def test_overwrite_takes_all_that_a_recipe_writes(recipe, small, tmp_path):
+    """What stays would be taken for the user's, and the next run be refused for it."""
+    knobs = small | {"max_steps": 2}
+    if recipe in (glue_controller, glue_custom_loop):
+        lines = [f"{'good' if i % 2 else 'bad'} number {i},{i % 2}" for i in range(200)]
+        (tmp_path / "own.csv").write_text("\n".join(["text,label", *lines]))
+        del knobs["corpus"]
+        knobs |= {"task": "own", "data": str(tmp_path / "own.csv"), "text_columns": "text", "label_column": "label"}
+    recipe.train_and_evaluate(recipe.Config(**knobs))
+    workdir = Path(knobs["workdir"])
+    written = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()} - {".lock"}
+    set_aside(workdir)
+    left = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()} - {".lock"}
+    assert left == {f".replaced/{name}" for name in written}
 
 
 class Killed(BaseException):
