@@ -301,6 +301,21 @@ def test_what_a_killed_process_was_writing_is_removed_and_nothing_like_it(config
     assert files_in(workdir).keys() == {"config.json", "novel.unfinished", "a.1.unfinished/b"}
 
 
+def test_a_run_that_comes_back_overwrites_no_file_that_was_put_in_its_place(config):
+    workdir = reopen(config).workdir
+    fill(workdir, OLD, {"predictions/test.tsv": "old"})
+    before = files_in(workdir)
+    reopen(config, writes=(), seed=1, overwrite=True)
+    fill(workdir, {"predictions/test.tsv": "mine"})
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"run/predictions/test.tsv is in the way of the run that was set aside in"):
+            reopen(config)
+    assert (workdir / "predictions/test.tsv").read_text() == "mine"
+    (workdir / "predictions/test.tsv").unlink()
+    reopen(config)
+    assert files_in(workdir) == before
+
+
 def test_a_run_that_is_complete_without_a_checkpoint_stays(config):
     workdir = reopen(config).workdir
     fill(workdir, OLD)
