@@ -12,6 +12,7 @@ from common.run import run_folder
 from common.run.run_folder import bring_back, discard_replaced, set_aside
 from common.run.runs import open_run
 from common.run.step_log import StepLog
+from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,6 +303,21 @@ def test_what_a_killed_process_was_writing_is_removed_and_nothing_like_it(config
     assert files_in(workdir).keys() == {"config.json", "novel.unfinished", "a.1.unfinished/b"}
 
 
+def test_a_run_that_comes_back_overwrites_no_file_that_was_put_in_its_place(config):
+    workdir = reopen(config).workdir
+    fill(workdir, OLD, {"predictions/test.tsv": "old"})
+    before = files_in(workdir)
+    reopen(config, writes=(), seed=1, overwrite=True)
+    fill(workdir, {"predictions/test.tsv": "mine"})
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"run/predictions/test.tsv is in the way of the run that was set aside in"):
+            reopen(config)
+    assert (workdir / "predictions/test.tsv").read_text() == "mine"
+    (workdir / "predictions/test.tsv").unlink()
+    reopen(config)
+    assert files_in(workdir) == before
+
+
 def test_a_run_that_is_complete_without_a_checkpoint_stays(config):
     workdir = reopen(config).workdir
     fill(workdir, OLD)
@@ -318,6 +334,24 @@ def test_a_kill_between_the_first_checkpoint_and_the_end_of_the_old_run_keeps_th
     has_a_checkpoint(workdir)
     assert reopen(config, seed=1).saved["seed"] == 1
     assert files_in(workdir).keys() == {"config.json", "checkpoints/ckpt-4.index"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [bert_mlm, bert_from_scratch, glue_controller, glue_custom_loop])
+def test_overwrite_takes_all_that_a_recipe_writes(recipe, small, tmp_path):
+    """What stays would be taken for the user's, and the next run be refused for it."""
+    knobs = small | {"max_steps": 2}
+    if recipe in (glue_controller, glue_custom_loop):
+        lines = [f"{'good' if i % 2 else 'bad'} number {i},{i % 2}" for i in range(200)]
+        (tmp_path / "own.csv").write_text("\n".join(["text,label", *lines]))
+        del knobs["corpus"]
+        knobs |= {"task": "own", "data": str(tmp_path / "own.csv"), "text_columns": "text", "label_column": "label"}
+    recipe.train_and_evaluate(recipe.Config(**knobs))
+    workdir = Path(knobs["workdir"])
+    written = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()} - {".lock"}
+    set_aside(workdir)
+    left = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()} - {".lock"}
+    assert left == {f".replaced/{name}" for name in written}
 
 
 class Killed(BaseException):

@@ -134,7 +134,11 @@ def set_aside(workdir: Path) -> None:
 
 
 def bring_back(workdir: Path) -> None:
-    """Moves a run that was set aside back, in the place of one that ended before its first checkpoint."""
+    """Moves a run that was set aside back, in the place of one that ended before its first checkpoint.
+
+    Raises:
+        UserError: when a file that neither run wrote has taken the place of one of its files.
+    """
     shutil.rmtree(workdir / DISCARDED, ignore_errors=True)
     replaced = workdir / REPLACED
     if not replaced.is_dir():
@@ -146,7 +150,11 @@ def bring_back(workdir: Path) -> None:
         if (workdir / "config.json").exists():
             for path in _written(workdir, writes_of(workdir)):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    _move(_written(replaced, OF_SOME_RUNS)[::-1], replaced, workdir)
+    paths = _written(replaced, OF_SOME_RUNS)[::-1]
+    for path in (workdir / path.relative_to(replaced) for path in paths):
+        if os.path.lexists(path):
+            raise UserError(f"{path} is in the way of the run that was set aside in {replaced}. Move it")
+    _move(paths, replaced, workdir)
     replaced.rmdir()
     print(f"The run that was set aside in {workdir} is back: the one in its place had no checkpoint yet.", flush=True)
 
