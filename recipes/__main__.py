@@ -214,7 +214,7 @@ def main() -> None:
             from common.run.quiet import quiet_stderr
 
             with quiet_stderr():
-                from common.model.huggingface import export_bert
+                from common.model.export import export_bert
             export_bert(arguments.preset, arguments.destination)
             print(f"{arguments.destination}: {' '.join(sorted(path.name for path in arguments.destination.iterdir()))}")
             print(f'Load it: transformers.pipeline("fill-mask", "{arguments.destination}")')

@@ -169,7 +169,6 @@ def train_and_evaluate(config: Config) -> dict:
             callbacks=[log, Profile(run.workdir, step_range(config.profile_steps)), publish, checkpoints],
             verbose=1 if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
         )
-
         results = training_results("bert_from_scratch", config, strategy, scaled.global_batch_size, log)
         for split in [split for split in steps if split != "train"]:
             data = distribute(strategy, batches, split)

@@ -151,7 +151,6 @@ def train_and_evaluate(config: Config) -> dict:
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
     with strategy.scope():
         model = build_model(config, data, schedule)
-
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=model.optimizer)
     flops = model_flops(strategy, model.backbone, config.seq_length)
     log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), flops)

@@ -18,8 +18,8 @@ from common.data.corpora import open_corpus
 from common.data.wordpiece import WordPieces, train_wordpieces
 from common.errors import UserError
 from common.model.backbones import model_width, preset_vocabulary
+from common.model.export import export_bert
 from common.model.fill_mask import fill_mask, print_filled_masks
-from common.model.huggingface import export_bert
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
 from common.model.saving import save_preset
 from recipes import __main__, bert_mlm
@@ -177,7 +177,7 @@ def test_a_folder_is_complete_or_absent(preset, exported, tmp_path, monkeypatch)
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("common.model.huggingface.save", full_disk)
+    monkeypatch.setattr("common.model.export.save", full_disk)
     with pytest.raises(UserError, match="No space left on device"):
         export_bert(preset, tmp_path / "hf")
     assert {path.name for path in tmp_path.iterdir()} == {"file", ".hf.unfinished"}

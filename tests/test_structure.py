@@ -59,11 +59,17 @@ def test_a_room_says_what_lives_there(room):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_a_recipe_is_one_page_that_imports_no_other(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "recipes"]
-    assert len(path.read_text().splitlines()) <= 250
-    functions = {
-        node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-    assert {"Config", "make_datasets", "build_model", "train_and_evaluate", "main"} <= functions
+    loop = path.stem == "glue_custom_loop"  # whose point is its loop
+    assert len(path.read_text().splitlines()) <= (200 if loop else 190)
+    tree = ast.parse(path.read_text())
+    parts = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert {"Config", "make_datasets", "build_model", "train_and_evaluate", "main"} <= parts.keys()
+    main_part = parts["train_and_evaluate"]
+    assert loop or main_part.end_lineno - main_part.lineno < 45
+    calls = [
+        node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    assert calls.count("fit") == (path.stem.startswith("bert"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
