@@ -254,10 +254,16 @@ def test_the_table_of_strategies_and_that_of_scaling_are_those_of_the_code():
 
 def test_the_picture_of_the_architecture_names_each_module_of_common():
     (picture,) = re.findall(r"^```text\n(recipes/.*?)^```", README, re.MULTILINE | re.DOTALL)
-    lines = picture[picture.index("\ncommon/") : picture.index("\ndocs/")].splitlines()[2:]
-    assert all(line.startswith("    ") for line in lines)
-    named = [name for line in lines for name in re.findall(r"\w+", re.split("  +", line.strip())[0])]
-    assert sorted(named) == sorted(path.stem for path in (ROOT / "common").rglob("[a-z]*.py"))
+    title, *lines = picture[picture.index("\ncommon/") : picture.index("\ndocs/")].strip().splitlines()
+    rooms = {"": re.findall(r"(\w+),", title.split(": ")[1])}
+    for line in lines:
+        if room := re.match(r"  (\w+)/  ", line):
+            named = rooms[room[1]] = []
+        else:
+            named += re.findall(r"\w+", line)
+    for room, names in rooms.items():
+        assert sorted(names) == sorted(path.stem for path in (ROOT / "common" / room).glob("[a-z]*.py"))
+    assert len(rooms) == 1 + len(list((ROOT / "common").glob("*/__init__.py")))
 
 
 def test_troubleshooting_has_each_fault_of_keras_with_its_message():
