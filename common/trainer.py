@@ -99,10 +99,6 @@ class Trainer(ReplicaStep):
 
         self.test_function = test_function
 
-    def predict_step(self, data):
-        """As Keras's, of one replica's part."""
-        return super().predict_step(data if self.jit_compile else _own(data))  # XLA writes into no argument
-
     def make_predict_function(self, force=False):
         """As Keras's; a model that is not built yet is built first, for XLA."""
         if self.predict_function is not None and not force:

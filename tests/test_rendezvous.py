@@ -55,6 +55,7 @@ def test_a_worker_at_loopback_listens_to_its_own_machine_alone(host, meets_at):
 OF_TWO = """
 import json, os
 import tensorflow as tf
+from tensorflow.python.eager.context import context
 from common.cluster import worker_index
 from common.command_line import UserError
 from common.rendezvous import agree, chief_alone, exchange, join
@@ -69,7 +70,7 @@ def refuse():
     raise UserError("no room")
 
 join(tf.distribute.experimental.CommunicationOptions())
-own, done = worker_index(), []
+own, done, times = worker_index(), [], context()._coordination_service_config
 told = [
     exchange({"worker": own}),
     refused(exchange, {"error": "lost" if own == 1 else None}),
@@ -77,6 +78,7 @@ told = [
     refused(agree, {"seed": own, "same": 1, **({"more": 2} if own else {})}, "is another"),
     refused(chief_alone, lambda: done.append(own)),
     refused(chief_alone, refuse),
+    [times.heartbeat_timeout_in_ms, times.cluster_register_timeout_in_ms],
 ]
 exchange({})
 print(json.dumps([told, done]), flush=True)
@@ -108,6 +110,7 @@ def test_two_workers_tell_each_other(free_addresses):
         "worker 1 is another: seed 1, not 0, more 2, not None",
         None,
         "no room",
+        [15_000, 300_000],
     ]
     assert answers == [[told, [0]], [told, []]]
 
