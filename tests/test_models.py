@@ -42,7 +42,7 @@ def saved(request, tmp_path_factory):
 
 def test_a_size_is_a_model_of_the_vocabularys_kind(saved):
     model, vocabulary, _, kind, _ = saved
-    assert isinstance(model, kind)
+    assert isinstance(model, kind) and not model.compiled
     config = model.backbone.get_config()
     told = ("vocabulary_size", "num_layers", "num_heads", "hidden_dim", "intermediate_dim", "dropout")
     assert [config[name] for name in told] == [len(vocabulary.pieces), 1, 1, 64, 256, 0.2]
@@ -56,6 +56,7 @@ def test_a_preset_gives_the_model_and_its_vocabulary_again(saved):
     model, vocabulary, folder, kind, preprocessor = saved
     again = masked_lm_from_preset(str(folder), dropout=0.1)
     assert isinstance(again, kind) and again.backbone.dropout == 0.1
+    assert masked_lm_from_preset(str(folder)).backbone.dropout == 0
     for mine, theirs in zip(again.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert len(again.trainable_variables) == len(model.trainable_variables)
@@ -77,7 +78,8 @@ def test_a_classifier_has_the_preset_under_a_new_head(saved):
         classifier_from_preset(str(folder), 3, 0.3),
         classifier_from_size("nano", vocabulary, 3, 0.3, 9),
     ):
-        assert classifier.num_classes == 3 and classifier.backbone.dropout == classifier.dropout == 0.3
+        assert not classifier.compiled and classifier.num_classes == 3
+        assert classifier.backbone.dropout == classifier.dropout == 0.3
         assert any("pooled_dense" in variable.path for variable in classifier.trainable_variables)
     of_preset = classifier_from_preset(str(folder), 3, 0.3).backbone.get_weights()
     for mine, theirs in zip(of_preset, model.backbone.get_weights(), strict=True):
