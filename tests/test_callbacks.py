@@ -45,7 +45,7 @@ class Seen(keras.callbacks.Callback):
         self.logs.append(dict(logs))
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_step_is_in_the_record_and_in_tensorboard(tmp_path, steps_per_execution):
     model = make_model(2, steps_per_execution=steps_per_execution)
     log = FitLog(tmp_path, {"seed": 7, "corpus": "text"}, EPOCH, flops=ModelFlops(2.0, 1e9))
@@ -122,7 +122,7 @@ def test_checkpoints_come_when_due_and_at_the_end_of_each_epoch(tmp_path):
 
 @pytest.mark.parametrize(
     ("step", "validating", "saved"),
-    [(1, False, 2), (2, False, 3), (3, True, 3)],
+    [(1, False, 2), pytest.param(2, False, 3, marks=pytest.mark.slow), (3, True, 3)],
     ids=["in an epoch", "in its last step", "in its validation"],
 )
 def test_sigterm_saves_and_leaves(tmp_path, step, validating, saved, capsys):
@@ -140,7 +140,12 @@ def test_sigterm_saves_and_leaves(tmp_path, step, validating, saved, capsys):
 
 @pytest.mark.parametrize(
     ("steps", "per_call", "traced"),
-    [(range(2, 4), 1, 2), (range(2, 3), 2, 1), (range(5, 99), 1, 2), (range(7, 9), 1, 0)],
+    [
+        pytest.param(range(2, 4), 1, 2, marks=pytest.mark.slow),
+        (range(2, 3), 2, 1),
+        (range(5, 99), 1, 2),
+        pytest.param(range(7, 9), 1, 0, marks=pytest.mark.slow),
+    ],
     ids=["two steps", "a call that holds the step", "as far as the run goes", "none of the run's"],
 )
 def test_the_trace_has_the_steps_asked_for(tmp_path, steps, per_call, traced, capsys):
