@@ -118,6 +118,7 @@ GLUE = [
 # The same for bert_from_scratch.
 FROM_SCRATCH = [
     ("--shards -1", "--shards must be at least 0; got -1"),
+    ("--shards 65537", "--shards must be at most 65536; got 65537"),
     ("--vocabulary-size 260 --architecture roberta", "must be at least 261: 256 bytes, 5 special tokens; got 260"),
     ("--model huge", "--model huge is neither nano, tiny, mini, small, medium, base, large, nor a JSON file"),
     ("--model {files}/preset/config.json", "must hold these as whole numbers above 0, and no more: num_layers"),

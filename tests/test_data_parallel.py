@@ -9,6 +9,7 @@ from common.model.masked_lm import BertMaskedLM
 from common.training import data_parallel as module
 from common.training.data_parallel import data_parallel
 from common.training.losses import CrossEntropy
+from tests.test_conformance import no_autotune
 
 SLOTS, LENGTH = 2, 8
 
@@ -260,3 +261,183 @@ def test_a_preset_is_the_plain_tasks(policy, tmp_path):
     np.testing.assert_array_equal(weights_after(again), weights_after(model))
     if policy == "float32":
         np.testing.assert_allclose(again(x), model(x), atol=1e-6)
+
+
+# A small model of any kind, on two replicas of which the first has the larger part of every batch.
+FEATURES, BATCH = 4, 7
+X, Y = np.random.default_rng(0).normal(size=(2, 19, FEATURES)).astype(np.float32)
+
+
+class Penalty(keras.layers.Layer):
+    """A mean over examples, as terms of `add_loss` are to be."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x**2))
+        return x
+
+
+class Seen(keras.layers.Layer):
+    """With state that it updates: the mean of what it saw, and how often it was called, which is a whole number."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        seen = x - self.mean
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, axis=0))
+            self.calls.assign(self.calls + 1)
+        return seen
+
+
+def sequence_of(*layers):
+    def make(model_class):
+        inputs = outputs = keras.Input((FEATURES,))
+        for layer in layers:
+            outputs = layer()(outputs)
+        return model_class(inputs, keras.layers.Dense(FEATURES)(outputs))
+
+    return make
+
+
+def dense():
+    return keras.layers.Dense(FEATURES, activation="tanh")
+
+
+def with_adapters(model_class):
+    """LoRA: of the first layer only two narrow kernels are trained, of the second nothing."""
+    model = sequence_of(dense, dense)(model_class)
+    model.layers[1].enable_lora(2)
+    model.layers[2].trainable = False
+    return model
+
+
+def largest_error(y, predicted):
+    """A loss that is no sum over examples."""
+    return keras.ops.max(keras.ops.abs(y - predicted))
+
+
+def a_data_set():
+    return batches((X, Y), BATCH).with_options(no_autotune())
+
+
+def from_a_generator():
+    return ((X[i : i + BATCH], Y[i : i + BATCH]) for _ in range(2) for i in range(0, len(X), BATCH))
+
+
+class FromAPyDataset(keras.utils.PyDataset):
+    def __len__(self):
+        return -(-len(X) // BATCH)
+
+    def __getitem__(self, i):
+        return X[i * BATCH :][:BATCH], Y[i * BATCH :][:BATCH]
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "loss"),
+    [
+        pytest.param(sequence_of(dense, Penalty), a_data_set, "mse", id="add_loss"),
+        pytest.param(sequence_of(dense, Penalty), a_data_set, largest_error, id="add_loss, a loss of its own"),
+        pytest.param(sequence_of(dense, keras.layers.BatchNormalization), a_data_set, "mse", id="BatchNormalization"),
+        pytest.param(sequence_of(dense, Seen), a_data_set, "mse", id="a layer with state"),
+        pytest.param(with_adapters, a_data_set, "mse", id="LoRA and a frozen layer"),
+        pytest.param(sequence_of(dense), from_a_generator, "mse", id="from a generator"),
+        pytest.param(sequence_of(dense), FromAPyDataset, "mse", id="from a PyDataset"),
+    ],
+)
+def test_replicas_with_unequal_parts_compute_what_plain_keras_does(make, data, loss):
+    def outcome(model_class):
+        keras.utils.set_random_seed(0)
+        model = make(model_class)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["mae"])
+        history = model.fit(data(), steps_per_epoch=3, epochs=2, shuffle=False, verbose=0).history
+        scores = model.evaluate(a_data_set(), verbose=0)
+        return [*history.values(), scores, *model.get_weights(), model.predict(X, BATCH, verbose=0)]
+
+    plain = outcome(keras.Model)
+    with make_strategy(2).scope():
+        ours = outcome(data_parallel(keras.Model))
+    for mine, theirs in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_arrays_of_a_generator_stay_as_they_are():
+    """TensorFlow 2.21 takes a part of a generator's array for memory of its own, and writes into it."""
+    size = np.prod(SHAPE := (8, 16))
+    raw = np.zeros(2 * size + 32, np.float32)
+    begin = -raw.ctypes.data % 64 // 4
+    # TensorFlow copies what does not begin at a multiple of 64 bytes.
+    x, y = (raw[at : at + size].reshape(SHAPE) for at in (begin, begin + size))
+    assert x.ctypes.data % 64 == y.ctypes.data % 64 == 0
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential)([keras.layers.Rescaling(3.0), keras.layers.Dense(16)])
+        model.compile("sgd", "mse")
+    x[:] = y[:] = 1.0
+    model.fit(((x, y) for _ in range(2)), verbose=0)
+    model.evaluate(((x, y) for _ in range(2)), verbose=0)
+    model.predict(((x,) for _ in range(2)), verbose=0)
+    assert (x == 1).all() and (y == 1).all()
+
+
+class Squares(keras.losses.Loss):
+    """Not one of Keras's: nothing is known of it."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+
+def test_a_loss_of_its_own_sees_predictions_in_16_bits_and_masks_of_all_replicas():
+    """By collectives, as between workers and with NCCL, which gather neither bfloat16 nor booleans."""
+    ids = np.array([[1, 2, 0], [3, 0, 0], [1, 1, 1], [2, 3, 0], [3, 3, 0]])  # 0 is masked
+    histories = []
+    for strategy in (tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            embedding = keras.layers.Embedding(4, 8, mask_zero=True, dtype="mixed_bfloat16")
+            model = data_parallel(keras.Sequential)([embedding, keras.layers.Dense(2, dtype="mixed_bfloat16")])
+            model.compile(keras.optimizers.SGD(0.1), Squares())
+        data = batches((ids, np.ones([5, 3, 2], np.float32)), 5)
+        histories.append(model.fit(data, epochs=3, verbose=0).history["loss"])
+    np.testing.assert_allclose(histories[1], histories[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize(("eagerly", "steps"), [(False, None), (False, 3), (True, None)])
+def test_all_stop_after_the_step_in_which_one_was_told_to(eagerly, steps):
+    with make_strategy(2).scope():
+        model = sequence_of(dense)(data_parallel(keras.Model))
+        model.compile("sgd", "mse", run_eagerly=eagerly)
+    stopped = []
+    tell = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: setattr(model, "told_to_stop", batch == 1),
+        on_train_batch_end=lambda batch, logs: stopped.append(model.all_told_to_stop),
+    )
+    model.fit(a_data_set(), steps_per_epoch=steps, verbose=0, callbacks=[tell])
+    assert stopped == [False, True, False]
+
+
+def test_backup_and_restore_goes_on_with_the_epoch_after_the_last_whole_one(tmp_path):
+    def trained(folder, *callbacks):
+        keras.utils.set_random_seed(0)
+        with make_strategy(2).scope():
+            model = sequence_of(dense, keras.layers.BatchNormalization)(data_parallel(keras.Model))
+            model.compile(keras.optimizers.Adam(0.1), "mse")
+        backup = keras.callbacks.BackupAndRestore(tmp_path / folder)
+        epochs = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: begun.append(epoch))
+        model.fit(a_data_set(), epochs=4, verbose=0, callbacks=[backup, epochs, *callbacks])
+        return model
+
+    class Die(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.steps_done == 7:  # of 12: after the first of the third epoch
+                raise KeyboardInterrupt
+
+    begun = []
+    whole = trained("whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained("stopped", Die())
+    again = trained("stopped")
+    assert begun == [0, 1, 2, 3, 0, 1, 2, 2, 3]
+    np.testing.assert_array_equal(weights_after(again), weights_after(whole))
+    for mine, theirs in zip(again.optimizer.variables, whole.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(mine, theirs)

@@ -11,9 +11,9 @@ def nvidia_smi(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def answer(*lines):
+    def answer(*lines, status=0):
         command = tmp_path / "nvidia-smi"
-        command.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+        command.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {status}\n")
         command.chmod(0o755)
 
     return answer
@@ -71,3 +71,6 @@ def test_a_split_gpu_is_divided_by_its_own_memory(nvidia_smi):
         gpu_memory_mb()
     nvidia_smi("80000")
     assert gpu_memory_mb() == 72_000
+    nvidia_smi("80000", status=1)
+    with pytest.raises(UserError, match="use --replicas 1"):
+        gpu_memory_mb()

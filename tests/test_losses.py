@@ -80,3 +80,9 @@ def test_each_label_counts_alike_however_far_a_batch_is_padded():
     metric.update_state(tf.ones([1, 4], tf.int32), tf.constant([[right, wrong, wrong, wrong]]), tf.ones([1, 4]))
     metric.update_state(tf.ones([1, 2], tf.int32), tf.constant([[right, wrong]]), tf.constant([[1.0, 0.0]]))
     assert metric.result() == 2 / 5
+
+
+def test_the_accuracy_is_described_by_its_name_and_dtype():
+    metric = LabelAccuracy("hits", "float64")
+    again = LabelAccuracy.from_config(metric.get_config())
+    assert (again.name, again.dtype) == ("hits", "float64")

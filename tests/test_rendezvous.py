@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import socket
@@ -7,7 +8,8 @@ import sys
 import pytest
 
 from common.devices.cluster import worker_config
-from common.devices.rendezvous import close_to_other_machines
+from common.devices.rendezvous import _meet, close_to_other_machines
+from common.errors import UserError
 from tests.conftest import ROOT
 
 # A worker that is alone in its cluster, and the interfaces that its sockets listen on, before and after it has joined.
@@ -47,6 +49,101 @@ def test_a_worker_at_loopback_listens_to_its_own_machine_alone(host, meets_at):
     )
     assert done.returncode == 0 and "warning: port" not in done.stderr
     assert done.stdout.splitlines() == [str((meets_at, "")), str(("::", "lo"))]
+
+
+# One of two workers, and what it was told.
+OF_TWO = """
+import json, os
+import tensorflow as tf
+from tensorflow.python.eager.context import context
+from common.devices.cluster import worker_index
+from common.errors import UserError
+from common.devices.rendezvous import agree, chief_alone, exchange, join
+
+def refused(function, *arguments):
+    try:
+        function(*arguments)
+    except UserError as error:
+        return str(error)
+
+def refuse():
+    raise UserError("no room")
+
+join(tf.distribute.experimental.CommunicationOptions())
+own, done, times = worker_index(), [], context()._coordination_service_config
+told = [
+    exchange({"worker": own}),
+    refused(exchange, {"error": "lost" if own == 1 else None}),
+    refused(agree, {"seed": 1}, "is another"),
+    refused(agree, {"seed": own, "same": 1, **({"more": 2} if own else {})}, "is another"),
+    refused(chief_alone, lambda: done.append(own)),
+    refused(chief_alone, refuse),
+    [times.heartbeat_timeout_in_ms, times.cluster_register_timeout_in_ms],
+]
+exchange({})
+print(json.dumps([told, done]), flush=True)
+os._exit(0)
+"""
+
+
+def test_two_workers_tell_each_other(free_addresses):
+    addresses = free_addresses(2)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", OF_TWO],
+            cwd=ROOT,
+            env=os.environ | {"TF_CONFIG": json.dumps(worker_config(addresses, index))},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        answers = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    told = [
+        [{"worker": 0}, {"worker": 1}],
+        "lost",
+        None,
+        "worker 1 is another: seed 1, not 0, more 2, not None",
+        None,
+        "no room",
+        [15_000, 300_000],
+    ]
+    assert answers == [[told, [0]], [told, []]]
+
+
+@pytest.fixture
+def free_addresses():
+    def find(count):
+        with contextlib.ExitStack() as until_all_are_found:
+            found = [until_all_are_found.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+            return [f"127.0.0.1:{free.getsockname()[1]}" for free in found]
+
+    return find
+
+
+def test_who_has_not_come_is_named(free_addresses, monkeypatch):
+    own, *others = addresses = free_addresses(3)
+    monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(addresses, 0)))
+    host, port = others[0].split(":")
+    with socket.create_server((host, int(port))) as hanging:  # its machine takes the call, and it says nothing
+        hanging.listen()
+        with pytest.raises(UserError, match=f"^these workers have not come in 1 s: {', '.join(sorted(others))}$"):
+            _meet(0.9)
+
+
+def test_a_port_in_use_is_named(free_addresses, monkeypatch):
+    (own,) = free_addresses(1)
+    monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config([own], 0)))
+    host, port = own.split(":")
+    with (
+        socket.create_server((host, int(port))),
+        pytest.raises(UserError, match=f"^this worker cannot listen at {own} .Address already in use.. Give another"),
+    ):
+        _meet(1)
 
 
 @pytest.fixture

@@ -1,7 +1,16 @@
 import numpy as np
 import tensorflow as tf
 
-from common.training.replicas import gather_over_replicas
+from common.devices.strategy import make_strategy
+from common.training.replicas import (
+    COUNTS,
+    MEANS,
+    first_replica,
+    gather_over_replicas,
+    means_of,
+    steps_in_one_call,
+    sum_over_replicas,
+)
 
 
 def test_logits_of_any_precision_are_gathered_by_collectives():
@@ -24,3 +33,35 @@ def test_logits_of_any_precision_are_gathered_by_collectives():
     for logits in all_logits:
         for rows in strategy.experimental_local_results(logits):
             np.testing.assert_array_equal(tf.cast(rows, tf.float32)[:, 0], np.arange(6) / 2)
+
+
+def test_sums_of_all_replicas_become_means_over_the_labels():
+    strategy = make_strategy(2)
+
+    @tf.function
+    def means():
+        def on_replica():
+            share = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group + 1, tf.float32)
+            parts = {"loss": 6.0, "accuracy": 1.0, "labels": 2.0, "tokens": 5.0, "slots": 8.0}
+            return means_of(sum_over_replicas({name: part * share for name, part in parts.items()}))
+
+        return first_replica(strategy, strategy.run(on_replica))
+
+    assert means() == {"loss": 3.0, "accuracy": 0.5, "labels": 6.0, "tokens": 15.0, "slots": 24.0}
+    nothing = means_of(dict.fromkeys((*MEANS, *COUNTS), tf.constant(0.0)))
+    assert not any(map(float, nothing.values()))
+
+
+def test_each_step_of_a_call_has_its_values_in_their_shapes_and_knows_of_the_stop():
+    def step(iterator, stop):
+        number = next(iterator)
+        return {"number": number, "table": tf.reshape(tf.range(6) + 6 * number, [2, 3]), "stop": stop}
+
+    run_steps = steps_in_one_call(step)
+    data = iter(tf.data.Dataset.range(5, output_type=tf.int32))
+    for count, stop in ((3, False), (2, True)):
+        values = run_steps(data, count, stop)
+        first = 0 if count == 3 else 3
+        np.testing.assert_array_equal(values["number"], range(first, first + count))
+        np.testing.assert_array_equal(values["table"], np.arange(6 * first, 6 * (first + count)).reshape(count, 2, 3))
+        assert values["stop"].tolist() == [float(stop)] * count and values["waited"].shape == (count,)

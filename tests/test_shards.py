@@ -202,6 +202,7 @@ def test_the_order_is_a_function_of_seed_epoch_and_position(written, batch):
     for readers in (2, 3):
         parts = [order(shuffle_seed=5, num_readers=readers, reader=reader) for reader in range(readers)]
         assert all(parts[at % readers][at // readers] == place for at, place in enumerate(whole))
+    assert order(shuffle_seed=5, num_readers=5, reader=4) == whole[4::5]  # who divide neither 6 lanes nor 1
     step = steps_in_shards(files, batch) + 3
     assert order(shuffle_seed=5, first_step=step) == whole[step * batch :]
     assert order(shuffle_seed=5, first_step=step, num_readers=2, reader=1) == whole[step * batch :][1::2]

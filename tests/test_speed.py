@@ -1,5 +1,8 @@
 import math
+import re
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +25,24 @@ def test_the_peak_is_that_of_the_cores_which_logical_devices_share(monkeypatch, 
     flops = speed.model_flops(make_strategy(replicas), backbone, 128, 0.15)
     assert flops == (speed.flops_per_token(128, 512, 2, 500, 128, 0.15), 1e12)
     assert flops.utilisation(0.5 * 1e12 / flops.per_token) == pytest.approx(0.5)
+
+
+def test_the_arithmetic_of_a_token_is_that_of_the_papers():
+    layers = 5 * (4 * 2**2 + 2 * 2 * 3)  # weights in matrices
+    head = 2**2 + 2 * 7
+    attention = 12 * 5 * 2 * 11
+    assert speed.flops_per_token(2, 3, 5, 7, 11, 0.5) == 6 * layers + attention + 6 * 0.5 * head
+    assert speed.flops_per_token(768, 3072, 12, 30522, 0, 0.0) == 6 * 84_934_656  # BERT-base's encoder
+
+
+def test_the_peak_of_memory_is_that_of_the_system(monkeypatch):
+    """Linux counts it in KiB; macOS in bytes."""
+    np.ones(2**23).sum()  # 64 MiB
+    status = Path("/proc/self/status").read_text()
+    assert speed.peak_memory_mb() == pytest.approx(int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024, rel=0.05)
+    here = speed.peak_memory_mb()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert speed.peak_memory_mb() == pytest.approx(here / 1024, rel=0.05)
 
 
 def test_the_time_that_a_step_waits_for_its_batch_is_told():

@@ -216,7 +216,7 @@ class Trainer(ReplicaStep):
         strategy = self.distribute_strategy
 
         def replica_step(data, stop):
-            data = keras.tree.map_structure(lambda t: None if isinstance(t, tf.experimental.Optional) else t, data)
+            data = _own(data)
             if not own:
                 return step(data, stop=stop)
             logs = keras.tree.map_structure(lambda t: tf.cast(t, tf.float32), step(data))
@@ -280,6 +280,25 @@ def _moments_of_whole_batch(layer, model, inputs, mask):
         return type(layer)._moments(layer, inputs, mask)
     model._refuse_if_pure("BatchNormalization")
     return moments(inputs, mask, layer._reduction_axes)
+
+
+def _own(data):
+    """A replica's part of the data, with None for what is left out, and in memory of its own.
+
+    Of a batch that a Python generator gives, a part is still the generator's own array, into which TensorFlow 2.21
+    writes what it computes from it.
+    """
+    strategy = tf.distribute.get_strategy()
+    may_be_shared = strategy.num_replicas_in_sync > 1 and "CPU" in strategy.extended.worker_devices[0]
+
+    def own(leaf):
+        if leaf is None or isinstance(leaf, tf.experimental.Optional):
+            return None
+        if not may_be_shared:
+            return leaf
+        return tf.nest.map_structure(lambda tensor: tf.raw_ops.DeepCopy(x=tensor), leaf, expand_composites=True)
+
+    return keras.tree.map_structure(own, data)
 
 
 def _of_one_replica(spec):

@@ -117,18 +117,18 @@ def gather_around(values: Any) -> Any:
 
 
 def pack(values: Any) -> tuple[list[tf.Tensor], Any]:
-    """Makes one float32 vector of many small tensors, to be reduced at once.
+    """Makes one vector of the tensors in float32, of which there must be one, to be reduced at once.
 
     Returns:
         A list of tensors, and the function that gives the values of such a list again.
     """
     flat = tf.nest.flatten(values)
     small = [i for i, tensor in enumerate(flat) if tensor.dtype == tf.float32]
-    vector = tf.concat([tf.reshape(flat[i], [-1]) for i in small], axis=0) if small else tf.zeros([0])
+    vector = tf.concat([tf.reshape(flat[i], [-1]) for i in small], axis=0)
     packed = [vector, *[tensor for i, tensor in enumerate(flat) if i not in small]]
 
     def unpack(packed):
-        parts = tf.split(packed[0], [flat[i].shape.num_elements() for i in small]) if small else []
+        parts = tf.split(packed[0], [flat[i].shape.num_elements() for i in small])
         large = iter(packed[1:])
         parts = {i: tf.reshape(part, flat[i].shape) for i, part in zip(small, parts, strict=True)}
         return tf.nest.pack_sequence_as(values, [parts[i] if i in parts else next(large) for i in range(len(flat))])

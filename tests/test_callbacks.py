@@ -1,0 +1,171 @@
+"""What `fit` leaves behind step by step: its record, TensorBoard, checkpoints, traces."""
+
+import json
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+from common.devices.cluster import worker_config
+from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.speed import ModelFlops
+from tests.test_conformance import no_autotune
+from tests.test_data_parallel import LENGTH, SLOTS, examples, make_model, weights_after
+
+EPOCH, BATCH = 3, 4  # steps, and examples in each
+
+
+def data(first_step=0):
+    weights = np.arange(1, EPOCH * BATCH + 1)
+    rows = tf.data.Dataset.from_tensor_slices(examples(EPOCH * BATCH, weights))
+    return rows.batch(BATCH).repeat().skip(first_step).with_options(no_autotune())
+
+
+def board(workdir):
+    """By tag, the values by step."""
+    values = {}
+    for file in (workdir / "tensorboard").glob("events*"):
+        for record in tf.data.TFRecordDataset(str(file)):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                values.setdefault(value.tag, {})[event.step] = tf.make_ndarray(value.tensor)
+    return values
+
+
+class Seen(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.logs = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.logs.append(dict(logs))
+
+
+@pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_each_step_is_in_the_record_and_in_tensorboard(tmp_path, steps_per_execution):
+    model = make_model(2, steps_per_execution=steps_per_execution)
+    log = FitLog(tmp_path, {"seed": 7, "corpus": "text"}, EPOCH, flops=ModelFlops(2.0, 1e9))
+    history = model.fit(
+        data(), epochs=2, steps_per_epoch=EPOCH, verbose=0, callbacks=[log, seen := Seen()],
+        validation_data=data(), validation_steps=EPOCH,
+    ).history  # fmt: skip
+    assert all(set(logs) == {"loss", "accuracy", "tokens_per_second"} for logs in seen.logs)
+    assert seen.logs[-1]["tokens_per_second"] == log.speed["tokens_per_second"] > 0
+    assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 2 * EPOCH + 1))
+    assert {line["tokens"] for line in lines} == {BATCH * LENGTH}
+    for epoch in range(2):
+        of_epoch = lines[EPOCH * epoch :][:EPOCH]
+        assert [line["labels"] for line in of_epoch] == [SLOTS * sum(range(i, i + BATCH)) for i in (1, 5, 9)]
+        mean = np.average([line["loss"] for line in of_epoch], weights=[line["labels"] for line in of_epoch])
+        assert history["loss"][epoch] == pytest.approx(mean, rel=1e-6)
+
+    shown = board(tmp_path)
+    assert "seed = 7" in (told := str(shown["config"][0])) and "corpus = 'text'" in told
+    for name in ("loss", "accuracy", "learning_rate"):
+        assert shown[f"train/{name}"] == {line["step"]: np.float32(line[name]) for line in lines}
+    for name in ("tokens_per_second", "mfu", "input_wait_fraction", "peak_memory_mb"):
+        assert sorted(shown[f"train/{name}"]) == list(range(1, 2 * EPOCH + 1))
+    speeds, shares = (list(shown[f"train/{name}"].values()) for name in ("tokens_per_second", "mfu"))
+    np.testing.assert_allclose(shares, np.multiply(speeds, 2e-9), rtol=1e-5)
+    for name in ("loss", "accuracy"):
+        values = [np.float32(value) for value in history[f"val_{name}"]]
+        assert shown[f"validation/{name}"] == dict(zip((EPOCH, 2 * EPOCH), values, strict=True))
+
+
+class Terminate(keras.callbacks.Callback):
+    """What a scheduler sends: while a step is done, or while the epoch after it is validated."""
+
+    def __init__(self, step, validating=False):
+        super().__init__()
+        self.step, self.validating = step, validating
+
+    def send(self, validating):
+        if self.model.steps_done == self.step and validating == self.validating:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.send(False)
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self.send(True)
+
+
+def train(workdir, every, *callbacks, steps=2 * EPOCH, model=None):
+    model = model or make_model(2, optimizer=keras.optimizers.Adam)
+    checkpoints = FitCheckpoints(workdir, model, every)
+    first = checkpoints.restore()
+    for begin in range(first, steps, EPOCH):  # whole epochs
+        model.fit(
+            data(begin), initial_epoch=begin // EPOCH, epochs=begin // EPOCH + 1,
+            steps_per_epoch=EPOCH - begin % EPOCH, verbose=0, validation_data=data(), validation_steps=1,
+            callbacks=[*callbacks, checkpoints],
+        )  # fmt: skip
+    return model, checkpoints
+
+
+def test_checkpoints_come_when_due_and_at_the_end_of_each_epoch(tmp_path):
+    handler = signal.getsignal(signal.SIGTERM)
+    model, checkpoints = train(tmp_path, 2)
+    assert checkpoints.steps() == [3, 4, 6]  # of 2, 3, 4 and 6, the last three; none twice
+    assert signal.getsignal(signal.SIGTERM) == handler
+    again = make_model(2, optimizer=keras.optimizers.Adam)
+    assert FitCheckpoints(tmp_path, again, 2).restore() == again.steps_done == 6
+    np.testing.assert_array_equal(weights_after(again), weights_after(model))
+
+
+@pytest.mark.parametrize(
+    ("step", "validating", "saved"),
+    [(1, False, 2), pytest.param(2, False, 3, marks=pytest.mark.slow), (3, True, 3)],
+    ids=["in an epoch", "in its last step", "in its validation"],
+)
+def test_sigterm_saves_and_leaves(tmp_path, step, validating, saved, capsys):
+    handler = signal.getsignal(signal.SIGTERM)
+    validated = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: validated.append("val_loss" in logs))
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path, 100, Terminate(step, validating), note)
+    signal.signal(signal.SIGTERM, handler)  # the process would have ended
+    assert left.value.code == 143 and f"Stopped by SIGTERM after step {saved}." in capsys.readouterr().out
+    assert validated == ([] if step == 1 else [True])
+    model = make_model(2, optimizer=keras.optimizers.Adam)
+    assert FitCheckpoints(tmp_path, model, 100).restore() == saved
+
+
+@pytest.mark.parametrize(
+    ("steps", "per_call", "traced"),
+    [
+        pytest.param(range(2, 4), 1, 2, marks=pytest.mark.slow),
+        (range(2, 3), 2, 1),
+        (range(5, 99), 1, 2),
+        pytest.param(range(7, 9), 1, 0, marks=pytest.mark.slow),
+    ],
+    ids=["two steps", "a call that holds the step", "as far as the run goes", "none of the run's"],
+)
+def test_the_trace_has_the_steps_asked_for(tmp_path, steps, per_call, traced, capsys):
+    model = make_model(2, steps_per_execution=per_call)
+    model.fit(data(), steps_per_epoch=EPOCH * 2, verbose=0, callbacks=[Profile(tmp_path, steps)])
+    files = list(tmp_path.glob("tensorboard/plugins/profile/*/*.xplane.pb"))
+    assert len(files) == (traced > 0) == ("A trace is in" in capsys.readouterr().out)
+    names = [
+        plane.event_metadata[event.metadata_id].name
+        for file in files
+        for plane in xplane_pb2.XSpace.FromString(file.read_bytes()).planes
+        for line in plane.lines
+        for event in line.events
+    ]
+    assert names.count("train") == traced
+
+
+def test_only_the_chief_writes(tmp_path, monkeypatch):
+    model = make_model(1)
+    monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(["localhost:1", "localhost:2"], 1)))
+    callbacks = [FitLog(tmp_path, {}, EPOCH), Profile(tmp_path, range(1, 3))]
+    model.fit(data(), steps_per_epoch=EPOCH, verbose=0, callbacks=callbacks, validation_data=data(), validation_steps=1)
+    assert not list(tmp_path.iterdir())

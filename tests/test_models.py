@@ -1,0 +1,93 @@
+"""A model from a size or a preset, of either architecture, and what is saved of it."""
+
+import errno
+import shutil
+
+import keras_hub
+import numpy as np
+import pytest
+
+from common.data.byte_pairs import train_byte_pairs
+from common.data.wordpiece import train_wordpieces
+from common.errors import UserError
+from common.model.backbones import model_width, preset_vocabulary
+from common.model.classifier import make_classifier
+from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
+from common.model.saving import save_preset
+
+KINDS = {
+    train_wordpieces: (keras_hub.models.BertMaskedLM, keras_hub.models.BertMaskedLMPreprocessor),
+    train_byte_pairs: (keras_hub.models.RobertaMaskedLM, keras_hub.models.RobertaMaskedLMPreprocessor),
+}
+
+
+def documents():
+    return ["Some words, and some more of the same words." for _ in range(9)]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=["BERT", "RoBERTa"])
+def saved(request, tmp_path_factory):
+    """A model with random weights, its vocabulary, and the preset of both."""
+    vocabulary = request.param(documents, 300)
+    model = masked_lm_from_size("nano", vocabulary, 0.2, 32)
+    folder = tmp_path_factory.mktemp("run") / "preset"
+    save_preset(model, vocabulary, 32, folder)
+    return model, vocabulary, folder, *KINDS[request.param]
+
+
+def test_a_size_is_a_model_of_the_vocabularys_kind(saved):
+    model, vocabulary, _, kind, _ = saved
+    assert isinstance(model, kind) and not model.compiled
+    config = model.backbone.get_config()
+    told = ("vocabulary_size", "num_layers", "num_heads", "hidden_dim", "intermediate_dim", "dropout")
+    assert [config[name] for name in told] == [len(vocabulary.pieces), 1, 1, 64, 256, 0.2]
+    assert config["max_sequence_length"] == 512
+    assert not any("pooled_dense" in variable.path for variable in model.trainable_variables)
+    long = masked_lm_from_size("nano", vocabulary, 0.2, 600)
+    assert long.backbone.get_config()["max_sequence_length"] == 600
+
+
+def test_a_preset_gives_the_model_and_its_vocabulary_again(saved):
+    model, vocabulary, folder, kind, preprocessor = saved
+    again = masked_lm_from_preset(str(folder), dropout=0.1)
+    assert isinstance(again, kind) and again.backbone.dropout == 0.1
+    assert masked_lm_from_preset(str(folder)).backbone.dropout == 0
+    for mine, theirs in zip(again.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert len(again.trainable_variables) == len(model.trainable_variables)
+    assert preset_vocabulary(str(folder)) == vocabulary
+    assert model_width(str(folder), "large") == 64 and model_width("", "large") == 1024
+    plain = kind.from_preset(str(folder))
+    assert isinstance(plain.preprocessor, preprocessor) and plain.preprocessor.sequence_length == 32
+    ids = plain.preprocessor.tokenizer("some of the words")
+    assert list(ids) == vocabulary.tokenizer().encode("some of the words", add_special_tokens=False).ids
+
+
+def test_a_classifier_has_the_preset_under_a_new_head(saved):
+    model, vocabulary, folder, kind, _ = saved
+    if kind is keras_hub.models.RobertaMaskedLM:
+        with pytest.raises(UserError, match="is a RobertaBackbone; give one of BERT"):
+            make_classifier(str(folder), "", None, 3, 0.3, 9)
+        return
+    for classifier in (
+        make_classifier(str(folder), "", None, 3, 0.3, 9),
+        make_classifier("", "nano", vocabulary, 3, 0.3, 9),
+    ):
+        assert not classifier.compiled and classifier.num_classes == 3
+        assert classifier.backbone.dropout == classifier.dropout == 0.3
+        assert any("pooled_dense" in variable.path for variable in classifier.trainable_variables)
+    of_preset = make_classifier(str(folder), "", None, 3, 0.3, 9).backbone.get_weights()
+    for mine, theirs in zip(of_preset, model.backbone.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_without_room_on_the_disk_nothing_is_written(saved, tmp_path, monkeypatch):
+    model, vocabulary, *_ = saved
+    size = sum(4 * weight.size for weight in model.get_weights())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=size + 2**20 - 1))
+    with pytest.raises(OSError) as error:
+        save_preset(model, vocabulary, 32, tmp_path / "preset")
+    assert error.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=size + 2**20))
+    save_preset(model, vocabulary, 32, tmp_path / "preset")
