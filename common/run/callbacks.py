@@ -42,7 +42,7 @@ class FitLog(StepLog, keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Tells what is about to be trained."""
-        self.announce(self.model, self.model.last_step)
+        self.announce(self.model, self.model.last_step or self.params["epochs"] * self.steps_per_epoch)
 
     def on_train_batch_begin(self, batch, logs=None):
         """Starts the clock."""
