@@ -19,6 +19,8 @@ import sys
 import types
 from pathlib import Path
 
+import pytest
+
 RESULTS = Path(__file__).parent / "results" / "trainer_tests.json"
 WAYS = ("keras, no strategy", "keras, 2 replicas", "ours, 2 replicas")
 SECONDS = 60  # for a test
@@ -30,10 +32,15 @@ class Outcomes:
     def __init__(self):
         self.of: dict[str, dict[str, str]] = {}
 
-    def pytest_runtest_protocol(self, item):
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
         """Sets the alarm."""
         signal.signal(signal.SIGALRM, _too_long)
         signal.alarm(SECONDS)
+        try:
+            return (yield)
+        finally:
+            signal.alarm(0)
 
     def pytest_runtest_logreport(self, report):
         """Notes the outcome, and the last line of what went wrong."""
@@ -42,15 +49,12 @@ class Outcomes:
             self.of[name] = {"outcome": report.outcome}
             if report.failed:
                 self.of[name]["error"] = str(report.longrepr.reprcrash.message).split("\n")[0][:200]
-        if report.when == "teardown":
-            signal.alarm(0)
 
 
 def run_tests(way: str) -> dict[str, dict[str, str]]:
     """Runs them in this process; each test's name, and its `outcome` and `error`."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    import pytest
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
