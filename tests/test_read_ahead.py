@@ -1,5 +1,7 @@
 """Generators and `PyDataset`s under a strategy: nothing of them is lost, and none of it twice."""
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -44,6 +46,7 @@ class Numbered(keras.utils.PyDataset):
     num_batches = property(lambda self: self._count)
 
     def __getitem__(self, index):
+        time.sleep(0.05)  # so that the next batch is waited for when an epoch ends
         return np.ones((4, 1), np.float32), np.full((4, 1), index, np.float32)
 
 
@@ -56,8 +59,8 @@ def test_threads_of_a_py_dataset_go_on_over_epochs(length):
     keep = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: losses.extend(model.step_values["loss"])
     )
-    data = Numbered(length)
-    model.fit(data, epochs=3, steps_per_epoch=4, shuffle=False, callbacks=[keep], verbose=0)
+    pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))  # as a validation would
+    model.fit(Numbered(length), epochs=3, steps_per_epoch=4, shuffle=False, callbacks=[keep, pause], verbose=0)
     np.testing.assert_allclose(losses, range(12))
 
 
