@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import benchmarks.input
-from benchmarks import memory, quality, scaling_report, throughput
+from benchmarks import conformance, memory, quality, scaling_report, throughput, trainer_tests
 from common.results import report
 
 ROOT = Path(__file__).parent.parent
@@ -183,6 +183,8 @@ MEASURED = {
     "memory": with_machine(memory.table),
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),
+    "conformance": with_machine(conformance.table),
+    "trainer_tests": trainer_tests.line,
 }
 
 

@@ -73,7 +73,6 @@ def run_tests(way: str) -> dict[str, dict[str, str]]:
     from keras.src import testing
     from keras.src.backend.tensorflow import trainer
     from keras.src.models.model import Model
-
     from tensorflow.python.data.ops import multi_device_iterator_ops
 
     distribute = tf.distribute.Strategy.experimental_distribute_dataset
@@ -146,8 +145,8 @@ def line(results: dict) -> str:
     """What the README says of the results."""
     plain, theirs, ours = (results[way]["passed"] for way in WAYS)
     return (
-        f"Of {results['tests']} tests that Keras has of its own trainer, {plain} pass without a strategy. With two "
-        f"replicas, {theirs} of\nthem pass by Keras's trainer, and {ours} by ours."
+        f"Of Keras's tests of its own trainer, {plain} pass without a strategy; "
+        f"{theirs} of them with two replicas, {ours} with ours."
     )
 
 
