@@ -184,7 +184,6 @@ MEASURED = {
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),
     "conformance": with_machine(conformance.table),
-    "trainer_tests": trainer_tests.line,
 }
 
 
@@ -203,6 +202,7 @@ def tables() -> dict[str, Callable[[], str]]:
         ),
         "shards": lambda: shards_table(_results("shards")),
         "wikitext": lambda: wikitext_table(_results("wikitext-2")),
+        "trainer_tests": lambda: trainer_tests.line(_results("trainer_tests")),
         "throughput-tiny": lambda: throughput_table(_results("throughput"), ("tiny",)),
         **{
             name: lambda name=name: MEASURED[name](_results(name))

@@ -206,15 +206,15 @@ class Trainer(ReplicaStep):
             logs, stop = sum_over_replicas((logs, stop))
             return {name: value / strategy.num_replicas_in_sync for name, value in logs.items()} | {"stop": stop}
 
-        def one_step(iterator, stop):
-            return step_on_data(next(iterator), stop)
-
         def step_on_data(data, stop):
             return first_replica(strategy, strategy.run(replica_step, args=(data, stop)))
 
+        def one_step(iterator, stop):
+            return step_on_data(next(iterator), stop)
+
         do_steps = steps_in_one_call(one_step)
-        if not self.run_eagerly:
-            step_on_data = tf.function(step_on_data, autograph=False, reduce_retracing=True)
+        in_graph = tf.function(step_on_data, autograph=False, reduce_retracing=True)
+        step_on_batch = step_on_data if self.run_eagerly else in_graph
 
         def run_steps(iterator, left):
             count = self.steps_per_execution if left is None else min(self.steps_per_execution, left)
@@ -226,7 +226,7 @@ class Trainer(ReplicaStep):
                 for _ in range(count):
                     try:
                         if isinstance(iterator, types.GeneratorType):
-                            rows.append(_as_row(step_on_data(self._divided(next(iterator)), stop)))
+                            rows.append(_as_row(step_on_batch(self._divided(next(iterator)), stop)))
                         elif self.run_eagerly:
                             rows.append(_as_row(one_step(iterator, stop)))
                         else:
