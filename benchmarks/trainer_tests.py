@@ -103,9 +103,10 @@ def run_tests(way: str) -> dict[str, dict[str, str]]:
         testing.TestCase.setUp = in_scope
     outcomes = Outcomes()
     path = importlib.util.find_spec("keras.src.trainers.trainer_test").origin
-    pytest.main(
-        ["-q", "-c", os.devnull, "-p", "no:cacheprovider", "--no-header", *sys.argv[2:], path], plugins=[outcomes]
-    )
+    # Other styles of traceback parse the code, which Python 3.11 cannot do where JAX is told of its garbage.
+    options = ["-q", "-c", os.devnull, "-p", "no:cacheprovider", "--no-header", "--tb=native", *sys.argv[2:]]
+    if pytest.main([*options, path], plugins=[outcomes]) > pytest.ExitCode.TESTS_FAILED:
+        raise SystemExit("pytest itself failed")
     return outcomes.of
 
 
