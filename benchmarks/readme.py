@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import benchmarks.input
-from benchmarks import memory, quality, scaling_report, throughput
+from benchmarks import conformance, memory, quality, scaling_report, throughput, trainer_tests
 from common.run.results import report
 
 ROOT = Path(__file__).parent.parent
@@ -183,6 +183,7 @@ MEASURED = {
     "memory": with_machine(memory.table),
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),
+    "conformance": with_machine(conformance.table),
 }
 
 
@@ -201,6 +202,7 @@ def tables() -> dict[str, Callable[[], str]]:
         ),
         "shards": lambda: shards_table(_results("shards")),
         "wikitext": lambda: wikitext_table(_results("wikitext-2")),
+        "trainer_tests": lambda: trainer_tests.line(_results("trainer_tests")),
         "throughput-tiny": lambda: throughput_table(_results("throughput"), ("tiny",)),
         **{
             name: lambda name=name: MEASURED[name](_results(name))

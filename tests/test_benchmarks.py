@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import benchmarks.input
-from benchmarks import memory, quality, scaling, throughput
+from benchmarks import memory, quality, scaling, throughput, trainer_tests
 from benchmarks.hosts import ADDRESSES, on, shape, two_hosts
 from benchmarks.links import Link, Reduction, fit_link
 from benchmarks.machine import machine
@@ -117,6 +117,7 @@ def sample_results():
             "corpus": "x",
             "runs": [knobs | {"side": s, "curve": c} for s, c in curves.items()],
         },
+        "conformance": {"rows": {"LoRA": {"1": 0.0, "2": 1e-7, "4": "leave out LoRA"}}},
     }
     return {name: result | {"machine": machine()} for name, result in results.items()}
 
@@ -130,8 +131,17 @@ def test_the_readme_says_what_was_measured(name):
         "memory": ["| 8 | 128 | 1,000, in shards | 900 MiB |"],
         "input": ["1,000 sequences/s", "| one device | 100.0 ms | 1.00 ms | 1.0% | +10.0% |"],
         "quality": ["ours has it after 120 s, 10.0 times sooner"],
+        "conformance": [
+            "| feature | 1 replica | 2 replicas |",
+            "| LoRA | 0.0e+00 | 1.0e-07 | refused: leave out LoRA |",
+        ],
     }
     assert all(words in table for words in [*expected[name], machine()["hardware"]["cpu"]]), table
+
+
+def test_the_readme_says_how_many_of_keras_own_tests_pass():
+    results = {way: {"passed": passed} for way, passed in zip(trainer_tests.WAYS, (9, 5, 8), strict=True)}
+    assert "9 pass without a strategy; 5 of them with two replicas, 8 with ours." in trainer_tests.line(results)
 
 
 def test_the_model_finds_the_speed_that_was_held_out():

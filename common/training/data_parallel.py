@@ -33,7 +33,8 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
     - Metrics are those of the whole data. Keras's own add up over replicas; any other, and a `compute_metrics` of the
       class's own, sees the whole batch on every replica.
     - Gradients are summed before the optimizer sees them: its clipping, accumulation over steps and the rest are by
-      the whole batch.
+      the whole batch. So are those of an `Embedding`'s row, which Keras's optimizers would square one by one.
+    - `fit` does `steps_per_epoch` steps in an epoch, whatever `steps_per_execution` is.
     - `BatchNormalization` takes the moments of the whole batch. Other state that a layer updates is averaged by
       examples.
     - Dropout's noise is a function of the seed, the step and the replica, and has no state; see `noise.py`.

@@ -1,32 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One replica's part of a step of any Keras model: loss, gradients, metrics and state of the whole batch."""
+"""One replica's part of a step of any Keras model: its passes, one reduction, the optimizer, metrics and state.
+
+The passes change no variable, so that XLA compiles them, and parts of a batch come one after another.
+"""
 
 import warnings
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
+from common.training.batch_loss import BatchLoss
 from common.training.local_optimizer import local_value, no_strategy, on_local_copies
 from common.training.noise import noise_seeds
-from common.training.whole_batch import (
-    count_examples,
-    gather,
-    gather_around,
-    loss_adds_up,
-    loss_parts,
-    metric_adds_up,
-    pack,
-    replicas,
-    sum_of_all,
-    with_share_of_gradient,
-)
+from common.training.whole_batch import count_examples, gather, pack, replicas, sum_of_all
 
 
-class ReplicaStep(TensorFlowTrainer):
-    """The step of `common.training.trainer`."""
+class ReplicaStep(BatchLoss):
+    """The step of `trainer.py`."""
 
-    accumulate = 1
     mean_over = "examples"  # what an epoch's loss weighs a step by; "values": by what the step's loss was divided by
 
     def update_counts(self, x, y, sample_weight):
@@ -202,115 +193,6 @@ class ReplicaStep(TensorFlowTrainer):
             whole["batch"] = (gather(x) if self._has_own("compute_metrics") else x, *gather((y, y_pred, sample_weight)))
         return gradients, sums, whole
 
-    def _loss_parts(self, y, y_pred, sample_weight):
-        """`whole_batch.loss_parts` of every compiled loss, and its weight."""
-        if self._compile_loss is None:
-            return []
-        parts, losses = [], self._compile_loss._flat_losses
-
-        def noting(each):
-            def note(*batch):
-                total, count = loss_parts(each.loss, *batch)
-                parts.append((total, count, 1.0 if each.loss_weights is None else each.loss_weights))
-                return total
-
-            return each._replace(loss=note)
-
-        self._compile_loss._flat_losses = [noting(each) for each in losses]  # which finds each one's part of y
-        try:
-            self._compile_loss(y, y_pred, sample_weight)
-        finally:
-            self._compile_loss._flat_losses = losses
-        return parts
-
-    def _sum_of_losses(self, examples, parts, added):
-        """This replica's part of the whole batch's loss, and of each compiled loss."""
-        counts = [tf.constant(1.0) if count is None else count for _, count, _ in parts]
-        all_examples, counts = sum_of_all((examples, counts))
-        losses = [
-            total if own is None else tf.math.divide_no_nan(total, count)
-            for (total, own, _), count in zip(parts, counts, strict=True)
-        ]
-        share = tf.math.divide_no_nan(examples, all_examples)
-        terms = [loss * weight for loss, (_, _, weight) in zip(losses, parts, strict=True)]
-        terms += [tf.math.multiply_no_nan(loss, share) for loss in added]
-        if not terms:
-            raise ValueError("No loss to compute. Provide a `loss` argument in `compile()`.")
-        return tf.add_n(terms), losses
-
-    def _summed(self, examples, added):
-        """Terms of `add_loss` with the whole batch's value, and this replica's part of its gradient."""
-        share = tf.math.divide_no_nan(examples, sum_of_all(examples))
-        own = [tf.math.multiply_no_nan(loss, share) for loss in added]
-        return [part + tf.stop_gradient(total - part) for part, total in zip(own, sum_of_all(own), strict=True)]
-
-    def _own_loss(self, mapping, weights, state, data, y_pred, added, training):
-        """The whole batch's loss by any code, and the metrics' variables after it. Every replica computes it all.
-
-        Gradients flow through this replica's predictions; those that reach weights in another way are divided by the
-        number of replicas, so that the sum over replicas is that of the whole batch.
-        """
-        x, y, sample_weight = data
-        metric_variables = self._metric_variables()
-        shared = [with_share_of_gradient(weight, tf.constant(1.0 / replicas())) for weight in weights]
-        shared = list(zip(self.trainable_variables, shared, strict=True))
-        rest = mapping[len(weights) : len(mapping) - len(state)]
-        if replicas() > 1:
-            x = gather(x) if self._has_own("compute_loss") else x
-            y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)
-        scope = keras.StatelessScope([*shared, *rest, *zip(metric_variables, state, strict=True)])
-        with no_strategy(), scope:
-            self._losses_override = added
-            try:
-                loss = self._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
-            finally:
-                self._losses_override = []
-        return loss, [scope.get_current_value(variable) for variable in metric_variables]
-
-    def _added_losses(self, scope):
-        """Terms of `add_loss`, `activity_regularizer`s (in Keras a mean over examples) and regularisers."""
-        terms = [*scope.losses, *self._get_regularization_losses()]
-        return [tf.cast(tf.reduce_sum(term), keras.config.floatx()) for term in terms]
-
-    def _metric_sums(self, given, after):
-        """What a part of a batch adds to the variables of metrics, those of losses left out."""
-        of_losses = {id(v) for metric in [self._loss_tracker, *self._loss_trackers()] for v in _variables_of(metric)}
-        owner = {id(variable): metric for metric in self.metrics for variable in metric.variables}
-        sums = []
-        for variable in self._metric_variables():
-            value = after[id(variable)]
-            if id(variable) in of_losses:
-                value = given[id(variable)]
-            elif value is not given[id(variable)] and not _each_adds_up(owner[id(variable)]):
-                raise ValueError(f"{owner[id(variable)].name} is updated in a layer, of which a replica sees a part")
-            sums.append(value)
-        return sums
-
-    def _metric_variables(self):
-        metrics = [self._loss_tracker, *self._loss_trackers(), *self.metrics]
-        return list({id(v): v for metric in metrics for v in _variables_of(metric)}.values())
-
-    def _loss_trackers(self):
-        return self._compile_loss.metrics if self._compile_loss is not None else []
-
-    def _has_own(self, method):
-        return getattr(type(self), method) is not getattr(TensorFlowTrainer, method)
-
-    def _loss_adds_up(self):
-        losses = [] if self._compile_loss is None else self._compile_loss._flat_losses
-        return not self._has_own("compute_loss") and all(loss_adds_up(each.loss) for each in losses)
-
-    def _metrics_add_up(self):
-        metrics = [] if self._compile_metrics is None else self._compile_metrics.metrics
-        return not self._has_own("compute_metrics") and all(map(metric_adds_up, metrics))
-
-    def _refuse_if_pure(self, what):
-        if self.accumulate > 1 or (self.jit_compile and replicas() > 1):
-            way = "accumulate" if self.accumulate > 1 else "jit_compile"
-            raise ValueError(
-                f"{what} needs the whole batch, of which {way} gives each replica a part at a time: leave out {way}"
-            )
-
     def _others(self, part):
         """Values of the variables that are not trained, with seeds for one part of one replica's batch."""
         count = tf.constant(0, tf.int64) if self.optimizer is None else tf.cast(self.optimizer.iterations, tf.int64)
@@ -319,11 +201,3 @@ class ReplicaStep(TensorFlowTrainer):
         return [
             seeds.get(id(variable), tf.convert_to_tensor(variable.value)) for variable in self.non_trainable_variables
         ]
-
-
-def _variables_of(metric: keras.metrics.Metric | None) -> list[keras.Variable]:
-    return [] if metric is None else metric.variables
-
-
-def _each_adds_up(metric: keras.metrics.Metric) -> bool:
-    return all(map(metric_adds_up, getattr(metric, "metrics", None) or [metric]))

@@ -16,6 +16,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, convert_to_n
 
 from common.training.noise import make_dropout_fast
 from common.training.optimizers import do_not_reduce_again
+from common.training.read_ahead import read_ahead
 from common.training.replica_step import ReplicaStep
 from common.training.replicas import first_replica, steps_in_one_call, sum_over_replicas
 from common.training.whole_batch import moments, replicas
@@ -28,9 +29,11 @@ def _with_signature_of(method: Any) -> Any:
 class Trainer(ReplicaStep):
     """Stands where Keras's trainer does, among the bases of a `data_parallel` class; see there."""
 
-    told_to_stop = all_told_to_stop = _fit_begins = False
+    told_to_stop = all_told_to_stop = False
     steps_done = first_step = 0
     last_step: int | None = None
+    _steps_per_epoch: int | None = None
+    _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
     train_function: Any
     test_function: Any
     predict_function: Any
@@ -51,8 +54,7 @@ class Trainer(ReplicaStep):
 
     @_with_signature_of(TensorFlowTrainer.fit)
     def fit(self, *args, **kwargs):  # noqa: D102
-        bound = inspect.signature(TensorFlowTrainer.fit).bind(self, *args, **kwargs)
-        given = bound.arguments
+        given = inspect.signature(super().fit).bind(*args, **kwargs).arguments
         steps = self._steps_per_epoch = given.get("steps_per_epoch")
         self.steps_done, self.first_step = self.first_step, 0
         if steps is None and (self.steps_done or self.last_step):
@@ -63,14 +65,25 @@ class Trainer(ReplicaStep):
             given["epochs"] = min(given.get("epochs", 1), -(-self.last_step // steps))
         if isinstance(given.get("x"), tf.distribute.DistributedDataset):
             given["shuffle"] = False  # it comes in its order, which Keras would warn of
-        self._fit_begins = True
-        return super().fit(*bound.args[1:], **bound.kwargs)
+        self._fit_iterator = None
+        try:
+            with read_ahead(given, shuffle=given.get("shuffle", True)) as given:
+                return super().fit(**given)
+        finally:
+            self._fit_iterator = False
 
     @_with_signature_of(TensorFlowTrainer.evaluate)
     def evaluate(self, *args, **kwargs):  # noqa: D102
-        given = inspect.signature(TensorFlowTrainer.evaluate).bind(self, *args, **kwargs).arguments
+        given = inspect.signature(super().evaluate).bind(*args, **kwargs).arguments
         self._test_steps_left = given.get("steps")
-        return super().evaluate(*args, **kwargs)
+        given |= given.pop("kwargs", {})
+        with read_ahead(given) as given:
+            return super().evaluate(**given)
+
+    @_with_signature_of(TensorFlowTrainer.predict)
+    def predict(self, *args, **kwargs):  # noqa: D102
+        with read_ahead(inspect.signature(super().predict).bind(*args, **kwargs).arguments) as given:
+            return super().predict(**given)
 
     def train_step(self, data):
         """One replica's part of a training step; returns a dict of what all steps of the epoch come to so far."""
@@ -84,14 +97,15 @@ class Trainer(ReplicaStep):
         """The train function leaves each step's own values in `step_values`."""
         if self.train_function is not None and not force:
             return
-        own = type(self).train_step is not Trainer.train_step
-        run_steps = self._on_replicas(self.train_step if own else functools.partial(self._step, training=True), own)
+        run_steps = self._on_replicas(training=True)
 
         def train_function(iterator):
-            values = run_steps(iterator, self._steps_left_of_epoch())
-            logs, self.step_values = _split(values)
-            self.steps_done += len(next(iter(values.values())))
-            return _last(logs)
+            left = self._steps_left_of_epoch()
+            steps, logs, self.step_values = run_steps(iterator, left)
+            self.steps_done += steps
+            if left is not None:  # Keras counts whole calls, and would end too soon where data do
+                self._fit_iterator._steps_seen -= self.steps_per_execution - steps
+            return logs
 
         self.train_function = train_function
 
@@ -99,14 +113,13 @@ class Trainer(ReplicaStep):
         """See `_on_replicas`."""
         if self.test_function is not None and not force:
             return
-        own = type(self).test_step is not Trainer.test_step
-        run_steps = self._on_replicas(self.test_step if own else functools.partial(self._step, training=False), own)
+        run_steps = self._on_replicas(training=False)
 
         def test_function(iterator):
-            values = run_steps(iterator, self._test_steps_left)
+            steps, logs, _ = run_steps(iterator, self._test_steps_left)
             if self._test_steps_left is not None:
-                self._test_steps_left -= len(next(iter(values.values())))
-            return _last(_split(values)[0])
+                self._test_steps_left -= steps
+            return logs
 
         self.test_function = test_function
 
@@ -181,9 +194,10 @@ class Trainer(ReplicaStep):
         (keras-team/keras#20585).
         """
         if iterator is not None:
-            if self._fit_begins and self._steps_per_epoch is not None:
-                self._begin_epochs_where_they_are(iterator)
-            self._fit_begins = False
+            if self._fit_iterator is None:
+                self._fit_iterator = iterator
+                if self._steps_per_epoch is not None:
+                    self._begin_epochs_where_they_are(iterator)
             data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)
         with self._scope():
             self._symbolic_build(data_batch=data_batch)
@@ -204,45 +218,45 @@ class Trainer(ReplicaStep):
         if self.built and not self.optimizer.built:
             self.optimizer.build(self.trainable_variables)
 
-    def _on_replicas(self, step, own):
-        """A function of (iterator, left) that does as many steps as one call has, and returns a dict of arrays.
+    def _on_replicas(self, training):
+        """A function of (iterator, left) that does the steps of one call, at most `left`, unless that is None.
 
-        A worker that is told to stop says so in the step's reduction, so that all stop after the same step.
-
-        Args:
-            step: of one replica.
-            own: whether it is the class's own.
+        It returns how many they were; what all steps come to so far, and each step's own values, both dicts. A worker
+        that is told to stop says so in the step's reduction, so that all stop after the same step.
         """
         strategy = self.distribute_strategy
+        name = "train_step" if training else "test_step"
+        step = getattr(self, name) if getattr(type(self), name) is not getattr(Trainer, name) else None
 
         def replica_step(data, stop):
             data = _own(data)
-            if not own:
-                return step(data, stop=stop)
+            if step is None:
+                return self._step(data, stop, training)
             logs = keras.tree.map_structure(lambda t: tf.cast(t, tf.float32), step(data))
             logs, stop = sum_over_replicas((logs, stop))
             return {name: value / strategy.num_replicas_in_sync for name, value in logs.items()} | {"stop": stop}
 
-        def one_step(iterator, stop):
-            return first_replica(strategy, strategy.run(replica_step, args=(next(iterator), stop)))
-
         def step_on_data(data, stop):
             return first_replica(strategy, strategy.run(replica_step, args=(data, stop)))
 
-        if not self.run_eagerly:
-            do_steps = steps_in_one_call(one_step)
-            step_on_data = tf.function(step_on_data, autograph=False, reduce_retracing=True)
+        def one_step(iterator, stop):
+            return step_on_data(next(iterator), stop)
+
+        do_steps = steps_in_one_call(one_step)
+        in_graph = tf.function(step_on_data, autograph=False, reduce_retracing=True)
+        step_on_batch = step_on_data if self.run_eagerly else in_graph
 
         def run_steps(iterator, left):
+            count = self.steps_per_execution if left is None else min(self.steps_per_execution, left)
             stop = tf.constant(float(self.told_to_stop))
             if left is not None and not self.run_eagerly:
-                values = do_steps(iterator, min(self.steps_per_execution, left), self.told_to_stop)
+                values = do_steps(iterator, count, self.told_to_stop)
             else:
                 rows = []
-                for _ in range(self.steps_per_execution):
+                for _ in range(count):
                     try:
                         if isinstance(iterator, types.GeneratorType):
-                            rows.append(_as_row(step_on_data(self._divided(next(iterator)), stop)))
+                            rows.append(_as_row(step_on_batch(self._divided(next(iterator)), stop)))
                         elif self.run_eagerly:
                             rows.append(_as_row(one_step(iterator, stop)))
                         else:
@@ -253,7 +267,8 @@ class Trainer(ReplicaStep):
                         break
                 values = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
             self.all_told_to_stop = bool(values.pop("stop")[-1])
-            return values
+            logs, own = _split(values)
+            return len(next(iter(values.values()))), {name: value[-1] for name, value in logs.items()}, own
 
         return run_steps
 
@@ -314,10 +329,6 @@ def _split(values: dict) -> tuple[dict, dict]:
         own["waited"] = values["waited"]
     others = {f"step/{name}" for name in own} | {"stop", "waited"}
     return {name: value for name, value in values.items() if name not in others}, own
-
-
-def _last(logs: dict) -> dict:
-    return {name: values[-1] for name, values in logs.items()}
 
 
 def _as_row(values: dict) -> dict:

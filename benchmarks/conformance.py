@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What 1, 2 and 4 replicas compute of each feature of Keras, against plain Keras on one device.
+
+    python -m benchmarks conformance
+
+runs all rows of `tests/test_conformance.py`, which says what a row is and holds the same bound. Results go to
+`benchmarks/results/conformance.json`; `python -m benchmarks.readme` makes the table of docs/conformance.md of them.
+"""
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+
+from benchmarks.machine import machine
+
+RESULTS = Path(__file__).parent / "results" / "conformance.json"
+REPLICAS = (1, 2, 4)
+BOUND = 1e-6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """There are none beside those of every benchmark."""
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Runs all, prints the table, and writes the file."""
+    import tests.conftest  # noqa: F401  # which divides the CPU in four, so not for other benchmarks
+    from tests.test_conformance import ROWS, difference
+
+    chosen = itertools.islice(ROWS, 3 if arguments.quick else None)
+    rows: dict[str, dict] = {}
+    for feature in chosen:
+        rows[feature] = {replicas: difference(feature, replicas) for replicas in REPLICAS}
+        print(feature, *rows[feature].values(), flush=True)
+    results = json.loads(json.dumps({"rows": rows, "machine": machine()}))  # whose keys are strings
+    print(table(results))
+    if not arguments.quick:
+        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def table(results: dict) -> str:
+    """A line a feature; what is refused by its message."""
+    lines = [
+        "| feature | " + " | ".join(f"{n} replica{'s' * (n > 1)}" for n in REPLICAS) + " |",
+        "| --- " * (1 + len(REPLICAS)) + "|",
+    ]
+    for feature, found in results["rows"].items():
+        cells = [f"{value:.1e}" if isinstance(value, float) else f"refused: {value}" for value in found.values()]
+        lines.append(f"| {feature} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,79 @@
+"""Generators and `PyDataset`s under a strategy: nothing of them is lost, and none of it twice."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import scipy.sparse
+
+from common.devices.strategy import make_strategy
+from common.training.data_parallel import data_parallel
+
+
+def sparse_batches(count=3):
+    """SciPy's entries may stand in any order: here the last row's come first."""
+    random = np.random.default_rng(0)
+    for _ in range(count):
+        columns = random.permutation(6)[:4]
+        x = scipy.sparse.coo_matrix((random.normal(size=4), ([3, 2, 1, 0], columns)), (4, 6), np.float32)
+        yield x, random.normal(size=(4, 2)).astype(np.float32)
+
+
+def ways_of(model_class, data):
+    keras.utils.set_random_seed(0)
+    model = model_class([keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    history = model.fit(data(), validation_data=data(), shuffle=False, verbose=0).history
+    return [*history.values(), model.evaluate(data(), verbose=0), model.predict(data(), verbose=0)]
+
+
+def test_sparse_matrices_of_scipy_are_divided_among_replicas():
+    plain = ways_of(keras.Sequential, lambda: ((x.toarray(), y) for x, y in sparse_batches()))
+    with make_strategy(2).scope():
+        ours = ways_of(data_parallel(keras.Sequential), sparse_batches)
+    for mine, theirs in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+class Numbered(keras.utils.PyDataset):
+    """Batches whose labels are their number."""
+
+    def __init__(self, num_batches):
+        super().__init__(workers=2)
+        self._count = num_batches
+
+    num_batches = property(lambda self: self._count)
+
+    def __getitem__(self, index):
+        time.sleep(0.05)  # so that the next batch is waited for when an epoch ends
+        return np.ones((4, 1), np.float32), np.full((4, 1), index, np.float32)
+
+
+@pytest.mark.parametrize("length", [None, 12])
+def test_threads_of_a_py_dataset_go_on_over_epochs(length):
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential)([keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.0), "mae")
+    losses = []
+    keep = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: losses.extend(model.step_values["loss"])
+    )
+    pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))  # as a validation would
+    model.fit(Numbered(length), epochs=3, steps_per_epoch=4, shuffle=False, callbacks=[keep, pause], verbose=0)
+    np.testing.assert_allclose(losses, range(12))
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("endless", [False, True])
+def test_an_epoch_has_the_steps_asked_for_where_calls_do_not_divide_it(endless, eagerly):
+    """Keras does 6 and 4 steps of 10 batches, and more of endless data."""
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential)([keras.layers.Dense(1)])
+        model.compile("sgd", "mse", steps_per_execution=2, run_eagerly=eagerly)
+    x = np.ones((40, 1), np.float32)
+    data = (((x[:4], x[:4]) for _ in iter(int, 1)),) if endless else (x, x, 4)
+    steps = []
+    keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: steps.append(model.steps_done))
+    model.fit(*data, epochs=2, steps_per_epoch=5, callbacks=[keep], validation_data=(x, x), verbose=0)
+    assert steps == [5, 10]
