@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/faults.jsonl"
 CHECKPOINT_EVERY = 20
 STEPS = 384
-KNOBS = (
+OPTIONS = (
     *("--corpus", "LICENSE", "--model", "nano", "--vocabulary-size", "300", "--seq-length", "16", "--batch-size", "4"),
     *("--dropout", "0.1", "--epochs", "12", "--checkpoint-every", str(CHECKPOINT_EVERY)),
 )
@@ -60,7 +60,7 @@ def commands(workdir: Path, hosts: Sequence[str] = ()) -> list[list[str]]:
 
     def launch(*place: str) -> list[str]:
         words = [sys.executable, "-m", "recipes", "launch", *place, "--restarts", "1", "bert_mlm"]
-        return [*words, *KNOBS, "--workdir", str(workdir)]
+        return [*words, *OPTIONS, "--workdir", str(workdir)]
 
     if not hosts:
         return [launch("--workers", "2")]

@@ -34,7 +34,7 @@ VALIDATIONS = 120  # in a run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The knobs of this benchmark."""
+    """The options of this benchmark."""
     add_text_arguments(parser)
     parser.add_argument("--model", default="tiny", help="size")
     parser.add_argument("--minutes", type=float, default=20.0, help="of training, of each published run")
@@ -54,10 +54,10 @@ def main(arguments: argparse.Namespace) -> None:
         steps_a_second = _steps_a_second(words)
         for side, rate, dropout, decays, share in RUNS:
             seconds = 60 * arguments.minutes * share
-            knobs = words | {"side": side, "rate": rate, "dropout": dropout, "folder": folder}
+            options = words | {"side": side, "rate": rate, "dropout": dropout, "folder": folder}
             run = {"side": side, "rate": rate, "dropout": dropout, "decays": decays}
-            knobs |= {"steps": max(10, int(seconds * steps_a_second)) if decays else 0}
-            run |= once("benchmarks.quality:trainer", knobs, seconds=seconds)
+            options |= {"steps": max(10, int(seconds * steps_a_second)) if decays else 0}
+            run |= once("benchmarks.quality:trainer", options, seconds=seconds)
             results["runs"].append(run)
             print(run | {"curve": run["curve"][-1]}, file=sys.stderr, flush=True)
     print(table(results), flush=True)
@@ -95,8 +95,8 @@ def trainer(side: str, folder: str, steps: int, rate: float, dropout: float, **w
     from benchmarks import ours, published
     from common.training.schedules import WarmUpPolynomialDecay
 
-    knobs = words | {"precision": "float32", "dropout": dropout}
-    config = ours.Config(**knobs, epochs=ours.FOR_EVER)
+    options = words | {"precision": "float32", "dropout": dropout}
+    config = ours.Config(**options, epochs=ours.FOR_EVER)
     if side == OURS:
         schedule = WarmUpPolynomialDecay(rate, steps // 10, steps) if steps else rate
         strategy, model, batches = ours.set_up(config, BATCHES[OURS], schedule)

@@ -13,7 +13,7 @@ from common.run.results import report
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# What each recipe of the README's table is, and the knobs of the run that its row is about.
+# What each recipe of the README's table is, and the options of the run that its row is about.
 RECIPES = {
     "bert_mlm": ("masked-language-model training with Keras `fit`", ""),
     "bert_from_scratch": (
@@ -139,9 +139,9 @@ def recipes_table(results: dict[str, dict]) -> str:
         results: a `results.json` for each of `RECIPES`.
     """
     lines = ["| recipe | what | command | training on 2 cores | result |", "| --- " * 5 + "|"]
-    for name, (what, knobs) in RECIPES.items():
+    for name, (what, options) in RECIPES.items():
         found = results[name]
-        command = f"python -m recipes run {name} {knobs}".rstrip()
+        command = f"python -m recipes run {name} {options}".rstrip()
         seconds = found["seconds"]
         time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
         if "val_unigram_loss" in found:

@@ -44,7 +44,7 @@ FRESH_ROUNDS = 3  # of these, at most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The knobs of this benchmark."""
+    """The options of this benchmark."""
     add_text_arguments(parser)
     parser.add_argument("--sizes", default="tiny,small,base", help="of models, with commas between")
     parser.add_argument("--rounds", type=int, default=5, help="times that every contender is timed")

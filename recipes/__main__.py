@@ -26,7 +26,7 @@ GUIDE = """\
 Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.
 
   python -m recipes ls                            the recipes: what each is for, and its time
-  python -m recipes run bert_mlm                  train; --help after the name lists the knobs
+  python -m recipes run bert_mlm                  train; --help after the name lists the options
   python -m recipes launch --workers 2 bert_mlm   the same on two processes, or on many machines
   python -m recipes fill-mask "A [MASK]."         ask the model just trained
   python -m recipes export PRESET DEST            write a model for Hugging Face transformers
@@ -153,7 +153,7 @@ def main() -> None:
     commands.add_parser("ls", help="list the recipes")
     run = commands.add_parser("run", help="run a recipe")
     run.add_argument("name", metavar="NAME", nargs="?", help=f"one of {', '.join(recipes())}")
-    run.add_argument("knobs", metavar="...", nargs=argparse.REMAINDER, help="its knobs; --help lists them")
+    run.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options; --help lists them")
     start = commands.add_parser("launch", help="run a recipe on several workers")
     start.add_argument("--workers", type=int, metavar="N", help="start N workers on this machine")
     start.add_argument(
@@ -166,7 +166,7 @@ def main() -> None:
     )
     start.add_argument("--join-timeout", type=int, default=300, metavar="S", help="seconds to wait for all workers")
     start.add_argument("name", metavar="NAME", nargs="?", help="the recipe")
-    start.add_argument("knobs", metavar="...", nargs=argparse.REMAINDER, help="its knobs")
+    start.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options")
     copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses")
     copy.add_argument("name", metavar="NAME", help="the recipe")
     copy.add_argument("destination", metavar="DEST", type=Path, help="folder, made where it is not there")
@@ -192,7 +192,7 @@ def main() -> None:
 
             raise SystemExit(launch(arguments, recipe_path(arguments.name)))
         case "run":
-            sys.argv = [f"python -m recipes run {arguments.name}", *arguments.knobs]
+            sys.argv = [f"python -m recipes run {arguments.name}", *arguments.options]
             runpy.run_path(str(recipe_path(arguments.name)), run_name="__main__")
         case "cp":
             copy_recipe(arguments.name, arguments.destination, arguments.force)

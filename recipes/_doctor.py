@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 TESTED = {"tensorflow": "2.21", "keras": "3.15", "keras-hub": "0.32"}
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 STEPS = 20
-KNOBS = {
+OPTIONS = {
     "corpus": str(ROOT / "LICENSE"),
     "model": "nano",
     "vocabulary_size": 305,
@@ -45,7 +45,7 @@ KNOBS = {
 }
 GLOBAL_BATCH = 8
 OPTIMIZERS = {"adamw": 1e-3, "sgd": 0.1}
-Way = tuple[str, int, dict[str, Any]]  # what must compute the same as one device: a name, replicas, knobs
+Way = tuple[str, int, dict[str, Any]]  # what must compute the same as one device: a name, replicas, options
 # One line a sequence, padded as far as its neighbours ask for: the lines of a program are of all lengths.
 LINES = {"pack": "none", "corpus": __file__, "seq_length": 64, "max_steps": STEPS}
 ONE_DEVICE: list[Way] = [("1 replica", 1, {}), ("1 replica, a line a sequence", 1, LINES)]
@@ -91,7 +91,7 @@ def doctor(as_json: bool, workers: int) -> int:
                 print("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
             ways += [(f"{workers} workers", workers, {"replicas": 1})] if workers > 1 else []
             jobs = make_jobs(Path(folder), ways, deterministic=bool(gpus))
-            promised = {name: pool.submit(train, name, knobs, workers) for name, knobs in jobs.items()}
+            promised = {name: pool.submit(train, name, options, workers) for name, options in jobs.items()}
             runs = {name: run.result() for name, run in promised.items()}
             off_board = pool.submit(board_difference, runs["2 replicas, adamw"])
             checks = check(runs, ways, off_board.result())
@@ -106,18 +106,18 @@ def doctor(as_json: bool, workers: int) -> int:
 
 
 def make_jobs(folder: Path, ways: list[Way], deterministic: bool) -> dict[str, dict[str, Any]]:
-    """The runs to be made, by name: the knobs of each."""
+    """The runs to be made, by name: the options of each."""
     jobs: dict[str, dict[str, Any]] = {"resumed": {"replicas": 2, "dropout": 0.1, "checkpoint_every": 4}}
     for optimizer, learning_rate in OPTIMIZERS.items():
-        for name, replicas, knobs in [*ONE_DEVICE, *ways]:
+        for name, replicas, options in [*ONE_DEVICE, *ways]:
             split = {"replicas": replicas, "batch_size": GLOBAL_BATCH // replicas}
-            jobs[f"{name}, {optimizer}"] = {"optimizer": optimizer, "learning_rate": learning_rate, **split, **knobs}
+            jobs[f"{name}, {optimizer}"] = {"optimizer": optimizer, "learning_rate": learning_rate, **split, **options}
     jobs["not stopped"] = {"replicas": 2, "dropout": 0.1}
     for precision in ("mixed_bfloat16", "mixed_float16"):
         jobs[precision] = {"replicas": 2, "precision": precision}
     common = {"batch_size": GLOBAL_BATCH // 2, "deterministic": deterministic}
     return {
-        name: KNOBS | common | {"workdir": str(folder / str(i))} | own for i, (name, own) in enumerate(jobs.items())
+        name: OPTIONS | common | {"workdir": str(folder / str(i))} | own for i, (name, own) in enumerate(jobs.items())
     }
 
 
@@ -138,23 +138,25 @@ def set_up() -> None:
     make_strategy(most_replicas())  # so that fewer can be asked for later
 
 
-def train(name: str, knobs: dict[str, Any], workers: int) -> dict[str, Any]:
+def train(name: str, options: dict[str, Any], workers: int) -> dict[str, Any]:
     """Runs the recipe; the run named `resumed` is stopped by SIGTERM in the middle of an epoch, and goes on.
 
     A run named after workers is started as a user would.
     """
     if "workers" in name:
-        given = {"--" + knob.replace("_", "-"): value for knob, value in knobs.items() if value is not False}
-        words = [word for knob, value in given.items() for word in ([knob] if value is True else [knob, str(value)])]
+        given = {"--" + option.replace("_", "-"): value for option, value in options.items() if value is not False}
+        words = [
+            word for option, value in given.items() for word in ([option] if value is True else [option, str(value)])
+        ]
         command = [sys.executable, "-m", "recipes", "launch", "--workers", str(workers), "bert_mlm", *words]
         started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if started.returncode:
             raise RuntimeError(f"{shlex.join(command)} ended with {started.returncode}: {started.stderr}")
-        return json.loads(Path(knobs["workdir"], "results.json").read_text())
+        return json.loads(Path(options["workdir"], "results.json").read_text())
 
     from recipes import bert_mlm
 
-    config = bert_mlm.Config(**knobs)
+    config = bert_mlm.Config(**options)
     with contextlib.redirect_stdout(io.StringIO()):
         if name == "resumed":
             threading.Thread(target=_stop_after, args=(Path(config.workdir), 6), daemon=True).start()
@@ -172,8 +174,8 @@ def check(runs: dict[str, dict[str, Any]], ways: list[Way], off_board: float) ->
         rows.append({"check": check, "measure": measure, "measured": measured, "bound": bound, "passed": passed})
 
     for optimizer in OPTIMIZERS:
-        for name, _, knobs in ways:
-            one, _, _ = ONE_DEVICE["pack" in knobs]
+        for name, _, options in ways:
+            one, _, _ = ONE_DEVICE["pack" in options]
             found = differences(runs[f"{name}, {optimizer}"], runs[f"{one}, {optimizer}"])
             for what, bound in BOUNDS.items():
                 add(f"{name}, {optimizer}", what, found[what], bound)

@@ -41,7 +41,7 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
 
     Args:
         arguments: of `python -m recipes launch`: `workers` and `parameter_servers`, or `hosts` and `worker_index` where
-            the environment does not tell the place; `restarts`; `join_timeout` in seconds; `knobs` of the recipe.
+            the environment does not tell the place; `restarts`; `join_timeout` in seconds; `options` of the recipe.
         recipe: its file.
 
     Raises:
@@ -49,19 +49,19 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
             workers.
     """
     check_bounds(arguments, workers=1, parameter_servers=0, restarts=0, join_timeout=1)
-    command = [sys.executable, str(recipe), *arguments.knobs]
-    if {"-h", "--help"} & set(arguments.knobs):
+    command = [sys.executable, str(recipe), *arguments.options]
+    if {"-h", "--help"} & set(arguments.options):
         return subprocess.call(command)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--workdir", type=Path, default=Path("runs", recipe.stem))
-    workdir = finder.parse_known_args(arguments.knobs)[0].workdir
+    workdir = finder.parse_known_args(arguments.options)[0].workdir
     gpus, left = gpu_shares(arguments.workers) if arguments.workers else ([], 0)
     if left:
         print(f"{left} GPU(s) are left over: workers must have equally many", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="workers-") as temporary:
         # TensorFlow writes generated code there, and a worker that is killed leaves it.
         os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout), "LAUNCH_ID": uuid.uuid4().hex}
-        logs = Path(temporary) if "--dry-run" in arguments.knobs else logs_folder(workdir)  # a dry run writes nothing
+        logs = Path(temporary) if "--dry-run" in arguments.options else logs_folder(workdir)  # a dry run writes nothing
         restarts_left = arguments.restarts + 1
         while restarts_left:
             restarts_left -= 1

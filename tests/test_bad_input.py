@@ -47,9 +47,9 @@ def files(tmp_path_factory):
     return folder
 
 
-# Knobs, and words of the message. TensorFlow is not needed to tell.
+# Options, and words of the message. TensorFlow is not needed to tell.
 AT_ONCE = [
-    ("--batch-sise 4", "unknown knob --batch-sise. The knobs are: --workdir --corpus"),
+    ("--batch-sise 4", "unknown option --batch-sise. The options are: --workdir --corpus"),
     ("--batch-size many", "--batch-size: invalid literal for int()"),
     ("--lr-scaling cubic", "Expected one of ('auto', 'linear', 'sqrt', 'none')"),
     ("--batch-size 0", "--batch-size must be at least 1; got 0"),
@@ -168,7 +168,7 @@ READ = [
 
 
 @pytest.mark.parametrize(("recipe", "words", "message"), READ, ids=[f"{r.__name__} {words}" for r, words, _ in READ])
-def test_a_mistake_is_told_when_the_knobs_are_read(recipe, words, message, files, capsys):
+def test_a_mistake_is_told_when_the_options_are_read(recipe, words, message, files, capsys):
     try:
         tyro.cli(recipe.Config, args=words.format(files=files).split())
     except UserError as error:

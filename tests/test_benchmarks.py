@@ -100,7 +100,7 @@ def sample_results():
     peaks = {"float32": 1e11, "bfloat16": 2e11}
     answer = {"steps": 10, "seconds": 1.0, "waited": 0.01, "seconds_on_one_batch": 0.9}
     curves = {quality.PUBLISHED: [(0.0, 9.0), (600.0, 7.0), (1200.0, 6.5)], quality.OURS: [(0.0, 9.0), (120.0, 6.4)]}
-    knobs = {"rate": 1e-3, "dropout": 0.0, "decays": True, "steps": 9}
+    options = {"rate": 1e-3, "dropout": 0.0, "decays": True, "steps": 9}
     results = {
         "throughput": {
             "sizes": {"tiny": {"pieces": 9, "flops_per_token": 6e6, "peak_flops": peaks, "contenders": contenders}}
@@ -115,7 +115,7 @@ def sample_results():
         "quality": {
             "model": "tiny",
             "corpus": "x",
-            "runs": [knobs | {"side": s, "curve": c} for s, c in curves.items()],
+            "runs": [options | {"side": s, "curve": c} for s, c in curves.items()],
         },
     }
     return {name: result | {"machine": machine()} for name, result in results.items()}
@@ -201,7 +201,7 @@ def test_a_benchmark_runs(wikitext):
     assert "| --- " in done.stdout
 
 
-def test_every_benchmark_has_its_knobs():
+def test_every_benchmark_has_its_options():
     for module in (throughput, scaling, memory, benchmarks.input, quality):
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)

@@ -31,7 +31,7 @@ STEPS = 24  # of the runs below: three epochs of eight steps, the last of each n
 
 
 def command(wikitext, workdir, *more):
-    knobs = {
+    options = {
         "corpus": wikitext,
         "workdir": workdir,
         "vocabulary-size": 300,
@@ -41,7 +41,7 @@ def command(wikitext, workdir, *more):
         "epochs": 3,
         "checkpoint-every": CHECKPOINT_EVERY,
     }
-    words = [word for name, value in knobs.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return [sys.executable, str(ROOT / "recipes/bert_mlm.py"), *words, *more]
 
 
@@ -229,9 +229,9 @@ def validations_in(workdir):
 @pytest.mark.slow
 def test_a_signal_during_a_validation_loses_neither_it_nor_the_snapshot(wikitext, tmp_path):
     with StandIn() as hub:
-        knobs = {"corpus": wikitext, "model": "nano", "vocabulary-size": 300, "seq-length": 32, "batch-size": 64}
-        knobs |= {"epochs": 2, "checkpoint-every": 1, "push-to": URI, "data": tmp_path / "data"}
-        words = [word for name, value in knobs.items() for word in (f"--{name}", str(value))]
+        options = {"corpus": wikitext, "model": "nano", "vocabulary-size": 300, "seq-length": 32, "batch-size": 64}
+        options |= {"epochs": 2, "checkpoint-every": 1, "push-to": URI, "data": tmp_path / "data"}
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         begin = functools.partial(
             subprocess.Popen, env=environment(hub, HF_HUB_DISABLE_XET="1"), stdout=subprocess.PIPE, text=True
         )
@@ -333,7 +333,7 @@ def test_overwrite_lets_go_of_the_old_run_at_the_first_checkpoint_of_the_new(wik
 
 
 @pytest.mark.long
-def test_another_split_of_the_batch_goes_on_and_other_knobs_do_not(wikitext, tmp_path):
+def test_another_split_of_the_batch_goes_on_and_other_options_do_not(wikitext, tmp_path):
     workdir = tmp_path / "run"
     run_until(5, signal.SIGTERM, wikitext, workdir, "--dropout", "0")
     refused = subprocess.run(command(wikitext, workdir, "--seed", "1"), capture_output=True, text=True)

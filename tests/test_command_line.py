@@ -54,16 +54,16 @@ def test_help_bears_the_name_of_the_recipe():
         assert done.stdout.startswith("usage: bert_mlm [-h]")
 
 
-def test_help_lists_every_knob():
+def test_help_lists_every_option():
     help_text = recipes("run", "bert_mlm", "--help").stdout
-    for knob in ("--workdir", "--replicas", "--lr-scaling {auto,linear,sqrt,none}", "--max-steps", "--overwrite"):
-        assert knob in help_text
+    for option in ("--workdir", "--replicas", "--lr-scaling {auto,linear,sqrt,none}", "--max-steps", "--overwrite"):
+        assert option in help_text
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "bert_mlm", "--batch-sise", "4"], "unknown knob --batch-sise. The knobs are: --workdir --corpus"),
+        (["run", "bert_mlm", "--batch-sise", "4"], "unknown option --batch-sise. The options are: --workdir --corpus"),
         (["run", "bert_mlm", "--batch-size", "many"], "--batch-size: invalid literal for int()"),
         (["run", "bert_mlm", "--lr-scaling", "cubic"], "Expected one of ('auto', 'linear', 'sqrt', 'none')"),
         (["run", "bert_mml"], "there is no recipe bert_mml. There are: bert_from_scratch bert_mlm"),
@@ -191,7 +191,7 @@ def test_fill_mask_without_a_preset(tmp_path):
     assert done.returncode == 2 and "no preset in runs/ yet" in done.stderr
 
 
-def test_bash_completes_knobs_and_values():
+def test_bash_completes_options_and_values():
     """The lines of docs/shell-completion.md, and what bash does at the Tab key."""
     page = (ROOT / "docs/shell-completion.md").read_text(encoding="utf-8")
     (script,) = re.findall("^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -213,7 +213,7 @@ def test_two_files_for_a_split(tmp_path):
 
 
 # Arguments of open_examples, and words of the message.
-KNOBS = [
+OPTIONS = [
     (("own",), "--task own needs a file or a folder of yours"),
     (("own", "f.csv"), "--task own needs the names of the columns"),
     (("own", "f.csv", "text"), "--task own needs the names of the columns"),
@@ -229,8 +229,8 @@ KNOBS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), KNOBS, ids=[str(arguments) for arguments, _ in KNOBS])
-def test_knobs_that_do_not_go_together(arguments, message):
+@pytest.mark.parametrize(("arguments", "message"), OPTIONS, ids=[str(arguments) for arguments, _ in OPTIONS])
+def test_options_that_do_not_go_together(arguments, message):
     with pytest.raises(UserError) as error:
         open_examples(*arguments)
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -376,9 +376,9 @@ run(main, sys.argv[1])
 def test_an_upload_that_hangs_holds_up_no_end(end, without_xet, status, hub, small, preset, tmp_path):
     hub.hold = "^/lfs$|^/xet/"
     grace = "3" if without_xet == "1" else "60"  # with Xet, there is no need of it
-    knobs = json.dumps(small | {"workdir": str(tmp_path / "run")}) if end == "SIGTERM" else str(preset)
+    options = json.dumps(small | {"workdir": str(tmp_path / "run")}) if end == "SIGTERM" else str(preset)
     process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED, end, str(tmp_path), knobs, grace],
+        [sys.executable, "-c", STOPPED, end, str(tmp_path), options, grace],
         env=environment(hub, HF_HUB_DISABLE_XET=without_xet, PYTHONPATH=str(ROOT)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

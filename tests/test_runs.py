@@ -44,7 +44,7 @@ def has_a_checkpoint(workdir):
     (workdir / "checkpoints/ckpt-4.index").write_text("index")
 
 
-def test_a_run_with_other_knobs_is_refused_by_name(config):
+def test_a_run_with_other_options_is_refused_by_name(config):
     run = reopen(config)
     assert run.results is None
     has_a_checkpoint(run.workdir)
@@ -55,7 +55,7 @@ def test_a_run_with_other_knobs_is_refused_by_name(config):
     assert json.loads((reopen(config).workdir / "config.json").read_text())["seed"] == 0
 
 
-def test_a_run_without_a_checkpoint_is_begun_anew_with_any_knobs(config):
+def test_a_run_without_a_checkpoint_is_begun_anew_with_any_options(config):
     run = reopen(config)
     run.scale(config, 4, 0.4, "adamw")
     with pytest.raises(UserError, match="too few for one batch of 32"):
@@ -340,14 +340,14 @@ def test_a_kill_between_the_first_checkpoint_and_the_end_of_the_old_run_keeps_th
 @pytest.mark.parametrize("recipe", [bert_mlm, bert_from_scratch, glue_controller, glue_custom_loop])
 def test_overwrite_takes_all_that_a_recipe_writes(recipe, small, tmp_path):
     """What stays would be taken for the user's, and the next run be refused for it."""
-    knobs = small | {"max_steps": 2}
+    options = small | {"max_steps": 2}
     if recipe in (glue_controller, glue_custom_loop):
         lines = [f"{'good' if i % 2 else 'bad'} number {i},{i % 2}" for i in range(200)]
         (tmp_path / "own.csv").write_text("\n".join(["text,label", *lines]))
-        del knobs["corpus"]
-        knobs |= {"task": "own", "data": str(tmp_path / "own.csv"), "text_columns": "text", "label_column": "label"}
-    recipe.train_and_evaluate(recipe.Config(**knobs))
-    workdir = Path(knobs["workdir"])
+        del options["corpus"]
+        options |= {"task": "own", "data": str(tmp_path / "own.csv"), "text_columns": "text", "label_column": "label"}
+    recipe.train_and_evaluate(recipe.Config(**options))
+    workdir = Path(options["workdir"])
     written = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()} - {".lock"}
     set_aside(workdir)
     left = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()} - {".lock"}

@@ -133,7 +133,7 @@ def _from_glue(task: str, data: str) -> LabelledTexts:
 
 
 def _from_hub(task: str) -> dict[str, list[Row]]:
-    tables = hub_splits(HUB_NAME, task, knob="--data")
+    tables = hub_splits(HUB_NAME, task, option="--data")
     rows = {}
     for split in STEMS:
         rows[split] = [(f"{task} of {HUB_NAME}, {split}, row {n}", dict(row)) for n, row in enumerate(tables[split])]

@@ -33,8 +33,8 @@ print([tokenizer.id_to_token(int(i)) for i in logits.argsort()[::-1][:5]])
 ```
 """
 NAMES = {"bert": "BERT", "roberta": "RoBERTa"}
-# Knobs that tell how the model came about. The others say where it did, which is nobody's business.
-KNOBS = (
+# Options that tell how the model came about. The others say where it did, which is nobody's business.
+OPTIONS = (
     *("architecture", "model", "vocabulary_size", "seq_length", "mask_rate", "dropout", "epochs", "batch_size"),
     *("learning_rate", "lr_scaling", "warmup", "optimizer", "weight_decay", "clip_norm", "precision", "seed"),
 )
@@ -44,7 +44,7 @@ def model_card(results: dict[str, Any]) -> str:
     """The page of a finished model.
 
     Args:
-        results: those of `results.json`. Of the knobs in their `config`, those in `KNOBS` are shown, where it was
+        results: those of `results.json`. Of the options in their `config`, those in `OPTIONS` are shown, where it was
             pushed to, and the last part of `corpus`.
 
     Returns:
@@ -68,7 +68,7 @@ def model_card(results: dict[str, Any]) -> str:
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
         ("hardware", ", ".join(hardware["gpus"]) or f"{hardware['cpu']}, {hardware['cores']} cores"),
         ("versions", _listed(results["versions"])),
-        ("configuration", _listed({name: config[name] for name in KNOBS if config.get(name) is not None})),
+        ("configuration", _listed({name: config[name] for name in OPTIONS if config.get(name) is not None})),
     ]
     corpus = Path(config["corpus"]).name  # of a private text, its name alone
     return _card(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One command line for every recipe: its knobs are the fields of the recipe's `Config`.
+"""One command line for every recipe: its options are the fields of the recipe's `Config`.
 
-Nothing here imports TensorFlow, so that `--help` and a wrong knob are answered at once.
+Nothing here imports TensorFlow, so that `--help` and a wrong option are answered at once.
 """
 
 import argparse
@@ -68,10 +68,10 @@ def quiet_without_reader() -> Iterator[None]:
 
 @quiet_without_reader()
 def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] | None = None) -> Config:
-    """Reads a recipe's knobs from the command line.
+    """Reads a recipe's options from the command line.
 
     Args:
-        config_class: a dataclass with one field a knob; `batch_size` becomes `--batch-size`.
+        config_class: a dataclass with one field per option; `batch_size` becomes `--batch-size`.
         recipe_doc: the recipe's docstring, shown by `--help`.
         arguments: the words after the recipe's name; None for this process's own.
 
@@ -99,8 +99,8 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
         if unknown:
-            knobs = " ".join("--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class))
-            raise UserError(f"unknown knob {unknown[0]}. The knobs are: {knobs}")
+            options = " ".join("--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class))
+            raise UserError(f"unknown option {unknown[0]}. The options are: {options}")
         if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
             raise UserError(f"the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND")
         return config

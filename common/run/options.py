@@ -14,7 +14,7 @@ from common.training.scaling import LearningRateScaling
 
 Precision = Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"]
 
-# The least value of each knob that has one; the knobs below it are shares of a whole, and rates.
+# The least value of each option that has one; the options below it are shares of a whole, and rates.
 AT_LEAST = {
     "batch_size": 1,
     "epochs": 1,
@@ -95,48 +95,48 @@ def check_accumulate(parts: int, batch_size: int) -> None:
         )
 
 
-def _check(knobs: dict[str, Any]) -> None:
+def _check(options: dict[str, Any]) -> None:
     if WORKERS_TOLD_IN & os.environ.keys():
         join_timeout()
     for name, least in AT_LEAST.items():
         most = AT_MOST.get(name, MOST)
-        _require(knobs.get(name, least) >= least, knobs, name, f"at least {least}")
-        _require(knobs.get(name, least) <= most, knobs, name, f"at most {most}")
+        _require(options.get(name, least) >= least, options, name, f"at least {least}")
+        _require(options.get(name, least) <= most, options, name, f"at most {most}")
     for name in SHARES:
-        _require(0 <= knobs.get(name, 0) < 1, knobs, name, "a share in [0, 1)")
-    _require(knobs.get("mask_rate", 1) > 0, knobs, "mask_rate", "above 0")
+        _require(0 <= options.get(name, 0) < 1, options, name, "a share in [0, 1)")
+    _require(options.get("mask_rate", 1) > 0, options, "mask_rate", "above 0")
     for name in RATES:
-        value = knobs.get(name, 0)
-        _require(math.isfinite(value) and value >= 0, knobs, name, "a finite number, 0 or more")
-    step_range(knobs.get("profile_steps", ""))
-    check_accumulate(knobs.get("accumulate", 1), knobs["batch_size"])
+        value = options.get(name, 0)
+        _require(math.isfinite(value) and value >= 0, options, name, "a finite number, 0 or more")
+    step_range(options.get("profile_steps", ""))
+    check_accumulate(options.get("accumulate", 1), options["batch_size"])
     for name in ("workdir", "corpus"):
-        if knobs.get(name) == "":  # which as a path is the current folder
+        if options.get(name) == "":  # which as a path is the current folder
             raise UserError(f"--{name} is empty: name one, or leave it out")
     _require(
-        not re.search(r"[\[\]*?\\]", knobs["workdir"]),
-        knobs,
+        not re.search(r"[\[\]*?\\]", options["workdir"]),
+        options,
         "workdir",
         "a name without [ ] * ? \\, which TensorFlow globs",
     )
     for name in ("preset", "corpus", "vocabulary", "data"):
-        _check_not_in_workdir(knobs, name)
+        _check_not_in_workdir(options, name)
 
 
-def _require(holds: bool, knobs: dict[str, Any], name: str, what: str) -> None:
+def _require(holds: bool, options: dict[str, Any], name: str, what: str) -> None:
     if not holds:
-        raise UserError(f"--{name.replace('_', '-')} must be {what}; got {knobs[name]}")
+        raise UserError(f"--{name.replace('_', '-')} must be {what}; got {options[name]}")
 
 
-def _check_not_in_workdir(knobs: dict[str, Any], name: str) -> None:
+def _check_not_in_workdir(options: dict[str, Any], name: str) -> None:
     """What a run reads must outlive the run, which `--overwrite` deletes."""
-    value, workdir = knobs.get(name) or "", Path(knobs["workdir"]).resolve()
-    shards = name == "data" and "task" not in knobs  # which the run writes itself, by default there
+    value, workdir = options.get(name) or "", Path(options["workdir"]).resolve()
+    shards = name == "data" and "task" not in options  # which the run writes itself, by default there
     if not value or "://" in value or not (shards or Path(value).exists()):  # a name, or missing and told of elsewhere
         return
     path = Path(value).resolve()
     if path.is_relative_to(workdir) and not (shards and path == workdir / "data"):
         raise UserError(
-            f"--{name} {value} lies in the work folder {knobs['workdir']}, of which a run may delete what it wrote. "
+            f"--{name} {value} lies in the work folder {options['workdir']}, of which a run may delete what it wrote. "
             "Give another --workdir"
         )

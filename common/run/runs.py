@@ -37,8 +37,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed
 LAUNCH_ID = "LAUNCH_ID"  # variable by which a launcher tells the workers that it starts again that they are its own
 
-# Knobs that may differ when a run goes on: they do not change what it computes.
-FREE_KNOBS = (
+# Options that may differ when a run goes on: they do not change what it computes.
+FREE_OPTIONS = (
     *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps"),
     *("push_to", "push_public"),
     *("replicas", "batch_size", "accumulate", "jit", "steps_per_execution", "steps_per_loop"),
@@ -51,7 +51,7 @@ class Run:
 
     Attributes:
         workdir: its folder.
-        saved: what `config.json` holds: the knobs that it began with, and what it noted since.
+        saved: what `config.json` holds: the options that it began with, and what it noted since.
         results: those of `results.json`, where the run is complete.
         lock: held as long as the process lives; None where nothing may be written.
     """
@@ -149,23 +149,23 @@ class Run:
 
 
 def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
-    """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, it does neither.
+    """Opens the run in `config.workdir`, or begins one there; with an option `dry_run` that is set, it does neither.
 
     A run that ended before its first checkpoint, as one does that is refused for its data, is begun anew, with other
-    knobs too. With a knob `overwrite` that is set, so is any other, but not one that the very same knobs began and that
+    options too. With an option `overwrite` that is set, so is any other, but not one that the very same options began and that
     was stopped, nor one that this launcher's workers began. Of several workers, which must have joined, the chief does
     it, and the others look on.
 
     Args:
         recipe: the recipe's name.
-        config: its `Config`, with the knobs `workdir` and `overwrite`.
+        config: its `Config`, with the options `workdir` and `overwrite`.
         writes: what it writes there besides what every run does, by names of `run_folder.OF_SOME_RUNS`. `config.json`
             notes it, so that a run in its place takes no file of the user's for its own.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
-            or with other knobs (`FREE_KNOBS` excepted), or files by a run's names that no run wrote; when workers were
-            started with different knobs, code or packages, or do not share the folder.
+            or with other options (`FREE_OPTIONS` excepted), or files by a run's names that no run wrote; when workers were
+            started with different options, code or packages, or do not share the folder.
     """
     workdir = Path(config.workdir)
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
@@ -257,10 +257,10 @@ def _locked(workdir: Path, token: str) -> TextIO:
 
 def _saved_config(workdir: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     saved = read_json(workdir / "config.json") or {}
-    different = [name for name in wanted if name not in FREE_KNOBS and saved.get(name) != wanted[name]]
+    different = [name for name in wanted if name not in FREE_OPTIONS and saved.get(name) != wanted[name]]
     if different:
         raise UserError(
-            f"{workdir} holds a run with other knobs: "
+            f"{workdir} holds a run with other options: "
             + ", ".join(f"{name} {saved.get(name)!r}, not {wanted[name]!r}" for name in different)
             + ". Give another --workdir, or --overwrite to start afresh"
         )

@@ -4,7 +4,7 @@
     ray job submit --working-dir . -- python recipes/cluster/ray_launch.py --workers 4 --gpus 8 bert_mlm
 
 Ray gives the workers their nodes, and each runs the recipe in a process of its own. So Keras is Keras 3; Ray Train's
-TensorFlow trainer would need Keras 2. `--workdir` among the recipe's knobs is a folder that all nodes share.
+TensorFlow trainer would need Keras 2. `--workdir` among the recipe's options is a folder that all nodes share.
 """
 
 import argparse
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     parser.add_argument("--gpus", type=float, default=0, metavar="N", help="of each worker: all of a node (0)")
     parser.add_argument("--restarts", type=int, default=0, metavar="K", help="start again after a death, K times")
     parser.add_argument("recipe")
-    parser.add_argument("knobs", nargs=argparse.REMAINDER)
+    parser.add_argument("options", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     try:
         check_bounds(arguments, workers=1, restarts=0, cpus=0, gpus=0)
@@ -99,7 +99,7 @@ if __name__ == "__main__":
         fail(error)
     ray.init()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own gives this process three seconds
-    words, launch_id = [arguments.recipe, *arguments.knobs], uuid.uuid4().hex
+    words, launch_id = [arguments.recipe, *arguments.options], uuid.uuid4().hex
     for _ in range(arguments.restarts + 1):
         status = train(arguments.workers, arguments.cpus, arguments.gpus, launch_id, words)
         if status in (0, 2, 143):  # done, wrong input, stopped; otherwise a worker died
