@@ -123,7 +123,7 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"The pipeline alone: {sequences:,.0f} sequences/s, {tokens:,.0f} tokens/s.",
         "",
-        "| | step | waiting for its batch | of the step | the pipeline costs in all |",
+        "| | step | data stall | of the step | total cost of the pipeline |",
         "| --- " * 5 + "|",
     ]
     for name, answers in results["waiting"].items():

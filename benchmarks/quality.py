@@ -192,15 +192,19 @@ def table(results: dict[str, Any]) -> str:
     lines = ["| pipeline | learning rate | dropout | steps | seconds | validation loss |", "| --- " * 6 + "|"]
     for run in results["runs"]:
         seconds, loss = run["curve"][-1]
-        rate = f"{run['rate']:g}, {'decays' if run['decays'] else 'stays'}"
+        rate = f"{run['rate']:g}, {'with decay' if run['decays'] else 'constant'}"
         numbers = f"{run['steps']:,} | {seconds:,.0f} | {loss:.3f} |"
         lines.append(f"| {run['side']} | {rate} | {run['dropout']} | {numbers}")
     lines.append("")
     for name, found in compare(results).items():
-        when = f"after {found['ours']:,.0f} s, {found['ratio']:.1f} times sooner" if found["ratio"] else "never"
+        when = (
+            f"reaches it after {found['ours']:,.0f} s, {found['ratio']:.1f} times faster"
+            if found["ratio"]
+            else "does not"
+        )
         lines.append(
             f"- {name}: the published pipeline ends at {found['loss']:.3f} after {found['published']:,.0f} s; "
-            f"ours has it {when}."
+            f"ours {when}."
         )
     return "\n".join(lines)
 
@@ -218,7 +222,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         label = f"{run['side']}, {run['rate']:g}{', decays' if run['decays'] else ''}, dropout {run['dropout']:g}"
         axes.plot([s / 60 for s in seconds], losses, "-" if run["side"] == OURS else "--", label=label)
     title = f"BERT-{results['model']} from the same random weights, {results['corpus']}"
-    axes.set(xlabel="minutes of training", ylabel="validation loss, nats a masked token", title=title)
+    axes.set(xlabel="minutes of training", ylabel="validation loss, nats per masked token", title=title)
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -14,7 +14,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a benchmark's text."""
     parser.add_argument("--corpus", default="docstrings", help="as in bert_mlm: a name, a file or a folder")
     parser.add_argument("--vocabulary", default="", help="WordPiece file; else one is trained on the corpus")
-    parser.add_argument("--vocabulary-size", type=int, default=30_522, help="pieces of a trained vocabulary")
+    parser.add_argument("--vocabulary-size", type=int, default=30_522, help="word pieces in a trained vocabulary")
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:

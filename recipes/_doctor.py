@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m recipes doctor`: proves on this machine that data-parallel training computes what one device would.
+"""`python -m recipes doctor`: verifies on this machine that data-parallel training computes what one device would.
 
 Every row runs the real recipe (`bert_mlm.train_and_evaluate`) on a small model for 20 steps and reads what it leaves.
 The text is the licence of this project or the lines of this file, which are always there.
@@ -71,7 +71,7 @@ def doctor(as_json: bool, workers: int) -> int:
         UserError: when the workers cannot share the batch, or there are fewer GPUs than workers.
     """
     if workers < 1 or GLOBAL_BATCH % workers:
-        raise UserError(f"--workers must divide the batch of {GLOBAL_BATCH}, not be {workers}")
+        raise UserError(f"--workers must divide the global batch of {GLOBAL_BATCH}; got {workers}")
     gpu_shares(workers)  # of which each uses one GPU
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # the workers want the GPUs that the rest computes on
     began = time.perf_counter()
@@ -86,7 +86,7 @@ def doctor(as_json: bool, workers: int) -> int:
             machine = describe_machine(gpus)
             ways = [way for way in WAYS if way[1] <= most.result()]
             if left_out := [name for name, replicas, _ in WAYS if replicas > most.result()]:
-                machine["left out"] = f"{', '.join(left_out)}: of several GPUs, none is split"
+                machine["left out"] = f"{', '.join(left_out)}: several GPUs are not split"
             if not as_json:
                 print("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
             ways += [(f"{workers} workers", workers, {"replicas": 1})] if workers > 1 else []
@@ -139,7 +139,7 @@ def set_up() -> None:
 
 
 def train(name: str, options: dict[str, Any], workers: int) -> dict[str, Any]:
-    """Runs the recipe; the run named `resumed` is stopped by SIGTERM in the middle of an epoch, and goes on.
+    """Runs the recipe; the run named `resumed` is stopped by SIGTERM in the middle of an epoch, and resumed.
 
     A run named after workers is started as a user would.
     """
@@ -287,11 +287,11 @@ def describe_machine(gpus: list[str]) -> dict[str, str]:
 
 def _version(package: str, tested: str) -> str:
     version = importlib.metadata.version(package)
-    return f"{version} ({'tested' if version.startswith(tested + '.') else f'NOT TESTED: {tested} is'})"
+    return f"{version} ({'tested' if version.startswith(tested + '.') else f'NOT TESTED; tested with {tested}'})"
 
 
 def table(checks: list[dict[str, Any]]) -> str:
-    """The checks for a person to read."""
+    """The checks as a table of text."""
     names = [f"{row['check']}: {row['measure']}" for row in checks]
     width = max(map(len, names))
     rows = [f"{'check':{width}}  measured    bound"]

@@ -34,7 +34,7 @@ def visible_gpus() -> list[str]:
 def gpu_shares(workers: int) -> tuple[list[str], int]:
     """The `CUDA_VISIBLE_DEVICES` of each of so many workers on this machine, and the number of GPUs that are left over.
 
-    Workers that train in step must have equally many. Without a GPU that may be used, there are no shares.
+    Workers that train synchronously must have the same number. Without a GPU that may be used, there are no shares.
 
     Raises:
         UserError: when there are fewer GPUs than workers.

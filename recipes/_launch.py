@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m recipes launch`: starts a recipe's workers, shows one screen for all, and starts them again after a death.
+"""`python -m recipes launch`: starts a recipe's workers, shows one screen for all, and restarts them after one dies.
 
 Nothing here imports TensorFlow, which is the workers' business.
 """
@@ -57,7 +57,7 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
     workdir = finder.parse_known_args(arguments.options)[0].workdir
     gpus, left = gpu_shares(arguments.workers) if arguments.workers else ([], 0)
     if left:
-        print(f"{left} GPU(s) are left over: workers must have equally many", file=sys.stderr, flush=True)
+        print(f"{left} GPU(s) stay unused: all workers must have the same number", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="workers-") as temporary:
         # TensorFlow writes generated code there, and a worker that is killed leaves it.
         os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout), "LAUNCH_ID": uuid.uuid4().hex}
@@ -84,7 +84,7 @@ def places(arguments: argparse.Namespace) -> list[dict]:
     told = tf_config()
     if arguments.workers is not None:
         if told or arguments.hosts:
-            raise UserError("--workers starts all workers on this machine; leave it out where hosts are given")
+            raise UserError("--workers starts all workers on this machine; leave it out when hosts are given")
         if servers := arguments.parameter_servers:
             addresses = free_addresses(1 + arguments.workers + servers)
             return [parameter_server_config(addresses, servers, i) for i in range(len(addresses))]
@@ -97,12 +97,12 @@ def places(arguments: argparse.Namespace) -> list[dict]:
     if told:
         return [told]
     if not arguments.hosts or arguments.worker_index is None:
-        raise UserError("say --workers N for N workers on this machine, or --hosts h1:port,h2:port --worker-index I")
+        raise UserError("give --workers N for N workers on this machine, or --hosts h1:port,h2:port --worker-index I")
     hosts = arguments.hosts.split(",")
     if wrong := [host for host in hosts if not is_address(host)]:
         raise UserError(f"--hosts must be like h1:8888,h2:8888; {wrong[0]!r} is not host:port")
     if len(set(hosts)) < len(hosts):
-        raise UserError(f"--hosts names an address twice: {arguments.hosts}")
+        raise UserError(f"--hosts lists an address twice: {arguments.hosts}")
     if not 0 <= arguments.worker_index < len(hosts):
         raise UserError(f"--worker-index must be from 0 to {len(hosts) - 1}, not {arguments.worker_index}")
     return [worker_config(hosts, arguments.worker_index)]
@@ -119,7 +119,7 @@ def logs_folder(workdir: Path) -> Path:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"cannot write to the work folder {workdir} ({error.strerror}). Give another --workdir"
+            f"cannot write to the work directory {workdir} ({error.strerror}). Give another --workdir"
         ) from error
     return logs
 

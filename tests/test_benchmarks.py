@@ -24,7 +24,7 @@ def matmul_flops(*shapes):
 
 
 def test_flops_are_those_of_every_matrix_product_of_a_small_bert():
-    length, width, inner, pieces, masked = 20, 64, 256, 500, 3  # nano: one layer, one head of 64
+    length, width, inner, vocabulary_size, masked = 20, 64, 256, 500, 3  # nano: one layer, one head of 64
     forward = matmul_flops(
         *[(length, width, width)] * 4,  # query, key, value, output
         (length, width, length),  # scores
@@ -32,9 +32,9 @@ def test_flops_are_those_of_every_matrix_product_of_a_small_bert():
         (length, width, inner),
         (length, inner, width),
         (masked, width, width),  # the head
-        (masked, width, pieces),
+        (masked, width, vocabulary_size),
     )
-    assert flops_per_token(64, 256, 1, pieces, length, masked / length) * length == pytest.approx(3 * forward)
+    assert flops_per_token(64, 256, 1, vocabulary_size, length, masked / length) * length == pytest.approx(3 * forward)
 
 
 def test_flops_of_tiny_are_those_known():
@@ -129,7 +129,7 @@ def test_the_readme_says_what_was_measured(name):
         "scaling": ["| float32 | 20,000 tokens/s | 20,000 | 100% | 20,000 | 100% |", "400 Mbit/s, held out", "0.0% |"],
         "memory": ["| 8 | 128 | 1,000, in shards | 900 MiB |"],
         "input": ["1,000 sequences/s", "| one device | 100.0 ms | 1.00 ms | 1.0% | +10.0% |"],
-        "quality": ["ours has it after 120 s, 10.0 times sooner"],
+        "quality": ["ours reaches it after 120 s, 10.0 times faster"],
     }
     assert all(words in table for words in [*expected[name], machine()["hardware"]["cpu"]]), table
 

@@ -122,7 +122,7 @@ def test_shards_of_something_else_are_refused(options, tmp_path):
     (shard,) = Path(data).glob("train-00001-of-00004-*.tfrecord")
     whole = shard.read_bytes()
     shard.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
-    with pytest.raises(UserError, match=f"{shard} is damaged. Remove it: it is written again"):
+    with pytest.raises(UserError, match=f"{shard} is damaged. Remove it; it will be written again"):
         make_datasets()
     shard.write_bytes(whole[:5000])
     with pytest.raises(UserError, match=f"{shard} is cut short"):

@@ -75,7 +75,7 @@ def test_a_test_split_without_text_is_left_out(small, wikitext, tmp_path, capsys
     shutil.copytree(wikitext, corpus)
     (corpus / "wiki.test.tokens").write_text("")
     assert list(sequences_of(bert_mlm.Config(**small | {"corpus": str(corpus)}))) == ["train", "validation"]
-    assert capsys.readouterr().out == "test: there is no text, so it is left out\n"
+    assert capsys.readouterr().out == "test: no text; this split is left out\n"
 
 
 def test_each_epoch_reads_every_token_once(finished):
@@ -298,9 +298,9 @@ def test_the_command_prints_a_report_and_nothing_else(small):
     )
     assert (done.returncode, done.stderr) == (0, "")
     for expected in (
-        "learning rate: 0.000989949 at the peak, sqrt scaling of 0.0007",
+        "peak learning rate: 0.000989949, sqrt scaling of 0.0007",
         "validation loss",
-        "by word frequency",
+        "unigram baseline",
         "[MASK]",
     ):
         assert expected in done.stdout

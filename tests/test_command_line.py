@@ -66,12 +66,12 @@ def test_help_lists_every_option():
         (["run", "bert_mlm", "--batch-sise", "4"], "unknown option --batch-sise. The options are: --workdir --corpus"),
         (["run", "bert_mlm", "--batch-size", "many"], "--batch-size: invalid literal for int()"),
         (["run", "bert_mlm", "--lr-scaling", "cubic"], "Expected one of ('auto', 'linear', 'sqrt', 'none')"),
-        (["run", "bert_mml"], "there is no recipe bert_mml. There are: bert_from_scratch bert_mlm"),
-        (["run"], "give the name of a recipe first. There are: bert_from_scratch bert_mlm glue_controller"),
-        (["launch", "--workers", "2"], "give the name of a recipe first. There are: bert_from_scratch bert_mlm"),
+        (["run", "bert_mml"], "there is no recipe bert_mml. Choose one of: bert_from_scratch bert_mlm"),
+        (["run"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm glue_controller"),
+        (["launch", "--workers", "2"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm"),
         (["rnu", "bert_mlm"], "invalid choice: 'rnu'"),
         (["cp", "bert_mlm"], "the following arguments are required: DEST. See python -m recipes cp --help"),
-        (["cp", "bert_mml", "x"], "there is no recipe bert_mml. There are: bert_from_scratch bert_mlm"),
+        (["cp", "bert_mml", "x"], "there is no recipe bert_mml. Choose one of: bert_from_scratch bert_mlm"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(words, message):
@@ -174,7 +174,7 @@ def test_ctrl_c_asks_to_stop_and_a_second_one_ends_it_at_once(how, presses, stat
         assert press or not told or process.stdout.readline() == "told\n"
     _, errors = process.communicate()
     assert process.returncode == status
-    assert errors == ("\nSaving, and stopping. Ctrl-C again ends it at once.\n" if told else "")
+    assert errors == ("\nSaving a checkpoint, then stopping. Press Ctrl-C again to quit at once.\n" if told else "")
 
 
 def test_run_and_the_file_itself_are_the_same():

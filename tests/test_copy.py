@@ -61,7 +61,7 @@ def test_nothing_is_overwritten_unless_asked(tmp_path):
     (tmp_path / "common/devices/strategy.py").write_text("mine")
     refused = cp(recipe, tmp_path)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr == f"error: {tmp_path}/common/devices/strategy.py exist(s) already; --force overwrites\n"
+    assert refused.stderr == f"error: {tmp_path}/common/devices/strategy.py already exist(s); --force overwrites\n"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "common/devices/strategy.py"]
     assert cp(recipe, tmp_path, "--force").returncode == 0
     assert (tmp_path / "common/devices/strategy.py").read_bytes() == (ROOT / "common/devices/strategy.py").read_bytes()

@@ -63,7 +63,7 @@ def train_byte_pairs(documents: Documents, size: int) -> BytePairs:
 
     Args:
         documents: opens the stream of documents; called twice, it must give the same ones.
-        size: pieces at most; at least 261, for 256 bytes and five special tokens.
+        size: of the vocabulary, at most; at least 261, for 256 bytes and five special tokens.
     """
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]  # in this order they have RoBERTa's ids
 

@@ -83,8 +83,8 @@ def check_corpus(corpus: str, workdir: str) -> None:
         return
     if Path(corpus).is_dir() and Path(workdir).resolve().is_relative_to(Path(corpus).resolve()):
         raise UserError(
-            f"--workdir {workdir} lies in the folder --corpus {corpus}, all of whose text is read, a run's too. "
-            "Give a --workdir outside of it"
+            f"--workdir {workdir} is inside --corpus {corpus}, where all text is read, a run's too. "
+            "Give a --workdir outside it"
         )
     if next(open_corpus(corpus)["train"](), None) is None:
         raise UserError(f"there is no text in {corpus}")

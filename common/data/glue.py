@@ -55,9 +55,7 @@ def open_examples(task: str, data: str = "", text_columns: str = "", label_colum
         UserError: when it cannot be read, or something in it is wrong.
     """
     if task != "own" and (text_columns or label_column):
-        raise UserError(
-            "--text-columns and --label-column are for files of your own: say --task own, or leave them out"
-        )
+        raise UserError("--text-columns and --label-column are for your own files: give --task own, or leave them out")
     if task == "roles":
         return _generated(data)
     if task != "own":
@@ -83,13 +81,13 @@ def write_predictions(path: Path, indices: list[str], labels: list[str]) -> None
 def _own_columns(data: str, text_columns: str, label_column: str) -> tuple[str, ...]:
     """The names of the texts' columns, checked."""
     if not data:
-        raise UserError("--task own needs a file or a folder of yours: give --data")
+        raise UserError("--task own needs your own file or folder: give --data")
     if not text_columns or not label_column:
         raise UserError("--task own needs the names of the columns: give --text-columns and --label-column")
     names = tuple(name.strip() for name in text_columns.split(","))
     if len(names) > 2 or not all(names) or len({*names, label_column}) <= len(names):
         raise UserError(
-            f"--text-columns must be one name or two with a comma, other than --label-column {label_column}; "
+            f"--text-columns must be one name, or two separated by a comma, other than --label-column {label_column}; "
             f"got {text_columns}"
         )
     return names
@@ -113,7 +111,7 @@ def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
 
 def _generated(data: str) -> LabelledTexts:
     if data:
-        raise UserError("--task roles makes its own texts: leave out --data")
+        raise UserError("--task roles generates its own texts: leave out --data")
     splits = {
         split: Examples([pair[:2] for pair in pairs], [pair[2] for pair in pairs], list(map(str, range(len(pairs)))))
         for split, pairs in roles.role_pairs().items()

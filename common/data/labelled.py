@@ -73,7 +73,7 @@ def to_examples(
         index: name of the column that names the examples; None to number them.
 
     Raises:
-        UserError: when a column is not there, a text is no text, or a label is none of the classes.
+        UserError: when a column is not there, a text is not a string, or a label is not one of the classes.
     """
     labels: list[int] = []
     found = Examples([], None if label is None else labels, [])
@@ -84,7 +84,7 @@ def to_examples(
         if label is not None:
             name = _label(where, row, label)
             if name not in places:
-                raise UserError(f"{where}: the label {name!r} is none of {name_columns(classes)}")
+                raise UserError(f"{where}: the label {name!r} is not one of {name_columns(classes)}")
             labels.append(places[name])
     return found
 
@@ -121,7 +121,7 @@ def hold_out(examples: Examples) -> dict[str, Examples]:
 def _text(where: str, row: dict[str, Any], name: str) -> str:
     value = _value(where, row, name)
     if not isinstance(value, str) or not _is_unicode(value):
-        raise UserError(f"{where}: {name} must be a text, in quotes; got {name_columns([json.dumps(value)])}")
+        raise UserError(f"{where}: {name} must be a string; got {name_columns([json.dumps(value)])}")
     return value
 
 
@@ -130,7 +130,7 @@ def _label(where: str, row: dict[str, Any], name: str) -> str:
     if isinstance(value, int):
         return json.dumps(value)
     if not isinstance(value, str) or not _is_unicode(value) or set(value) & set("\t\r\n"):
-        raise UserError(f"{where}: {name} must be a line of text or a whole number; got {json.dumps(value)}")
+        raise UserError(f"{where}: {name} must be a string of one line or an integer; got {json.dumps(value)}")
     return value
 
 

@@ -60,7 +60,7 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
     ]
     if len(sequences) and all(np.isin(sequence, teach_nothing).all() for sequence in sequences):
         raise UserError(
-            "the vocabulary knows none of the text's words. Give the text's own, or none, to have one trained"
+            "the vocabulary has none of the text's words. Give one made for this text, or none to train one"
         )
     with tf.device("CPU"):
         return tf.constant(sequences)
@@ -73,7 +73,7 @@ def make_all_sequences(
     sequences = {split: make_sequences(text, vocabulary, seq_length, pack) for split, text in corpus.items()}
     empty = [split for split, part in sequences.items() if not len(part) and split not in NEEDED_SPLITS]
     for split in empty:
-        print(f"{split}: there is no text, so it is left out", flush=True)
+        print(f"{split}: no text; this split is left out", flush=True)
     return {split: part for split, part in sequences.items() if split not in empty}
 
 

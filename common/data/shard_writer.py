@@ -118,7 +118,7 @@ def _write_shards(
     there = tf.io.gfile.listdir(folder)  # no pattern: the folder's own name may have a bracket
     others = any(name.endswith(".tfrecord") for name in there)
     if others and begun.get("tokenizer") != manifest["tokenizer"]:
-        raise UserError(f"{folder} holds .tfrecord files by another tokenizer. Remove them, or give another --data")
+        raise UserError(f"{folder} holds .tfrecord files of another tokenizer. Remove them, or give another --data")
     if not begun and (foreign := sorted({"tokenizer.json", "train-counts.npy"} & {*there})):
         raise UserError(f"{folder} holds {', '.join(foreign)}, but no manifest.json of shards. Give another --data")
     if {name: begun.get(name) for name in manifest} != manifest:
@@ -130,12 +130,12 @@ def _write_shards(
         row = write_tokens(documents(), tokenizer, end, tokens / split)
         sequences, dropped = divmod(row.length, seq_length - 2)
         if not sequences and split not in NEEDED_SPLITS:
-            print(f"{split}: too little text for one sequence, so it is left out", flush=True)
+            print(f"{split}: too little text for one sequence; this split is left out", flush=True)
             continue
         counts = row.counts(len(vocabulary.pieces))
         if sequences and not np.delete(counts, never_masked).any():
             raise UserError(
-                f"the vocabulary, trained on the training text, knows none of the words of {split}. "
+                f"the vocabulary, trained on the training text, has none of the words of {split}. "
                 "Give text of the same kind in all splits"
             )
         count = min(num_shards or max(LEAST_SHARDS, -(-row.length // SHARD_TOKENS)), max(sequences, 1))

@@ -98,7 +98,7 @@ def find_shards(folder: str, made_from: dict[str, Any]) -> Shards | None:
             return None
         if (size, crc32) != (shard["bytes"], shard["crc32"]):
             what = "cut short" if size < shard["bytes"] else "damaged"
-            raise UserError(f"{path} is {what}. Remove it: it is written again")
+            raise UserError(f"{path} is {what}. Remove it; it will be written again")
     path = f"{folder}/tokenizer.json"
     if not tf.io.gfile.exists(path) or short_hash(read_bytes(path)) != manifest["tokenizer"]:
         raise UserError(f"{path} is not that of the shards beside it. Remove {folder}, or give another --data")

@@ -31,7 +31,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         UserError: when there is no such file, or it is of another form; the message has the line, counted from 1.
     """
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{path} must be one of {', '.join(SUFFIXES)}, to tell its form by")
+        raise UserError(f"{path} must end in one of {', '.join(SUFFIXES)}")
     text = _read(path)
     if path.suffix == ".jsonl":
         return _objects(path, text)

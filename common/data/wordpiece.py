@@ -63,7 +63,7 @@ class WordPieces:
 
 
 def train_wordpieces(documents: Documents, size: int) -> WordPieces:
-    """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` pieces.
+    """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` word pieces.
 
     The same documents and size give the same vocabulary on every machine. It is kept in the cache.
 

@@ -118,18 +118,18 @@ def parameter_server_config(addresses: list[str], servers: int, index: int) -> d
 
 
 def has_parameter_servers() -> bool:
-    """Whether workers train each at its own pace, on variables that servers hold."""
+    """Whether workers train asynchronously, on variables that parameter servers hold."""
     return "ps" in tf_config().get("cluster", {})
 
 
 def workers() -> list[str]:
-    """Addresses of all workers that train in step, the chief's first; empty for a process of its own."""
+    """Addresses of all workers that train synchronously, the chief's first; empty for a process of its own."""
     cluster = {} if has_parameter_servers() else tf_config().get("cluster", {})
     return [*cluster.get("chief", []), *cluster.get("worker", [])]
 
 
 def num_workers() -> int:
-    """Worker processes that train in step; 1 for a process of its own, and with parameter servers."""
+    """Worker processes that train synchronously; 1 for a process of its own, and with parameter servers."""
     return len(workers()) or 1
 
 

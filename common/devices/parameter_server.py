@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training out of step, with parameter servers: experimental.
+"""Asynchronous training with parameter servers: experimental.
 
 The chief hands out steps, each worker does one when it is free, on variables that the servers hold. A gradient may be
-of weights that others have changed meanwhile, so that no two runs are the same; a worker that is slow or dies holds up
-nobody. A step that a worker was at when it died is done again by another.
+stale, of weights that others have changed meanwhile, so that no two runs are the same; a worker that is slow or dies
+holds up nobody. A step that a worker was at when it died is done again by another.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ def parameter_server_strategy(replicas: int = 0, deterministic: bool = False) ->
     if replicas > 1 or deterministic:
         given = "--deterministic" if deterministic else f"--replicas {replicas}"
         raise UserError(
-            f"parameter servers' workers have one replica each, and no two runs are alike: leave out {given}"
+            f"with parameter servers, a worker has one replica, and runs are not reproducible: leave out {given}"
         )
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     kind, index = resolver.task_type, resolver.task_id

@@ -143,7 +143,7 @@ def _meet(seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while missing := {address for address in missing if not _answers(address)}:
         if time.monotonic() > deadline:
-            raise UserError(f"these workers have not come in {seconds:.0f} s: {', '.join(sorted(missing))}")
+            raise UserError(f"these workers have not joined within {seconds:.0f} s: {', '.join(sorted(missing))}")
         time.sleep(0.2)
     listening.shutdown(socket.SHUT_RDWR)  # ends the greeter, and frees the port for TensorFlow
     greeter.join()

@@ -19,7 +19,7 @@ from common.devices.rendezvous import join
 from common.errors import UserError, first_line
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of glibc's settings, in its malloc.h
-IN_USE = "the devices are in use already; ask for {} replicas in a new process"
+IN_USE = "the devices are already in use; ask for {} replicas in a new process"
 
 
 def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribute.Strategy:
@@ -46,13 +46,13 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
     gpus = tf.config.list_physical_devices("GPU")
     if has_parameter_servers():
         raise UserError(
-            "this recipe's workers train in step, and Keras's fit refuses parameter servers "
+            "this recipe trains synchronously, and Keras's fit does not support parameter servers "
             "(keras-team/keras#18624): leave out --parameter-servers, or launch glue_custom_loop"
         )
     if num_workers() > 1:
         if replicas > (len(gpus) or 1):
             raise UserError(
-                f"a worker of several has at most {len(gpus) or 1} replica(s) here; leave out --replicas {replicas}"
+                f"one of several workers has at most {len(gpus) or 1} replica(s) here; leave out --replicas {replicas}"
             )
         _use_only(gpus[: replicas or None])
         keep_freed_memory()

@@ -17,7 +17,7 @@ def backbone_from_size(size: str, vocabulary: Vocabulary, dropout: float, seq_le
 
     Args:
         size: of `sizes.py`.
-        vocabulary: whose pieces it tells apart.
+        vocabulary: whose tokens it embeds.
         dropout: of the encoder.
         seq_length: tokens in a sequence; the encoder has 512 positions, or more where this is.
     """

@@ -66,7 +66,7 @@ class Publish(keras.callbacks.Callback):
         try:
             self._waiting = self._save_snapshot(logs or {})
         except OSError as error:
-            print(f"\nNo snapshot of step {self.model.steps_done} ({error}).", flush=True)
+            print(f"\nThe snapshot of step {self.model.steps_done} could not be written ({error}).", flush=True)
         self._upload_waiting()
         self._remove_old()
 

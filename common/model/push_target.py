@@ -13,7 +13,7 @@ def check_push_to(uri: str, public: bool = False) -> None:
         UserError: when they cannot.
     """
     if public and not uri:
-        raise UserError("--push-public is for uploads: say where to with --push-to hf://user/name, or leave it out")
+        raise UserError("--push-public needs --push-to hf://user/name; give that too, or leave it out")
     if not uri:
         return
     # Not above: it takes a while, and most runs do without.

@@ -75,14 +75,14 @@ class Checkpoints:
                 break
             except (AssertionError, ValueError) as error:  # which no damage gives: all that is read has a checksum
                 raise UserError(
-                    f"the model is not the one of {self._prefix(step)} ({first_line(error)}). "
-                    f"Bring back the --model that the run began with, or {afresh(self.workdir)}"
+                    f"the model does not match the checkpoint {self._prefix(step)} ({first_line(error)}). "
+                    f"Give the --model that the run was started with, or {afresh(self.workdir)}"
                 ) from error
             except (tf.errors.OpError, IndexError) as error:
                 self._damaged.append(step)
                 print(
                     f"The checkpoint {self._prefix(step)} is damaged ({type(error).__name__}): "
-                    "going back to the one before it."
+                    "falling back to the previous one."
                 )
         else:
             if self._damaged:
@@ -90,7 +90,7 @@ class Checkpoints:
             init_fn()
         if num_workers() > 1:  # a preset by the same name may be another on each host
             own = {"checkpoint of step": self.saved_step, "checksum of the weights": _checksum(self._objects)}
-            agree(own, f"starts from other weights than the chief, by {self.folder} or its own preset")
+            agree(own, f"starts from different weights than the chief: {self.folder} or the preset differs")
         return self.saved_step
 
     def save(self, step: int) -> None:
@@ -112,7 +112,8 @@ class Checkpoints:
             self._remove_unfinished()
             why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without TensorFlow's own places
             print(
-                f"\nNo checkpoint of step {step} ({why}). The last good one is of step {self.saved_step}.",
+                f"\nThe checkpoint of step {step} could not be written ({why}). "
+                f"The last good one is of step {self.saved_step}.",
                 flush=True,
             )
         else:
@@ -134,7 +135,7 @@ class Checkpoints:
         self.save(step)
         exchange({})  # the others wait until the chief has saved
         by = "Ctrl-C" if command_line.ctrl_c_pressed else "SIGTERM"
-        print(f"\nStopped by {by} after step {step}. The same command goes on from there.")
+        print(f"\nStopped by {by} after step {step}. The same command resumes from there.")
         raise SystemExit(128 + signal.SIGTERM)
 
     def __enter__(self):

@@ -62,7 +62,10 @@ def quiet_without_reader() -> Iterator[None]:
         if error.errno != errno.ENOSPC:
             raise
         _drop(sys.stdout)
-        print(f"error: {error}. Make room; the same command goes on, a run from its last checkpoint", file=sys.stderr)
+        print(
+            f"error: {error}. Free some space and give the same command again: a run resumes from its last checkpoint",
+            file=sys.stderr,
+        )
         raise SystemExit(1) from None
 
 
@@ -158,7 +161,7 @@ def _ask_to_stop(*_: object) -> None:
     ctrl_c_pressed = True
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if callable(signal.getsignal(signal.SIGTERM)):  # else there is nothing to save
-        os.write(2, b"\nSaving, and stopping. Ctrl-C again ends it at once.\n")
+        os.write(2, b"\nSaving a checkpoint, then stopping. Press Ctrl-C again to quit at once.\n")
     signal.raise_signal(signal.SIGTERM)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run would do, told before it does it: `--dry-run`."""
+"""The plan of a run, printed without training: `--dry-run`."""
 
 import math
 import textwrap
@@ -25,7 +25,7 @@ def print_plan(
         schedule: from a step, counted from 0, to a rate.
         sizes: sequences in each split, and tokens in them.
         batches: of one replica, as `masking.mask_tokens` gives them.
-        pieces: the vocabulary, from id to piece.
+        pieces: the vocabulary, from id to token.
 
     Returns:
         {}, the results of no run.
@@ -34,7 +34,8 @@ def print_plan(
     print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
     state, activations = (size / 2**20 for size in memory_of_a_replica(model, batch))
     print(
-        f"memory of a replica: {state:,.0f} MiB of weights, gradients and optimizer, about {activations:,.0f} of layers"
+        f"memory per replica: {state:,.0f} MiB for weights, gradients and optimizer state, "
+        f"about {activations:,.0f} MiB for activations"
     )
     for split, (sequences, tokens) in sizes.items():
         print(f"{split}: {tokens:,} tokens in {sequences:,} sequences")
@@ -43,7 +44,7 @@ def print_plan(
     rates = [float(schedule(step)) for step in steps]
     for step, rate in zip(steps, rates, strict=True):
         print(f"{step + 1:>10,} {rate:9.2e} {'#' * round(rate / (max(rates) or 1) * BAR)}")
-    print("the first sequence, «seen→label» where the model has to guess:")
+    print("the first sequence, «input→label» at the masked positions:")
     print(textwrap.indent(textwrap.fill(masked_text(batch, pieces), 110), "    "))
     return {}
 
@@ -69,7 +70,7 @@ def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
 
 
 def masked_text(batch, pieces: list[str]) -> str:
-    """The first sequence of a batch as text, each place to guess as `«seen→label»`."""
+    """The first sequence of a batch as text, each masked position as `«input→label»`."""
     x, y, weight = (keras.tree.map_structure(lambda part: part[0].numpy(), part) for part in batch)
     words = [pieces[i] for i, is_token in zip(x["token_ids"], x["padding_mask"], strict=True) if is_token]
     for position, label, used in zip(x["mask_positions"], y, weight, strict=True):

@@ -84,13 +84,13 @@ def refuse_other_files(workdir: Path, writes: Iterable[str]) -> None:
     aside = [workdir / REPLACED, workdir / DISCARDED]
     if holds_run(workdir) or holds_run(workdir / REPLACED):
         if others := [path for folder in aside for path in _never_moved(folder)]:
-            raise UserError(f"{others[0]} is in the way, and no run's. Move it, or give another --workdir")
+            raise UserError(f"{others[0]} is in the way, and not part of a run. Move it, or give another --workdir")
         return
     names = {pattern.split("/")[0] for pattern in _patterns(writes)} | {REPLACED, DISCARDED}
     there = [name for name in sorted(names - _made_before(workdir)) if os.path.lexists(workdir / name)]
     if there:
         raise UserError(
-            f"{workdir} holds {', '.join(there)}, but no run: its config.json is missing, or not one of a run. "
+            f"{workdir} holds {', '.join(there)}, but no run: its config.json is missing, or not that of a run. "
             "Give another --workdir"
         )
 
@@ -129,8 +129,8 @@ def set_aside(workdir: Path) -> None:
         _move(_written(workdir, writes_of(workdir)), workdir, replaced)
     except OSError as error:
         bring_back(workdir)
-        raise UserError(f"cannot set the run in {workdir} aside ({error}). Give another --workdir") from error
-    print(f"The old run is in {replaced} until this one has its first checkpoint; then it is deleted.", flush=True)
+        raise UserError(f"cannot move the old run in {workdir} aside ({error}). Give another --workdir") from error
+    print(f"The old run is kept in {replaced} until the new one has its first checkpoint, then deleted.", flush=True)
 
 
 def bring_back(workdir: Path) -> None:
@@ -156,7 +156,7 @@ def bring_back(workdir: Path) -> None:
             raise UserError(f"{path} is in the way of the run that was set aside in {replaced}. Move it")
     _move(paths, replaced, workdir)
     replaced.rmdir()
-    print(f"The run that was set aside in {workdir} is back: the one in its place had no checkpoint yet.", flush=True)
+    print(f"The old run in {workdir} is restored: the one that was to replace it had no checkpoint yet.", flush=True)
 
 
 def discard_replaced(workdir: Path) -> None:

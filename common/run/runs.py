@@ -89,7 +89,7 @@ class Run:
                 workers have different devices, or chose different precisions.
         """
         own = {"replicas": replicas // num_workers(), "precision": self.saved.get("chosen_precision")}
-        agree(own, "has other devices than the chief, or --precision auto chose otherwise there")
+        agree(own, "has different devices than the chief, or --precision auto chose another dtype policy there")
         total = self.keep("global_batch_size", config.batch_size * replicas)
         if total % replicas or config.batch_size not in (self.saved["batch_size"], total // replicas):
             raise UserError(
@@ -100,8 +100,8 @@ class Run:
         check_accumulate(getattr(config, "accumulate", 1), batch_size)
         rule = scaling_rule(config.lr_scaling, optimizer)
         peak = self.keep("peak_learning_rate", learning_rate * learning_rate_factor(rule, replicas))
-        print(f"batch: {batch_size} examples x {replicas} replicas = {total}")
-        print(f"learning rate: {peak:g} at the peak, {rule} scaling of {learning_rate:g}", flush=True)
+        print(f"global batch: {batch_size} examples x {replicas} replica(s) = {total}")
+        print(f"peak learning rate: {peak:g}, {rule} scaling of {learning_rate:g}", flush=True)
         return Scaled(batch_size, total, peak)
 
     def configure_keras(self, config: Any, width: int) -> None:
@@ -133,27 +133,29 @@ class Run:
             UserError: when it is; on all workers.
         """
         own = {f"examples of {split}": size for split, size in sizes.items()}
-        agree(own | {f"checksum of {split}": crc for split, crc in checksums.items()}, "has other data than the chief")
+        agree(
+            own | {f"checksum of {split}": crc for split, crc in checksums.items()}, "has different data than the chief"
+        )
         if sizes["train"] < self.saved["global_batch_size"]:
             raise UserError(
-                f"the data makes {sizes['train']} training examples, too few for one batch of "
-                f"{self.saved['global_batch_size']}. Give more of it, or a smaller --batch-size or --seq-length"
+                f"the data has {sizes['train']} training examples, too few for a global batch of "
+                f"{self.saved['global_batch_size']}. Give more data, or a smaller --batch-size or --seq-length"
             )
         if not sizes["validation"]:
-            raise UserError("no text was left for validation. Give more text, or a folder with a wiki.valid.tokens")
+            raise UserError("no text is left for validation. Give more text, or a folder with a wiki.valid.tokens")
         if self.keep("data_checksums", checksums) != checksums:
             raise UserError(
                 f"the text or the vocabulary has changed since the run in {self.workdir} began. "
-                f"Bring back what it was, or {afresh(self.workdir)}"
+                f"Restore it, or {afresh(self.workdir)}"
             )
 
 
 def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
-    """Opens the run in `config.workdir`, or begins one there; with an option `dry_run` that is set, it does neither.
+    """Opens the run in `config.workdir`, or begins one there; with `dry_run` set, it does neither.
 
     A run that ended before its first checkpoint, as one does that is refused for its data, is begun anew, with other
-    options too. With an option `overwrite` that is set, so is any other, but not one that the very same options began and that
-    was stopped, nor one that this launcher's workers began. Of several workers, which must have joined, the chief does
+    options too. With `overwrite` set, so is any other, but not one that the very same options began and that was
+    interrupted, nor one that this launcher's workers began. Of several workers, which must have joined, the chief does
     it, and the others look on.
 
     Args:
@@ -164,8 +166,8 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
-            or with other options (`FREE_OPTIONS` excepted), or files by a run's names that no run wrote; when workers were
-            started with different options, code or packages, or do not share the folder.
+            or with other options (`FREE_OPTIONS` excepted), or files by a run's names that no run wrote; when
+            workers were started with different options, code or packages, or do not share the folder.
     """
     workdir = Path(config.workdir)
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
@@ -181,8 +183,8 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
         run = _look_at(workdir, wanted, None)
     shared = wanted.get("dry_run") or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
     unseen = (
-        f"worker {worker_index()} does not see the chief's work folder {workdir}. "
-        "Give a --workdir on a disk that all share"
+        f"worker {worker_index()} does not see the chief's work directory {workdir}. "
+        "Give a --workdir on a shared file system"
     )
     exchange({"error": None if shared else unseen})
     if run.results:
@@ -242,7 +244,7 @@ def _locked(workdir: Path, token: str) -> TextIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock.seek(0)
         if not re.fullmatch("([0-9a-f]{32})?", lock.read()):  # a token, as below
-            raise UserError(f"{workdir}/.lock is no run's. Move it, or give another --workdir")
+            raise UserError(f"{workdir}/.lock is not part of a run. Move it, or give another --workdir")
         lock.truncate(0)
         lock.write(token)
         lock.flush()
@@ -250,7 +252,7 @@ def _locked(workdir: Path, token: str) -> TextIO:
         raise UserError(f"another process is running in {workdir}. Wait for it, or give another --workdir") from error
     except OSError as error:
         raise UserError(
-            f"cannot write to the work folder {workdir} ({error.strerror}). Give another --workdir"
+            f"cannot write to the work directory {workdir} ({error.strerror}). Give another --workdir"
         ) from error
     return lock
 
@@ -260,7 +262,7 @@ def _saved_config(workdir: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     different = [name for name in wanted if name not in FREE_OPTIONS and saved.get(name) != wanted[name]]
     if different:
         raise UserError(
-            f"{workdir} holds a run with other options: "
+            f"{workdir} holds a run with different options: "
             + ", ".join(f"{name} {saved.get(name)!r}, not {wanted[name]!r}" for name in different)
             + ". Give another --workdir, or --overwrite to start afresh"
         )

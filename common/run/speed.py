@@ -67,14 +67,14 @@ def flops_per_token(
     A product of a vector with an n x m matrix has 2 n m operations, and its backward pass twice as many: 6 for each
     weight (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Of a layer of width h and inner width i, these are
     4 h^2 + 2 h i. Attention adds 12 h s a layer, for the scores and the mean of s values (Chowdhery et al. 2022, PaLM,
-    arXiv:2204.02311, appendix B). The head, h^2 and h for each of V pieces, is needed for masked tokens only. What is
+    arXiv:2204.02311, appendix B). The head, h^2 and h for each of V tokens, is needed for masked tokens only. What is
     not a matrix product (norms, gelu, softmax, the optimizer) is left out, so devices do more than MFU tells.
 
     Args:
         width: h, of a layer.
         inner_width: i.
         num_layers: of the encoder.
-        vocabulary_size: V, pieces.
+        vocabulary_size: V, tokens in the vocabulary.
         seq_length: s, tokens to which one attends.
         mask_rate: share of tokens that are masked.
     """

@@ -62,21 +62,21 @@ class StepLog:
             self._count(read_line(line))
         if first_step and not kept:
             raise UserError(
-                f"{path} has no line of the {first_step} steps that this run has done. "
-                f"Bring it back, or {afresh(workdir)}"
+                f"{path} has no line of the {first_step} steps that this run has completed. "
+                f"Restore it, or {afresh(workdir)}"
             )
         if len(kept) < first_step:
             lost = f"{first_step - len(kept)} of {first_step} steps"
-            print(f"{path} lacks the lines of {lost}: the results are computed from the others.", flush=True)
+            print(f"{path} lacks the lines of {lost}: the results are computed from the rest.", flush=True)
         # At once, so that a kill never takes lines of steps that are saved.
         write_whole(path, "".join(f"{line}\n" for line in kept))
         self._lines = path.open("a", encoding="utf-8", buffering=1)
 
     def announce(self, model: keras.Model, last_step: int) -> None:
         """Tells what is about to be trained, and from where to where."""
-        steps = f"{last_step} steps, {self.steps_per_epoch} an epoch"
+        steps = f"{last_step} steps, {self.steps_per_epoch} per epoch"
         print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {steps}")
-        where = f"going on from step {self.step}" if self.step else f"watch it: tensorboard --logdir {self.workdir}"
+        where = f"resuming from step {self.step}" if self.step else f"monitor it: tensorboard --logdir {self.workdir}"
         print(where, flush=True)
 
     @property

@@ -34,7 +34,7 @@ def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], voca
     Args:
         texts: all splits.
         logits: of each split but `train`, [examples, classes].
-        vocabulary: whose pieces are a bag's words.
+        vocabulary: whose tokens are the words of a bag.
     """
     results: dict[str, Any] = {}
     train = texts.splits["train"]

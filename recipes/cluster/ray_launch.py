@@ -57,7 +57,7 @@ def train(count: int, cpus: float, gpus: float, launch_id: str, words: list[str]
     nodes = sum(node["Alive"] for node in ray.nodes())
     strategy = "STRICT_SPREAD" if nodes >= count else "SPREAD"
     group = placement_group([{"CPU": cpus, "GPU": gpus}] * count, strategy)
-    print(f"waiting for {count} places of {cpus:g} CPU(s) and {gpus:g} GPU(s), {strategy}", flush=True)
+    print(f"waiting for {count} workers of {cpus:g} CPU(s) and {gpus:g} GPU(s) each, {strategy}", flush=True)
     ray.get(group.ready())
     options = {"num_cpus": cpus, "num_gpus": gpus}
     workers = [
@@ -87,9 +87,11 @@ def train(count: int, cpus: float, gpus: float, launch_id: str, words: list[str]
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, required=True, metavar="N")
-    parser.add_argument("--cpus", type=float, default=1, metavar="N", help="of each worker (1)")
-    parser.add_argument("--gpus", type=float, default=0, metavar="N", help="of each worker: all of a node (0)")
-    parser.add_argument("--restarts", type=int, default=0, metavar="K", help="start again after a death, K times")
+    parser.add_argument("--cpus", type=float, default=1, metavar="N", help="CPUs per worker (1)")
+    parser.add_argument("--gpus", type=float, default=0, metavar="N", help="GPUs per worker: all of a node (0)")
+    parser.add_argument(
+        "--restarts", type=int, default=0, metavar="K", help="restart up to K times after a worker dies"
+    )
     parser.add_argument("recipe")
     parser.add_argument("options", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
