@@ -27,7 +27,7 @@ RECIPES = {
 
 
 def parity_table(doctor: dict) -> str:
-    """What `python -m recipes doctor --json` measured, a line a check."""
+    """What `python -m recipes doctor --json` measured, one line per check."""
     checks: dict[str, dict[str, str]] = {}
     bounds = {}
     for row in doctor["checks"]:
@@ -58,7 +58,7 @@ def parity_table(doctor: dict) -> str:
 
 
 def faults_table(rows: list[dict]) -> str:
-    """What `python -m benchmarks.faults` saw, a line a fault."""
+    """What `python -m benchmarks.faults` measured, one line per fault."""
     lines = [
         "| fault | runs | same to the bit | steps done again | all ended after | left behind |",
         "| --- " * 6 + "|",
@@ -78,7 +78,7 @@ def faults_table(rows: list[dict]) -> str:
 
 
 def shards_table(results: dict[str, dict]) -> str:
-    """What `python -m benchmarks.shards` measured, a line a measure and tokenizer."""
+    """What `python -m benchmarks.shards` measured, one line per measure and tokenizer."""
     lines = ["| what | tokens/s | at ten times the corpus | peak memory | at ten times |", "| --- " * 5 + "|"]
     for what in dict.fromkeys(name.rsplit(", ", 1)[0] for name in results):
         once, ten = (results[f"{what}, {times} x"] for times in (1, 10))

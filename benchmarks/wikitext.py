@@ -63,7 +63,7 @@ def _draw(losses: np.ndarray, validation: dict[int, float], unigram: float, path
     axes.plot(np.arange(len(means)) + SMOOTHED, means, label=f"training, mean of {SMOOTHED} steps", linewidth=1)
     axes.plot(list(validation), list(validation.values()), "o-", label="validation, after each epoch", markersize=4)
     axes.axhline(unigram, color="gray", linestyle="--", label="unigram baseline")
-    axes.set(xlabel="step", ylabel="loss in nats a masked token", title="bert_from_scratch on WikiText-2")
+    axes.set(xlabel="step", ylabel="loss in nats per masked token", title="bert_from_scratch on WikiText-2")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m recipes doctor`: verifies on this machine that data-parallel training computes what one device would.
 
-Every row runs the real recipe (`bert_mlm.train_and_evaluate`) on a small model for 20 steps and reads what it leaves.
-The text is the licence of this project or the lines of this file, which are always there.
+Every row runs the real recipe (`bert_mlm.train_and_evaluate`) on a small model for 20 steps and reads its results. The
+text is the licence of this project or the lines of this file, which are always available.
 """
 
 import contextlib
@@ -45,16 +45,16 @@ OPTIONS = {
 }
 GLOBAL_BATCH = 8
 OPTIMIZERS = {"adamw": 1e-3, "sgd": 0.1}
-Way = tuple[str, int, dict[str, Any]]  # what must compute the same as one device: a name, replicas, options
-# One line a sequence, padded as far as its neighbours ask for: the lines of a program are of all lengths.
+Way = tuple[str, int, dict[str, Any]]  # a configuration that must match one device: a name, replicas, options
+# One line per sequence, padded within its batch: the lines of a program are of all lengths.
 LINES = {"pack": "none", "corpus": __file__, "seq_length": 64, "max_steps": STEPS}
-ONE_DEVICE: list[Way] = [("1 replica", 1, {}), ("1 replica, a line a sequence", 1, LINES)]
+ONE_DEVICE: list[Way] = [("1 replica", 1, {}), ("1 replica, one line per sequence", 1, LINES)]
 WAYS: list[Way] = [
     ("2 replicas", 2, {}),
     ("4 replicas", 4, {}),
-    ("2 replicas, accumulation, 7 steps in a call", 2, {"accumulate": 2, "steps_per_execution": 7}),
+    ("2 replicas, gradient accumulation, 7 steps per call", 2, {"accumulate": 2, "steps_per_execution": 7}),
     ("2 replicas, jit", 2, {"jit": True}),
-    ("2 replicas, a line a sequence", 2, LINES),
+    ("2 replicas, one line per sequence", 2, LINES),
 ]
 # Relative differences that float32 may leave; that of a tensor, and of all weights, by the Euclidean norm.
 BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every tensor": 1e-5, "validation": 1e-6}
@@ -65,7 +65,7 @@ def doctor(as_json: bool, workers: int) -> int:
 
     Args:
         as_json: print one JSON object.
-        workers: processes that train together, to be checked too; 1 for no such check.
+        workers: worker processes that train together, also checked; 1 for no such check.
 
     Raises:
         UserError: when the workers cannot share the batch, or there are fewer GPUs than workers.
@@ -122,14 +122,14 @@ def make_jobs(folder: Path, ways: list[Way], deterministic: bool) -> dict[str, d
 
 
 def most_replicas() -> int:
-    """The most replicas of a way that this machine can have: the CPU and a single GPU are split, several are not."""
+    """The most replicas that this machine can have: the CPU and a single GPU are split, several GPUs are not."""
     import tensorflow as tf
 
     return 2 if len(tf.config.list_physical_devices("GPU")) in (2, 3) else 4
 
 
 def set_up() -> None:
-    """Readies a process of the pool."""
+    """Initializes a process of the pool."""
     import tensorflow as tf
 
     from common.devices.strategy import make_strategy
@@ -141,7 +141,7 @@ def set_up() -> None:
 def train(name: str, options: dict[str, Any], workers: int) -> dict[str, Any]:
     """Runs the recipe; the run named `resumed` is stopped by SIGTERM in the middle of an epoch, and resumed.
 
-    A run named after workers is started as a user would.
+    A run named after workers is started by the launcher.
     """
     if "workers" in name:
         given = {"--" + option.replace("_", "-"): value for option, value in options.items() if value is not False}
@@ -273,7 +273,7 @@ def board_difference(run: dict[str, Any]) -> float:
 
 
 def describe_machine(gpus: list[str]) -> dict[str, str]:
-    """What the figures depend on, and whether versions are those that the tests run against."""
+    """What the figures depend on, and whether the package versions are tested ones."""
     cpu = Path("/proc/cpuinfo")
     flags = cpu.read_text().split() if cpu.exists() else []
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labelled texts, to fine-tune a classifier on: tasks of GLUE, generated pairs, or files of your own.
+"""Labelled texts for fine-tuning a classifier: GLUE tasks, generated pairs, or your own files.
 
 GLUE: Wang et al. 2018, arXiv:1804.07461. MRPC (Dolan and Brockett 2005, "Automatically Constructing a Corpus of
 Sentential Paraphrases") asks whether two sentences say the same; SST-2 (Socher et al. 2013, "Recursive Deep Models for
@@ -52,7 +52,7 @@ def open_examples(task: str, data: str = "", text_columns: str = "", label_colum
             sorted by value where all are numbers, otherwise as texts.
 
     Raises:
-        UserError: when it cannot be read, or something in it is wrong.
+        UserError: when it cannot be read, or is invalid.
     """
     if task != "own" and (text_columns or label_column):
         raise UserError("--text-columns and --label-column are for your own files: give --task own, or leave them out")
@@ -64,15 +64,15 @@ def open_examples(task: str, data: str = "", text_columns: str = "", label_colum
 
 
 def write_predictions(path: Path, indices: list[str], labels: list[str]) -> None:
-    """Writes predictions as GLUE's submissions have them: a header, and one line an example.
+    """Writes predictions in GLUE's submission format: a header, and one line per example.
 
     Args:
-        path: of the file, which is replaced if it is there.
+        path: of the file, which is replaced if it exists.
         indices: names of the examples, [examples]; see `Examples`.
         labels: names of the predicted classes, [examples].
 
     Raises:
-        ValueError: when there are not as many of the ones as of the others.
+        ValueError: when their numbers differ.
     """
     lines = [f"{index}\t{label}\n" for index, label in zip(indices, labels, strict=True)]
     path.write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8")

@@ -9,7 +9,7 @@ HUB = "hf://"
 
 
 def hub_builder(name: str, configuration: str | None = None) -> Any:
-    """The library's builder of a data set, which knows it without having read it.
+    """The library's builder of a data set, which describes it without downloading it.
 
     Raises:
         UserError: when it cannot be fetched.
@@ -25,8 +25,8 @@ def hub_splits(
     Args:
         name: `user/name`, or a local folder of files that the library reads.
         configuration: of the data set, where it has several.
-        streaming: read rows as they are asked for; otherwise the whole is kept on disk.
-        option: of the recipe, to which one can give a folder instead.
+        streaming: read rows on demand; otherwise the whole data set is kept on disk.
+        option: of the recipe, by which a folder can be given instead.
 
     Raises:
         UserError: when it cannot be fetched.

@@ -11,7 +11,7 @@ from typing import Any
 from common.data.tables import Row, name_columns
 from common.errors import UserError
 
-HELD_OUT = 10  # one example in this many is the validation split of data that come without one
+HELD_OUT = 10  # one example in this many is the validation split of data without one
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Examples:
 
     Attributes:
         texts: the one or two texts of each example.
-        labels: places in the list of classes; None where the split has no labels, as GLUE's test.
-        indices: how predictions name the examples: by GLUE's column `index`, or else 0, 1, 2, ...
+        labels: indices of classes; None if the split has no labels, as GLUE's test.
+        indices: names of the examples in predictions: by GLUE's column `index`, or else 0, 1, 2, ...
     """
 
     texts: list[tuple[str, ...]]
@@ -34,7 +34,7 @@ class LabelledTexts:
     """A data set.
 
     Attributes:
-        classes: their names, as the files write them.
+        classes: their names, as in the files.
         splits: "train", "validation", and "test" where there is one.
         submission: the file name that GLUE wants for predictions of the test split; for other data, `test.tsv`.
     """
@@ -93,7 +93,7 @@ def check_examples(splits: dict[str, Examples]) -> None:
     """Checks that every split has an example, and the training split at least two classes.
 
     Raises:
-        UserError: when it is not so.
+        UserError: when that is not so.
     """
     for split, examples in splits.items():
         if not examples.texts:
@@ -141,5 +141,5 @@ def _value(where: str, row: dict[str, Any], name: str) -> Any:
 
 
 def _is_unicode(text: str) -> bool:
-    """False where it has half a character, as JSON can write one: such a text cannot be saved."""
+    """False if it has a lone surrogate, which JSON allows: such a text cannot be saved."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page that a model has on the Hugging Face Hub, `README.md` beside its weights."""
+"""The model card on the Hugging Face Hub, `README.md` beside the weights."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ OPTIONS = (
 
 
 def model_card(results: dict[str, Any]) -> str:
-    """The page of a finished model.
+    """The card of a finished model.
 
     Args:
         results: those of `results.json`. Of the options in their `config`, those in `OPTIONS` are shown, where it was
@@ -85,10 +85,10 @@ def model_card(results: dict[str, Any]) -> str:
 
 
 def snapshot_card(uri: str, step: int, logs: dict[str, float]) -> str:
-    """The page of a model in the middle of its training.
+    """The card of a model during its training.
 
     Args:
-        uri: where it is, `hf://user/name`.
+        uri: its address, `hf://user/name`.
         step: steps done.
         logs: Keras's of the epoch; of them, `loss`, `accuracy`, `val_loss` and `val_accuracy` are shown.
 

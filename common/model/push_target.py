@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model is to be uploaded, checked before TensorFlow is imported."""
+"""The upload target of a model, checked before TensorFlow is imported."""
 
 import re
 
@@ -7,7 +7,7 @@ from common.errors import UserError
 
 
 def check_push_to(uri: str, public: bool = False) -> None:
-    """Checks that models can be uploaded there: `hf://user/name`, with a token. An empty one asks for no uploads.
+    """Checks that models can be uploaded there: `hf://user/name`, with a token. Empty for no uploads.
 
     Raises:
         UserError: when they cannot.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large a model is, and what can be told to be wrong with the one asked for before TensorFlow is imported."""
+"""Model sizes, and the checks of the requested model that do not need TensorFlow."""
 
 import json
 from pathlib import Path
@@ -52,8 +52,8 @@ def check_model(preset: str, size: str | None, seq_length: int, vocabulary: str 
     """Checks where a model comes from: a preset, or a size and a vocabulary.
 
     Raises:
-        UserError: when both are given, there is no such size or vocabulary, or the preset, where it is a folder, is
-            none of BERT or too short for the sequences.
+        UserError: when both are given, there is no such size or vocabulary, or the preset, if it is a folder, is
+            not a BERT or has too few positions for the sequences.
     """
     if preset and (size or vocabulary):
         both = "--model" if size else "--vocabulary"
@@ -67,7 +67,7 @@ def check_model(preset: str, size: str | None, seq_length: int, vocabulary: str 
 
 
 def check_vocabulary_size(architecture: str, size: int) -> None:
-    """Checks that a vocabulary has room for what every one has.
+    """Checks that a vocabulary has room for its mandatory tokens.
 
     Raises:
         UserError: when it has not.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that recipes for classifiers of texts have in common."""
+"""Options shared by the text-classification recipes."""
 
 from dataclasses import dataclass
 from typing import Literal

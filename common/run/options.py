@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that recipes have in common, and what can be told to be wrong with them before TensorFlow is imported."""
+"""Options shared by the recipes, and the checks of them that do not need TensorFlow."""
 
 import dataclasses
 import math
@@ -38,10 +38,10 @@ RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power")
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Options of every recipe; its `Config` adds those of its own.
+    """Options of every recipe; its `Config` adds its own.
 
     Raises:
-        UserError: when it is made with a value out of range, or the run's folder holds what the run reads.
+        UserError: when a value is out of range, or an input of the run is inside its work directory.
     """
 
     replicas: int = 0  # 0: all GPUs, or the CPU split in 2; N: N GPUs, or a single GPU or the CPU split in N
@@ -111,7 +111,7 @@ def _check(options: dict[str, Any]) -> None:
     step_range(options.get("profile_steps", ""))
     check_accumulate(options.get("accumulate", 1), options["batch_size"])
     for name in ("workdir", "corpus"):
-        if options.get(name) == "":  # which as a path is the current folder
+        if options.get(name) == "":  # as a path, the current directory
             raise UserError(f"--{name} is empty: name one, or leave it out")
     _require(
         not re.search(r"[\[\]*?\\]", options["workdir"]),
@@ -129,9 +129,9 @@ def _require(holds: bool, options: dict[str, Any], name: str, what: str) -> None
 
 
 def _check_not_in_workdir(options: dict[str, Any], name: str) -> None:
-    """What a run reads must outlive the run, which `--overwrite` deletes."""
+    """The inputs of a run must not be inside its work directory, where `--overwrite` deletes."""
     value, workdir = options.get(name) or "", Path(options["workdir"]).resolve()
-    shards = name == "data" and "task" not in options  # which the run writes itself, by default there
+    shards = name == "data" and "task" not in options  # written by the run itself, by default there
     if not value or "://" in value or not (shards or Path(value).exists()):  # a name, or missing and reported elsewhere
         return
     path = Path(value).resolve()

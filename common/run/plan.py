@@ -18,17 +18,17 @@ def print_plan(
     batches: Iterable,
     pieces: list[str],
 ) -> dict:
-    """Prints memory for each replica, tokens, the learning rate's curve, and a sequence as the model sees it.
+    """Prints memory per replica, tokens, the learning-rate schedule, and a sequence as the model sees it.
 
     Args:
         model: compiled, with a `last_step`.
-        schedule: from a step, counted from 0, to a rate.
-        sizes: sequences in each split, and tokens in them.
+        schedule: the learning rate of a step, counted from 0.
+        sizes: numbers of sequences and tokens in each split.
         batches: of one replica, as `masking.mask_tokens` gives them.
         pieces: the vocabulary, from id to token.
 
     Returns:
-        {}, the results of no run.
+        {}: there are no results.
     """
     batch, total_steps = next(iter(batches)), model.last_step
     print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
@@ -50,10 +50,10 @@ def print_plan(
 
 
 def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
-    """Bytes that a training step needs on each replica: what it keeps, and an estimate of what it computes with.
+    """Bytes that a training step needs on each replica: state, and an estimate of the activations.
 
-    Weights, a gradient for each that is trained, and the optimizer's variables are counted. The layers' outputs, held
-    for the backward pass, are 16 s b h + 2 a s^2 b numbers a layer (batch b, length s, width h, a heads), after
+    The state is weights, a gradient for each trainable one, and the optimizer's variables. The activations, kept for
+    the backward pass, are 16 s b h + 2 a s^2 b numbers a layer (batch b, length s, width h, a heads), after
     Korthikanti et al. 2022, arXiv:2205.05198, section 4.1; logits, their softmax and its gradient 3 b slots vocabulary.
 
     Args:

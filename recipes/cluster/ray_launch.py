@@ -3,7 +3,7 @@
 
     ray job submit --working-dir . -- python recipes/cluster/ray_launch.py --workers 4 --gpus 8 bert_mlm
 
-Ray gives the workers their nodes, and each runs the recipe in a process of its own. So Keras is Keras 3; Ray Train's
+Ray places the workers on nodes, and each runs the recipe in its own process. So Keras is Keras 3; Ray Train's
 TensorFlow trainer would need Keras 2. `--workdir` among the recipe's options is a folder that all nodes share.
 """
 
@@ -30,10 +30,10 @@ from common.run.command_line import check_bounds, fail
 
 @ray.remote(max_concurrency=2)  # so that `stop` can be called while `run` waits
 class Worker:
-    """One worker's place, and the process that runs the recipe there."""
+    """One worker, and the process that runs the recipe there."""
 
     def address(self) -> str:
-        """Its node's address, with a port that nobody listens on."""
+        """Its node's address, with a free port."""
         with socket.create_server(("", 0)) as server:
             return f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
 
@@ -48,7 +48,7 @@ class Worker:
         return status if status >= 0 else 128 - status
 
     def stop(self) -> None:
-        """Asks the recipe to save and end."""
+        """Asks the recipe to save and exit."""
         self.process.terminate()
 
 
