@@ -27,11 +27,11 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/faults.jsonl"
 CHECKPOINT_EVERY = 20
 STEPS = 384
-KNOBS = (
+OPTIONS = (
     *("--corpus", "LICENSE", "--model", "nano", "--vocabulary-size", "300", "--seq-length", "16", "--batch-size", "4"),
     *("--dropout", "0.1", "--epochs", "12", "--checkpoint-every", str(CHECKPOINT_EVERY)),
 )
-Fault = Callable[[list[int], Path, Sequence[str]], None]  # of the workers' process ids, the work folder, the hosts
+Fault = Callable[[list[int], Path, Sequence[str]], None]  # of the workers' process ids, the work directory, the hosts
 A_RUN = 180  # seconds within which every run has ended, with time to spare
 
 
@@ -60,7 +60,7 @@ def commands(workdir: Path, hosts: Sequence[str] = ()) -> list[list[str]]:
 
     def launch(*place: str) -> list[str]:
         words = [sys.executable, "-m", "recipes", "launch", *place, "--restarts", "1", "bert_mlm"]
-        return [*words, *KNOBS, "--workdir", str(workdir)]
+        return [*words, *OPTIONS, "--workdir", str(workdir)]
 
     if not hosts:
         return [launch("--workers", "2")]
@@ -188,7 +188,7 @@ def same_bits(weights: dict[str, Any], others: dict[str, Any]) -> bool:
 
 
 def left_behind(workdir: Path, temporary: Path, ports: list[int]) -> list[str]:
-    """Processes that know the work folder, ports that are held, and files that are temporary."""
+    """Processes that know the work directory, ports that are held, and files that are temporary."""
     left = [str(path) for path in [*temporary.rglob("*"), *workdir.rglob("*_temp"), *workdir.rglob("*.unfinished")]]
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -31,17 +31,17 @@ def main(mrpc: str, preset: str) -> None:
     for recipe in ("glue_custom_loop", "glue_controller"):
         results["default"][recipe] = run(recipe)
         results["default"][recipe]["config"]["workdir"] = f"runs/{recipe}"
-    knobs = ["--task", "mrpc", "--data", mrpc, "--preset", preset, "--learning-rate", "1e-4"]
-    runs = [run("glue_controller", *knobs, "--seed", str(seed)) for seed in SEEDS]
+    options = ["--task", "mrpc", "--data", mrpc, "--preset", preset, "--learning-rate", "1e-4"]
+    runs = [run("glue_controller", *options, "--seed", str(seed)) for seed in SEEDS]
     start = "a preset of `bert_from_scratch` on WikiText-2"
     results["mrpc"][start] = [{name: each[name] for name in SCORES} for each in runs]
     (ROOT / "benchmarks/results/glue.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
-def run(recipe: str, *knobs: str) -> dict:
+def run(recipe: str, *options: str) -> dict:
     """The results of a recipe in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "recipes", "run", recipe, "--workdir", folder, *knobs]
+        command = [sys.executable, "-m", "recipes", "run", recipe, "--workdir", folder, *options]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         return json.loads(Path(folder, "results.json").read_text())
 

@@ -26,7 +26,7 @@ WAYS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The knobs of this benchmark."""
+    """The options of this benchmark."""
     add_step_arguments(parser)
 
 
@@ -37,9 +37,12 @@ def main(arguments: argparse.Namespace) -> None:
     results: dict[str, Any] = {"machine": machine(), "model": arguments.model, "batch": arguments.batch_size}
     with temporary_folder() as folder:
         text = prepare_text(arguments, 128, folder)
-        knobs = {"model": arguments.model, "corpus": text["corpus"], "vocabulary": text["vocabulary"]}
-        knobs |= {"precision": "float32", "batch_size": arguments.batch_size, "seq_length": 128}
-        makers = [("benchmarks.input:pipeline", knobs), *(("benchmarks.input:waiter", knobs | own) for _, own in WAYS)]
+        options = {"model": arguments.model, "corpus": text["corpus"], "vocabulary": text["vocabulary"]}
+        options |= {"precision": "float32", "batch_size": arguments.batch_size, "seq_length": 128}
+        makers = [
+            ("benchmarks.input:pipeline", options),
+            *(("benchmarks.input:waiter", options | own) for _, own in WAYS),
+        ]
         with together(Worker(*maker) for maker in makers) as workers:
             steps = [_steps(worker, arguments.seconds) for worker in workers]
             rounds = []
@@ -62,11 +65,11 @@ def _steps(worker: Worker, seconds: float) -> int:
     return min(max(3, math.ceil(seconds * 10 / worker(steps=10)["seconds"])), 10_000)
 
 
-def pipeline(batch_size: int, **knobs: Any) -> Callable[..., dict[str, float]]:
+def pipeline(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]:
     """A function that reads and masks so many batches, for one device."""
     from benchmarks import ours
 
-    _, _, batches = ours.set_up(ours.Config(**knobs, epochs=ours.FOR_EVER, replicas=1), batch_size, 1e-4)
+    _, _, batches = ours.set_up(ours.Config(**options, epochs=ours.FOR_EVER, replicas=1), batch_size, 1e-4)
 
     def run(steps: int) -> dict[str, float]:
         iterator, tokens = iter(batches(0)(num_shards=1, shard=0)), 0
@@ -80,13 +83,13 @@ def pipeline(batch_size: int, **knobs: Any) -> Callable[..., dict[str, float]]:
     return run
 
 
-def waiter(batch_size: int, **knobs: Any) -> Callable[..., dict[str, float]]:
+def waiter(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]:
     """A function that trains so many steps on new batches, and as many on one, and tells what it waited for the new."""
     import tensorflow as tf
 
     from benchmarks import ours
 
-    strategy, model, batches = ours.set_up(ours.Config(**knobs, epochs=ours.FOR_EVER), batch_size, 1e-4)
+    strategy, model, batches = ours.set_up(ours.Config(**options, epochs=ours.FOR_EVER), batch_size, 1e-4)
 
     @tf.function(autograph=False, reduce_retracing=True)
     def train(batch):
@@ -120,7 +123,7 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"The pipeline alone: {sequences:,.0f} sequences/s, {tokens:,.0f} tokens/s.",
         "",
-        "| | step | waiting for its batch | of the step | the pipeline costs in all |",
+        "| | step | data stall | of the step | total cost of the pipeline |",
         "| --- " * 5 + "|",
     ]
     for name, answers in results["waiting"].items():

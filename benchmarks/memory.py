@@ -22,7 +22,7 @@ STEPS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The knobs of this benchmark."""
+    """The options of this benchmark."""
     add_text_arguments(parser)
     parser.add_argument("--model", default="tiny", help="size")
 
@@ -37,8 +37,13 @@ def main(arguments: argparse.Namespace) -> None:
     own = {"model": arguments.model, "precision": "float32", "replicas": 1}
 
     def add(varied: str, text: dict[str, Any], batch: int, length: int, shards: str = "", **noted: Any) -> None:
-        knobs = {"batch_size": batch, "seq_length": length, "corpus": text["corpus"], "vocabulary": text["vocabulary"]}
-        peak = once("benchmarks.memory:peak", own | knobs | {"shards": shards})
+        options = {
+            "batch_size": batch,
+            "seq_length": length,
+            "corpus": text["corpus"],
+            "vocabulary": text["vocabulary"],
+        }
+        peak = once("benchmarks.memory:peak", own | options | {"shards": shards})
         sizes = {"batch": batch, "length": length, "tokens": text["tokens"], "shards": bool(shards)}
         results["rows"].append({"varied": varied} | sizes | noted | peak)
         print(results["rows"][-1], flush=True)
@@ -65,7 +70,7 @@ def main(arguments: argparse.Namespace) -> None:
         write_results("memory", results)
 
 
-def peak(shards: str, batch_size: int, **knobs: Any) -> Callable[[], dict[str, int]]:
+def peak(shards: str, batch_size: int, **options: Any) -> Callable[[], dict[str, int]]:
     """Trains a few steps, on sequences in memory or from shards, and tells this process's peak."""
     from benchmarks import ours
     from recipes import bert_from_scratch
@@ -74,7 +79,7 @@ def peak(shards: str, batch_size: int, **knobs: Any) -> Callable[[], dict[str, i
         if shards:
             import functools
 
-            scratch = {name: value for name, value in knobs.items() if name != "vocabulary"}
+            scratch = {name: value for name, value in options.items() if name != "vocabulary"}
             config = bert_from_scratch.Config(**scratch, epochs=ours.FOR_EVER)
             written = bert_from_scratch.open_shards(shards)
             strategy = ours.make_strategy(1)
@@ -85,7 +90,7 @@ def peak(shards: str, batch_size: int, **knobs: Any) -> Callable[[], dict[str, i
                 scaled = bert_from_scratch.Scaled(batch_size, batch_size)
                 return functools.partial(bert_from_scratch.masked_batches, config, written, scaled, "train", first_step)
         else:
-            config = ours.Config(**knobs, epochs=ours.FOR_EVER)
+            config = ours.Config(**options, epochs=ours.FOR_EVER)
             strategy, model, batches = ours.set_up(config, batch_size, 1e-4)
         ours.fit(model, strategy, batches, STEPS, [])
         return {"peak_mb": peak_memory_mb()}

@@ -17,15 +17,15 @@ from recipes.bert_mlm import Config, Scaled, build_model, make_datasets, masked_
 FOR_EVER = 10**6  # epochs
 
 
-def trainer(batch_size: int, rate: float = 1e-4, **knobs: Any) -> Callable[..., dict[str, Any]]:
+def trainer(batch_size: int, rate: float = 1e-4, **options: Any) -> Callable[..., dict[str, Any]]:
     """A function that trains some steps and times them; see `benchmarks.workers`.
 
     Args:
         batch_size: sequences in a step, over all replicas and workers.
         rate: learning rate, of every step.
-        knobs: of `bert_mlm`.
+        options: of `bert_mlm`.
     """
-    config = Config(**knobs, epochs=FOR_EVER)
+    config = Config(**options, epochs=FOR_EVER)
     strategy, model, batches = set_up(config, batch_size, rate)
     reduced = sum(4 * np.prod(weight.shape) for weight in model.trainable_variables)
 

@@ -37,13 +37,13 @@ def lines(corpus: str, batch_size: int) -> tf.data.Dataset:
 def build(model: str, vocabulary: str, dropout: float, rate: float, precision: str) -> keras_hub.models.BertMaskedLM:
     """The example's model, with random weights, and a learning rate that does not change."""
     keras.config.set_dtype_policy(precision)
-    pieces = load_wordpieces(vocabulary)
+    wordpieces = load_wordpieces(vocabulary)
     backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=len(pieces.pieces), **dimensions(model), dropout=dropout, max_sequence_length=SEQ_LENGTH
+        vocabulary_size=len(wordpieces.pieces), **dimensions(model), dropout=dropout, max_sequence_length=SEQ_LENGTH
     )
     backbone.get_layer("pooled_dense").trainable = False
     preprocessor = keras_hub.models.BertMaskedLMPreprocessor(
-        keras_tokenizer(pieces), sequence_length=SEQ_LENGTH, mask_selection_length=SLOTS
+        keras_tokenizer(wordpieces), sequence_length=SEQ_LENGTH, mask_selection_length=SLOTS
     )
     task = keras_hub.models.BertMaskedLM(backbone, preprocessor=preprocessor)
     task.compile(

@@ -34,7 +34,7 @@ VALIDATIONS = 120  # in a run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The knobs of this benchmark."""
+    """The options of this benchmark."""
     add_text_arguments(parser)
     parser.add_argument("--model", default="tiny", help="size")
     parser.add_argument("--minutes", type=float, default=20.0, help="of training, of each published run")
@@ -54,10 +54,10 @@ def main(arguments: argparse.Namespace) -> None:
         steps_a_second = _steps_a_second(words)
         for side, rate, dropout, decays, share in RUNS:
             seconds = 60 * arguments.minutes * share
-            knobs = words | {"side": side, "rate": rate, "dropout": dropout, "folder": folder}
+            options = words | {"side": side, "rate": rate, "dropout": dropout, "folder": folder}
             run = {"side": side, "rate": rate, "dropout": dropout, "decays": decays}
-            knobs |= {"steps": max(10, int(seconds * steps_a_second)) if decays else 0}
-            run |= once("benchmarks.quality:trainer", knobs, seconds=seconds)
+            options |= {"steps": max(10, int(seconds * steps_a_second)) if decays else 0}
+            run |= once("benchmarks.quality:trainer", options, seconds=seconds)
             results["runs"].append(run)
             print(run | {"curve": run["curve"][-1]}, file=sys.stderr, flush=True)
     print(table(results), flush=True)
@@ -95,8 +95,8 @@ def trainer(side: str, folder: str, steps: int, rate: float, dropout: float, **w
     from benchmarks import ours, published
     from common.training.schedules import WarmUpPolynomialDecay
 
-    knobs = words | {"precision": "float32", "dropout": dropout}
-    config = ours.Config(**knobs, epochs=ours.FOR_EVER)
+    options = words | {"precision": "float32", "dropout": dropout}
+    config = ours.Config(**options, epochs=ours.FOR_EVER)
     if side == OURS:
         schedule = WarmUpPolynomialDecay(rate, steps // 10, steps) if steps else rate
         strategy, model, batches = ours.set_up(config, BATCHES[OURS], schedule)
@@ -192,15 +192,19 @@ def table(results: dict[str, Any]) -> str:
     lines = ["| pipeline | learning rate | dropout | steps | seconds | validation loss |", "| --- " * 6 + "|"]
     for run in results["runs"]:
         seconds, loss = run["curve"][-1]
-        rate = f"{run['rate']:g}, {'decays' if run['decays'] else 'stays'}"
+        rate = f"{run['rate']:g}, {'with decay' if run['decays'] else 'constant'}"
         numbers = f"{run['steps']:,} | {seconds:,.0f} | {loss:.3f} |"
         lines.append(f"| {run['side']} | {rate} | {run['dropout']} | {numbers}")
     lines.append("")
     for name, found in compare(results).items():
-        when = f"after {found['ours']:,.0f} s, {found['ratio']:.1f} times sooner" if found["ratio"] else "never"
+        when = (
+            f"reaches it after {found['ours']:,.0f} s, {found['ratio']:.1f} times faster"
+            if found["ratio"]
+            else "does not"
+        )
         lines.append(
             f"- {name}: the published pipeline ends at {found['loss']:.3f} after {found['published']:,.0f} s; "
-            f"ours has it {when}."
+            f"ours {when}."
         )
     return "\n".join(lines)
 
@@ -218,7 +222,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         label = f"{run['side']}, {run['rate']:g}{', decays' if run['decays'] else ''}, dropout {run['dropout']:g}"
         axes.plot([s / 60 for s in seconds], losses, "-" if run["side"] == OURS else "--", label=label)
     title = f"BERT-{results['model']} from the same random weights, {results['corpus']}"
-    axes.set(xlabel="minutes of training", ylabel="validation loss, nats a masked token", title=title)
+    axes.set(xlabel="minutes of training", ylabel="validation loss, nats per masked token", title=title)
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -13,7 +13,7 @@ from common.run.results import report
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# What each recipe of the README's table is, and the knobs of the run that its row is about.
+# What each recipe of the README's table is, and the options of the run that its row shows.
 RECIPES = {
     "bert_mlm": ("masked-language-model training with Keras `fit`", ""),
     "bert_from_scratch": (
@@ -27,7 +27,7 @@ RECIPES = {
 
 
 def parity_table(doctor: dict) -> str:
-    """What `python -m recipes doctor --json` measured, a line a check."""
+    """What `python -m recipes doctor --json` measured, one line per check."""
     checks: dict[str, dict[str, str]] = {}
     bounds = {}
     for row in doctor["checks"]:
@@ -58,7 +58,7 @@ def parity_table(doctor: dict) -> str:
 
 
 def faults_table(rows: list[dict]) -> str:
-    """What `python -m benchmarks.faults` saw, a line a fault."""
+    """What `python -m benchmarks.faults` measured, one line per fault."""
     lines = [
         "| fault | runs | same to the bit | steps done again | all ended after | left behind |",
         "| --- " * 6 + "|",
@@ -78,7 +78,7 @@ def faults_table(rows: list[dict]) -> str:
 
 
 def shards_table(results: dict[str, dict]) -> str:
-    """What `python -m benchmarks.shards` measured, a line a measure and tokenizer."""
+    """What `python -m benchmarks.shards` measured, one line per measure and tokenizer."""
     lines = ["| what | tokens/s | at ten times the corpus | peak memory | at ten times |", "| --- " * 5 + "|"]
     for what in dict.fromkeys(name.rsplit(", ", 1)[0] for name in results):
         once, ten = (results[f"{what}, {times} x"] for times in (1, 10))
@@ -112,7 +112,7 @@ def throughput_table(results: dict, sizes: tuple[str, ...] = ()) -> str:
         one = results["sizes"][size]
         single, half = (f"{one['peak_flops'][dtype] / 1e9:,.0f}" for dtype in ("float32", "bfloat16"))
         parts.append(
-            f"BERT-{size}, {one['pieces']:,} pieces, {one['flops_per_token'] / 1e6:,.1f} MFLOP a token; "
+            f"BERT-{size}, vocabulary size {one['pieces']:,}, {one['flops_per_token'] / 1e6:,.1f} MFLOP per token; "
             f"the machine's peak is {single} GFLOP/s in float32, {half} in bfloat16:"
         )
         parts.append(throughput.table(one))
@@ -139,17 +139,17 @@ def recipes_table(results: dict[str, dict]) -> str:
         results: a `results.json` for each of `RECIPES`.
     """
     lines = ["| recipe | what | command | training on 2 cores | result |", "| --- " * 5 + "|"]
-    for name, (what, knobs) in RECIPES.items():
+    for name, (what, options) in RECIPES.items():
         found = results[name]
-        command = f"python -m recipes run {name} {knobs}".rstrip()
+        command = f"python -m recipes run {name} {options}".rstrip()
         seconds = found["seconds"]
         time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
         if "val_unigram_loss" in found:
             better = found["val_unigram_loss"] - found["val_loss"]
-            result = f"loss {found['val_loss']:.3f}, {better:.3f} nats below guessing by word frequency"
+            result = f"loss {found['val_loss']:.3f}, {better:.3f} nats below the unigram baseline"
         else:
-            bag, larger = found["val_bag_of_words_accuracy"], found["val_majority_accuracy"]
-            result = f"accuracy {found['val_accuracy']:.3f}; a bag of words {bag:.3f}, the larger class {larger:.3f}"
+            bag, majority = found["val_bag_of_words_accuracy"], found["val_majority_accuracy"]
+            result = f"accuracy {found['val_accuracy']:.3f}; bag of words {bag:.3f}, majority class {majority:.3f}"
         lines.append(f"| `{name}` | {what} | `{command}` | {time} | {result} |")
     return "\n".join(lines)
 
@@ -157,17 +157,17 @@ def recipes_table(results: dict[str, dict]) -> str:
 def glue_table(starts: dict[str, list[dict]]) -> str:
     """What `python -m benchmarks.glue` measured on MRPC: for each start, mean and range over the seeds."""
     lines = [
-        "| MRPC, dev split | seeds | accuracy: mean (range) | F1: mean (range) | accuracy of a bag of words |",
+        "| MRPC, dev split | seeds | accuracy: mean (range) | F1: mean (range) | bag-of-words accuracy |",
         "| --- " * 5 + "|",
         *(
             f"| from {start} | {len(runs)} | {_mean_and_range(runs, 'val_accuracy')} "
             f"| {_mean_and_range(runs, 'val_f1')} | {_mean_and_range(runs, 'val_bag_of_words_accuracy')} |"
             for start, runs in starts.items()
         ),
-        # MRPC's larger class is the positive one. Its F1 where all are called positive: recall is 1, precision this.
+        # MRPC's majority class is the positive one. F1 where all are predicted positive: recall is 1, precision this.
         *(
-            f"| always the larger class | | {larger:.3f} | {2 * larger / (1 + larger):.3f} | |"
-            for larger in dict.fromkeys(run["val_majority_accuracy"] for runs in starts.values() for run in runs)
+            f"| majority-class baseline | | {majority:.3f} | {2 * majority / (1 + majority):.3f} | |"
+            for majority in dict.fromkeys(run["val_majority_accuracy"] for runs in starts.values() for run in runs)
         ),
         "",
         "With published weights and network, the reference figures for BERT-base are about 0.84 accuracy and 0.89 F1",

@@ -34,7 +34,7 @@ GIGABITS = (10, 100, 400)  # links to which the model is taken
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The knobs of this benchmark."""
+    """The options of this benchmark."""
     add_step_arguments(parser)
 
 
@@ -45,18 +45,19 @@ def main(arguments: argparse.Namespace) -> None:
     results: dict[str, Any] = {"machine": machine()}
     with temporary_folder() as folder:
         text = prepare_text(arguments, 128, folder)
-        knobs = {
+        options = {
             "model": arguments.model,
             "corpus": text["corpus"],
             "vocabulary": text["vocabulary"],
             "seq_length": 128,
         }
-        knobs |= {"precision": "float32", "batch_size": arguments.batch_size}
+        options |= {"precision": "float32", "batch_size": arguments.batch_size}
         results |= {"model": arguments.model, "batch": arguments.batch_size, "pieces": text["pieces"]}
         results["ways"] = {
-            name: compare(knobs | {"jit": jit}, arguments) for name, jit in (("float32", False), ("float32, jit", True))
+            name: compare(options | {"jit": jit}, arguments)
+            for name, jit in (("float32", False), ("float32, jit", True))
         }
-        results["link"] = measure_link(knobs, arguments)
+        results["link"] = measure_link(options, arguments)
     results |= extrapolate(results["link"], arguments.batch_size // 2)
     print(tables(results), flush=True)
     if not arguments.quick:
@@ -64,13 +65,13 @@ def main(arguments: argparse.Namespace) -> None:
         draw(results, ROOT / "docs/scaling.png")
 
 
-def compare(knobs: dict[str, Any], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def compare(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """One device, 2 replicas and 2 workers with half the cores each, in turn."""
     with contextlib.ExitStack() as stack:
         groups = {
-            "one device": stack.enter_context(together([Worker(OURS, knobs | {"replicas": 1})])),
-            "2 replicas": stack.enter_context(together([Worker(OURS, knobs | {"replicas": 2})])),
-            "2 workers": stack.enter_context(two_workers(OURS, knobs)),
+            "one device": stack.enter_context(together([Worker(OURS, options | {"replicas": 1})])),
+            "2 replicas": stack.enter_context(together([Worker(OURS, options | {"replicas": 2})])),
+            "2 workers": stack.enter_context(two_workers(OURS, options)),
         }
         steps = {name: rehearse(group, arguments.seconds) for name, group in groups.items()}
         answers = {name: [] for name in groups}
@@ -88,7 +89,7 @@ def compare(knobs: dict[str, Any], arguments: argparse.Namespace) -> dict[str, d
     }
 
 
-def measure_link(knobs: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_link(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Times of two workers over links of several speeds.
 
     Returns:
@@ -96,13 +97,13 @@ def measure_link(knobs: dict[str, Any], arguments: argparse.Namespace) -> dict[s
         `bytes_reduced` in a step; `steps` and `reductions`, rows of `megabits`, the `count` of numbers in a bare
         reduction, `seconds` of each round, and bytes that a worker `sent`; and `rings` of other numbers of workers.
     """
-    half = knobs | {"batch_size": arguments.batch_size // 2, "replicas": 1}
+    half = options | {"batch_size": arguments.batch_size // 2, "replicas": 1}
     rows: dict[str, list[dict[str, Any]]] = {"steps": [], "reductions": []}
     speeds, apart = (None, 800, HELD_OUT) if arguments.quick else SPEEDS, []
     with (
         two_hosts() as hosts,
         together(Worker(OURS, half, cores=share) for share in halves()) as silent,
-        two_workers(OURS, knobs, hosts) as trainers,
+        two_workers(OURS, options, hosts) as trainers,
         two_workers(REDUCER, {}, hosts, 1) as adders,
     ):
         number = rehearse(silent, arguments.seconds / 2)

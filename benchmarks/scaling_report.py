@@ -28,18 +28,18 @@ def ways_table(results: dict[str, Any]) -> str:
 
 
 def link_table(results: dict[str, Any]) -> str:
-    """A step of two workers by the speed of their link, as measured and by the model."""
+    """A step of two workers by the speed of their link, measured and modelled."""
     link, fitted, held_out = results["link"], Link(**results["fitted"]), results["held_out"]
     megabytes = link["bytes_reduced"] / 1e6
     lines = [
-        f"| link, {megabytes:.1f} MB reduced a step | step | by the model | off by | each worker sent |",
+        f"| link, {megabytes:.1f} MB reduced a step | step | modelled | error | sent by each worker |",
         "| --- " * 5 + "|",
     ]
     for row in link["steps"]:
         bandwidth = row["megabits"] * 1e6 / 8 if row["megabits"] else math.inf
         measured = statistics.median(row["seconds"])
         modelled = link["compute"] + fitted.seconds(Reduction(link["bytes_reduced"], 2, bandwidth))
-        name = f"{row['megabits']} Mbit/s" if row["megabits"] else "not held back"
+        name = f"{row['megabits']} Mbit/s" if row["megabits"] else "not throttled"
         name += ", held out" if row["megabits"] == held_out["megabits"] else ""
         lines.append(
             f"| {name} | {1e3 * measured:,.0f} ms | {1e3 * modelled:,.0f} ms "

@@ -44,7 +44,7 @@ FRESH_ROUNDS = 3  # of these, at most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The knobs of this benchmark."""
+    """The options of this benchmark."""
     add_text_arguments(parser)
     parser.add_argument("--sizes", default="tiny,small,base", help="of models, with commas between")
     parser.add_argument("--rounds", type=int, default=5, help="times that every contender is timed")
@@ -102,10 +102,11 @@ def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], fold
     return {"pieces": text["pieces"], "flops_per_token": flops, "peak_flops": best, "contenders": rows}
 
 
-def model_flops(size: str, pieces: int) -> float:
+def model_flops(size: str, vocabulary_size: int) -> float:
     """Of one token, the same figure for every contender: what one computes for padding or for other logits is waste."""
     of = dimensions(size)
-    return flops_per_token(of["hidden_dim"], of["intermediate_dim"], of["num_layers"], pieces, SEQ_LENGTH, MASK_RATE)
+    sizes = of["hidden_dim"], of["intermediate_dim"], of["num_layers"], vocabulary_size
+    return flops_per_token(*sizes, SEQ_LENGTH, MASK_RATE)
 
 
 def specification(contender, size: str, arguments: argparse.Namespace, text: dict[str, Any], folder: str):
@@ -164,7 +165,7 @@ def table(measured: dict[str, Any]) -> str:
     published = medians.get(PUBLISHED, math.nan)
     peer = max((speed for name, speed in medians.items() if name.startswith("transformers")), default=math.nan)
     lines = [
-        "| contender | tokens/s | lowest to highest | to the published | to transformers' best | MFU |",
+        "| contender | tokens/s | range | vs. published | vs. best of transformers | MFU |",
         "| --- " * 6 + "|",
     ]
     for name, row in rows.items():

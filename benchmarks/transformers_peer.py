@@ -28,12 +28,12 @@ from common.model.sizes import dimensions
 WARM = 2  # as in benchmarks.clock, which needs Keras
 
 
-def build(model: str, pieces: int, dropout: float) -> BertForMaskedLM:
+def build(model: str, vocabulary_size: int, dropout: float) -> BertForMaskedLM:
     """A BERT of a size, with random weights, its token embedding tied to the head's, as in KerasHub."""
     size = dimensions(model)
     return BertForMaskedLM(
         BertConfig(
-            vocab_size=pieces,
+            vocab_size=vocabulary_size,
             hidden_size=size["hidden_dim"],
             num_hidden_layers=size["num_layers"],
             num_attention_heads=size["num_heads"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that are slow to make and depend only on their inputs, kept as files under the user's cache folder."""
+"""Results that are slow to compute and depend only on their inputs, cached as files in the user's cache folder."""
 
 import atexit
 import contextlib
@@ -19,17 +19,17 @@ READ_AT_ONCE = 2**22  # bytes
 
 
 def cached_file(name: str, inputs: Iterable[bytes | str], make: Callable[[Path], None]) -> Path:
-    """The file that `make` writes for these inputs, made only when it is not there yet, or damaged.
+    """The file that `make` writes for these inputs, made only when it is missing or damaged.
 
     Args:
         name: the file's name; a hash of the inputs and the CRC-32 of its content are put before it.
         inputs: everything that the file's content depends on.
         make: writes the file to the path it is given, which is renamed into place when complete, so that a file in the
-            cache is whole, whatever was interrupted. It must not ask for a cached file itself.
+            cache is complete, whatever was interrupted. It must not ask for a cached file itself.
 
     Returns:
         A path in `$XDG_CACHE_HOME/keras-data-parallel-recipes` (by default under `~/.cache`); where that cannot be
-        written, in a folder that goes with the process.
+        written, in a folder that is deleted at the process's exit.
 
     Raises:
         OSError: when the disk is full.
@@ -57,7 +57,7 @@ def cached_file(name: str, inputs: Iterable[bytes | str], make: Callable[[Path],
 
 
 def _find(folder: Path, key: str, name: str) -> Path | None:
-    """The file, if it is there and its content is what its name says."""
+    """The file, if it exists and its content matches the checksum in its name."""
     for path in folder.glob(f"{key}-????????-{name}"):
         with contextlib.suppress(OSError):  # it cannot be read, or was just removed
             if path.name == f"{key}-{_crc32(path):08x}-{name}":

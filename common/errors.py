@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a helper says that what the user asked for cannot be done."""
+"""The error of invalid user input."""
 
 
 class UserError(Exception):
-    """The user's input is wrong. The message says how to mend it; a command ends with it and exit status 2."""
+    """Invalid user input. The message says how to fix it; a command prints it and exits with status 2."""
 
 
 def first_line(error: Exception) -> str:
-    """What another package says, without the list of examples that KerasHub begins in the middle of its first line."""
+    """The first line of an error, without the list of examples that KerasHub starts in the middle of it."""
     return str(error).splitlines()[0].removesuffix(" A preset must be a one of:")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written whole or not at all."""
+"""Atomic writing of files."""
 
 import json
 import math
@@ -9,12 +9,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-# What a file that is being written has behind its name: of this process alone, and like no other program's.
+# Suffix of a file that is being written: unique to this process, and unlike any other program's.
 UNFINISHED = f".{uuid.uuid4().hex[:12]}.unfinished"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no such file, or it is empty, cut short or something else."""
+    """The object in a JSON file; None if there is no such file, or it is empty, truncated or not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes whole or not at all: a reader never finds half a file, not after a power cut either.
+    """Writes atomically: a reader never finds half a file, not even after a power cut.
 
     NaN and infinity are written as null.
     """
@@ -48,14 +48,14 @@ def flush(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes the files that killed processes were writing there. Call it where no other process may write."""
+    """Removes the unfinished files of killed processes. Call it where no other process may write."""
     for path in folder.glob("*.unfinished"):
         if re.fullmatch(r".+\.[0-9a-f]{12}\.unfinished", path.name) and path.is_file():
             path.unlink()
 
 
 def finite(content: Any) -> Any:
-    """The same with None for NaN and infinity, which JSON does not have."""
+    """The same with None for NaN and infinity, which JSON lacks."""
     if isinstance(content, dict):
         return {name: finite(value) for name, value in content.items()}
     if isinstance(content, list | tuple):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of the collection: `python -m recipes`.
 
-Recipes are read, not imported, until one is run, so that everything but a run answers at once.
+Recipes are parsed, not imported, until one is run, so that every other command responds at once.
 """
 
 import argparse
@@ -25,22 +25,22 @@ ROOT = Path(__file__).parent.parent
 GUIDE = """\
 Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.
 
-  python -m recipes ls                            the recipes: what each is for, and its time
-  python -m recipes run bert_mlm                  train; --help after the name lists the knobs
-  python -m recipes launch --workers 2 bert_mlm   the same on two processes, or on many machines
-  python -m recipes fill-mask "A [MASK]."         ask the model just trained
-  python -m recipes export PRESET DEST            write a model for Hugging Face transformers
-  python -m recipes doctor                        prove on this machine that training is exact
-  python -m recipes cp bert_mlm my_project        take a recipe and its helpers into your project
+  python -m recipes ls                            list the recipes, what each is for, and its time
+  python -m recipes run bert_mlm                  train; --help after the name lists the options
+  python -m recipes launch --workers 2 bert_mlm   the same on two workers, or on many machines
+  python -m recipes fill-mask "A [MASK]."         fill masks with the model just trained
+  python -m recipes export PRESET DEST            export a model to Hugging Face transformers
+  python -m recipes doctor                        verify on this machine that training is exact
+  python -m recipes cp bert_mlm my_project        copy a recipe and its helpers into your project
 
-The folder notebooks/ has recipes to read step by step. --help after a command lists its options.
+The notebooks in notebooks/ explain the recipes step by step. --help after a command lists its options.
 
 Next: python -m recipes run bert_mlm
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong word is answered in one line, as a recipe answers it."""
+    """Reports a wrong argument in one line, as the recipes do."""
 
     def error(self, message: str) -> NoReturn:
         """See `argparse.ArgumentParser`."""
@@ -59,9 +59,9 @@ def recipe_path(name: str | None) -> Path:
         UserError: when there is no recipe of that name.
     """
     if name is None:
-        raise UserError(f"give the name of a recipe first. There are: {' '.join(recipes())}")
+        raise UserError(f"give the name of a recipe first, one of: {' '.join(recipes())}")
     if name not in recipes():
-        raise UserError(f"there is no recipe {name}. There are: {' '.join(recipes())}")
+        raise UserError(f"there is no recipe {name}. Choose one of: {' '.join(recipes())}")
     return recipes()[name]
 
 
@@ -121,7 +121,7 @@ def copy_recipe(name: str, destination: Path, force: bool) -> None:
     copies |= {module: destination / module.relative_to(ROOT) for module in modules}
     requirements = destination / "requirements.txt"
     if there := [str(path) for path in [*copies.values(), requirements] if path.exists() and not force]:
-        raise UserError(f"{', '.join(there)} exist(s) already; --force overwrites")
+        raise UserError(f"{', '.join(there)} already exist(s); --force overwrites")
     try:
         for source, copy in copies.items():
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -153,33 +153,35 @@ def main() -> None:
     commands.add_parser("ls", help="list the recipes")
     run = commands.add_parser("run", help="run a recipe")
     run.add_argument("name", metavar="NAME", nargs="?", help=f"one of {', '.join(recipes())}")
-    run.add_argument("knobs", metavar="...", nargs=argparse.REMAINDER, help="its knobs; --help lists them")
+    run.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options; --help lists them")
     start = commands.add_parser("launch", help="run a recipe on several workers")
     start.add_argument("--workers", type=int, metavar="N", help="start N workers on this machine")
     start.add_argument(
-        "--parameter-servers", type=int, default=0, metavar="P", help="experimental: N workers out of step, P servers"
+        "--parameter-servers",
+        type=int,
+        default=0,
+        metavar="P",
+        help="experimental: asynchronous training with P servers",
     )
-    start.add_argument("--hosts", metavar="H1:PORT,H2:PORT", help="all workers' addresses, the chief's first")
-    start.add_argument("--worker-index", type=int, metavar="I", help="this machine's place among --hosts, from 0")
-    start.add_argument(
-        "--restarts", type=int, default=0, metavar="K", help="start again after a death, K times at most"
-    )
+    start.add_argument("--hosts", metavar="H1:PORT,H2:PORT", help="addresses of all workers, the chief's first")
+    start.add_argument("--worker-index", type=int, metavar="I", help="index of this machine in --hosts, from 0")
+    start.add_argument("--restarts", type=int, default=0, metavar="K", help="restart up to K times after a worker dies")
     start.add_argument("--join-timeout", type=int, default=300, metavar="S", help="seconds to wait for all workers")
     start.add_argument("name", metavar="NAME", nargs="?", help="the recipe")
-    start.add_argument("knobs", metavar="...", nargs=argparse.REMAINDER, help="its knobs")
+    start.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options")
     copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses")
     copy.add_argument("name", metavar="NAME", help="the recipe")
-    copy.add_argument("destination", metavar="DEST", type=Path, help="folder, made where it is not there")
-    copy.add_argument("--force", action="store_true", help="overwrite files that are there")
-    doctor = commands.add_parser("doctor", help="prove on this machine that training is exact")
+    copy.add_argument("destination", metavar="DEST", type=Path, help="folder, created if missing")
+    copy.add_argument("--force", action="store_true", help="overwrite existing files")
+    doctor = commands.add_parser("doctor", help="verify on this machine that training is exact")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor.add_argument("--workers", type=int, default=1, metavar="N", help="check N worker processes too")
-    fill = commands.add_parser("fill-mask", help="let a trained model fill [MASK] in sentences")
+    doctor.add_argument("--workers", type=int, default=1, metavar="N", help="also check training on N workers")
+    fill = commands.add_parser("fill-mask", help="fill [MASK] in sentences with a trained model")
     fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
     fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
-    export = commands.add_parser("export", help="write a model for Hugging Face transformers")
+    export = commands.add_parser("export", help="export a model to Hugging Face transformers")
     export.add_argument("preset", help="KerasHub name or folder, such as runs/bert_mlm/preset")
-    export.add_argument("destination", type=Path, help="folder, which must be empty or not there")
+    export.add_argument("destination", type=Path, help="folder, which must be empty or not exist")
     arguments = parser.parse_args()
 
     match arguments.command:
@@ -192,7 +194,7 @@ def main() -> None:
 
             raise SystemExit(launch(arguments, recipe_path(arguments.name)))
         case "run":
-            sys.argv = [f"python -m recipes run {arguments.name}", *arguments.knobs]
+            sys.argv = [f"python -m recipes run {arguments.name}", *arguments.options]
             runpy.run_path(str(recipe_path(arguments.name)), run_name="__main__")
         case "cp":
             copy_recipe(arguments.name, arguments.destination, arguments.force)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m recipes doctor`: proves on this machine that data-parallel training computes what one device would.
+"""`python -m recipes doctor`: verifies on this machine that data-parallel training computes what one device would.
 
-Every row runs the real recipe (`bert_mlm.train_and_evaluate`) on a small model for 20 steps and reads what it leaves.
-The text is the licence of this project or the lines of this file, which are always there.
+Every row runs the real recipe (`bert_mlm.train_and_evaluate`) on a small model for 20 steps and reads its results. The
+text is the licence of this project or the lines of this file, which are always available.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 TESTED = {"tensorflow": "2.21", "keras": "3.15", "keras-hub": "0.32"}
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 STEPS = 20
-KNOBS = {
+OPTIONS = {
     "corpus": str(ROOT / "LICENSE"),
     "model": "nano",
     "vocabulary_size": 305,
@@ -45,16 +45,16 @@ KNOBS = {
 }
 GLOBAL_BATCH = 8
 OPTIMIZERS = {"adamw": 1e-3, "sgd": 0.1}
-Way = tuple[str, int, dict[str, Any]]  # what must compute the same as one device: a name, replicas, knobs
-# One line a sequence, padded as far as its neighbours ask for: the lines of a program are of all lengths.
+Way = tuple[str, int, dict[str, Any]]  # a configuration that must match one device: a name, replicas, options
+# One line per sequence, padded within its batch: the lines of a program are of all lengths.
 LINES = {"pack": "none", "corpus": __file__, "seq_length": 64, "max_steps": STEPS}
-ONE_DEVICE: list[Way] = [("1 replica", 1, {}), ("1 replica, a line a sequence", 1, LINES)]
+ONE_DEVICE: list[Way] = [("1 replica", 1, {}), ("1 replica, one line per sequence", 1, LINES)]
 WAYS: list[Way] = [
     ("2 replicas", 2, {}),
     ("4 replicas", 4, {}),
-    ("2 replicas, accumulation, 7 steps in a call", 2, {"accumulate": 2, "steps_per_execution": 7}),
+    ("2 replicas, gradient accumulation, 7 steps per call", 2, {"accumulate": 2, "steps_per_execution": 7}),
     ("2 replicas, jit", 2, {"jit": True}),
-    ("2 replicas, a line a sequence", 2, LINES),
+    ("2 replicas, one line per sequence", 2, LINES),
 ]
 # Relative differences that float32 may leave; that of a tensor, and of all weights, by the Euclidean norm.
 BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every tensor": 1e-5, "validation": 1e-6}
@@ -65,13 +65,13 @@ def doctor(as_json: bool, workers: int) -> int:
 
     Args:
         as_json: print one JSON object.
-        workers: processes that train together, to be checked too; 1 for no such check.
+        workers: worker processes that train together, also checked; 1 for no such check.
 
     Raises:
         UserError: when the workers cannot share the batch, or there are fewer GPUs than workers.
     """
     if workers < 1 or GLOBAL_BATCH % workers:
-        raise UserError(f"--workers must divide the batch of {GLOBAL_BATCH}, not be {workers}")
+        raise UserError(f"--workers must divide the global batch of {GLOBAL_BATCH}; got {workers}")
     gpu_shares(workers)  # of which each uses one GPU
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # the workers want the GPUs that the rest computes on
     began = time.perf_counter()
@@ -86,12 +86,12 @@ def doctor(as_json: bool, workers: int) -> int:
             machine = describe_machine(gpus)
             ways = [way for way in WAYS if way[1] <= most.result()]
             if left_out := [name for name, replicas, _ in WAYS if replicas > most.result()]:
-                machine["left out"] = f"{', '.join(left_out)}: of several GPUs, none is split"
+                machine["left out"] = f"{', '.join(left_out)}: several GPUs are not split"
             if not as_json:
                 print("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
             ways += [(f"{workers} workers", workers, {"replicas": 1})] if workers > 1 else []
             jobs = make_jobs(Path(folder), ways, deterministic=bool(gpus))
-            promised = {name: pool.submit(train, name, knobs, workers) for name, knobs in jobs.items()}
+            promised = {name: pool.submit(train, name, options, workers) for name, options in jobs.items()}
             runs = {name: run.result() for name, run in promised.items()}
             off_board = pool.submit(board_difference, runs["2 replicas, adamw"])
             checks = check(runs, ways, off_board.result())
@@ -106,30 +106,30 @@ def doctor(as_json: bool, workers: int) -> int:
 
 
 def make_jobs(folder: Path, ways: list[Way], deterministic: bool) -> dict[str, dict[str, Any]]:
-    """The runs to be made, by name: the knobs of each."""
+    """The runs to be made, by name: the options of each."""
     jobs: dict[str, dict[str, Any]] = {"resumed": {"replicas": 2, "dropout": 0.1, "checkpoint_every": 4}}
     for optimizer, learning_rate in OPTIMIZERS.items():
-        for name, replicas, knobs in [*ONE_DEVICE, *ways]:
+        for name, replicas, options in [*ONE_DEVICE, *ways]:
             split = {"replicas": replicas, "batch_size": GLOBAL_BATCH // replicas}
-            jobs[f"{name}, {optimizer}"] = {"optimizer": optimizer, "learning_rate": learning_rate, **split, **knobs}
+            jobs[f"{name}, {optimizer}"] = {"optimizer": optimizer, "learning_rate": learning_rate, **split, **options}
     jobs["not stopped"] = {"replicas": 2, "dropout": 0.1}
     for precision in ("mixed_bfloat16", "mixed_float16"):
         jobs[precision] = {"replicas": 2, "precision": precision}
     common = {"batch_size": GLOBAL_BATCH // 2, "deterministic": deterministic}
     return {
-        name: KNOBS | common | {"workdir": str(folder / str(i))} | own for i, (name, own) in enumerate(jobs.items())
+        name: OPTIONS | common | {"workdir": str(folder / str(i))} | own for i, (name, own) in enumerate(jobs.items())
     }
 
 
 def most_replicas() -> int:
-    """The most replicas of a way that this machine can have: the CPU and a single GPU are split, several are not."""
+    """The most replicas that this machine can have: the CPU and a single GPU are split, several GPUs are not."""
     import tensorflow as tf
 
     return 2 if len(tf.config.list_physical_devices("GPU")) in (2, 3) else 4
 
 
 def set_up() -> None:
-    """Readies a process of the pool."""
+    """Initializes a process of the pool."""
     import tensorflow as tf
 
     from common.devices.strategy import make_strategy
@@ -138,23 +138,25 @@ def set_up() -> None:
     make_strategy(most_replicas())  # so that fewer can be asked for later
 
 
-def train(name: str, knobs: dict[str, Any], workers: int) -> dict[str, Any]:
-    """Runs the recipe; the run named `resumed` is stopped by SIGTERM in the middle of an epoch, and goes on.
+def train(name: str, options: dict[str, Any], workers: int) -> dict[str, Any]:
+    """Runs the recipe; the run named `resumed` is stopped by SIGTERM in the middle of an epoch, and resumed.
 
-    A run named after workers is started as a user would.
+    A run named after workers is started by the launcher.
     """
     if "workers" in name:
-        given = {"--" + knob.replace("_", "-"): value for knob, value in knobs.items() if value is not False}
-        words = [word for knob, value in given.items() for word in ([knob] if value is True else [knob, str(value)])]
+        given = {"--" + option.replace("_", "-"): value for option, value in options.items() if value is not False}
+        words = [
+            word for option, value in given.items() for word in ([option] if value is True else [option, str(value)])
+        ]
         command = [sys.executable, "-m", "recipes", "launch", "--workers", str(workers), "bert_mlm", *words]
         started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if started.returncode:
             raise RuntimeError(f"{shlex.join(command)} ended with {started.returncode}: {started.stderr}")
-        return json.loads(Path(knobs["workdir"], "results.json").read_text())
+        return json.loads(Path(options["workdir"], "results.json").read_text())
 
     from recipes import bert_mlm
 
-    config = bert_mlm.Config(**knobs)
+    config = bert_mlm.Config(**options)
     with contextlib.redirect_stdout(io.StringIO()):
         if name == "resumed":
             threading.Thread(target=_stop_after, args=(Path(config.workdir), 6), daemon=True).start()
@@ -172,8 +174,8 @@ def check(runs: dict[str, dict[str, Any]], ways: list[Way], off_board: float) ->
         rows.append({"check": check, "measure": measure, "measured": measured, "bound": bound, "passed": passed})
 
     for optimizer in OPTIMIZERS:
-        for name, _, knobs in ways:
-            one, _, _ = ONE_DEVICE["pack" in knobs]
+        for name, _, options in ways:
+            one, _, _ = ONE_DEVICE["pack" in options]
             found = differences(runs[f"{name}, {optimizer}"], runs[f"{one}, {optimizer}"])
             for what, bound in BOUNDS.items():
                 add(f"{name}, {optimizer}", what, found[what], bound)
@@ -271,7 +273,7 @@ def board_difference(run: dict[str, Any]) -> float:
 
 
 def describe_machine(gpus: list[str]) -> dict[str, str]:
-    """What the figures depend on, and whether versions are those that the tests run against."""
+    """What the figures depend on, and whether the package versions are tested ones."""
     cpu = Path("/proc/cpuinfo")
     flags = cpu.read_text().split() if cpu.exists() else []
     return {
@@ -285,11 +287,11 @@ def describe_machine(gpus: list[str]) -> dict[str, str]:
 
 def _version(package: str, tested: str) -> str:
     version = importlib.metadata.version(package)
-    return f"{version} ({'tested' if version.startswith(tested + '.') else f'NOT TESTED: {tested} is'})"
+    return f"{version} ({'tested' if version.startswith(tested + '.') else f'NOT TESTED; tested with {tested}'})"
 
 
 def table(checks: list[dict[str, Any]]) -> str:
-    """The checks for a person to read."""
+    """The checks as a table of text."""
     names = [f"{row['check']}: {row['measure']}" for row in checks]
     width = max(map(len, names))
     rows = [f"{'check':{width}}  measured    bound"]

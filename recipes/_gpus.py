@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA's GPUs of this machine, by `nvidia-smi`: for what must know of them before TensorFlow is imported."""
+"""The NVIDIA GPUs of this machine, by `nvidia-smi`: for code that runs before TensorFlow is imported."""
 
 import itertools
 import os
@@ -9,7 +9,7 @@ from common.errors import UserError
 
 
 def gpu_names() -> list[str]:
-    """A line for each GPU of the machine; empty where `nvidia-smi` does not answer."""
+    """A line for each GPU of the machine; empty if `nvidia-smi` is not available."""
     try:
         lines = subprocess.check_output(["nvidia-smi", "--list-gpus"], text=True, stderr=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError):
@@ -18,9 +18,9 @@ def gpu_names() -> list[str]:
 
 
 def visible_gpus() -> list[str]:
-    """What `CUDA_VISIBLE_DEVICES` calls each GPU that this process may use; where it is not set, all of the machine's.
+    """The name in `CUDA_VISIBLE_DEVICES` of each GPU that this process may use; if not set, all of the machine's.
 
-    As CUDA reads it, the first one that is not there ends the list:
+    As in CUDA, the first invalid one ends the list:
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     """
     found = [str(i) for i in range(len(gpu_names()))]
@@ -32,9 +32,9 @@ def visible_gpus() -> list[str]:
 
 
 def gpu_shares(workers: int) -> tuple[list[str], int]:
-    """The `CUDA_VISIBLE_DEVICES` of each of so many workers on this machine, and the number of GPUs that are left over.
+    """The `CUDA_VISIBLE_DEVICES` of each worker on this machine, and the number of unused GPUs.
 
-    Workers that train in step must have equally many. Without a GPU that may be used, there are no shares.
+    Workers that train synchronously must have the same number. Without a visible GPU, there are no shares.
 
     Raises:
         UserError: when there are fewer GPUs than workers.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m recipes launch`: starts a recipe's workers, shows one screen for all, and starts them again after a death.
+"""`python -m recipes launch`: starts a recipe's workers, shows one screen for all, and restarts them after one dies.
 
-Nothing here imports TensorFlow, which is the workers' business.
+Only the workers import TensorFlow.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from common.errors import UserError
 from common.run.command_line import check_bounds
 from recipes._gpus import gpu_shares
 
-TO_SAVE = 60  # seconds in which workers that are told to stop must have ended
-TO_FOLLOW = 2  # seconds in which the others end by themselves once one has failed
-STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # after saving, or where there was nothing to save
+TO_SAVE = 60  # seconds for workers that are asked to stop
+TO_FOLLOW = 2  # seconds for the others to end by themselves once one has failed
+STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # after saving, or if there was nothing to save
 LAST_LINES = 5  # of a dead worker's log that are shown
 
 
@@ -41,27 +41,27 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
 
     Args:
         arguments: of `python -m recipes launch`: `workers` and `parameter_servers`, or `hosts` and `worker_index` where
-            the environment does not tell the place; `restarts`; `join_timeout` in seconds; `knobs` of the recipe.
+            the environment does not give the rank; `restarts`; `join_timeout` in seconds; `options` of the recipe.
         recipe: its file.
 
     Raises:
-        UserError: when an option is out of bounds, the workers' places cannot be told, or there are fewer GPUs than
-            workers.
+        UserError: when an option is out of bounds, the workers' ranks cannot be determined, or there are fewer GPUs
+            than workers.
     """
     check_bounds(arguments, workers=1, parameter_servers=0, restarts=0, join_timeout=1)
-    command = [sys.executable, str(recipe), *arguments.knobs]
-    if {"-h", "--help"} & set(arguments.knobs):
+    command = [sys.executable, str(recipe), *arguments.options]
+    if {"-h", "--help"} & set(arguments.options):
         return subprocess.call(command)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--workdir", type=Path, default=Path("runs", recipe.stem))
-    workdir = finder.parse_known_args(arguments.knobs)[0].workdir
+    workdir = finder.parse_known_args(arguments.options)[0].workdir
     gpus, left = gpu_shares(arguments.workers) if arguments.workers else ([], 0)
     if left:
-        print(f"{left} GPU(s) are left over: workers must have equally many", file=sys.stderr, flush=True)
+        print(f"{left} GPU(s) stay unused: all workers must have the same number", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="workers-") as temporary:
         # TensorFlow writes generated code there, and a worker that is killed leaves it.
         os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout), "LAUNCH_ID": uuid.uuid4().hex}
-        logs = Path(temporary) if "--dry-run" in arguments.knobs else logs_folder(workdir)  # a dry run writes nothing
+        logs = Path(temporary) if "--dry-run" in arguments.options else logs_folder(workdir)  # a dry run writes nothing
         restarts_left = arguments.restarts + 1
         while restarts_left:
             restarts_left -= 1
@@ -79,12 +79,12 @@ def places(arguments: argparse.Namespace) -> list[dict]:
     """The `TF_CONFIG` of each worker that this process starts.
 
     Raises:
-        UserError: when they are wrong, told twice, or not at all.
+        UserError: when they are invalid, given twice, or not at all.
     """
     told = tf_config()
     if arguments.workers is not None:
         if told or arguments.hosts:
-            raise UserError("--workers starts all workers on this machine; leave it out where hosts are given")
+            raise UserError("--workers starts all workers on this machine; leave it out when hosts are given")
         if servers := arguments.parameter_servers:
             addresses = free_addresses(1 + arguments.workers + servers)
             return [parameter_server_config(addresses, servers, i) for i in range(len(addresses))]
@@ -97,19 +97,19 @@ def places(arguments: argparse.Namespace) -> list[dict]:
     if told:
         return [told]
     if not arguments.hosts or arguments.worker_index is None:
-        raise UserError("say --workers N for N workers on this machine, or --hosts h1:port,h2:port --worker-index I")
+        raise UserError("give --workers N for N workers on this machine, or --hosts h1:port,h2:port --worker-index I")
     hosts = arguments.hosts.split(",")
     if wrong := [host for host in hosts if not is_address(host)]:
         raise UserError(f"--hosts must be like h1:8888,h2:8888; {wrong[0]!r} is not host:port")
     if len(set(hosts)) < len(hosts):
-        raise UserError(f"--hosts names an address twice: {arguments.hosts}")
+        raise UserError(f"--hosts lists an address twice: {arguments.hosts}")
     if not 0 <= arguments.worker_index < len(hosts):
         raise UserError(f"--worker-index must be from 0 to {len(hosts) - 1}, not {arguments.worker_index}")
     return [worker_config(hosts, arguments.worker_index)]
 
 
 def logs_folder(workdir: Path) -> Path:
-    """The folder of the workers' logs, which is made.
+    """Creates the folder of the workers' logs.
 
     Raises:
         UserError: when it cannot be.
@@ -119,13 +119,13 @@ def logs_folder(workdir: Path) -> Path:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"cannot write to the work folder {workdir} ({error.strerror}). Give another --workdir"
+            f"cannot write to the work directory {workdir} ({error.strerror}). Give another --workdir"
         ) from error
     return logs
 
 
 def free_addresses(count: int) -> list[str]:
-    """So many addresses of loopback with ports that nobody listens on."""
+    """Loopback addresses with free ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
     for s in sockets:
@@ -134,16 +134,16 @@ def free_addresses(count: int) -> list[str]:
 
 
 class Workers:
-    """Processes that run the recipe, each with a log; the chief's output is shown too.
+    """Processes that run the recipe, each with a log; the chief's output is also shown.
 
-    With parameter servers, the chief's end is the end of all, and a worker that dies is started again alone.
+    With parameter servers, all end with the chief, and a worker that dies is restarted alone.
 
     Args:
         places: the `TF_CONFIG` of each.
         command: the recipe's.
         logs: folder of `worker-I.log`, which are appended to.
         restarts: of single workers.
-        gpus: each worker's `CUDA_VISIBLE_DEVICES`; none where each may use what this process may.
+        gpus: each worker's `CUDA_VISIBLE_DEVICES`; empty if each may use the same as this process.
 
     Attributes:
         restarts_left: of `restarts`.
@@ -158,16 +158,16 @@ class Workers:
         self.screen = Screen(logs / "worker-0.log")
         self.asked_to_stop = False
         served = any("ps" in place["cluster"] for place in places)
-        self.leading = [0] if served else list(self.places)  # those that run the recipe, and whose end is the end
+        self.leading = [0] if served else list(self.places)  # those that run the recipe; all end with them
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, self._stop)
         for index in self.places:
             self._start(index)
 
     def _start(self, index: int) -> None:
         place, environment = self.places[index], {}
-        if self.gpus:  # a chief of servers hands out steps, and servers hold variables: neither needs one
+        if self.gpus:  # a chief with parameter servers schedules steps, and servers hold variables: neither needs one
             own = self.gpus[place["task"]["index"]] if place["task"]["type"] == "worker" else ""
             environment = {"CUDA_VISIBLE_DEVICES": own}
         with self.logs[index].open("ab") as file:
@@ -215,7 +215,7 @@ class Workers:
         self.screen.copy(0)
 
     def _start_served_again(self) -> None:
-        """Starts workers of parameter servers that have died: the chief has others do their steps meanwhile."""
+        """Restarts workers that died under parameter servers: the chief has others do their steps meanwhile."""
         for index, status in self._failed().items():
             served = index not in self.leading and self.places[index]["task"]["type"] == "worker"
             if served and status != 2 and self.restarts_left and not self.asked_to_stop:
@@ -232,7 +232,7 @@ class Workers:
         return {index: process.returncode for index, process in self.processes.items() if process.poll()}
 
     def _cause(self, failed: dict[int, int]) -> str:
-        """Which worker is to blame: one that hangs or was killed, before those that lost it."""
+        """Which worker caused the failure: one that hangs or was killed, before those that lost it."""
         for index, process in self.processes.items():
             if process.poll() is None and _state(process.pid) in "Tt":
                 return f"error: worker {index} hangs: it is stopped (SIGSTOP)\n"
@@ -246,14 +246,14 @@ class Workers:
         return f"error: worker {index} ended with status {status}; {self.logs[index]} ends:\n{end}\n"
 
     def _stop(self, *_) -> None:
-        """A signal came: the first asks the workers to save and end, the second ends them."""
+        """Handles a signal: the first asks the workers to save and exit, the second kills them."""
         for process in self._running(self.leading):
             process.kill() if self.asked_to_stop else process.terminate()
         self.asked_to_stop = True
 
 
 class Screen:
-    """Shows what the chief says as it comes, and writes it to the chief's log line by line."""
+    """Shows the chief's output as it arrives, and writes it to the chief's log line by line."""
 
     def __init__(self, log: Path):
         self.log = log
@@ -270,7 +270,7 @@ class Screen:
         return chiefs_output, chiefs_errors
 
     def copy(self, seconds: float) -> None:
-        """Copies all that has come, or waits so long for something to come."""
+        """Copies pending output, or waits for some that long."""
         if not self.streams:
             time.sleep(seconds)
         while self.streams and (ready := select.select(self.streams, [], [], seconds)[0]):

@@ -5,7 +5,7 @@
     python -m recipes run bert_from_scratch --corpus my_texts/ --architecture roberta --model small --epochs 10
     python -m recipes run bert_from_scratch --corpus hf://user/name --data gs://bucket/shards --push-to hf://user/model
 
-Time: 2 min on 2 cores. Metric: validation loss, against guessing by word frequency.
+Time: 2 min on 2 cores. Metric: validation loss, against the unigram baseline.
 
 A vocabulary is trained on the corpus; all text becomes one row of tokens, cut into sequences of one length and written,
 once, as shards. Training reads them in an order drawn anew for every epoch, and masks 15 % of the tokens.
@@ -17,7 +17,7 @@ import sys
 
 # These must be set before the first import of Keras and TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is ours
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off the screen
 
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -33,26 +33,26 @@ from common.run.options import FitOptions, step_range
 class Config(FitOptions):
     """The options of `bert_from_scratch`, beside those of every recipe."""
 
-    workdir: str = "runs/bert_from_scratch"  # folder of the run: results, logs, preset
+    workdir: str = "runs/bert_from_scratch"  # work directory: results, logs, checkpoints, preset
     corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder
-    data: str = ""  # folder of the tokenizer and the shards, gs:// too; else data/ in the workdir
-    shards: int = 0  # TFRecord files of each split; 0: 8, or as many as keep each under 64 MB
-    architecture: Literal["bert", "roberta"] = "bert"  # and its tokenizer: WordPiece, or byte-level BPE
-    vocabulary_size: int = 4096  # pieces
+    data: str = ""  # folder of the tokenizer and the shards, local or gs://; empty: data/ in the workdir
+    shards: int = 0  # TFRecord files per split; 0: 8, or as many as keep each under 64 MB
+    architecture: Literal["bert", "roberta"] = "bert"  # with its tokenizer: WordPiece, or byte-level BPE
+    vocabulary_size: int = 4096  # tokens in the vocabulary
     model: str = "tiny"  # nano | tiny | mini | small | medium | base | large, or a JSON file of dimensions
-    seq_length: int = 128  # tokens in a sequence
-    mask_rate: float = 0.15  # share of tokens that are masked
-    batch_size: int = 16  # sequences on each replica in a step
-    learning_rate: float = 7e-4  # peak, for one replica
-    warmup: float = 0.1  # share of all steps in which the rate rises
-    decay_power: float = 1.0  # of the polynomial by which the rate falls to zero; 1: a line
+    seq_length: int = 128  # tokens per sequence
+    mask_rate: float = 0.15  # fraction of tokens that are masked
+    batch_size: int = 16  # sequences per replica in a step
+    learning_rate: float = 7e-4  # peak learning rate for one replica
+    warmup: float = 0.1  # fraction of all steps that are warm-up
+    decay_power: float = 1.0  # power of the polynomial decay of the learning rate; 1: linear
     optimizer: Literal["adamw", "lamb", "sgd"] = "adamw"
-    weight_decay: float = 0.01  # not on biases and norms
-    clip_norm: float = 1.0  # largest norm of the whole batch's gradient, as BERT's; 0: any
-    dropout: float = 0.0  # the papers' is 0.1; a run of few epochs learns more without
+    weight_decay: float = 0.01  # not applied to biases and layer norms
+    clip_norm: float = 1.0  # global norm to which the gradient is clipped, as BERT's; 0: no clipping
+    dropout: float = 0.0  # the papers' is 0.1; with few epochs, a model learns more without
     epochs: int = 4
-    push_to: str = ""  # hf://user/name: upload the model in the background at each epoch's end; private, if new
-    push_public: bool = False  # make that repository for all to see
+    push_to: str = ""  # hf://user/name: upload the model after each epoch, in the background; private, if new
+    push_public: bool = False  # create that repository as public
 
     def __post_init__(self):
         super().__post_init__()
@@ -62,7 +62,7 @@ class Config(FitOptions):
         check_vocabulary_size(self.architecture, self.vocabulary_size)
 
 
-if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is answered at once
+if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
     CONFIG = parse(Config, __doc__)
 
 from common.run.quiet import quiet_stderr
@@ -167,7 +167,7 @@ def train_and_evaluate(config: Config) -> dict:
             validation_data=distribute(strategy, batches, "validation"),
             validation_steps=steps["validation"],
             callbacks=[log, Profile(run.workdir, step_range(config.profile_steps)), publish, checkpoints],
-            verbose=1 if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
+            verbose=1 if sys.stdout.isatty() else 2,  # a progress bar on a terminal, one line per epoch in a log file
         )
         results = training_results("bert_from_scratch", config, strategy, scaled.global_batch_size, log)
         for split in [split for split in steps if split != "train"]:

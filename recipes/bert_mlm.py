@@ -5,11 +5,11 @@
     python -m recipes run bert_mlm --corpus wikitext-2 --epochs 10  # Wikipedia, from the Hugging Face Hub
     python -m recipes run bert_mlm --preset bert_base_en_uncased --learning-rate 5e-5 --corpus my_texts/
 
-Time: 2 min on 2 cores. Metric: validation loss, against guessing by word frequency.
+Time: 2 min on 2 cores. Metric: validation loss, against the unigram baseline.
 
 One file for one device, all GPUs of a machine, and many machines: the strategy decides, the code stays.
 Text becomes word pieces, packed into sequences of one length; 15 % of them are masked, anew in every epoch, and the
-model learns to guess them. Each replica takes an equal part of every batch; a step applies the sum of their gradients.
+model learns to predict them. Each replica takes an equal part of every batch; a step applies the summed gradients.
 """
 
 import functools
@@ -18,7 +18,7 @@ import sys
 
 # These must be set before the first import of Keras and TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is ours
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off the screen
 
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -33,23 +33,23 @@ from common.run.options import FitOptions, step_range
 class Config(FitOptions):
     """The options of `bert_mlm`, beside those of every recipe."""
 
-    workdir: str = "runs/bert_mlm"  # folder of the run: results, logs, preset
+    workdir: str = "runs/bert_mlm"  # work directory: results, logs, checkpoints, preset
     corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | a text file or folder
-    preset: str = ""  # KerasHub name, or folder made by save_to_preset, to start from; else random weights
-    # BERT size, from random weights; tiny where neither this nor a preset is given
+    preset: str = ""  # KerasHub name, or folder made by save_to_preset, to start from; empty: random weights
+    # BERT size, with random weights; default: tiny, unless a preset is given
     model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = None
-    vocabulary: str = ""  # WordPiece file, one piece a line; else one is trained on the corpus
-    vocabulary_size: int = 4096  # pieces of a trained vocabulary
-    seq_length: int = 128  # tokens in a sequence
-    pack: Literal["full", "none"] = "full"  # full: no padding; none: one line a sequence, padded to its batch's longest
-    mask_rate: float = 0.15  # share of tokens that are masked
-    batch_size: int = 16  # sequences on each replica in a step
-    learning_rate: float = 7e-4  # peak, for one replica
-    warmup: float = 0.1  # share of all steps in which the rate rises
+    vocabulary: str = ""  # WordPiece file, one word piece per line; empty: trained on the corpus
+    vocabulary_size: int = 4096  # word pieces in a trained vocabulary
+    seq_length: int = 128  # tokens per sequence
+    pack: Literal["full", "none"] = "full"  # full: no padding; none: one line per sequence, padded within its batch
+    mask_rate: float = 0.15  # fraction of tokens that are masked
+    batch_size: int = 16  # sequences per replica in a step
+    learning_rate: float = 7e-4  # peak learning rate for one replica
+    warmup: float = 0.1  # fraction of all steps that are warm-up
     optimizer: Literal["adamw", "lamb", "sgd"] = "adamw"
-    weight_decay: float = 0.01  # not on biases and norms
-    clip_norm: float = 1.0  # largest norm of the whole batch's gradient, as BERT's; 0: any
-    dropout: float = 0.0  # BERT's is 0.1; a run of few epochs learns more without
+    weight_decay: float = 0.01  # not applied to biases and layer norms
+    clip_norm: float = 1.0  # global norm to which the gradient is clipped, as BERT's; 0: no clipping
+    dropout: float = 0.0  # BERT's is 0.1; with few epochs, a model learns more without
     epochs: int = 4
 
     def __post_init__(self):
@@ -58,7 +58,7 @@ class Config(FitOptions):
         check_corpus(self.corpus, self.workdir)
 
 
-if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is answered at once
+if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
     CONFIG = parse(Config, __doc__)
 
 from common.run.quiet import quiet_stderr
@@ -164,7 +164,7 @@ def train_and_evaluate(config: Config) -> dict:
         validation_data=distribute(strategy, batches, "validation"),
         validation_steps=steps["validation"],
         callbacks=[log, Profile(run.workdir, step_range(config.profile_steps)), checkpoints],
-        verbose=1 if sys.stdout.isatty() else 2,  # a bar for a person, a line an epoch for a log file
+        verbose=1 if sys.stdout.isatty() else 2,  # a progress bar on a terminal, one line per epoch in a log file
     )
 
     results = training_results("bert_mlm", config, strategy, scaled.global_batch_size, log)

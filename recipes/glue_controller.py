@@ -5,10 +5,10 @@
     python -m recipes run glue_controller --task mrpc --preset bert_base_en_uncased --batch-size 16
     python -m recipes run glue_controller --task own --data reviews.csv --text-columns review --label-column stars
 
-Time: 2 min on 2 cores. Metric: accuracy and F1 on the validation split, against a bag of words.
+Time: 2 min on 2 cores. Metric: accuracy and F1 on the validation split, against a bag-of-words baseline.
 
-A Trainer knows a step, an Evaluator an evaluation; the Controller calls them by turns, logs and saves. The recipe
-`glue_custom_loop` is the same job as one explicit loop.
+A Trainer defines a training step, an Evaluator an evaluation; the Controller alternates between them, logs and saves
+checkpoints. The recipe `glue_custom_loop` is the same job as one explicit loop.
 """
 
 import functools
@@ -17,7 +17,7 @@ import sys
 
 # These must be set before the first import of Keras and TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is ours
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off the screen
 
 from dataclasses import dataclass
 
@@ -29,11 +29,11 @@ from common.run.command_line import parse, run
 class Config(ClassifierOptions):
     """The options of `glue_controller`, beside those of every recipe."""
 
-    workdir: str = "runs/glue_controller"  # folder of the run: results, logs, preset
-    steps_per_loop: int = 50  # steps in one call at most, after which the Controller logs
+    workdir: str = "runs/glue_controller"  # work directory: results, logs, checkpoints, preset
+    steps_per_loop: int = 50  # maximum steps per call, after which the Controller logs
 
 
-if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is answered at once
+if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
     CONFIG = parse(Config, __doc__)
 
 from common.run.quiet import quiet_stderr
@@ -113,7 +113,7 @@ class GlueTrainer(Trainer):
 
 
 class GlueEvaluator(Evaluator):
-    """Logits of every example of a split, once, and what they are worth."""
+    """The logits of every example of a split, once, and their scores."""
 
     def __init__(self, strategy, model: keras.Model, data: EncodedTexts, split: str, scaled: Scaled):
         steps = data.steps(split, scaled)

@@ -5,7 +5,7 @@
     python -m recipes run glue_custom_loop --task mrpc --preset bert_base_en_uncased --batch-size 16
     python -m recipes run glue_custom_loop --task own --data reviews.csv --text-columns review --label-column stars
 
-Time: 2 min on 2 cores. Metric: accuracy and F1 on the validation split, against a bag of words.
+Time: 2 min on 2 cores. Metric: accuracy and F1 on the validation split, against a bag-of-words baseline.
 
 `GradientTape`, a sum over replicas, `strategy.run`: the lines marked (1) to (8) make the loop data-parallel. The recipe
 `glue_controller` is the same job, driven by a Controller.
@@ -17,7 +17,7 @@ import time
 
 # These must be set before the first import of Keras and TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is on the screen is ours
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off the screen
 
 from dataclasses import asdict, dataclass
 
@@ -29,10 +29,10 @@ from common.run.command_line import parse, run
 class Config(ClassifierOptions):
     """The options of `glue_custom_loop`, beside those of every recipe."""
 
-    workdir: str = "runs/glue_custom_loop"  # folder of the run: results, logs, preset
+    workdir: str = "runs/glue_custom_loop"  # work directory: results, logs, checkpoints, preset
 
 
-if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is answered at once
+if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
     CONFIG = parse(Config, __doc__)
 
 from common.run.quiet import quiet_stderr
@@ -121,17 +121,17 @@ def train_and_evaluate(config: Config) -> dict:
 
         return first_replica(strategy, strategy.run(replica_step, args=batch))  # (5) on every replica
 
-    in_step = tf.distribute.get_strategy() if asynchronous else strategy  # the chief evaluates alone
+    eval_strategy = tf.distribute.get_strategy() if asynchronous else strategy  # the chief evaluates alone
 
     @tf.function
     def predict_step(batch):
         def replica_step(x, examples):
             return gather_over_replicas((examples, model(x, training=False)))  # (6) of every replica
 
-        return first_replica(in_step, in_step.run(replica_step, args=batch))  # (7) on every replica
+        return first_replica(eval_strategy, eval_strategy.run(replica_step, args=batch))  # (7) on every replica
 
     def predict(split: str) -> np.ndarray:
-        batches = distribute(in_step, data.batches, split, scaled, range(data.steps(split, scaled)))
+        batches = distribute(eval_strategy, data.batches, split, scaled, range(data.steps(split, scaled)))
         return in_order(map(predict_step, batches), len(data.ids[split]))
 
     board = open_board(run.workdir, asdict(config), 0)
@@ -141,15 +141,15 @@ def train_and_evaluate(config: Config) -> dict:
     log.announce(model, total_steps)
     steps = range(log.step, total_steps)
 
-    def steps_in_turn():
+    def synchronous():
         batches = distribute(strategy, data.labelled_batches, "train", scaled, steps, config.seed)
         asked = time.perf_counter()
-        for batch in batches:  # (8) to each its part
+        for batch in batches:  # (8) each replica gets its part
             waited = time.perf_counter() - asked
             yield train_step(batch, tf.constant(float(checkpoints.told_to_stop))) | {"waited": waited}
             asked = time.perf_counter()
 
-    def steps_out_of_step():
+    def by_parameter_servers():
         batch_of = data.labelled_batch("train", scaled.batch_size, config.seed)
 
         def do_step(step):
@@ -160,7 +160,7 @@ def train_and_evaluate(config: Config) -> dict:
     bar = tqdm(total=total_steps, initial=log.step, unit="step", disable=None)
     with checkpoints, board.as_default():
         began = time.perf_counter()
-        for values in steps_out_of_step() if asynchronous else steps_in_turn():
+        for values in by_parameter_servers() if asynchronous else synchronous():
             values = {name: np.ravel(value) for name, value in values.items()}
             shown = log.record(values, time.perf_counter() - began)
             for name, value in shown.items():

@@ -58,7 +58,7 @@ def wikitext(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small(wikitext, tmp_path):
-    """Knobs of a run that takes seconds; dropout 0, so that replicas can be compared."""
+    """Options of a run that takes seconds; dropout 0, so that replicas can be compared."""
     return {
         "corpus": str(wikitext),
         "workdir": str(tmp_path / "run"),

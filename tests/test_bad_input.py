@@ -47,9 +47,9 @@ def files(tmp_path_factory):
     return folder
 
 
-# Knobs, and words of the message. TensorFlow is not needed to tell.
+# Options, and words of the message. TensorFlow is not needed to tell.
 AT_ONCE = [
-    ("--batch-sise 4", "unknown knob --batch-sise. The knobs are: --workdir --corpus"),
+    ("--batch-sise 4", "unknown option --batch-sise. The options are: --workdir --corpus"),
     ("--batch-size many", "--batch-size: invalid literal for int()"),
     ("--lr-scaling cubic", "Expected one of ('auto', 'linear', 'sqrt', 'none')"),
     ("--batch-size 0", "--batch-size must be at least 1; got 0"),
@@ -58,7 +58,7 @@ AT_ONCE = [
     ("--seq-length 2", "--seq-length must be at least 3; got 2"),
     ("--checkpoint-every 0", "--checkpoint-every must be at least 1; got 0"),
     ("--workdir {files}/lr[1]", "/lr[1]"),
-    ("--workdir {files}/what?", "--workdir must be a name without [ ] * ? \\, which TensorFlow globs; got "),
+    ("--workdir {files}/what?", "--workdir must be a path without [ ] * ? \\, which TensorFlow reads as a"),
     ("--max-steps -5", "--max-steps must be at least 0; got -5"),
     ("--seed 4294967296", "--seed must be at most 4294967295; got 4294967296"),
     ("--max-steps 1000000000000000000000000000000", "--max-steps must be at most 2147483647; got 1"),
@@ -71,11 +71,11 @@ AT_ONCE = [
     ("--learning-rate nan", "--learning-rate must be a finite number, 0 or more; got nan"),
     ("--learning-rate inf", "--learning-rate must be a finite number, 0 or more; got inf"),
     ("--mask-rate 0", "--mask-rate must be above 0; got 0"),
-    ("--mask-rate 1.5", "--mask-rate must be a share in [0, 1); got 1.5"),
+    ("--mask-rate 1.5", "--mask-rate must be in [0, 1); got 1.5"),
     ("--precision fp8", "Expected one of ('auto', 'float32', 'mixed_bfloat16', 'mixed_float16')"),
-    ("--accumulate 3", "--accumulate 3 does not divide a replica's batch of 16. Give one of 1, 2, 4, 8, 16"),
+    ("--accumulate 3", "--accumulate 3 does not divide the batch of 16 on each replica. Choose one of 1, 2, 4, 8, 16"),
     ("--optimizer adam", "Expected one of ('adamw', 'lamb', 'sgd')"),
-    ("--profile-steps 9-3", "--profile-steps must be two steps with a dash, such as 10-20; got 9-3"),
+    ("--profile-steps 9-3", "--profile-steps must be a range of steps, such as 10-20; got 9-3"),
     (
         "--corpus missing.txt",
         "neither docstrings, wikitext-2, wikitext-103, hf://user/name, nor an existing file or folder",
@@ -86,11 +86,11 @@ AT_ONCE = [
     ("--corpus {files}/no_text", "no .txt file and no wiki.train.tokens in the folder"),
     ("--vocabulary missing.txt", "cannot read the vocabulary missing.txt"),
     ("--vocabulary {files}/no_mask.txt", "lacks [MASK]; give a BERT WordPiece file"),
-    ("--preset {files}/no_text", "is no BERT preset; give a folder that save_to_preset made"),
+    ("--preset {files}/no_text", "is not a BERT preset; give a folder made by save_to_preset"),
     ("--preset {files}/preset", "--seq-length 128 is more than the 64 positions of the preset"),
-    ("--workdir {files} --preset {files}/preset", "/preset lies in the work folder"),
-    ("--workdir {files} --corpus {files}/loop/good.txt", "/good.txt lies in the work folder"),
-    ("--corpus {files} --workdir {files}/loop/run", "a run's too. Give a --workdir outside of it"),
+    ("--workdir {files} --preset {files}/preset", "/preset is inside the work directory"),
+    ("--workdir {files} --corpus {files}/loop/good.txt", "/good.txt is inside the work directory"),
+    ("--corpus {files} --workdir {files}/loop/run", "a run's too. Give a --workdir outside it"),
     ("--corpus=", "--corpus is empty: name one, or leave it out"),
     ("--workdir=", "--workdir is empty: name one, or leave it out"),
     ("--workdir {files}/loop --vocabulary {files}/no_mask.txt", "Give another --workdir"),
@@ -108,9 +108,9 @@ GLUE = [
         "has no column title; it has text, stars",
     ),
     ("--task own --data {files}/reviews.csv --text-columns text --label-column stars", "reviews.csv, line 3: "),
-    ("--workdir {files} --task own --data {files}/good.csv", "/good.csv lies in the work folder"),
+    ("--workdir {files} --task own --data {files}/good.csv", "/good.csv is inside the work directory"),
     ("--preset {files}/untold", "has no tokenizer.json, the tokenizer its model was trained with"),
-    ("--preset {files}/mixed_up", "has 6 pieces, and the preset's model 9: they do not belong together"),
+    ("--preset {files}/mixed_up", "has 6 tokens, but the preset's model has a vocabulary size of 9: they do"),
     ("--preset {files}/preset", "--seq-length 128 is more than the 64 positions of the preset"),
     ("--preset bert_tiny_en_uncased --model base", "leave out --model, or --preset"),
 ]
@@ -122,9 +122,9 @@ FROM_SCRATCH = [
     ("--vocabulary-size 260 --architecture roberta", "must be at least 261: 256 bytes, 5 special tokens; got 260"),
     ("--model huge", "--model huge is neither nano, tiny, mini, small, medium, base, large, nor a JSON file"),
     ("--model {files}/preset/config.json", "must hold these as whole numbers above 0, and no more: num_layers"),
-    ("--workdir {files} --data {files}/shards", "/shards lies in the work folder"),
+    ("--workdir {files} --data {files}/shards", "/shards is inside the work directory"),
     ("--workdir {files} --data {files}/data --shards -2", "--shards must be at least 0; got -2"),
-    ("--push-public", "say where to with --push-to hf://user/name, or leave it out"),
+    ("--push-public", "--push-public needs --push-to hf://user/name; give"),
     ("--push-to someone/bert", "--push-to must be hf://user/name, a model on the Hugging Face Hub"),
     ("--corpus hf://name", "--corpus hf://name must be hf://user/name or hf://user/name/configuration"),
     ("--corpus hf://user/name", "cannot fetch user/name from the Hugging Face Hub"),
@@ -138,9 +138,9 @@ LATER = [
     ),
     ("--preset bert_tiny_en_uncased", "Give a KerasHub name, which needs a network on first use, or a folder"),
     ("--corpus wikitext-2", "cannot fetch Salesforce/wikitext from the Hugging Face Hub"),
-    ("--corpus {files}/good.txt", "too few for one batch of 32. Give more of it, or a smaller --batch-size"),
-    ("--corpus {files}/cjk.txt --vocabulary {files}/ascii.txt", "the vocabulary knows none of the text's words. Give"),
-    ("--workdir {files}/good.txt/run", "cannot write to the work folder"),
+    ("--corpus {files}/good.txt", "too few for a global batch of 32. Give more data, or a smaller --batch-size"),
+    ("--corpus {files}/cjk.txt --vocabulary {files}/ascii.txt", "the vocabulary has none of the text's words. Give"),
+    ("--workdir {files}/good.txt/run", "cannot write to the work directory"),
     ("--workdir {files}/other_run --overwrite", "other_run holds config.json, but no run: its config.json is missing"),
 ]
 
@@ -169,7 +169,7 @@ READ = [
 
 
 @pytest.mark.parametrize(("recipe", "words", "message"), READ, ids=[f"{r.__name__} {words}" for r, words, _ in READ])
-def test_a_mistake_is_told_when_the_knobs_are_read(recipe, words, message, files, capsys):
+def test_a_mistake_is_told_when_the_options_are_read(recipe, words, message, files, capsys):
     try:
         tyro.cli(recipe.Config, args=words.format(files=files).split())
     except UserError as error:

@@ -24,7 +24,7 @@ def matmul_flops(*shapes):
 
 
 def test_flops_are_those_of_every_matrix_product_of_a_small_bert():
-    length, width, inner, pieces, masked = 20, 64, 256, 500, 3  # nano: one layer, one head of 64
+    length, width, inner, vocabulary_size, masked = 20, 64, 256, 500, 3  # nano: one layer, one head of 64
     forward = matmul_flops(
         *[(length, width, width)] * 4,  # query, key, value, output
         (length, width, length),  # scores
@@ -32,9 +32,9 @@ def test_flops_are_those_of_every_matrix_product_of_a_small_bert():
         (length, width, inner),
         (length, inner, width),
         (masked, width, width),  # the head
-        (masked, width, pieces),
+        (masked, width, vocabulary_size),
     )
-    assert flops_per_token(64, 256, 1, pieces, length, masked / length) * length == pytest.approx(3 * forward)
+    assert flops_per_token(64, 256, 1, vocabulary_size, length, masked / length) * length == pytest.approx(3 * forward)
 
 
 def test_flops_of_tiny_are_those_known():
@@ -100,7 +100,7 @@ def sample_results():
     peaks = {"float32": 1e11, "bfloat16": 2e11}
     answer = {"steps": 10, "seconds": 1.0, "waited": 0.01, "seconds_on_one_batch": 0.9}
     curves = {quality.PUBLISHED: [(0.0, 9.0), (600.0, 7.0), (1200.0, 6.5)], quality.OURS: [(0.0, 9.0), (120.0, 6.4)]}
-    knobs = {"rate": 1e-3, "dropout": 0.0, "decays": True, "steps": 9}
+    options = {"rate": 1e-3, "dropout": 0.0, "decays": True, "steps": 9}
     results = {
         "throughput": {
             "sizes": {"tiny": {"pieces": 9, "flops_per_token": 6e6, "peak_flops": peaks, "contenders": contenders}}
@@ -115,7 +115,7 @@ def sample_results():
         "quality": {
             "model": "tiny",
             "corpus": "x",
-            "runs": [knobs | {"side": s, "curve": c} for s, c in curves.items()],
+            "runs": [options | {"side": s, "curve": c} for s, c in curves.items()],
         },
         "conformance": {"rows": {"LoRA": {"1": 0.0, "2": 1e-7, "4": "leave out LoRA"}}},
     }
@@ -130,7 +130,7 @@ def test_the_readme_says_what_was_measured(name):
         "scaling": ["| float32 | 20,000 tokens/s | 20,000 | 100% | 20,000 | 100% |", "400 Mbit/s, held out", "0.0% |"],
         "memory": ["| 8 | 128 | 1,000, in shards | 900 MiB |"],
         "input": ["1,000 sequences/s", "| one device | 100.0 ms | 1.00 ms | 1.0% | +10.0% |"],
-        "quality": ["ours has it after 120 s, 10.0 times sooner"],
+        "quality": ["ours reaches it after 120 s, 10.0 times faster"],
         "conformance": [
             "| feature | 1 replica | 2 replicas |",
             "| LoRA | 0.0e+00 | 1.0e-07 | refused: leave out LoRA |",
@@ -211,7 +211,7 @@ def test_a_benchmark_runs(wikitext):
     assert "| --- " in done.stdout
 
 
-def test_every_benchmark_has_its_knobs():
+def test_every_benchmark_has_its_options():
     for module in (throughput, scaling, memory, benchmarks.input, quality):
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)

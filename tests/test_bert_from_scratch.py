@@ -23,13 +23,13 @@ from tests.hub import URI, StandIn, environment
 
 
 @pytest.fixture
-def knobs(small):
+def options(small):
     """A run of seconds, of a step less than two epochs."""
     return small | {"batch_size": 32, "shards": 4, "epochs": 2, "max_steps": 30, "checkpoint_every": 4}
 
 
-def train(knobs, **changes):
-    return bert_from_scratch.train_and_evaluate(bert_from_scratch.Config(**(knobs | changes)))
+def train(options, **changes):
+    return bert_from_scratch.train_and_evaluate(bert_from_scratch.Config(**(options | changes)))
 
 
 def steps_of(workdir):
@@ -40,19 +40,19 @@ def weights_of(workdir):
     return masked_lm_from_preset(f"{workdir}/preset").get_weights()
 
 
-def command(knobs, *words):
-    knobs = [word for name, value in knobs.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return [sys.executable, "-m", "recipes", *words, "bert_from_scratch", *knobs]
+def command(options, *words):
+    options = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [sys.executable, "-m", "recipes", *words, "bert_from_scratch", *options]
 
 
 @pytest.mark.parametrize("architecture", ["bert", pytest.param("roberta", marks=pytest.mark.slow)])
-def test_text_becomes_a_model_that_fills_masks(architecture, knobs, tmp_path):
+def test_text_becomes_a_model_that_fills_masks(architecture, options, tmp_path):
     size = tmp_path / "size.json"
     size.write_text(json.dumps({"num_layers": 1, "num_heads": 3, "hidden_dim": 48, "intermediate_dim": 100}))
-    results = train(knobs, architecture=architecture, model=str(size), decay_power=2.0)
-    assert results["steps"] == 30 and results["train_loss"] < steps_of(knobs["workdir"])[0]["loss"] - 0.1
+    results = train(options, architecture=architecture, model=str(size), decay_power=2.0)
+    assert results["steps"] == 30 and results["train_loss"] < steps_of(options["workdir"])[0]["loss"] - 0.1
     assert {"val_loss", "val_unigram_loss", "test_accuracy"} <= set(results)
-    preset = f"{knobs['workdir']}/preset"
+    preset = f"{options['workdir']}/preset"
     plain = keras_hub.models.MaskedLM.from_preset(preset, compile=False)
     assert type(plain).__name__ == {"bert": "BertMaskedLM", "roberta": "RobertaMaskedLM"}[architecture]
     assert (plain.backbone.num_heads, plain.backbone.hidden_dim, plain.backbone.intermediate_dim) == (3, 48, 100)
@@ -60,16 +60,16 @@ def test_text_becomes_a_model_that_fills_masks(architecture, knobs, tmp_path):
     (guesses,) = fill_mask(masked_lm_from_preset(preset), preset_vocabulary(preset), "The value [MASK] a list.")
     assert len(guesses) == 5 and guesses[0]["score"] > guesses[4]["score"] > 0
     assert guesses[0]["sequence"].lower().startswith("the value") and guesses[0]["sequence"].endswith(" a list.")
-    rates = [step["learning_rate"] for step in steps_of(knobs["workdir"])]
+    rates = [step["learning_rate"] for step in steps_of(options["workdir"])]
     schedule = WarmUpPolynomialDecay(2**0.5 * 7e-4, 3, 30, power=2.0)
     np.testing.assert_allclose(rates, [float(schedule(step)) for step in range(30)], rtol=1e-6)
 
 
 @pytest.mark.slow
-def test_an_epoch_reads_every_token_once_and_replicas_change_nothing(knobs, tmp_path):
+def test_an_epoch_reads_every_token_once_and_replicas_change_nothing(options, tmp_path):
     one, four = (
         train(
-            knobs,
+            options,
             replicas=replicas,
             batch_size=88 // replicas,
             lr_scaling="none",
@@ -86,25 +86,25 @@ def test_an_epoch_reads_every_token_once_and_replicas_change_nothing(knobs, tmp_
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["tokens"] == b["tokens"]
 
 
-def test_a_dry_run_leaves_nothing_and_looks_at_no_run(knobs, capsys, tmp_path):
+def test_a_dry_run_leaves_nothing_and_looks_at_no_run(options, capsys, tmp_path):
     environ = os.environ | {"TMPDIR": str(tmp_path)}
-    dry_run = [*command(knobs, "run"), "--dry-run"]
+    dry_run = [*command(options, "run"), "--dry-run"]
     plan = subprocess.run(dry_run, cwd=ROOT, env=environ, check=True, capture_output=True, text=True).stdout
     assert re.search(r"train: [\d,]+ tokens in [\d,]+ sequences", plan) and "→" in plan
-    assert not Path(knobs["workdir"]).exists() and not list(tmp_path.glob("shards-*"))
+    assert not Path(options["workdir"]).exists() and not list(tmp_path.glob("shards-*"))
 
-    train(knobs, max_steps=1)
-    before = {path: path.stat().st_mtime_ns for path in Path(knobs["workdir"]).rglob("*")}
-    data = Path(knobs["workdir"], "data")
-    assert train(knobs, dry_run=True, vocabulary_size=400, seed=1) == {}
-    assert train(knobs, dry_run=True, data=str(data)) == {}
+    train(options, max_steps=1)
+    before = {path: path.stat().st_mtime_ns for path in Path(options["workdir"]).rglob("*")}
+    data = Path(options["workdir"], "data")
+    assert train(options, dry_run=True, vocabulary_size=400, seed=1) == {}
+    assert train(options, dry_run=True, data=str(data)) == {}
     assert capsys.readouterr().out.count("tokenising train") == 2  # the run's, and the first dry run's
-    assert {path: path.stat().st_mtime_ns for path in Path(knobs["workdir"]).rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in Path(options["workdir"]).rglob("*")} == before
 
 
-def test_shards_of_something_else_are_refused(knobs, tmp_path):
+def test_shards_of_something_else_are_refused(options, tmp_path):
     def make_datasets(**changes):
-        return bert_from_scratch.make_datasets(bert_from_scratch.Config(**(knobs | changes)))
+        return bert_from_scratch.make_datasets(bert_from_scratch.Config(**(options | changes)))
 
     data = make_datasets().folder
     (tmp_path / "other.txt").write_text("another text")
@@ -122,7 +122,7 @@ def test_shards_of_something_else_are_refused(knobs, tmp_path):
     (shard,) = Path(data).glob("train-00001-of-00004-*.tfrecord")
     whole = shard.read_bytes()
     shard.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
-    with pytest.raises(UserError, match=f"{shard} is damaged. Remove it: it is written again"):
+    with pytest.raises(UserError, match=f"{shard} is damaged. Remove it; it will be written again"):
         make_datasets()
     shard.write_bytes(whole[:5000])
     with pytest.raises(UserError, match=f"{shard} is cut short"):
@@ -133,23 +133,23 @@ def test_shards_of_something_else_are_refused(knobs, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_ends_with_the_same_bits(knobs, tmp_path):
+def test_a_run_that_was_killed_ends_with_the_same_bits(options, tmp_path):
     """SIGKILL while shards are written, and again while it trains; then the same command, in a process each."""
-    knobs |= {"dropout": 0.1, "max_steps": 0, "epochs": 8}
-    train(knobs, workdir=str(tmp_path / "whole"))
+    options |= {"dropout": 0.1, "max_steps": 0, "epochs": 8}
+    train(options, workdir=str(tmp_path / "whole"))
 
     def killed_when(seen):
-        process = subprocess.Popen(command(knobs, "run"), cwd=ROOT, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command(options, "run"), cwd=ROOT, stdout=subprocess.DEVNULL)
         while not seen():
             assert process.poll() is None
             time.sleep(0.01)
         process.kill()
         process.wait()
 
-    workdir = Path(knobs["workdir"])
+    workdir = Path(options["workdir"])
     killed_when(lambda: list(workdir.glob("data/train-00002-*.tfrecord")) or list(workdir.glob("data/validation*")))
     killed_when(lambda: (workdir / "steps.jsonl").is_file() and len(steps_of(workdir)) > 30)
-    subprocess.run(command(knobs, "run"), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command(options, "run"), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     for split in ("train", "validation", "test"):
         files = sorted((tmp_path / "whole/data").glob(f"{split}*"))
         assert len(files) >= 4
@@ -162,34 +162,34 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(knobs, tmp_path):
 
 
 @pytest.mark.long
-def test_two_workers_compute_what_one_process_does(knobs, tmp_path):
-    one = train(knobs, workdir=str(tmp_path / "one"), lr_scaling="none")
+def test_two_workers_compute_what_one_process_does(options, tmp_path):
+    one = train(options, workdir=str(tmp_path / "one"), lr_scaling="none")
     done = subprocess.run(
-        command(knobs | {"lr_scaling": "none"}, "launch", "--workers", "2"),
+        command(options | {"lr_scaling": "none"}, "launch", "--workers", "2"),
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    two = json.loads(Path(knobs["workdir"], "results.json").read_text())
+    two = json.loads(Path(options["workdir"], "results.json").read_text())
     assert two["workers"] == 2 and done.stdout.count("tokenising train") == 1
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-6)
-    for a, b in zip(steps_of(tmp_path / "one"), steps_of(knobs["workdir"]), strict=True):
+    for a, b in zip(steps_of(tmp_path / "one"), steps_of(options["workdir"]), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
 
 
 @pytest.mark.slow
-def test_the_model_goes_to_the_hub_with_its_card(knobs):
-    knobs |= {"push_to": URI, "epochs": 2, "max_steps": 0}
+def test_the_model_goes_to_the_hub_with_its_card(options):
+    options |= {"push_to": URI, "epochs": 2, "max_steps": 0}
     with StandIn() as hub:
         hubs = environment(hub, HF_HUB_DISABLE_XET="1")
-        done = subprocess.run(command(knobs, "run"), cwd=ROOT, env=hubs, capture_output=True, text=True)
+        done = subprocess.run(command(options, "run"), cwd=ROOT, env=hubs, capture_output=True, text=True)
         hub.shutdown()
     assert (done.returncode, done.stderr) == (0, "") and f"uploading to {URI}" in done.stdout
-    preset, snapshots = Path(knobs["workdir"], "preset"), Path(knobs["workdir"], "snapshots")
+    preset, snapshots = Path(options["workdir"], "preset"), Path(options["workdir"], "snapshots")
     assert hub.files == {
         str(file.relative_to(preset)): file.read_bytes() for file in preset.rglob("*") if file.is_file()
     }
-    steps = len(steps_of(knobs["workdir"]))
+    steps = len(steps_of(options["workdir"]))
     assert {folder.name for folder in snapshots.iterdir()} == {f"step-{steps // 2}", f"step-{steps}"}
     assert f"| steps | {steps} of 64 sequences |" in hub.files["README.md"].decode()

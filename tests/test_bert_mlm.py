@@ -23,8 +23,8 @@ def sequences_of(config):
     return {split: part.numpy() for split, part in bert_mlm.make_datasets(config)[1].items()}
 
 
-def train(knobs, **changes):
-    return bert_mlm.train_and_evaluate(bert_mlm.Config(**(knobs | changes)))
+def train(options, **changes):
+    return bert_mlm.train_and_evaluate(bert_mlm.Config(**(options | changes)))
 
 
 def steps_of(results):
@@ -75,7 +75,7 @@ def test_a_test_split_without_text_is_left_out(small, wikitext, tmp_path, capsys
     shutil.copytree(wikitext, corpus)
     (corpus / "wiki.test.tokens").write_text("")
     assert list(sequences_of(bert_mlm.Config(**small | {"corpus": str(corpus)}))) == ["train", "validation"]
-    assert capsys.readouterr().out == "test: there is no text, so it is left out\n"
+    assert capsys.readouterr().out == "test: no text; this split is left out\n"
 
 
 def test_each_epoch_reads_every_token_once(finished):
@@ -181,9 +181,9 @@ def test_a_second_run_gives_the_results_again(finished, capsys):
 
 def test_replicas_do_not_change_what_is_computed(small, tmp_path):
     """Same global batch, two epochs with an uneven last batch, on 1 and 4 replicas."""
-    knobs = small | {"lr_scaling": "none", "epochs": 2, "max_steps": 0, "learning_rate": 1e-3}
+    options = small | {"lr_scaling": "none", "epochs": 2, "max_steps": 0, "learning_rate": 1e-3}
     one, four = (
-        train(knobs, replicas=replicas, batch_size=256 // replicas, workdir=str(tmp_path / str(replicas)))
+        train(options, replicas=replicas, batch_size=256 // replicas, workdir=str(tmp_path / str(replicas)))
         for replicas in (1, 4)
     )
     assert one["steps"] >= 4
@@ -292,15 +292,15 @@ def test_the_validation_masks_are_those_of_the_unigram_baseline(finished):
 
 def test_the_command_prints_a_report_and_nothing_else(small):
     """The real command line, in a new process: quiet on standard error, and the report ends with filled masks."""
-    knobs = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     done = subprocess.run(
-        [sys.executable, "-m", "recipes", "run", "bert_mlm", *knobs], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "recipes", "run", "bert_mlm", *options], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
     for expected in (
-        "learning rate: 0.000989949 at the peak, sqrt scaling of 0.0007",
+        "peak learning rate: 0.000989949, sqrt scaling of 0.0007",
         "validation loss",
-        "by word frequency",
+        "unigram baseline",
         "[MASK]",
     ):
         assert expected in done.stdout
@@ -321,14 +321,14 @@ def test_the_command_prints_a_report_and_nothing_else(small):
         assert scores == sorted(scores, reverse=True) and 0 < sum(scores) <= 1
 
 
-def test_knobs_are_a_frozen_dataclass():
+def test_options_are_a_frozen_dataclass():
     with pytest.raises(dataclasses.FrozenInstanceError):
         bert_mlm.Config().seed = 1
 
 
 @pytest.mark.long
 def test_the_default_run_learns(tmp_path):
-    """The README's first command, whole: no knob but where to."""
+    """The README's first command, whole: no option but where to."""
     subprocess.run(
         [sys.executable, "-m", "recipes", "run", "bert_mlm", "--workdir", str(tmp_path)], cwd=ROOT, check=True
     )

@@ -31,7 +31,7 @@ STEPS = 24  # of the runs below: three epochs of eight steps, the last of each n
 
 
 def command(wikitext, workdir, *more):
-    knobs = {
+    options = {
         "corpus": wikitext,
         "workdir": workdir,
         "vocabulary-size": 300,
@@ -41,7 +41,7 @@ def command(wikitext, workdir, *more):
         "epochs": 3,
         "checkpoint-every": CHECKPOINT_EVERY,
     }
-    words = [word for name, value in knobs.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return [sys.executable, str(ROOT / "recipes/bert_mlm.py"), *words, *more]
 
 
@@ -168,7 +168,7 @@ def test_a_checkpoint_is_on_the_disk_before_the_one_before_it_is_deleted(counter
 def test_another_model_is_not_called_damage(counter, tmp_path, capsys):
     save(counter, 4)
     for other in ({"number": tf.Variable([0, 0])}, {"number": tf.Variable(0), "more": tf.Variable(0)}):
-        with pytest.raises(UserError, match="the model is not the one of .*ckpt-4 .*Bring back the --model"):
+        with pytest.raises(UserError, match="the model does not match the checkpoint .*ckpt-4 .*Give the --model"):
             Checkpoints(tmp_path, 1, **other).restore()
     assert "damaged" not in capsys.readouterr().out and restored(counter) == 4
 
@@ -186,7 +186,9 @@ def test_a_record_with_lines_missing_is_kept_as_it_is(tmp_path, capsys):
     log.record(values, 1.0)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 5, 6, *range(7, 13)]
     path.unlink()
-    with pytest.raises(UserError, match="steps.jsonl has no line of the 6 steps that this run has done. Bring it back"):
+    with pytest.raises(
+        UserError, match="steps.jsonl has no line of the 6 steps that this run has completed. Restore it"
+    ):
         StepLog(tmp_path, 3, 6)
 
 
@@ -229,9 +231,9 @@ def validations_in(workdir):
 @pytest.mark.slow
 def test_a_signal_during_a_validation_loses_neither_it_nor_the_snapshot(wikitext, tmp_path):
     with StandIn() as hub:
-        knobs = {"corpus": wikitext, "model": "nano", "vocabulary-size": 300, "seq-length": 32, "batch-size": 64}
-        knobs |= {"epochs": 2, "checkpoint-every": 1, "push-to": URI, "data": tmp_path / "data"}
-        words = [word for name, value in knobs.items() for word in (f"--{name}", str(value))]
+        options = {"corpus": wikitext, "model": "nano", "vocabulary-size": 300, "seq-length": 32, "batch-size": 64}
+        options |= {"epochs": 2, "checkpoint-every": 1, "push-to": URI, "data": tmp_path / "data"}
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         begin = functools.partial(
             subprocess.Popen, env=environment(hub, HF_HUB_DISABLE_XET="1"), stdout=subprocess.PIPE, text=True
         )
@@ -281,7 +283,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(wikitext, undisturbed
     (workdir / "checkpoints/ckpt-99_temp").mkdir()  # as one that is killed while it writes leaves
     output, results = go_on(wikitext, workdir)
     assert "is damaged" in output and results["resumed_from_step"] == 4
-    assert not list((workdir / "checkpoints").glob("*_temp")) and "going on from step 4" in output
+    assert not list((workdir / "checkpoints").glob("*_temp")) and "resuming from step 4" in output
     assert_same(results, undisturbed)
 
 
@@ -302,10 +304,10 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so(wikitext, undis
     script = FULL_DISK.format(disk=disk, copy=copy, command=shlex.join(command(wikitext, disk / "run")))
     done = subprocess.run(["unshare", "--mount", "bash", "-c", script], capture_output=True, text=True)
     full, afterwards = done.stdout.split("status 1\n")
-    assert "No checkpoint of step 12 (No space left on device). The last good one is of step 8." in full
+    assert "of step 12 could not be written (No space left on device). The last good one is of step 8." in full
     assert done.stderr.startswith("error: ") and "Make room; the same command goes on" in done.stderr
     assert done.stderr.count("\n") == 1  # no traceback
-    assert "_temp" not in afterwards and "going on from step 8" in afterwards
+    assert "_temp" not in afterwards and "resuming from step 8" in afterwards
     results = json.loads((copy / "results.json").read_text())
     assert_same(results | {"config": results["config"] | {"workdir": str(copy)}}, undisturbed)
 
@@ -326,14 +328,14 @@ def test_overwrite_lets_go_of_the_old_run_at_the_first_checkpoint_of_the_new(wik
 
     killed_when(lambda: (replaced / "config.json").exists() and steps_in(workdir) > 1)
     output, results = go_on(wikitext, workdir)
-    assert "The run that was set aside" in output and "is complete" in output and results == undisturbed
+    assert "is restored: the one" in output and "is complete" in output and results == undisturbed
     killed_when(lambda: not replaced.exists() and 8 < steps_in(workdir) < STEPS)  # an epoch is 8
     refused = subprocess.run(command(wikitext, workdir), capture_output=True, text=True)
     assert refused.returncode == 2 and "seed 1, not 0" in refused.stderr
 
 
 @pytest.mark.long
-def test_another_split_of_the_batch_goes_on_and_other_knobs_do_not(wikitext, tmp_path):
+def test_another_split_of_the_batch_goes_on_and_other_options_do_not(wikitext, tmp_path):
     workdir = tmp_path / "run"
     run_until(5, signal.SIGTERM, wikitext, workdir, "--dropout", "0")
     refused = subprocess.run(command(wikitext, workdir, "--seed", "1"), capture_output=True, text=True)
@@ -343,7 +345,7 @@ def test_another_split_of_the_batch_goes_on_and_other_knobs_do_not(wikitext, tmp
     )
     assert refused.returncode == 2 and "a global batch of 128, which is not 2 replicas x 32" in refused.stderr
     output, results = go_on(wikitext, workdir, "--dropout", "0", "--replicas", "1")
-    assert "batch: 128 examples x 1 replicas = 128" in output
+    assert "batch: 128 examples x 1 replica(s) = 128" in output
     assert results["learning_rate"]["peak"] == pytest.approx(2**0.5 * 7e-4)
     _, whole = go_on(wikitext, tmp_path / "whole", "--dropout", "0")
     assert results["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-6)

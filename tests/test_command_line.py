@@ -54,24 +54,24 @@ def test_help_bears_the_name_of_the_recipe():
         assert done.stdout.startswith("usage: bert_mlm [-h]")
 
 
-def test_help_lists_every_knob():
+def test_help_lists_every_option():
     help_text = recipes("run", "bert_mlm", "--help").stdout
-    for knob in ("--workdir", "--replicas", "--lr-scaling {auto,linear,sqrt,none}", "--max-steps", "--overwrite"):
-        assert knob in help_text
+    for option in ("--workdir", "--replicas", "--lr-scaling {auto,linear,sqrt,none}", "--max-steps", "--overwrite"):
+        assert option in help_text
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "bert_mlm", "--batch-sise", "4"], "unknown knob --batch-sise. The knobs are: --workdir --corpus"),
+        (["run", "bert_mlm", "--batch-sise", "4"], "unknown option --batch-sise. The options are: --workdir --corpus"),
         (["run", "bert_mlm", "--batch-size", "many"], "--batch-size: invalid literal for int()"),
         (["run", "bert_mlm", "--lr-scaling", "cubic"], "Expected one of ('auto', 'linear', 'sqrt', 'none')"),
-        (["run", "bert_mml"], "there is no recipe bert_mml. There are: bert_from_scratch bert_mlm"),
-        (["run"], "give the name of a recipe first. There are: bert_from_scratch bert_mlm glue_controller"),
-        (["launch", "--workers", "2"], "give the name of a recipe first. There are: bert_from_scratch bert_mlm"),
+        (["run", "bert_mml"], "there is no recipe bert_mml. Choose one of: bert_from_scratch bert_mlm"),
+        (["run"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm glue_controller"),
+        (["launch", "--workers", "2"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm"),
         (["rnu", "bert_mlm"], "invalid choice: 'rnu'"),
         (["cp", "bert_mlm"], "the following arguments are required: DEST. See python -m recipes cp --help"),
-        (["cp", "bert_mml", "x"], "there is no recipe bert_mml. There are: bert_from_scratch bert_mlm"),
+        (["cp", "bert_mml", "x"], "there is no recipe bert_mml. Choose one of: bert_from_scratch bert_mlm"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(words, message):
@@ -174,7 +174,7 @@ def test_ctrl_c_asks_to_stop_and_a_second_one_ends_it_at_once(how, presses, stat
         assert press or not told or process.stdout.readline() == "told\n"
     _, errors = process.communicate()
     assert process.returncode == status
-    assert errors == ("\nSaving, and stopping. Ctrl-C again ends it at once.\n" if told else "")
+    assert errors == ("\nSaving a checkpoint, then stopping. Press Ctrl-C again to quit at once.\n" if told else "")
 
 
 def test_run_and_the_file_itself_are_the_same():
@@ -191,7 +191,7 @@ def test_fill_mask_without_a_preset(tmp_path):
     assert done.returncode == 2 and "no preset in runs/ yet" in done.stderr
 
 
-def test_bash_completes_knobs_and_values():
+def test_bash_completes_options_and_values():
     """The lines of docs/shell-completion.md, and what bash does at the Tab key."""
     page = (ROOT / "docs/shell-completion.md").read_text(encoding="utf-8")
     (script,) = re.findall("^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

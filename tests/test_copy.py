@@ -61,7 +61,7 @@ def test_nothing_is_overwritten_unless_asked(tmp_path):
     (tmp_path / "common/devices/strategy.py").write_text("mine")
     refused = cp(recipe, tmp_path)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr == f"error: {tmp_path}/common/devices/strategy.py exist(s) already; --force overwrites\n"
+    assert refused.stderr == f"error: {tmp_path}/common/devices/strategy.py already exist(s); --force overwrites\n"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "common/devices/strategy.py"]
     assert cp(recipe, tmp_path, "--force").returncode == 0
     assert (tmp_path / "common/devices/strategy.py").read_bytes() == (ROOT / "common/devices/strategy.py").read_bytes()
@@ -83,14 +83,14 @@ def test_a_copy_runs_alone_and_gives_the_same_results(recipe, small, tmp_path):
     if recipe.stem.startswith("glue"):
         small |= {"task": "roles"}
         del small["corpus"]
-    knobs = [f"--{name.replace('_', '-')}={value}" for name, value in small.items() if name != "workdir"]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in small.items() if name != "workdir"]
     # -S leaves out this repository's editable install; the packages come back by PYTHONPATH.
     site = next(path for path in sys.path if path.endswith("site-packages"))
     alone = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": site}}
     assert subprocess.run([sys.executable, "-S", "-c", "import common"], **alone, capture_output=True).returncode == 1
     runs = [
-        subprocess.Popen([sys.executable, "-S", str(copy / recipe.name), "--workdir=copied", *knobs], **alone),
-        subprocess.Popen([sys.executable, str(recipe), f"--workdir={tmp_path}/original", *knobs], cwd=ROOT),
+        subprocess.Popen([sys.executable, "-S", str(copy / recipe.name), "--workdir=copied", *options], **alone),
+        subprocess.Popen([sys.executable, str(recipe), f"--workdir={tmp_path}/original", *options], cwd=ROOT),
     ]
     assert [run.wait() for run in runs] == [0, 0]
     copied, original = (json.loads(Path(tmp_path, name, "results.json").read_text()) for name in ("copied", "original"))

@@ -57,7 +57,7 @@ FAULTS = {
             "uniform_noise(seeds, 3 * length)",
             "tf.reverse(uniform_noise(seeds, 3 * length), [1])",
         ),
-        ("2 replicas, a line a sequence, adamw", "2 replicas, a line a sequence, sgd"),
+        ("2 replicas, one line per sequence, adamw", "2 replicas, one line per sequence, sgd"),
     ),
     "a run goes on a step too early": (
         (

@@ -147,8 +147,8 @@ GLUE_FOLDERS = [
     ({"dev.tsv": "sentence\tlabel\nA\t1\nB\n"}, "dev.tsv, line 3 has 1 fields, the first line 2: sentence, label"),
     ({"dev.tsv": "sentence\tlabel\nA\tB\t1\n"}, "dev.tsv, line 2 has 3 fields, the first line 2"),
     ({"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "gives two columns the same name"),
-    ({"dev.tsv": "sentence\tlabel\nA\t1\nB\t2\n"}, "dev.tsv, line 3: the label '2' is none of 0, 1"),
-    ({"dev.tsv": "sentence\tlabel\nA\t1\n" + "B\t\n"}, "dev.tsv, line 3: the label '' is none of 0, 1"),
+    ({"dev.tsv": "sentence\tlabel\nA\t1\nB\t2\n"}, "dev.tsv, line 3: the label '2' is not one of 0, 1"),
+    ({"dev.tsv": "sentence\tlabel\nA\t1\n" + "B\t\n"}, "dev.tsv, line 3: the label '' is not one of 0, 1"),
     ({"dev.tsv": b"sentence\tlabel\nA\t1\ncaf\xe9 \t1\n"}, "dev.tsv, line 3 is not UTF-8 text (invalid continuation"),
     ({"dev.tsv": b"\0\1\2"}, "is a binary file"),
     ({"train.tsv": "sentence\tlabel\nA\t1\nB\t1\n"}, "all labels of the split train are the same"),
@@ -175,16 +175,16 @@ OWN_FILES = [
     ("a.csv", "text,name\nA,0\n", "a.csv, line 2 has no column label; it has text, name"),
     ("a.csv", "text,label\n", "the split train has no examples"),
     ("a.csv", "text,label\nA,0\nB,1\n", "the split validation has no examples"),
-    ("a.csv", 'text,label\nA,"0\n1"\n', 'a.csv, line 2: label must be a line of text or a whole number; got "0\\n1"'),
+    ("a.csv", 'text,label\nA,"0\n1"\n', 'a.csv, line 2: label must be a string of one line or an integer; got "0\\n1"'),
     ("a.jsonl", '{"text": "A", "label": 0}\n{"text": "B"\n', "a.jsonl, line 2 is not JSON"),
     ("a.jsonl", "[" * 100_000, "a.jsonl, line 1 is not JSON"),
     ("a.jsonl", '["A", 0]\n', "a.jsonl, line 1 is not a JSON object"),
     ("a.jsonl", '{"text": "A", "label": 0}\n{"label": 1}\n', "a.jsonl, line 2 has no column text; it has label"),
-    ("a.jsonl", '{"text": "A", "label": 0}\n{"text": 5, "label": 1}\n', "a.jsonl, line 2: text must be a text"),
-    ("a.jsonl", '{"text": "\\ud800", "label": 0}\n', "a.jsonl, line 1: text must be a text"),
-    ("a.jsonl", '{"text": "A", "label": 0.5}\n', "a.jsonl, line 1: label must be a line of text or a whole number"),
-    ("a.jsonl", '{"text": "A", "label": null}\n', "a.jsonl, line 1: label must be a line of text or a whole number"),
-    ("a.txt", "text", "a.txt must be one of .tsv, .csv, .jsonl"),
+    ("a.jsonl", '{"text": "A", "label": 0}\n{"text": 5, "label": 1}\n', "a.jsonl, line 2: text must be a string"),
+    ("a.jsonl", '{"text": "\\ud800", "label": 0}\n', "a.jsonl, line 1: text must be a string"),
+    ("a.jsonl", '{"text": "A", "label": 0.5}\n', "a.jsonl, line 1: label must be a string of one line or an integer"),
+    ("a.jsonl", '{"text": "A", "label": null}\n', "a.jsonl, line 1: label must be a string of one line or an integer"),
+    ("a.txt", "text", "a.txt must end in one of .tsv, .csv, .jsonl"),
 ]
 
 
@@ -199,10 +199,10 @@ def test_a_wrong_file_of_ones_own(name, content, message, tmp_path):
 
 def test_labels_that_training_does_not_have(tmp_path):
     folder = write(tmp_path, {"train.csv": "text,label\nA,x\nB,y\n", "dev.csv": "text,label\nA,x\nB,z\n"})
-    with pytest.raises(UserError, match="dev.csv, line 3: the label 'z' is none of x, y"):
+    with pytest.raises(UserError, match="dev.csv, line 3: the label 'z' is not one of x, y"):
         open_examples("own", folder, "text", "label")
     write(tmp_path, {"dev.csv": "text,label\nA,x\n", "test.csv": "text,label\nA,z\n"})
-    with pytest.raises(UserError, match="test.csv, line 2: the label 'z' is none of x, y"):
+    with pytest.raises(UserError, match="test.csv, line 2: the label 'z' is not one of x, y"):
         open_examples("own", folder, "text", "label")
 
 
@@ -213,24 +213,24 @@ def test_two_files_for_a_split(tmp_path):
 
 
 # Arguments of open_examples, and words of the message.
-KNOBS = [
-    (("own",), "--task own needs a file or a folder of yours"),
+OPTIONS = [
+    (("own",), "--task own needs your own file or folder"),
     (("own", "f.csv"), "--task own needs the names of the columns"),
     (("own", "f.csv", "text"), "--task own needs the names of the columns"),
-    (("own", "f.csv", "a,b,c", "label"), "must be one name or two with a comma"),
-    (("own", "f.csv", "a,", "label"), "must be one name or two with a comma"),
-    (("own", "f.csv", "a,a", "label"), "must be one name or two with a comma"),
-    (("own", "f.csv", "a,label", "label"), "must be one name or two with a comma"),
+    (("own", "f.csv", "a,b,c", "label"), "must be one name, or two separated by a comma"),
+    (("own", "f.csv", "a,", "label"), "must be one name, or two separated by a comma"),
+    (("own", "f.csv", "a,a", "label"), "must be one name, or two separated by a comma"),
+    (("own", "f.csv", "a,label", "label"), "must be one name, or two separated by a comma"),
     (("own", "missing.csv", "text", "label"), "cannot read missing.csv: No such file or directory"),
     (("mrpc", "missing"), "there is no folder missing"),
-    (("mrpc", "f", "text", "label"), "are for files of your own: say --task own"),
-    (("roles", "f"), "--task roles makes its own texts: leave out --data"),
-    (("own", "", "text", "label"), "--task own needs a file or a folder of yours"),
+    (("mrpc", "f", "text", "label"), "are for your own files: give --task own"),
+    (("roles", "f"), "--task roles generates its own texts: leave out --data"),
+    (("own", "", "text", "label"), "--task own needs your own file or folder"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), KNOBS, ids=[str(arguments) for arguments, _ in KNOBS])
-def test_knobs_that_do_not_go_together(arguments, message):
+@pytest.mark.parametrize(("arguments", "message"), OPTIONS, ids=[str(arguments) for arguments, _ in OPTIONS])
+def test_options_that_do_not_go_together(arguments, message):
     with pytest.raises(UserError) as error:
         open_examples(*arguments)
     assert message in str(error.value) and "\n" not in str(error.value)

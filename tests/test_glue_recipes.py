@@ -175,8 +175,8 @@ def test_what_a_run_leaves_behind(recipe, small, pairs):
 def test_half_precision(recipe, small, precision, tmp_path):
     losses = []
     for policy in ("float32", precision):
-        knobs = small | {"workdir": str(tmp_path / policy), "precision": policy, "max_steps": 26, "dropout": 0.0}
-        results = recipe.train_and_evaluate(recipe.Config(**knobs, replicas=2))
+        options = small | {"workdir": str(tmp_path / policy), "precision": policy, "max_steps": 26, "dropout": 0.0}
+        results = recipe.train_and_evaluate(recipe.Config(**options, replicas=2))
         losses.append(np.mean([step["loss"] for step in steps_of(results)[-5:]]))
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
@@ -185,8 +185,8 @@ def test_half_precision(recipe, small, precision, tmp_path):
 def test_a_masked_language_model_is_fine_tuned(small, tmp_path, wikitext):
     from recipes import bert_mlm
 
-    knobs = {"corpus": str(wikitext), "workdir": str(tmp_path / "mlm"), "vocabulary_size": 300, "seq_length": 32}
-    bert_mlm.train_and_evaluate(bert_mlm.Config(**knobs, model="nano", max_steps=3, batch_size=8))
+    options = {"corpus": str(wikitext), "workdir": str(tmp_path / "mlm"), "vocabulary_size": 300, "seq_length": 32}
+    bert_mlm.train_and_evaluate(bert_mlm.Config(**options, model="nano", max_steps=3, batch_size=8))
     config = glue_controller.Config(**small | {"model": None, "preset": str(tmp_path / "mlm/preset"), "max_steps": 1})
     results = glue_controller.train_and_evaluate(config)
     assert results["learning_rate"]["peak"] == pytest.approx(2**0.5 * 3e-5)
@@ -207,17 +207,17 @@ def test_the_test_split_of_glue_is_predicted(tmp_path):
         (tmp_path / f"{name}.tsv").write_text("\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n" + lines)
     lines = "".join(f"{i}\t1\t2\t{first}\t{second}\n" for i, (first, second, _) in enumerate(rows[:7]))
     (tmp_path / "test.tsv").write_text("\ufeffindex\t#1 ID\t#2 ID\t#1 String\t#2 String\n" + lines)
-    knobs = {"task": "mrpc", "data": str(tmp_path), "workdir": str(tmp_path / "run"), "model": "nano", "max_steps": 2}
+    options = {"task": "mrpc", "data": str(tmp_path), "workdir": str(tmp_path / "run"), "model": "nano", "max_steps": 2}
     for recipe in (glue_controller, glue_custom_loop):
-        results = recipe.train_and_evaluate(recipe.Config(**knobs, vocabulary_size=300, batch_size=4, overwrite=True))
+        results = recipe.train_and_evaluate(recipe.Config(**options, vocabulary_size=300, batch_size=4, overwrite=True))
         written = (tmp_path / "run/predictions/MRPC.tsv").read_text().splitlines()
         assert written[0] == "index\tprediction" and [line.split("\t")[0] for line in written[1:]] == list("0123456")
         assert "test_accuracy" not in results
 
 
 def command(recipe, small, workdir, *more):
-    knobs = small | {"workdir": workdir, "checkpoint_every": 4}
-    words = [word for name, value in knobs.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    options = small | {"workdir": workdir, "checkpoint_every": 4}
+    words = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
     return [sys.executable, "-m", "recipes", *more, recipe.__name__.split(".")[1], *words]
 
 
@@ -261,9 +261,9 @@ def test_killed_it_goes_on_with_the_same_bits(recipe, small, tmp_path):
 
 @RECIPES_IN_TIERS
 def test_two_workers_train_as_one_process_does(recipe, small, tmp_path):
-    knobs = small | {"dropout": 0.0, "max_steps": 20}
+    options = small | {"dropout": 0.0, "max_steps": 20}
     for words, name in ((["launch", "--workers", "2"], "two"), (["run"], "one")):
-        subprocess.run(command(recipe, knobs, tmp_path / name, *words), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command(recipe, options, tmp_path / name, *words), check=True, stdout=subprocess.DEVNULL)
     two, one = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("two", "one"))
     assert two["workers"] == 2 and predictions_of(two) == predictions_of(one)
     assert [step["loss"] for step in steps_of(two)] == pytest.approx([s["loss"] for s in steps_of(one)], rel=1e-6)
@@ -278,9 +278,9 @@ def test_parameter_servers_survive_a_worker(small, tmp_path):
         rows = [(f"a {word} film, number {i}", word) for i in range(100) for word in ("good", "bad")]
         with (reviews / f"{split}.csv").open("w", newline="") as file:
             csv.writer(file).writerows([("review", "said"), *rows])
-    knobs = small | {"epochs": 6, "data": str(reviews), "text_columns": "review", "label_column": "said"}
+    options = small | {"epochs": 6, "data": str(reviews), "text_columns": "review", "label_column": "said"}
     launched = subprocess.Popen(
-        command(glue_custom_loop, knobs, tmp_path / "run", *words),
+        command(glue_custom_loop, options, tmp_path / "run", *words),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -26,7 +26,7 @@ from tests.test_bert_mlm import weights_of
 
 ROOT = Path(__file__).parent.parent
 RECIPES = [sys.executable, "-m", "recipes"]
-KNOBS = (
+OPTIONS = (
     *("--corpus", "LICENSE", "--model", "nano", "--vocabulary-size", "300", "--seq-length", "16"),
     *("--lr-scaling", "none", "--checkpoint-every", "7"),
 )
@@ -88,15 +88,15 @@ WRONG = [
         "SLURM_STEP_NUM_TASKS must be a whole number from 1 to 999999, not 'abc'",
     ),
     ("--workers 2 bert_mlm", {"TF_CONFIG": "{'worker': 1"}, "TF_CONFIG is malformed"),
-    ("--workers 2 --hosts a:1,b:1 --worker-index 0 bert_mlm", {}, "leave it out where hosts are given"),
-    ("bert_mlm", {}, "say --workers N for N workers on this machine, or --hosts"),
-    ("--hosts a:1,b:1 bert_mlm", {}, "say --workers N for N workers on this machine, or --hosts"),
+    ("--workers 2 --hosts a:1,b:1 --worker-index 0 bert_mlm", {}, "leave it out when hosts are given"),
+    ("bert_mlm", {}, "give --workers N for N workers on this machine, or --hosts"),
+    ("--hosts a:1,b:1 bert_mlm", {}, "give --workers N for N workers on this machine, or --hosts"),
     ("--hosts a:1,b --worker-index 0 bert_mlm", {}, "'b' is not host:port"),
     ("--hosts a:1,b:x --worker-index 0 bert_mlm", {}, "'b:x' is not host:port"),
-    ("--hosts a:1,a:1 --worker-index 0 bert_mlm", {}, "--hosts names an address twice: a:1,a:1"),
+    ("--hosts a:1,a:1 --worker-index 0 bert_mlm", {}, "--hosts lists an address twice: a:1,a:1"),
     ("--hosts a:1,b:1 --worker-index 2 bert_mlm", {}, "--worker-index must be from 0 to 1, not 2"),
-    ("--workers 2 bert", {}, "there is no recipe bert. There are: bert_from_scratch bert_mlm"),
-    ("--workers 2 bert_mlm --workdir /proc/run", {}, "cannot write to the work folder /proc/run"),
+    ("--workers 2 bert", {}, "there is no recipe bert. Choose one of: bert_from_scratch bert_mlm"),
+    ("--workers 2 bert_mlm --workdir /proc/run", {}, "cannot write to the work directory /proc/run"),
 ]
 
 
@@ -157,7 +157,7 @@ def test_each_worker_has_gpus_of_its_own(tmp_path, words, given):
     )
     status, _, errors = finish(launcher)
     assert status == 0
-    assert errors == ("1 GPU(s) are left over: workers must have equally many\n" if "2" in words else "")
+    assert errors == ("1 GPU(s) stay unused: all workers must have the same number\n" if "2" in words else "")
     logs = sorted((tmp_path / "runs/recipe/logs").iterdir())
     assert [log.read_text().strip() for log in logs] == given
 
@@ -193,7 +193,7 @@ def test_the_log_has_lines_as_they_are_left_on_the_screen():
 def alone(tmp_path_factory):
     """A run of one process, on one replica."""
     workdir = tmp_path_factory.mktemp("alone") / "run"
-    status, _, errors = finish(start("run", "bert_mlm", *KNOBS, "--batch-size", 8, *ENDS, "--workdir", workdir))
+    status, _, errors = finish(start("run", "bert_mlm", *OPTIONS, "--batch-size", 8, *ENDS, "--workdir", workdir))
     assert (status, errors) == (0, "")
     return workdir
 
@@ -204,18 +204,18 @@ ENDS = ("--epochs", "2", "--max-steps", "40", "--replicas", "1")
 @pytest.mark.slow
 def test_two_workers_compute_what_one_process_does(alone, tmp_path):
     workdir = tmp_path / "run"
-    words = (*KNOBS, "--batch-size", 4, *ENDS, "--workdir", workdir)
+    words = (*OPTIONS, "--batch-size", 4, *ENDS, "--workdir", workdir)
     status, output, errors = finish(start("launch", "--workers", 2, "bert_mlm", *words))
     assert (status, errors) == (0, "")
     results = results_of(workdir)
     assert (results["workers"], results["replicas"], results["global_batch_size"], results["steps"]) == (2, 2, 8, 40)
     assert_equal(workdir, alone)
-    assert "batch: 4 examples x 2 replicas = 8" in output and output.count("validation loss") == 1  # the chief's
+    assert "batch: 4 examples x 2 replica(s) = 8" in output and output.count("validation loss") == 1  # the chief's
     assert (workdir / "logs/worker-0.log").read_text() == output
     assert "validation loss" not in (workdir / "logs/worker-1.log").read_text()
     assert len(list((workdir / "tensorboard").iterdir())) == 1  # the chief's alone
 
-    words = (*KNOBS, "--batch-size", 4, *ENDS, "--workdir", tmp_path / "plan", "--dry-run")
+    words = (*OPTIONS, "--batch-size", 4, *ENDS, "--workdir", tmp_path / "plan", "--dry-run")
     status, output, errors = finish(start("launch", "--workers", 2, "bert_mlm", *words))
     assert (status, errors) == (0, "") and "40 steps" in output and not (tmp_path / "plan").exists()
 
@@ -225,7 +225,7 @@ def test_a_run_on_two_workers_goes_on_with_one_and_with_four(alone, tmp_path):
     workdir = tmp_path / "run"
 
     def words(batch_size):
-        return (*KNOBS, "--batch-size", batch_size, *ENDS, "--workdir", workdir)
+        return (*OPTIONS, "--batch-size", batch_size, *ENDS, "--workdir", workdir)
 
     def stop_after(steps, launcher):
         wait_for(workdir / "steps.jsonl", steps)
@@ -235,7 +235,7 @@ def test_a_run_on_two_workers_goes_on_with_one_and_with_four(alone, tmp_path):
     stop_after(5, start("launch", "--workers", 2, "bert_mlm", *words(4)))
     stop_after(20, start("launch", "--workers", 1, "bert_mlm", *words(4)))
     status, output, errors = finish(start("launch", "--workers", 4, "bert_mlm", *words(4)))
-    assert (status, errors) == (0, "") and "batch: 2 examples x 4 replicas = 8" in output
+    assert (status, errors) == (0, "") and "batch: 2 examples x 4 replica(s) = 8" in output
     assert results_of(workdir)["workers"] == 4 and results_of(workdir)["resumed_from_step"] >= 20
     assert_equal(workdir, alone)
 
@@ -243,7 +243,7 @@ def test_a_run_on_two_workers_goes_on_with_one_and_with_four(alone, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_on_a_terminal_saves_and_leaves_nothing(tmp_path):
     workdir, (screen, theirs) = tmp_path / "run", pty.openpty()
-    words = [*KNOBS, "--batch-size", 4, "--epochs", 50, "--workdir", workdir]
+    words = [*OPTIONS, "--batch-size", 4, "--epochs", 50, "--workdir", workdir]
     launcher = subprocess.Popen(
         [*RECIPES, "launch", "--workers", "2", "bert_mlm", *map(str, words)],
         cwd=ROOT,
@@ -291,7 +291,7 @@ def is_open(host, address):
 @pytest.mark.slow
 def test_workers_listen_to_their_own_machine_and_do_not_outlive_their_launcher(tmp_path):
     workdir = tmp_path / "run"
-    launcher = start("launch", "--workers", 2, "bert_mlm", *KNOBS, "--epochs", 50, "--workdir", workdir)
+    launcher = start("launch", "--workers", 2, "bert_mlm", *OPTIONS, "--epochs", 50, "--workdir", workdir)
     wait_for(workdir / "steps.jsonl", 3)
     workers = children(launcher.pid)
     assert not any(is_open(own_address(), address) for address in addresses_of(workers[0]))
@@ -307,7 +307,7 @@ def test_workers_listen_to_their_own_machine_and_do_not_outlive_their_launcher(t
 @pytest.mark.slow
 def test_restarts_are_used_up_and_the_cause_is_named(tmp_path):
     workdir = tmp_path / "run"
-    words = (*KNOBS, "--epochs", 50, "--workdir", workdir, "--overwrite")
+    words = (*OPTIONS, "--epochs", 50, "--workdir", workdir, "--overwrite")
     launcher = start("launch", "--workers", 2, "--restarts", 1, "bert_mlm", *words)
     begun_at = []
     for at_least in (10, 20):
@@ -318,7 +318,7 @@ def test_restarts_are_used_up_and_the_cause_is_named(tmp_path):
         while Path(f"/proc/{worker}").exists():
             time.sleep(0.05)
     status, output, errors = finish(launcher)
-    assert status == 1 and "going on from step" in output  # with --overwrite too
+    assert status == 1 and "resuming from step" in output  # with --overwrite too
     assert errors.count("worker 1 was killed by SIGKILL") == 2
     assert "1 restart(s) left" in errors and "0 restart(s) left" in errors and "Traceback" not in output + errors
 
@@ -326,15 +326,15 @@ def test_restarts_are_used_up_and_the_cause_is_named(tmp_path):
 @pytest.mark.slow
 def test_a_death_before_the_first_checkpoint_begins_anew(tmp_path):
     workdir = tmp_path / "run"
-    knobs = (*KNOBS, "--checkpoint-every", 99, "--workdir", workdir)
-    assert finish(start("run", "bert_mlm", *knobs, "--max-steps", 2))[0] == 0
-    words = (*knobs, "--seed", 1, "--max-steps", 25, "--overwrite")
+    options = (*OPTIONS, "--checkpoint-every", 99, "--workdir", workdir)
+    assert finish(start("run", "bert_mlm", *options, "--max-steps", 2))[0] == 0
+    words = (*options, "--seed", 1, "--max-steps", 25, "--overwrite")
     launcher = start("launch", "--workers", 2, "--restarts", 1, "bert_mlm", *words)
     wait_for(workdir / ".replaced/config.json", 9)
     wait_for(workdir / "steps.jsonl", 1)
     os.kill(children(launcher.pid)[1], signal.SIGKILL)
     status, output, errors = finish(launcher)
-    assert status == 0 and "1 restart(s) left" in errors and "The run that was set aside in" in output
+    assert status == 0 and "1 restart(s) left" in errors and "is restored: the one that was to replace it" in output
     assert results_of(workdir)["config"]["seed"] == 1 and results_of(workdir)["resumed_from_step"] is None
     assert not (workdir / ".replaced").exists()
 
@@ -342,7 +342,7 @@ def test_a_death_before_the_first_checkpoint_begins_anew(tmp_path):
 @pytest.mark.slow
 def test_a_death_after_the_results_does_not_train_the_run_again(tmp_path):
     workdir = tmp_path / "run"
-    words = (*KNOBS, "--max-steps", 8, "--workdir", workdir, "--overwrite")
+    words = (*OPTIONS, "--max-steps", 8, "--workdir", workdir, "--overwrite")
     assert finish(start("run", "bert_mlm", *words, "--seed", 1))[0] == 0
     (workdir / "results.json").rename(tmp_path / "old.json")
     launcher = start("launch", "--workers", 2, "--restarts", 1, "bert_mlm", *words)
@@ -351,7 +351,7 @@ def test_a_death_after_the_results_does_not_train_the_run_again(tmp_path):
     os.kill(children(launcher.pid)[0], signal.SIGKILL)
     status, output, errors = finish(launcher)
     assert status == 0 and "worker 0 was killed by SIGKILL" in errors and "is complete" in output
-    assert (workdir / "results.json").read_text() == written and output.count("watch it:") == 1
+    assert (workdir / "results.json").read_text() == written and output.count("monitor it:") == 1
 
 
 def by_hand(words, folders, roots=(ROOT, ROOT), code=None):
@@ -370,7 +370,7 @@ def by_hand(words, folders, roots=(ROOT, ROOT), code=None):
 
 @pytest.mark.slow
 def test_workers_that_do_not_belong_together_are_refused(tmp_path):
-    words = (*KNOBS, "--corpus", ROOT / "LICENSE", "--workdir", "run")
+    words = (*OPTIONS, "--corpus", ROOT / "LICENSE", "--workdir", "run")
     refused = by_hand([words, (*words, "--seed", 1)], (tmp_path, tmp_path))
     message = "error: worker 1 was started differently from the chief: --seed 1, not 0"
     assert refused == [(2, message)] * 2 and not (tmp_path / "run").exists()
@@ -385,7 +385,7 @@ def test_workers_that_do_not_belong_together_are_refused(tmp_path):
 
     (tmp_path / "elsewhere").mkdir()
     refused = by_hand([words, words], (tmp_path, tmp_path / "elsewhere"))
-    message = "error: worker 1 does not see the chief's work folder run. Give a --workdir on a disk that all share"
+    message = "error: worker 1 does not see the chief's work directory run. Give a --workdir on a shared file system"
     assert refused == [(2, message)] * 2
 
 
@@ -399,10 +399,10 @@ def test_workers_with_other_data_are_refused(tmp_path):
         (tmp_path / host / "texts/wiki.valid.tokens").write_text(text)
     characters = [f"{at}{chr(code)}" for code in range(33, 127) for at in ("", "##")]
     (tmp_path / "vocabulary").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters]))
-    words = (*KNOBS, "--corpus", "texts", "--workdir", tmp_path / "run", "--vocabulary", tmp_path / "vocabulary")
+    words = (*OPTIONS, "--corpus", "texts", "--workdir", tmp_path / "run", "--vocabulary", tmp_path / "vocabulary")
     refused = by_hand([words, words], (tmp_path / "0", tmp_path / "1"))
     assert refused[0] == refused[1] and refused[0][0] == 2
-    message = r"error: worker 1 has other data than the chief: checksum of train \d+, not \d+"
+    message = r"error: worker 1 has different data than the chief: checksum of train \d+, not \d+"
     assert re.match(message, refused[0][1]) and not (tmp_path / "run/steps.jsonl").exists()
 
 
@@ -478,7 +478,7 @@ def test_workers_with_other_devices_or_precision_are_refused(tmp_path):
         ended = by_hand([words] * 2, (ROOT, ROOT), code=DIFFERENT)
         return [(status, errors.splitlines()[-1]) for status, errors in ended]
 
-    start = "error: worker 1 has other devices than the chief, or --precision auto chose otherwise there: "
+    start = "error: worker 1 has different devices than the chief, or --precision auto chose otherwise there: "
     for precision, replicas, message in (
         ("float32", 4, "replicas 2, not 1"),
         ("mixed_bfloat16", 2, "precision 'mixed_bfloat16', not 'float32'"),
@@ -489,7 +489,18 @@ def test_workers_with_other_devices_or_precision_are_refused(tmp_path):
 @pytest.mark.parametrize("variable", ["TF_CONFIG", "SLURM_STEP_NUM_TASKS", "JOB_SERVICE"])
 def test_a_join_timeout_that_is_no_number_is_told_before_tensorflow_is_imported(tmp_path, variable):
     environment = {variable: "2" if variable.startswith("SLURM") else "", "JOIN_TIMEOUT": "5m"}
-    words = [sys.executable, "-X", "importtime", "-m", "recipes", "run", "bert_mlm", *KNOBS, "--workdir", str(tmp_path)]
+    words = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "recipes",
+        "run",
+        "bert_mlm",
+        *OPTIONS,
+        "--workdir",
+        str(tmp_path),
+    ]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
     told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert told == ["error: JOIN_TIMEOUT must be a whole number from 1 to 999999, not '5m'"] and done.returncode == 2
@@ -501,8 +512,8 @@ def test_a_join_timeout_that_is_no_number_is_told_before_tensorflow_is_imported(
 def test_a_worker_that_does_not_come_is_named(tmp_path, index):
     addresses = free_addresses(2)
     hosts = ("--hosts", ",".join(addresses), "--worker-index", index, "--join-timeout", 2)
-    status, _, errors = finish(start("launch", *hosts, "bert_mlm", *KNOBS, "--workdir", tmp_path))
-    assert status == 2 and errors.endswith(f"these workers have not come in 2 s: {addresses[1 - index]}\n")
+    status, _, errors = finish(start("launch", *hosts, "bert_mlm", *OPTIONS, "--workdir", tmp_path))
+    assert status == 2 and errors.endswith(f"these workers have not joined within 2 s: {addresses[1 - index]}\n")
 
 
 @pytest.mark.slow
@@ -510,5 +521,5 @@ def test_a_port_that_is_taken(tmp_path):
     taken, *others = free_addresses(2)
     with socket.create_server(("127.0.0.1", int(taken.split(":")[1]))):
         hosts = ("--hosts", ",".join([taken, *others]), "--worker-index", 0)
-        status, _, errors = finish(start("launch", *hosts, "bert_mlm", *KNOBS, "--workdir", tmp_path))
+        status, _, errors = finish(start("launch", *hosts, "bert_mlm", *OPTIONS, "--workdir", tmp_path))
     assert status == 2 and f"cannot listen at {taken} (Address already in use). Give another port" in errors

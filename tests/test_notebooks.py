@@ -134,15 +134,15 @@ def test_colab_is_offered_only_where_it_finds_the_notebook(narrative, monkeypatc
 def test_a_notebook_runs(name, small, monkeypatch):
     del small["workdir"]  # the notebook's own, in a folder that is removed
     config = (ROOT / f"recipes/{name}.py") if (ROOT / f"recipes/{name}.py").exists() else ROOT / "recipes/bert_mlm.py"
-    knobs = {
+    options = {
         statement.target.id
         for node in ast.parse(config.read_text()).body
         if isinstance(node, ast.ClassDef) and node.name == "Config"
         for statement in node.body
         if isinstance(statement, ast.AnnAssign)
     }
-    tiny = {name: value for name, value in small.items() if name in knobs}
-    monkeypatch.setenv("NOTEBOOK_KNOBS", json.dumps(tiny))
+    tiny = {name: value for name, value in small.items() if name in options}
+    monkeypatch.setenv("NOTEBOOK_OPTIONS", json.dumps(tiny))
     files = {path: path.stat().st_mtime_ns for path in generate.FOLDER.iterdir()}
     notebook = generate.generate(generate.narratives()[name])
     generate.execute(notebook, timeout=200)

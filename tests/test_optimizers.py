@@ -97,8 +97,8 @@ def test_adamw_is_that_of_keras(replicas):
         return dense.get_weights()
 
     schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 5)
-    knobs = {"weight_decay": 0.3, "beta_2": 0.98, "epsilon": 1e-6}
+    options = {"weight_decay": 0.3, "beta_2": 0.98, "epsilon": 1e-6}
     ours = trained(lambda: make_optimizer("adamw", schedule, 0.3))
-    theirs = trained(lambda: keras.optimizers.AdamW(schedule, **knobs))
+    theirs = trained(lambda: keras.optimizers.AdamW(schedule, **options))
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-6)

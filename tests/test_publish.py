@@ -227,7 +227,7 @@ def test_a_snapshot_is_whole_or_not_there(to_hub, publisher, preset, tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(callback, "_save", fill_the_disk)
         end_epoch(3)
-    assert "No snapshot of step 3 ([Errno 28] No space left on device)." in capsys.readouterr().out
+    assert "snapshot of step 3 could not be written ([Errno 28] No space left on device)." in capsys.readouterr().out
     assert callback._thread is None and not list((tmp_path / "snapshots").glob("step-*"))
     end_epoch(4)
     assert {path.name for path in (tmp_path / "snapshots").iterdir()} == {"step-4"}
@@ -265,7 +265,7 @@ def test_the_card_has_the_runs_figures_and_nothing_private():
         "| learning rate | first 2.82e-05, peak 2.00e-03, last 3.17e-06 |",
         "| training loss | 5.245, mean of the last epoch |",
         "| validation loss | 5.550, perplexity 257.2 |",
-        "| validation loss, by word frequency | 6.091 |",
+        "| validation loss of the unigram baseline | 6.091 |",
         "| validation accuracy | 14.7% |",
         "| time | 58 s, 49,343 tokens/s |",
         "| hardware | Some CPU, 2 cores |",
@@ -376,9 +376,9 @@ run(main, sys.argv[1])
 def test_an_upload_that_hangs_holds_up_no_end(end, without_xet, status, hub, small, preset, tmp_path):
     hub.hold = "^/lfs$|^/xet/"
     grace = "3" if without_xet == "1" else "60"  # with Xet, there is no need of it
-    knobs = json.dumps(small | {"workdir": str(tmp_path / "run")}) if end == "SIGTERM" else str(preset)
+    options = json.dumps(small | {"workdir": str(tmp_path / "run")}) if end == "SIGTERM" else str(preset)
     process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED, end, str(tmp_path), knobs, grace],
+        [sys.executable, "-c", STOPPED, end, str(tmp_path), options, grace],
         env=environment(hub, HF_HUB_DISABLE_XET=without_xet, PYTHONPATH=str(ROOT)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

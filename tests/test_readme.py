@@ -145,7 +145,7 @@ def test_each_recipe_and_each_name_of_a_helper_is_one():
     sources = "".join(path.read_text() for folder in ("common", "recipes") for path in (ROOT / folder).rglob("*.py"))
     page = "docs/coming-from.md"
     names = re.findall(r"^(\w+)(?:\(.*|)$", "\n".join(code_spans({page: PAGES[page]})), re.MULTILINE)
-    # What begins with a small letter and is not called is a word of another kind: a knob's value, an entry, a recipe.
+    # What begins with a small letter and is not called is something else: an option's value, an entry, a recipe.
     ours = {name for name in names if name[0].isupper() or f"`{name}(" in PAGES[page]}
     assert {"Checkpoints", "FitLog", "distribute", "when_best"} <= ours
     defined = set(re.findall(r"(?:def|class) (\w+)", sources)) | {"MultiWorkerMirroredStrategy", "make_batches"}
@@ -167,15 +167,15 @@ def test_packages_that_are_named_can_be_installed():
     assert extras <= set(project["optional-dependencies"])
 
 
-def check_knobs_of(name, knobs, capsys):
+def check_options_of(name, options, capsys):
     """Builds the recipe's `Config`; what it lacks may be the network alone."""
-    if "--help" in knobs:
+    if "--help" in options:
         return
     try:
-        parse(RECIPES[name].Config, RECIPES[name].__doc__, knobs)
+        parse(RECIPES[name].Config, RECIPES[name].__doc__, options)
     except SystemExit as end:
         told = capsys.readouterr().err
-        assert end.code == 2 and any(words in told for words in NETWORK), f"{name} {shlex.join(knobs)}: {told}"
+        assert end.code == 2 and any(words in told for words in NETWORK), f"{name} {shlex.join(options)}: {told}"
 
 
 @pytest.mark.parametrize("command", OF_RECIPES)
@@ -195,7 +195,7 @@ def test_the_words_of_a_command_parse(command, at_the_reader, monkeypatch, capsy
     (arguments,) = found.value.args
     assert getattr(arguments, "name", "bert_mlm") in RECIPES
     if arguments.command in ("run", "launch"):
-        check_knobs_of(arguments.name, arguments.knobs, capsys)
+        check_options_of(arguments.name, arguments.options, capsys)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if re.match(r"sbatch|ray|kubectl|python recipes/", c)])
@@ -209,11 +209,11 @@ def test_what_schedulers_start_parses(command, at_the_reader, capsys):
             assert f'"{words[place + 1]}"' in source
             place += 2
     if len(words) > place + 1:
-        check_knobs_of(words[place + 1], words[place + 2 :], capsys)
+        check_options_of(words[place + 1], words[place + 2 :], capsys)
 
 
-def test_knobs_that_are_named_exist_and_take_the_values_shown(at_the_reader, capsys):
-    knobs = {
+def test_options_that_are_named_exist_and_take_the_values_shown(at_the_reader, capsys):
+    options = {
         name: {"--" + field.name.replace("_", "-") for field in dataclasses.fields(module.Config)}
         for name, module in RECIPES.items()
     }
@@ -229,13 +229,13 @@ def test_knobs_that_are_named_exist_and_take_the_values_shown(at_the_reader, cap
         named = {word for word in words if word.startswith("--")}
         if named <= others or named == {"--help"} or any(word.startswith("--tyro-") for word in named):
             continue
-        having = [name for name in RECIPES if named <= knobs[name]]
+        having = [name for name in RECIPES if named <= options[name]]
         assert having, span
         if len(words) > len(named):
             wrong = []
             for name in having:
                 try:
-                    check_knobs_of(name, words, capsys)
+                    check_options_of(name, words, capsys)
                 except AssertionError as error:
                     wrong.append(error)
             assert len(wrong) < len(having), wrong
@@ -321,11 +321,9 @@ def test_the_recipes_table_shows_the_runs_of_its_commands():
     table = readme.recipes_table(
         dict.fromkeys(["bert_mlm", "bert_from_scratch"], lm) | dict.fromkeys(RECIPES, classifier)
     )
-    assert "| 2 min | accuracy 0.900; a bag of words 0.510, the larger class 0.500 |" in table
+    assert "| 2 min | accuracy 0.900; bag of words 0.510, majority class 0.500 |" in table
     table = readme.recipes_table(dict.fromkeys(RECIPES, lm))
-    assert (
-        "| `python -m recipes run bert_mlm` | 60 s | loss 4.000, 2.500 nats below guessing by word frequency |" in table
-    )
+    assert "| `python -m recipes run bert_mlm` | 60 s | loss 4.000, 2.500 nats below the unigram baseline |" in table
 
 
 def test_the_table_of_mrpc():
@@ -334,7 +332,7 @@ def test_the_table_of_mrpc():
     table = readme.glue_table({"a preset": runs, "random weights": runs[:1]}).splitlines()
     assert table[2] == "| from a preset | 3 | 0.720 (0.700 to 0.750) | 0.820 (0.800 to 0.850) | 0.700 |"
     assert table[3] == "| from random weights | 1 | 0.700 | 0.800 | 0.700 |"
-    assert table[4] == "| always the larger class | | 0.684 | 0.812 | |"
+    assert table[4] == "| majority-class baseline | | 0.684 | 0.812 | |"
     assert "about 0.84 accuracy and 0.89 F1" in table[6]
 
 

@@ -44,7 +44,7 @@ def has_a_checkpoint(workdir):
     (workdir / "checkpoints/ckpt-4.index").write_text("index")
 
 
-def test_a_run_with_other_knobs_is_refused_by_name(config):
+def test_a_run_with_other_options_is_refused_by_name(config):
     run = reopen(config)
     assert run.results is None
     has_a_checkpoint(run.workdir)
@@ -55,10 +55,10 @@ def test_a_run_with_other_knobs_is_refused_by_name(config):
     assert json.loads((reopen(config).workdir / "config.json").read_text())["seed"] == 0
 
 
-def test_a_run_without_a_checkpoint_is_begun_anew_with_any_knobs(config):
+def test_a_run_without_a_checkpoint_is_begun_anew_with_any_options(config):
     run = reopen(config)
     run.scale(config, 4, 0.4, "adamw")
-    with pytest.raises(UserError, match="too few for one batch of 32"):
+    with pytest.raises(UserError, match="too few for a global batch of 32"):
         run.check_data({"train": 31, "validation": 1}, {"train": 7})
     mended = dataclasses.replace(config, batch_size=4, seed=1)
     run = reopen(mended)
@@ -207,13 +207,13 @@ def test_overwrite_keeps_the_old_run_until_the_first_checkpoint_of_the_new(confi
     fill(workdir, OLD, USERS)
     before = files_in(workdir)
     reopen(config, seed=1, overwrite=True)
-    assert f"The old run is in {workdir}/.replaced until this one has its first" in capsys.readouterr().out
+    assert f"The old run is kept in {workdir}/.replaced until the new one has its first" in capsys.readouterr().out
     fill(workdir, NEW)
     replaced = {name for name in files_in(workdir) if name.startswith(".replaced/")}
     assert replaced == {f".replaced/{name}" for name in before.keys() - USERS.keys()}
     assert reopen(config).results == {}  # the new one ended before its first checkpoint
     assert files_in(workdir) == before and not (workdir / ".replaced").exists()
-    assert "The run that was set aside in" in capsys.readouterr().out
+    assert "is restored: the one that was to replace it" in capsys.readouterr().out
     reopen(config, seed=1, overwrite=True)
     fill(workdir, NEW)
     discard_replaced(workdir)
@@ -277,7 +277,7 @@ def test_users_files_by_the_names_that_a_run_needs_are_not_touched(config, name)
     workdir = Path(config.workdir)
     fill(workdir, {name: "mine", "config.unfinished": "mine", "results.unfinished": "mine"})
     before = files_in(workdir) | {name: (workdir / name).read_text()}
-    with pytest.raises(UserError, match=f"run.*{name.split('/')[0]}.* no run.*ive another --workdir"):
+    with pytest.raises(UserError, match=f"run.*{name.split('/')[0]}.* (no|part of a) run.*ive another --workdir"):
         reopen(config, overwrite=True)
     assert files_in(workdir) | {name: (workdir / name).read_text()} == before
     (workdir / name).unlink()
@@ -287,7 +287,7 @@ def test_users_files_by_the_names_that_a_run_needs_are_not_touched(config, name)
     fill(workdir, {name: "mine"})
     if name == ".replaced/results.json":  # where a run is, this is a part of one
         return
-    with pytest.raises(UserError, match="no run's. Move it, or give another --workdir"):
+    with pytest.raises(UserError, match="not part of a run. Move it, or give another --workdir"):
         reopen(config, seed=1, overwrite=True)
     (workdir / name).unlink()
     if "/" in name:
@@ -340,14 +340,14 @@ def test_a_kill_between_the_first_checkpoint_and_the_end_of_the_old_run_keeps_th
 @pytest.mark.parametrize("recipe", [bert_mlm, bert_from_scratch, glue_controller, glue_custom_loop])
 def test_overwrite_takes_all_that_a_recipe_writes(recipe, small, tmp_path):
     """What stays would be taken for the user's, and the next run be refused for it."""
-    knobs = small | {"max_steps": 2}
+    options = small | {"max_steps": 2}
     if recipe in (glue_controller, glue_custom_loop):
         lines = [f"{'good' if i % 2 else 'bad'} number {i},{i % 2}" for i in range(200)]
         (tmp_path / "own.csv").write_text("\n".join(["text,label", *lines]))
-        del knobs["corpus"]
-        knobs |= {"task": "own", "data": str(tmp_path / "own.csv"), "text_columns": "text", "label_column": "label"}
-    recipe.train_and_evaluate(recipe.Config(**knobs))
-    workdir = Path(knobs["workdir"])
+        del options["corpus"]
+        options |= {"task": "own", "data": str(tmp_path / "own.csv"), "text_columns": "text", "label_column": "label"}
+    recipe.train_and_evaluate(recipe.Config(**options))
+    workdir = Path(options["workdir"])
     written = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()} - {".lock"}
     set_aside(workdir)
     left = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()} - {".lock"}
@@ -418,7 +418,7 @@ def test_a_kill_between_any_two_changes_of_the_folder_loses_nothing(config, tmp_
 
 def test_a_folder_that_cannot_be_written_or_is_in_use(tmp_path, config):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write to the work folder"):
+    with pytest.raises(UserError, match="cannot write to the work directory"):
         open_run("a", Config(str(tmp_path / "file" / "run")))
     run = open_run("a", config)
     with pytest.raises(UserError, match="another process is running"):
@@ -468,7 +468,7 @@ def test_a_run_goes_on_with_the_same_data_only(config):
 
     sizes = {"train": 16, "validation": 1}
     for too_little in ({"train": 15}, {"validation": 0}):
-        with pytest.raises(UserError, match="too few for one batch of 16|no text was left for validation"):
+        with pytest.raises(UserError, match="too few for a global batch of 16|no text is left for validation"):
             checked(sizes | too_little, {"train": 1})
     checked(sizes, {"train": 7})  # more of it than was refused
     checked(sizes, {"train": 7})

@@ -20,7 +20,7 @@ from common.devices.cluster import PORT
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "recipes/cluster"
 STEPS = 600  # of a few milliseconds: enough of them to stop a run in the middle
-KNOBS = [
+OPTIONS = [
     *("bert_mlm", "--corpus", str(ROOT / "LICENSE"), "--model", "nano", "--vocabulary-size", "300"),
     *(
         "--seq-length",
@@ -139,11 +139,11 @@ def ask(*command):
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def submit(workdir, *knobs):
+def submit(workdir, *options):
     """The job's number and its log."""
     log = workdir.with_suffix(".log")
-    options = ["--parsable", "--nodes=1", "--ntasks-per-node=2", f"--output={log}"]
-    command = ["sbatch", *options, FILES / "slurm.sbatch", *KNOBS, "--workdir", workdir, *knobs]
+    allocation = ["--parsable", "--nodes=1", "--ntasks-per-node=2", f"--output={log}"]
+    command = ["sbatch", *allocation, FILES / "slurm.sbatch", *OPTIONS, "--workdir", workdir, *options]
     return subprocess.check_output(command, cwd=ROOT, env=os.environ | {"PATH": PATH}, text=True).strip(), log
 
 
@@ -186,9 +186,9 @@ def ray_cluster(tmp_path):
     environment = os.environ | {"PATH": PATH} | variables
     with contextlib.ExitStack() as nodes:
         head = ["--head", "--include-dashboard=false", f"--port={address.split(':')[1]}"]
-        for name, options in (("head", head), ("node", [f"--address={address}"])):
+        for name, flags in (("head", head), ("node", [f"--address={address}"])):
             log = tmp_path / f"{name}.log"
-            nodes.enter_context(started(["ray", "start", *options, "--num-cpus=1", "--block"], log, env=environment))
+            nodes.enter_context(started(["ray", "start", *flags, "--num-cpus=1", "--block"], log, env=environment))
             wait_for(lambda log=log: "Ray runtime started" in log.read_text(), 120, log)
         yield environment | {"RAY_ADDRESS": address}
 
@@ -206,7 +206,7 @@ def test_ray(ray_cluster, tmp_path):
     """SIGTERM to the program stops the workers; the same command goes on, and again where one is killed."""
     workdir, log = tmp_path / "run", tmp_path / "ray.log"
     command = [sys.executable, FILES / "ray_launch.py", "--workers", "2", "--restarts", "1"]
-    command += [*KNOBS, "--workdir", workdir]
+    command += [*OPTIONS, "--workdir", workdir]
     with started(command, log, cwd=ROOT, env=ray_cluster) as program:
         wait_for(lambda: is_training(workdir), 300, log)
         program.terminate()
@@ -291,7 +291,7 @@ def test_the_pods_of_the_manifest_train_together(manifest, tmp_path):
     mount = pod["containers"][0]["volumeMounts"][0]["mountPath"]
     words = [word.replace(mount, str(tmp_path)) for word in pod["containers"][0]["command"]]
     workdir = Path(words[words.index("--workdir") + 1])
-    command = [*IN_NAMESPACES, PODS, "sh", *words, *KNOBS[1:]]
+    command = [*IN_NAMESPACES, PODS, "sh", *words, *OPTIONS[1:]]
     environment = os.environ | variables | {"PATH": PATH, "HOSTS": str(hosts)}
     with started(command, log, cwd=ROOT, env=environment) as pods:
         wait_for(lambda: is_training(workdir), 300, log)

@@ -159,7 +159,7 @@ def test_a_test_split_of_less_than_a_sequence_is_left_out(corpus, vocabulary, tm
     few = corpus | {"test": lambda: iter(["one two"])}
     write_shards(few, vocabulary, 16, 6, str(tmp_path / "data"), str(tmp_path / "scratch"), MADE_FROM)
     assert list(find_shards(str(tmp_path / "data"), MADE_FROM).sizes()) == ["train", "validation"]
-    assert "test: too little text for one sequence, so it is left out\n" in capsys.readouterr().out
+    assert "test: too little text for one sequence; this split is left out\n" in capsys.readouterr().out
     assert not (tmp_path / "scratch").exists()
 
 
@@ -250,7 +250,7 @@ def test_what_is_damaged_or_strange_is_told_of(written, corpus, vocabulary, tmp_
     data = tmp_path / "data[1]"  # which as a pattern is another folder
     data.mkdir()
     (data / "other.tfrecord").write_bytes(b"")
-    with pytest.raises(UserError, match=r"holds .tfrecord files by another tokenizer. Remove them, or give another"):
+    with pytest.raises(UserError, match=r"holds .tfrecord files of another tokenizer. Remove them, or give another"):
         write_shards(corpus, vocabulary, 16, 6, str(data), str(tmp_path / "scratch"), MADE_FROM)
     (data / "manifest.json").write_text("[]")
     with pytest.raises(UserError, match="manifest.json is damaged. Remove"):
@@ -275,7 +275,7 @@ def test_a_file_by_the_name_of_one_of_the_shards_is_not_overwritten(name, corpus
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_a_split_of_words_that_the_vocabulary_lacks_is_refused_before_training(split, corpus, vocabulary, tmp_path):
     texts = corpus | {split: lambda: ["今日は 良い 天気 " * 30]}
-    with pytest.raises(UserError, match=f"^the vocabulary, .*, knows none of the words of {split}. Give text of the"):
+    with pytest.raises(UserError, match=f"^the vocabulary, .*, has none of the words of {split}. Give text of the"):
         write_shards(texts, vocabulary, 16, 6, str(tmp_path / "data"), str(tmp_path / "scratch"), MADE_FROM)
 
 

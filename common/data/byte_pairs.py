@@ -30,7 +30,7 @@ class BytePairs:
     """A vocabulary of RoBERTa.
 
     Attributes:
-        pieces: their places in the list are their ids. A piece is written in GPT-2's alphabet of 256 letters, one a
+        pieces: the tokens, by id. A piece is written in GPT-2's alphabet of 256 letters, one a
             byte, in which a space is `Ġ`.
         merges: pairs of pieces, with a space between them, in the order in which they are joined.
     """
@@ -59,11 +59,11 @@ Vocabulary = WordPieces | BytePairs
 def train_byte_pairs(documents: Documents, size: int) -> BytePairs:
     """Trains a byte-level vocabulary (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
-    The same documents and size give the same vocabulary on every machine. It is kept in the cache.
+    The same documents and size give the same vocabulary on every machine. It is cached.
 
     Args:
         documents: opens the stream of documents; called twice, it must give the same ones.
-        size: pieces at most; at least 261, for 256 bytes and five special tokens.
+        size: of the vocabulary, at most; at least 261, for 256 bytes and five special tokens.
     """
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]  # in this order they have RoBERTa's ids
 

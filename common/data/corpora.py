@@ -23,10 +23,10 @@ Documents = Callable[[], Iterator[str]]
 NAMES = ("docstrings", "wikitext-2", "wikitext-103")
 WIKITEXT = "Salesforce/wikitext"  # on the Hub
 SPLITS = ("train", "validation", "test")
-NEEDED_SPLITS = ("train", "validation")  # without a text in each, a run is refused; without one in test, it has no test
+NEEDED_SPLITS = ("train", "validation")  # a run without text in these is rejected; the test split is optional
 WIKITEXT_FILES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
-DOCUMENT_LIMIT = 20_000  # characters; a longer stretch of text goes on as the next document, so that memory is bounded
-HELD_OUT = 10  # one part in this many is the validation split of a corpus that comes without one
+DOCUMENT_LIMIT = 20_000  # characters; longer text is split into several documents, so that memory is bounded
+HELD_OUT = 10  # one part in this many is the validation split of a corpus without one
 
 
 def open_corpus(corpus: str) -> dict[str, Documents]:
@@ -35,13 +35,13 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
     Args:
         corpus: one of
             - `docstrings`: English from the docstrings of the packages that this project depends on and CPython's
-              `pydoc_data.topics`; needs no network. One source module in 10 is held out for validation, and of it the
-              paragraphs that share eight words in a row with the training text are dropped;
+              `pydoc_data.topics`; needs no network. One source module in 10 is held out for validation, and its
+              paragraphs that share eight consecutive words with the training text are dropped;
             - `wikitext-2`, `wikitext-103`: Merity et al. 2016, arXiv:1609.07843, from the Hugging Face Hub
               (`Salesforce/wikitext`, the token version), by the `datasets` library;
             - `hf://user/name` or `hf://user/name/configuration`: any data set of the Hub with a column `text`, read as
               a stream; without a split `validation`, one row in 10 is held out;
-            - a folder in WikiText's form: `wiki.train.tokens`, `wiki.valid.tokens` and, if there, `wiki.test.tokens`;
+            - a folder in WikiText's format: `wiki.train.tokens`, `wiki.valid.tokens` and, if there, `wiki.test.tokens`;
             - a text file, or a folder of `.txt` files: a document is what stands between blank lines, and one
               document in 10, chosen by a hash of its text, is held out for validation.
 
@@ -77,14 +77,14 @@ def check_corpus(corpus: str, workdir: str) -> None:
     """Checks that there is text to train on.
 
     Raises:
-        UserError: when there is none, or the run's own folder lies in it: a run writes text too.
+        UserError: when there is none, or the work directory is inside it: a run writes text too.
     """
     if corpus in NAMES:
         return
     if Path(corpus).is_dir() and Path(workdir).resolve().is_relative_to(Path(corpus).resolve()):
         raise UserError(
-            f"--workdir {workdir} lies in the folder --corpus {corpus}, all of whose text is read, a run's too. "
-            "Give a --workdir outside of it"
+            f"--workdir {workdir} is inside --corpus {corpus}, where all text is read, a run's too. "
+            "Give a --workdir outside it"
         )
     if next(open_corpus(corpus)["train"](), None) is None:
         raise UserError(f"there is no text in {corpus}")

@@ -43,7 +43,7 @@ def docstring_files() -> dict[str, Path]:
 
 
 def _prose_by_module() -> Iterator[tuple[str, list[str]]]:
-    """(module, its paragraphs of prose), read without importing the packages; no paragraph comes twice."""
+    """(module, its paragraphs of prose), read without importing the packages; without duplicate paragraphs."""
     seen = set()
 
     def prose(texts: Iterator[str]) -> list[str]:
@@ -85,7 +85,7 @@ def _is_prose(paragraph: str) -> bool:
 
 
 def _split_modules(modules: Iterator[tuple[str, list[str]]]) -> dict[str, list[str]]:
-    """By a hash of the module's name; then validation loses what shares eight words in a row with training."""
+    """Splits by a hash of the module's name; drops validation paragraphs with eight consecutive words of training."""
     train: list[list[str]] = []
     validation: list[list[str]] = []
     for module, paragraphs in modules:

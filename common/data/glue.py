@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labelled texts, to fine-tune a classifier on: tasks of GLUE, generated pairs, or files of your own.
+"""Labelled texts for fine-tuning a classifier: GLUE tasks, generated pairs, or your own files.
 
 GLUE: Wang et al. 2018, arXiv:1804.07461. MRPC (Dolan and Brockett 2005, "Automatically Constructing a Corpus of
 Sentential Paraphrases") asks whether two sentences say the same; SST-2 (Socher et al. 2013, "Recursive Deep Models for
@@ -52,12 +52,10 @@ def open_examples(task: str, data: str = "", text_columns: str = "", label_colum
             sorted by value where all are numbers, otherwise as texts.
 
     Raises:
-        UserError: when it cannot be read, or something in it is wrong.
+        UserError: when it cannot be read, or is invalid.
     """
     if task != "own" and (text_columns or label_column):
-        raise UserError(
-            "--text-columns and --label-column are for files of your own: say --task own, or leave them out"
-        )
+        raise UserError("--text-columns and --label-column are for your own files: give --task own, or leave them out")
     if task == "roles":
         return _generated(data)
     if task != "own":
@@ -66,15 +64,15 @@ def open_examples(task: str, data: str = "", text_columns: str = "", label_colum
 
 
 def write_predictions(path: Path, indices: list[str], labels: list[str]) -> None:
-    """Writes predictions as GLUE's submissions have them: a header, and one line an example.
+    """Writes predictions in GLUE's submission format: a header, and one line per example.
 
     Args:
-        path: of the file, which is replaced if it is there.
+        path: of the file, which is replaced if it exists.
         indices: names of the examples, [examples]; see `Examples`.
         labels: names of the predicted classes, [examples].
 
     Raises:
-        ValueError: when there are not as many of the ones as of the others.
+        ValueError: when their numbers differ.
     """
     lines = [f"{index}\t{label}\n" for index, label in zip(indices, labels, strict=True)]
     path.write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8")
@@ -83,13 +81,13 @@ def write_predictions(path: Path, indices: list[str], labels: list[str]) -> None
 def _own_columns(data: str, text_columns: str, label_column: str) -> tuple[str, ...]:
     """The names of the texts' columns, checked."""
     if not data:
-        raise UserError("--task own needs a file or a folder of yours: give --data")
+        raise UserError("--task own needs your own file or folder: give --data")
     if not text_columns or not label_column:
         raise UserError("--task own needs the names of the columns: give --text-columns and --label-column")
     names = tuple(name.strip() for name in text_columns.split(","))
     if len(names) > 2 or not all(names) or len({*names, label_column}) <= len(names):
         raise UserError(
-            f"--text-columns must be one name or two with a comma, other than --label-column {label_column}; "
+            f"--text-columns must be one name, or two separated by a comma, other than --label-column {label_column}; "
             f"got {text_columns}"
         )
     return names
@@ -113,7 +111,7 @@ def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
 
 def _generated(data: str) -> LabelledTexts:
     if data:
-        raise UserError("--task roles makes its own texts: leave out --data")
+        raise UserError("--task roles generates its own texts: leave out --data")
     splits = {
         split: Examples([pair[:2] for pair in pairs], [pair[2] for pair in pairs], list(map(str, range(len(pairs)))))
         for split, pairs in roles.role_pairs().items()
@@ -133,7 +131,7 @@ def _from_glue(task: str, data: str) -> LabelledTexts:
 
 
 def _from_hub(task: str) -> dict[str, list[Row]]:
-    tables = hub_splits(HUB_NAME, task, knob="--data")
+    tables = hub_splits(HUB_NAME, task, option="--data")
     rows = {}
     for split in STEMS:
         rows[split] = [(f"{task} of {HUB_NAME}, {split}, row {n}", dict(row)) for n, row in enumerate(tables[split])]

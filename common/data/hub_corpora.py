@@ -9,7 +9,7 @@ HUB = "hf://"
 
 
 def hub_builder(name: str, configuration: str | None = None) -> Any:
-    """The library's builder of a data set, which knows it without having read it.
+    """The library's builder of a data set, which describes it without downloading it.
 
     Raises:
         UserError: when it cannot be fetched.
@@ -18,20 +18,20 @@ def hub_builder(name: str, configuration: str | None = None) -> Any:
 
 
 def hub_splits(
-    name: str, configuration: str | None = None, streaming: bool = False, knob: str = "--corpus"
+    name: str, configuration: str | None = None, streaming: bool = False, option: str = "--corpus"
 ) -> dict[str, Any]:
     """The splits of a data set: iterables of rows, which are dicts.
 
     Args:
         name: `user/name`, or a local folder of files that the library reads.
         configuration: of the data set, where it has several.
-        streaming: read rows as they are asked for; otherwise the whole is kept on disk.
-        knob: of the recipe, to which one can give a folder instead.
+        streaming: read rows on demand; otherwise the whole data set is kept on disk.
+        option: of the recipe, by which a folder can be given instead.
 
     Raises:
         UserError: when it cannot be fetched.
     """
-    return _fetched(knob, name, "load_dataset", name, configuration, streaming=streaming)
+    return _fetched(option, name, "load_dataset", name, configuration, streaming=streaming)
 
 
 def parse_hub_name(corpus: str) -> tuple[str, str | None]:
@@ -49,7 +49,7 @@ def parse_hub_name(corpus: str) -> tuple[str, str | None]:
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
 
 
-def _fetched(knob: str, name: str, function: str, *arguments, **options) -> Any:
+def _fetched(option: str, name: str, function: str, *arguments, **options) -> Any:
     import datasets
 
     try:
@@ -57,5 +57,5 @@ def _fetched(knob: str, name: str, function: str, *arguments, **options) -> Any:
     except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
         raise UserError(
             f"cannot fetch {name} from the Hugging Face Hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            f"Without a network, download its files elsewhere and give their folder: {knob} FOLDER"
+            f"Without a network, download its files elsewhere and give their folder: {option} FOLDER"
         ) from error

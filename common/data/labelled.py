@@ -11,7 +11,7 @@ from typing import Any
 from common.data.tables import Row, name_columns
 from common.errors import UserError
 
-HELD_OUT = 10  # one example in this many is the validation split of data that come without one
+HELD_OUT = 10  # one example in this many is the validation split of data without one
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Examples:
 
     Attributes:
         texts: the one or two texts of each example.
-        labels: places in the list of classes; None where the split has no labels, as GLUE's test.
-        indices: how predictions name the examples: by GLUE's column `index`, or else 0, 1, 2, ...
+        labels: indices of classes; None if the split has no labels, as GLUE's test.
+        indices: names of the examples in predictions: by GLUE's column `index`, or else 0, 1, 2, ...
     """
 
     texts: list[tuple[str, ...]]
@@ -34,7 +34,7 @@ class LabelledTexts:
     """A data set.
 
     Attributes:
-        classes: their names, as the files write them.
+        classes: their names, as in the files.
         splits: "train", "validation", and "test" where there is one.
         submission: the file name that GLUE wants for predictions of the test split; for other data, `test.tsv`.
     """
@@ -73,7 +73,7 @@ def to_examples(
         index: name of the column that names the examples; None to number them.
 
     Raises:
-        UserError: when a column is not there, a text is no text, or a label is none of the classes.
+        UserError: when a column is not there, a text is not a string, or a label is not one of the classes.
     """
     labels: list[int] = []
     found = Examples([], None if label is None else labels, [])
@@ -84,7 +84,7 @@ def to_examples(
         if label is not None:
             name = _label(where, row, label)
             if name not in places:
-                raise UserError(f"{where}: the label {name!r} is none of {name_columns(classes)}")
+                raise UserError(f"{where}: the label {name!r} is not one of {name_columns(classes)}")
             labels.append(places[name])
     return found
 
@@ -93,7 +93,7 @@ def check_examples(splits: dict[str, Examples]) -> None:
     """Checks that every split has an example, and the training split at least two classes.
 
     Raises:
-        UserError: when it is not so.
+        UserError: when that is not so.
     """
     for split, examples in splits.items():
         if not examples.texts:
@@ -121,7 +121,7 @@ def hold_out(examples: Examples) -> dict[str, Examples]:
 def _text(where: str, row: dict[str, Any], name: str) -> str:
     value = _value(where, row, name)
     if not isinstance(value, str) or not _is_unicode(value):
-        raise UserError(f"{where}: {name} must be a text, in quotes; got {name_columns([json.dumps(value)])}")
+        raise UserError(f"{where}: {name} must be a string; got {name_columns([json.dumps(value)])}")
     return value
 
 
@@ -130,7 +130,7 @@ def _label(where: str, row: dict[str, Any], name: str) -> str:
     if isinstance(value, int):
         return json.dumps(value)
     if not isinstance(value, str) or not _is_unicode(value) or set(value) & set("\t\r\n"):
-        raise UserError(f"{where}: {name} must be a line of text or a whole number; got {json.dumps(value)}")
+        raise UserError(f"{where}: {name} must be a string of one line or an integer; got {json.dumps(value)}")
     return value
 
 
@@ -141,5 +141,5 @@ def _value(where: str, row: dict[str, Any], name: str) -> Any:
 
 
 def _is_unicode(text: str) -> bool:
-    """False where it has half a character, as JSON can write one: such a text cannot be saved."""
+    """False if it has a lone surrogate, which JSON allows: such a text cannot be saved."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

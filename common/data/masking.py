@@ -11,15 +11,15 @@ from common.data.wordpiece import WordPieces
 
 @dataclasses.dataclass(frozen=True)
 class MaskingRule:
-    """What is masked, and with what.
+    """Which tokens are masked, and how.
 
     Args:
         vocabulary_size: ids from which a random token is drawn.
         mask_id: id of [MASK].
         pad_id: id of [PAD].
-        never_masked: ids that are never chosen: those of padding, start, end, and unknown words, which teach nothing.
+        never_masked: ids that are never chosen: padding, start, end, and unknown words, from which nothing is learned.
         segments: whether the model takes segment ids, as BERT does.
-        rate: share of a sequence's tokens that are chosen.
+        rate: fraction of a sequence's tokens that are chosen.
     """
 
     vocabulary_size: int
@@ -42,13 +42,13 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
     """Chooses tokens, hides them, and keeps them as labels.
 
     Of the chosen, 80 % become [MASK], 10 % a random token, 10 % stay. A sequence with n tokens that may be chosen has
-    round(rate * n) chosen, at least one. A sequence's masks are a pure function of its tokens and its seed, however
-    far it is padded.
+    round(rate * n) chosen, at least one. A sequence's masks are a pure function of its tokens and its seed, regardless
+    of padding.
 
     Args:
         ids: int32 [batch, length], padded with `rule.pad_id`.
         seeds: int64 [batch, 2], one for each sequence.
-        rule: what is masked, and with what.
+        rule: which tokens are masked, and how.
 
     Returns:
         `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM` with slots = round(rate * length), at least one:
@@ -87,7 +87,7 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
 
 
 def mask_seeds(seed: int, epochs: tf.Tensor | None, examples: tf.Tensor) -> tf.Tensor:
-    """Seeds for `mask_tokens`: other masks in every epoch; None for an evaluation, whose masks are always the same.
+    """Seeds for `mask_tokens`: new masks in every epoch; None for an evaluation, whose masks never change.
 
     Args:
         seed: of the run, below 2^32.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of examples as a pure function of (seed, epoch, position).
 
-A run is one long row of positions 0, 1, 2, ...: step k takes the positions [k * batch, (k + 1) * batch), where batch is
-the global batch size. Nothing else decides which example stands at a position: not who reads it, how many read, or how
-often the run was interrupted. Reader r of R takes the positions r, r + R, r + 2 R, ... (`Dataset.shard`), so that every
-step holds the same examples for any R that divides the batch.
+A run is a sequence of positions 0, 1, 2, ...: step k takes the positions [k * batch, (k + 1) * batch), where batch is
+the global batch size. Nothing else decides which example is at a position: not which process reads it, how many read,
+or how often the run was interrupted. Reader r of R takes the positions r, r + R, r + 2 R, ... (`Dataset.shard`), so
+that every step holds the same examples for any R that divides the batch.
 
-An epoch has steps_per_epoch(examples, batch) steps. Where the last one is not full, its missing places are filled with
-example -1, which must weigh nothing. So every batch has the same shape on every replica.
+An epoch has steps_per_epoch(examples, batch) steps. If the last one is partial, it is padded with example -1, which
+must have weight 0. So every batch has the same shape on every replica.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ NO_EXAMPLE = -1
 
 
 class Scaled(NamedTuple):
-    """Examples in a step, on each replica and on all, and the peak of the learning rate."""
+    """Batch size per replica, global batch size, and peak learning rate."""
 
     batch_size: int
     global_batch_size: int
@@ -26,7 +26,7 @@ class Scaled(NamedTuple):
 
 
 def steps_per_epoch(num_examples: int, global_batch_size: int) -> int:
-    """Steps in which every example is used once: the quotient, rounded up."""
+    """Steps in which every example is used once: the ratio, rounded up."""
     return -(-num_examples // global_batch_size)
 
 
@@ -37,10 +37,10 @@ def locate(positions: tf.Tensor, num_examples: int, global_batch_size: int, shuf
         positions: int64 vector.
         num_examples: in the data set.
         global_batch_size: examples in one step, over all replicas.
-        shuffle_seed: each epoch has an order of its own; None for the examples' own order.
+        shuffle_seed: for a new order in each epoch; None for no shuffling.
 
     Returns:
-        Two int64 vectors: epochs, and examples in [0, num_examples) or -1 for a place to fill.
+        Two int64 vectors: epochs, and examples in [0, num_examples) or -1 for padding.
     """
     places = steps_per_epoch(num_examples, global_batch_size) * global_batch_size
     epochs, place = positions // places, positions % places

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From documents to sequences of token ids of one length, kept in the cache."""
+"""From documents to sequences of token ids of one length, cached."""
 
 import itertools
 import zlib
@@ -28,14 +28,14 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
         vocabulary: whose tokenizer is used.
         seq_length: tokens in a sequence, [CLS] and [SEP] included.
         pack: True for documents, each with [SEP] at its end, concatenated and cut every `seq_length - 2` tokens, so
-            that only the last sequence has padding; False for one sequence a line, cut at `seq_length`.
+            that only the last sequence has padding; False for one sequence per line, truncated to `seq_length`.
 
     Returns:
         A tensor [sequences, seq_length] of ids, uint16 or int32, in host memory; each sequence is [CLS], tokens,
         [SEP], and [PAD] to its end.
 
     Raises:
-        UserError: when there are tokens, and the vocabulary knows none of them.
+        UserError: when there are tokens, and all are unknown to the vocabulary.
     """
     dtype = np.dtype(np.uint16 if len(vocabulary.pieces) <= 2**16 else np.int32)
     tokenizer, special = vocabulary.tokenizer(), vocabulary.special
@@ -60,7 +60,7 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
     ]
     if len(sequences) and all(np.isin(sequence, teach_nothing).all() for sequence in sequences):
         raise UserError(
-            "the vocabulary knows none of the text's words. Give the text's own, or none, to have one trained"
+            "the vocabulary has none of the text's words. Give one made for this text, or none to train one"
         )
     with tf.device("CPU"):
         return tf.constant(sequences)
@@ -69,11 +69,11 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
 def make_all_sequences(
     corpus: dict[str, Documents], vocabulary: Vocabulary, seq_length: int, pack: bool
 ) -> dict[str, tf.Tensor]:
-    """`make_sequences` of each split. A test split that has none is left out, of which it tells."""
+    """`make_sequences` of each split. A test split without any is left out, with a message."""
     sequences = {split: make_sequences(text, vocabulary, seq_length, pack) for split, text in corpus.items()}
     empty = [split for split, part in sequences.items() if not len(part) and split not in NEEDED_SPLITS]
     for split in empty:
-        print(f"{split}: there is no text, so it is left out", flush=True)
+        print(f"{split}: no text; this split is left out", flush=True)
     return {split: part for split, part in sequences.items() if split not in empty}
 
 
@@ -101,7 +101,7 @@ def checksums(sequences: dict[str, tf.Tensor]) -> dict[str, int]:
 
 
 def count_tokens(sequences: dict[str, tf.Tensor], pad_id: int) -> dict[str, tuple[int, int]]:
-    """The number of sequences in each split, and of tokens in them, padding not counted."""
+    """The number of sequences in each split, and of tokens in them, without padding."""
     return {split: (len(part), int(np.count_nonzero(part.numpy() != pad_id))) for split, part in sequences.items()}
 
 
@@ -110,8 +110,8 @@ def read_sequences(sequences: tf.Tensor, examples: tf.Tensor, pad_id: int, trim:
 
     Args:
         sequences: tensor [sequences, seq_length].
-        examples: int64 vector; `order.NO_EXAMPLE` gives a row of padding, which has no token and no label and so weighs
-            nothing.
+        examples: int64 vector; `order.NO_EXAMPLE` gives a row of padding, which has no token and no label, and so no
+            weight.
         pad_id: id of [PAD].
         trim: cut padding off to the shortest bucket length (32, 64, 128, ...) that holds the longest of these examples.
 

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs of generated English sentences that say the same, or the same with the roles swapped; needs no network.
 
-Nobody wrote these sentences: a program puts them together from short lists of words. They show that a classifier
-learns, not that it knows English.
+The sentences are generated from short lists of words. They show that a classifier learns, not that it knows English.
 
 The first sentence is active, the second passive: "The guard praised the tourist." and "The tourist was praised by the
-guard." Half of the second sentences have who did it and to whom the wrong way round. Either label has the very same
-words, so that counting words tells nothing: their order must be understood. The idea is that of PAWS (Zhang et al.
+guard." Half of the second sentences have who did it and to whom the wrong way round. Both labels have the same
+words, so that a bag of words carries no information: only word order does. The idea is that of PAWS (Zhang et al.
 2019, "PAWS: Paraphrase Adversaries from Word Scrambling", arXiv:1904.01130), whose sentences are real.
 
 As in real texts, some people act more often than others: the guard praises the tourist in 17 of 20 events, the tourist
-the guard in 3. Who only looks at the order of the second sentence is right in 85 % of the pairs; only who compares it
-with the first is right in all. Without that first step (at 0.5), BERT-tiny with random weights had learned nothing
+the guard in 3. Looking only at the order of the second sentence is right in 85 % of the pairs; only comparing it with
+the first is right in all. Without that intermediate step (at 0.5), BERT-tiny with random weights had learned nothing
 after two epochs; with it, all after one.
 """
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads TFRecord shards in an order that is a pure function of (seed, epoch, position).
 
-As in `common.data.order`, a run is one long row of positions, and step k takes those from k * batch on. Here the row is
+As in `common.data.order`, a run is one sequence of positions, and step k takes those from k * batch on. Here they are
 divided into lanes: position p is in lane p mod L, and lane l reads the shards l, l + L, l + 2 L, ... L is the greatest
-number that divides both the shards and the global batch, so it does not depend on who reads. Reader r of R takes the
-positions r, r + R, ...: where R divides L, these are whole lanes, and no other reader opens their shards.
+number that divides both the shards and the global batch, so it does not depend on the readers. Reader r of R takes
+the positions r, r + R, ...: if R divides L, these are whole lanes, and no other reader opens their shards.
 
-In each epoch a lane's shards come in another order, four at a time, and every 4,096 sequences that come are shuffled.
-Lanes that are shorter than the longest end with places without an example, which weigh nothing.
+In each epoch a lane's shards are read in a new order, four at a time, and every 4,096 sequences are shuffled. Lanes
+shorter than the longest are padded with positions without an example, which have weight 0.
 """
 
 import math
@@ -23,7 +23,7 @@ SHARDS_AT_ONCE = 4
 
 
 def steps_in_shards(shards: list[dict[str, Any]], global_batch_size: int) -> int:
-    """Steps in which every sequence of a split is read once; from the manifest, nothing is read.
+    """Steps in which every sequence of a split is read once, by the manifest alone.
 
     Args:
         shards: of a split, as in the manifest.
@@ -51,14 +51,14 @@ def read_shards(
         split: whose they are.
         global_batch_size: sequences in one step, over all replicas.
         epochs: of the run.
-        shuffle_seed: None for the shards' own order.
-        first_step: at which the run goes on.
+        shuffle_seed: None for no shuffling.
+        first_step: from which the run resumes.
         num_readers: see the module.
-        reader: this one's number.
+        reader: this one's index.
 
     Returns:
-        Elements are scalars (epoch, example, record): int64; int64, the number of a sequence in its split, or -1 for a
-        place without one; and a string for `decode_sequences`, empty for such a place.
+        Elements are scalars (epoch, example, record): int64; int64, the number of a sequence in its split, or -1 for
+        padding; and a string for `decode_sequences`, empty for padding.
     """
     shards = written.files(split)
     lanes = _lanes(shards, global_batch_size)

@@ -25,10 +25,10 @@ from common.data.wordpiece import train_wordpieces
 from common.errors import UserError
 from common.files import UNFINISHED, flush, remove_unfinished
 
-LEAST_SHARDS = 8  # of a split, so that several readers can share them
-SHARD_TOKENS = 2**25  # in a shard at most, about 64 MB
+LEAST_SHARDS = 8  # per split, so that several readers can share them
+SHARD_TOKENS = 2**25  # maximum per shard, about 64 MB
 RECORDS_AT_ONCE = 1024
-OPTIONS = ("corpus", "architecture", "vocabulary_size", "seq_length", "shards")  # what `make_shards` goes by
+OPTIONS = ("corpus", "architecture", "vocabulary_size", "seq_length", "shards")  # on which `make_shards` depends
 
 
 def make_shards(options: dict[str, Any], folder: str, scratch: str, dry_run: bool = False) -> str:
@@ -37,9 +37,9 @@ def make_shards(options: dict[str, Any], folder: str, scratch: str, dry_run: boo
     Args:
         options: by the names `OPTIONS`: the corpus's name; `bert` for WordPiece or `roberta` for byte pairs; the
             vocabulary's size; and `seq_length` and `num_shards` of `write_shards`.
-        folder: of the shards; empty in a dry run that is to look nowhere.
+        folder: of the shards; empty in a dry run without one.
         scratch: of `write_shards`.
-        dry_run: leave nothing: where shards are missing, write them to a folder that goes with the process.
+        dry_run: leave no files: missing shards are written to a folder that is deleted at the process's exit.
 
     Returns:
         The shards' folder.
@@ -69,26 +69,25 @@ def write_shards(
     scratch: str,
     made_from: dict[str, Any],
 ) -> None:
-    """Writes a corpus's shards; interrupted, it goes on where it was.
+    """Writes a corpus's shards, or resumes an interrupted write.
 
-    All text of a split is one row of tokens, each document's with an end token behind it, cut every `seq_length - 2`.
-    Only the last piece, which is shorter, is dropped, and counted; a test split without a sequence is left out. The
-    manifest comes last; a shard that is there before it is kept where all its records can be read. Of several processes
-    that write to one local folder, one does, and the others wait for it; where they cannot lock it, the last to rename
-    wins, with the same bytes.
+    All text of a split is one row of tokens, each document followed by an end token, cut every `seq_length - 2`. Only
+    the shorter rest is dropped, and counted; a test split without a sequence is left out. The manifest is written last;
+    a shard that exists before it is kept if all its records can be read. Of several processes that write to one local
+    folder, one does, and the others wait for it; if they cannot lock it, the last to rename wins, with the same bytes.
 
     Args:
         corpus: of `open_corpus`.
         vocabulary: whose tokenizer is used.
         seq_length: tokens in a sequence, start and end included.
-        num_shards: of each split; 0: 8, or as many as keep each under 64 MB.
-        folder: where to.
+        num_shards: per split; 0: 8, or as many as keep each under 64 MB.
+        folder: destination.
         scratch: a local folder for the tokens until they are written.
-        made_from: what tells these shards from any others, for `find_shards`.
+        made_from: what identifies these shards, for `find_shards`.
 
     Raises:
-        UserError: when the folder cannot be used, or holds shards by another tokenizer, or files by the names of these;
-            when the vocabulary knows none of a split's words, so that nothing in it could be masked.
+        UserError: when the folder cannot be used, or has shards of another tokenizer, or files of the same names; when
+            the vocabulary has none of a split's words, so that nothing in it could be masked.
         OSError: `ENOSPC`, when the disk is full.
     """
     answered(tf.io.gfile.makedirs, folder)
@@ -118,7 +117,7 @@ def _write_shards(
     there = tf.io.gfile.listdir(folder)  # no pattern: the folder's own name may have a bracket
     others = any(name.endswith(".tfrecord") for name in there)
     if others and begun.get("tokenizer") != manifest["tokenizer"]:
-        raise UserError(f"{folder} holds .tfrecord files by another tokenizer. Remove them, or give another --data")
+        raise UserError(f"{folder} holds .tfrecord files of another tokenizer. Remove them, or give another --data")
     if not begun and (foreign := sorted({"tokenizer.json", "train-counts.npy"} & {*there})):
         raise UserError(f"{folder} holds {', '.join(foreign)}, but no manifest.json of shards. Give another --data")
     if {name: begun.get(name) for name in manifest} != manifest:
@@ -130,12 +129,12 @@ def _write_shards(
         row = write_tokens(documents(), tokenizer, end, tokens / split)
         sequences, dropped = divmod(row.length, seq_length - 2)
         if not sequences and split not in NEEDED_SPLITS:
-            print(f"{split}: too little text for one sequence, so it is left out", flush=True)
+            print(f"{split}: too little text for one sequence; this split is left out", flush=True)
             continue
         counts = row.counts(len(vocabulary.pieces))
         if sequences and not np.delete(counts, never_masked).any():
             raise UserError(
-                f"the vocabulary, trained on the training text, knows none of the words of {split}. "
+                f"the vocabulary, trained on the training text, has none of the words of {split}. "
                 "Give text of the same kind in all splits"
             )
         count = min(num_shards or max(LEAST_SHARDS, -(-row.length // SHARD_TOKENS)), max(sequences, 1))
@@ -167,7 +166,7 @@ def _write_shards(
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Holds a local folder's lock, once nobody else does, and removes what killed processes left there."""
+    """Holds a local folder's lock, and removes the unfinished files of killed processes there."""
     if "://" in folder:
         yield
         return

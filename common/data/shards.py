@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A corpus as TFRecord shards: token ids in sequences of one length, and a manifest that counts them.
 
-    manifest.json                           what is there: tokenizer, sequence length, counts, checksums
+    manifest.json                           the contents: tokenizer, sequence length, counts, checksums
     tokenizer.json                          the tokenizer, as Hugging Face's libraries load it
     train-00000-of-00008-1163.tfrecord      shard 0 of 8, with 1,163 sequences
     train-counts.npy                        how often each id occurs in the training split
@@ -32,8 +32,8 @@ class Shards:
     """The shards of a corpus.
 
     Attributes:
-        folder: where they are.
-        vocabulary: whose ids they hold.
+        folder: of the shards.
+        vocabulary: of their token ids.
         manifest: `made_from`, `tokenizer` (a hash), `seq_length`, and `splits`. A split has `documents`, `tokens`,
             `sequences`, `dropped_tokens`, and `shards`, each with `file`, `sequences`, `bytes` and `crc32`. To the
             token, tokens + documents = sequences x (seq_length - 2) + dropped_tokens.
@@ -65,7 +65,7 @@ class Shards:
 
 
 def find_shards(folder: str, made_from: dict[str, Any]) -> Shards | None:
-    """The shards in a folder, every byte of them checked; None where some are still to be written.
+    """The shards in a folder, with every byte checked; None if some are still to be written.
 
     Args:
         folder: of `write_shards`.
@@ -98,7 +98,7 @@ def find_shards(folder: str, made_from: dict[str, Any]) -> Shards | None:
             return None
         if (size, crc32) != (shard["bytes"], shard["crc32"]):
             what = "cut short" if size < shard["bytes"] else "damaged"
-            raise UserError(f"{path} is {what}. Remove it: it is written again")
+            raise UserError(f"{path} is {what}. Remove it; it will be written again")
     path = f"{folder}/tokenizer.json"
     if not tf.io.gfile.exists(path) or short_hash(read_bytes(path)) != manifest["tokenizer"]:
         raise UserError(f"{path} is not that of the shards beside it. Remove {folder}, or give another --data")
@@ -129,7 +129,7 @@ def read_bytes(path: str) -> bytes:
 
 
 def size_and_crc32(path: str) -> tuple[int, int]:
-    """A file's bytes, and their checksum; 0 and 0 where it is not there."""
+    """A file's size and checksum; 0 and 0 if it does not exist."""
     size = crc32 = 0
     try:
         with tf.io.gfile.GFile(path, "rb") as file:
@@ -142,12 +142,12 @@ def size_and_crc32(path: str) -> tuple[int, int]:
 
 
 def short_hash(content: bytes) -> str:
-    """The beginning of a SHA-256, in 16 letters."""
+    """The first 16 hexadecimal digits of a SHA-256."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def answered(ask: Callable[[str], Any], path: str) -> Any:
-    """What a function of `tf.io.gfile` answers.
+    """The result of a function of `tf.io.gfile`.
 
     Raises:
         UserError: when it cannot use the path.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of .tsv, .csv and .jsonl files, with words for what is wrong in them and where."""
+"""Rows of .tsv, .csv and .jsonl files, with messages about errors in them."""
 
 import codecs
 import csv
@@ -20,18 +20,18 @@ def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a UTF-8 file, with or without a byte-order mark; empty lines are skipped.
 
     Args:
-        path: its suffix says which form it has:
-            - `.tsv`: names of the columns in the first line, fields parted by tabs, and no quoting, as in GLUE's files:
+        path: its suffix gives the format:
+            - `.tsv`: names of the columns in the first line, fields separated by tabs, no quoting, as in GLUE's files:
               a quotation mark is a part of the text;
-            - `.csv`: names of the columns in the first line, fields parted by commas; one in double quotes may hold
+            - `.csv`: names of the columns in the first line, fields separated by commas; one in double quotes may hold
               commas, line breaks and, doubled, quotes (RFC 4180);
             - `.jsonl`: a JSON object on each line.
 
     Raises:
-        UserError: when there is no such file, or it is of another form; the message has the line, counted from 1.
+        UserError: when there is no such file, or it is malformed; the message has the line, counted from 1.
     """
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{path} must be one of {', '.join(SUFFIXES)}, to tell its form by")
+        raise UserError(f"{path} must end in one of {', '.join(SUFFIXES)}")
     text = _read(path)
     if path.suffix == ".jsonl":
         return _objects(path, text)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labelled texts as BERT's classifier takes them: encoded once, read in an order that is a function of seed and step.
+"""Inputs of BERT's classifier from labelled texts: encoded once, read in an order that is a function of seed and step.
 
-Each batch is padded to the shortest of a few lengths that holds its longest example, not to the maximum: few lengths,
-for each makes TensorFlow trace its graph once.
+Each batch is padded to the shortest of a few bucket lengths that holds its longest example, not to the maximum: few,
+because TensorFlow traces a graph for each.
 """
 
 import zlib
@@ -21,7 +21,8 @@ from common.data.packing import read_sequences
 def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length: int) -> np.ndarray:
     """Token ids, [examples, seq_length]: [CLS] first [SEP], or [CLS] first [SEP] second [SEP], then [PAD].
 
-    Two texts that are too long share the room equally, and what one leaves is the other's, as in KerasHub's packer.
+    Two texts that are too long are truncated to equal shares, and what one does not use goes to the other, as in
+    KerasHub's packer.
     """
     tokenizer, special = vocabulary.tokenizer(), vocabulary.special
     pad, start, end = (tokenizer.token_to_id(token) for token in (special.pad, special.start, special.end))
@@ -45,9 +46,9 @@ class EncodedTexts:
     """Labelled texts as token ids, and the batches of them.
 
     Attributes:
-        texts: what was encoded.
-        vocabulary: by which.
-        ids: of each split, as `encode` gives them.
+        texts: that were encoded.
+        vocabulary: that encoded them.
+        ids: of each split, from `encode`.
     """
 
     texts: LabelledTexts
@@ -86,14 +87,14 @@ class EncodedTexts:
 
         Args:
             split: whose examples are taken.
-            scaled: examples in a step, on each replica and on all.
+            scaled: batch size per replica, and global batch size.
             steps: of the run.
-            shuffle_seed: each epoch has an order of its own; None for the examples' own order.
-            num_shards, shard: as `strategy.distribute` gives them.
+            shuffle_seed: for a new order in each epoch; None for no shuffling.
+            num_shards, shard: of `strategy.distribute`.
 
         Returns:
             x: BERT's inputs, int32 [batch size, length of the global batch]. examples: int64 [batch size], rows of the
-            split; `order.NO_EXAMPLE` for one that only fills the place.
+            split; `order.NO_EXAMPLE` for padding.
         """
         batch_of = self._batch_of(split, scaled.global_batch_size, shuffle_seed)
 
@@ -107,7 +108,7 @@ class EncodedTexts:
         return numbers.map(replica_batches, num_parallel_calls=2).unbatch().prefetch(8)
 
     def labelled_batches(self, split: str, *arguments, **shard) -> tf.data.Dataset:
-        """As `batches`, but (x, y, weight): labels, and weights, 0 for a place that is only filled."""
+        """As `batches`, but (x, y, weight): labels, and weights, 0 for padding."""
         return self.batches(split, *arguments, **shard).map(self._with_labels(split))
 
     def labelled_batch(self, split: str, batch_size: int, shuffle_seed: int) -> Callable[[tf.Tensor], tuple]:

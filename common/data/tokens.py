@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From documents to one long row of token ids on disk, in parallel processes.
 
-The row is a folder of blocks, each tokenised by a process of its own, which does not load TensorFlow. A block is there
-whole or not at all: what was interrupted goes on. Memory does not grow with the corpus.
+The row is a folder of blocks, each tokenised by its own process, which does not import TensorFlow. Blocks are written
+atomically, so that an interrupted write can be resumed. Memory does not grow with the corpus.
 """
 
 import collections
@@ -62,8 +62,8 @@ def write_tokens(documents: Iterable[str], tokenizer: Tokenizer, end: int, folde
     Args:
         documents: a stream; begun again, it must give the same ones.
         tokenizer: gives the ids.
-        end: the id that is put behind each document that has a token.
-        folder: of this row alone; blocks that it holds already are kept.
+        end: the id that is appended to each document that has a token.
+        folder: of this row alone; existing blocks are kept.
 
     Raises:
         OSError: `ENOSPC`, when the disk is full.
@@ -120,6 +120,6 @@ if __name__ == "__main__":
     try:
         _write_block(**json.load(sys.stdin))
     except json.JSONDecodeError:
-        pass  # cut short: whoever gave the work is gone
+        pass  # truncated: the parent process is gone
     except OSError as error:
         sys.exit(error.errno)

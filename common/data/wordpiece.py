@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """BERT's vocabularies and tokenizers: WordPiece, by the `tokenizers` library.
 
-A preset is saved with KerasHub's tokenizer for the same vocabulary; a test holds that both give the same ids. Letters
+A preset is saved with KerasHub's tokenizer for the same vocabulary; a test checks that both give the same ids. Letters
 that have no single lower-case letter differ: of the German sharp s, KerasHub makes ss.
 """
 
@@ -19,13 +19,13 @@ from common.caching import cached_file
 from common.data.corpora import Documents
 from common.errors import UserError
 
-UNKNOWN = "[UNK]"  # how a corpus writes a word that it has left out
-ALPHABET_SIZE = 200  # characters that a trained vocabulary knows at most, the most frequent ones
+UNKNOWN = "[UNK]"  # how a corpus writes unknown words
+ALPHABET_SIZE = 200  # maximum number of characters in a trained vocabulary, the most frequent ones
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The pieces that stand for no text."""
+    """The special tokens, which stand for no text."""
 
     pad: str
     unknown: str
@@ -39,9 +39,9 @@ class WordPieces:
     """A vocabulary of BERT.
 
     Attributes:
-        pieces: their places in the list are their ids.
-        lowercase: whether a text is lower-cased before its pieces are looked up.
-        strip_accents: whether its accents are taken off.
+        pieces: the word pieces, by id.
+        lowercase: whether text is lower-cased before tokenisation.
+        strip_accents: whether accents are stripped.
     """
 
     pieces: list[str]
@@ -53,8 +53,8 @@ class WordPieces:
     def tokenizer(self) -> Tokenizer:
         """A tokenizer: `encode(text, add_special_tokens=False).ids`.
 
-        `[UNK]` in a text is one token, as corpora that come with unknown words need it. The other special tokens' names
-        are taken as ordinary text, for a corpus may well write about `[MASK]` or `[PAD]`.
+        `[UNK]` in a text is one token, as needed for corpora with unknown words. The names of the other special tokens
+        are ordinary text, as a corpus may well be about `[MASK]` or `[PAD]`.
         """
         ids = {piece: index for index, piece in enumerate(self.pieces)}
         tokenizer = _tokenizer(models.WordPiece(ids, unk_token=UNKNOWN), self.lowercase, self.strip_accents)
@@ -63,9 +63,9 @@ class WordPieces:
 
 
 def train_wordpieces(documents: Documents, size: int) -> WordPieces:
-    """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` pieces.
+    """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` word pieces.
 
-    The same documents and size give the same vocabulary on every machine. It is kept in the cache.
+    The same documents and size give the same vocabulary on every machine. It is cached.
 
     Args:
         documents: opens the stream of documents; called several times, it must give the same ones.
@@ -99,9 +99,9 @@ def train_wordpieces(documents: Documents, size: int) -> WordPieces:
 
 
 def load_wordpieces(path: str | Path) -> WordPieces:
-    """Reads a vocabulary file: one piece a line, the line's number (from 0) is its id.
+    """Reads a vocabulary file: one word piece per line, whose number (from 0) is its id.
 
-    As in BERT, a vocabulary in which only the special pieces have capital letters is for text that is lower-cased and
+    As in BERT, a vocabulary in which only the special tokens have capital letters is for text that is lower-cased and
     stripped of accents.
 
     Raises:

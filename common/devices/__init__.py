@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices and machines: which there are, how workers find and tell each other. Knows no data and no model."""
+"""Devices and machines: device selection, and how workers find and talk to each other. No data, no models."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds this process's place among the workers that train together.
+"""Finds this process's rank among the workers that train together.
 
-A worker is a process; its place is in `TF_CONFIG`, the environment variable that TensorFlow reads. Where that is not
-set, it is made from what Slurm or Kubernetes set. Worker 0 is the chief, which writes the run's files.
+A worker is a process; its rank is in `TF_CONFIG`, the environment variable that TensorFlow reads. If that is not set,
+it is made from the variables of Slurm or Kubernetes. Worker 0 is the chief, which writes the run's files.
 """
 
 import ipaddress
@@ -14,13 +14,17 @@ from typing import Any
 
 from common.errors import UserError
 
-PORT = 8888  # of workers that a scheduler starts
+PORT = 8888  # of workers started by a scheduler
 JOBS = ("chief", "worker", "ps")
-WORKERS_TOLD_IN = {"TF_CONFIG", "SLURM_STEP_NUM_TASKS", "JOB_SERVICE"}  # one of these is set where there are others
+WORKERS_TOLD_IN = {
+    "TF_CONFIG",
+    "SLURM_STEP_NUM_TASKS",
+    "JOB_SERVICE",
+}  # one of these is set if there are several workers
 
 
 def tf_config() -> dict[str, Any]:
-    """What `TF_CONFIG` holds, made from the scheduler's variables where it is not set; empty for a process of its own.
+    """The content of `TF_CONFIG`, made from the scheduler's variables if not set; empty for a single process.
 
     https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
 
@@ -55,7 +59,7 @@ def tf_config() -> dict[str, Any]:
 
 
 def join_timeout() -> int:
-    """Seconds in which all workers must have come, by `JOIN_TIMEOUT`.
+    """Seconds within which all workers must have joined, by `JOIN_TIMEOUT`.
 
     Raises:
         UserError: when that is no whole number above 0.
@@ -64,7 +68,7 @@ def join_timeout() -> int:
 
 
 def whole_number(variable: str, default: int) -> int:
-    """What an environment variable holds; the default where it is empty or not set.
+    """The value of an environment variable; the default if it is empty or not set.
 
     Raises:
         UserError: when that is no whole number above 0.
@@ -88,21 +92,21 @@ def is_address(text: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of `host:port`, as `socket` takes them: `("::1", 8888)` of `[::1]:8888`."""
+    """The parts of `host:port`, as for `socket`: `("::1", 8888)` of `[::1]:8888`."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def all_on_this_machine() -> bool:
-    """Whether each process of the cluster has an address of loopback, as this machine resolves it.
+    """Whether every process of the cluster has a loopback address, as this machine resolves it.
 
-    One that has proves nothing: `/etc/hosts` often gives loopback for the machine's own name.
+    A single one proves nothing: `/etc/hosts` often gives loopback for the machine's own name.
     """
 
     def at_loopback(address: str) -> bool:
         try:
             found = socket.getaddrinfo(*host_and_port(address), type=socket.SOCK_STREAM)
-        except OSError:  # another machine's, which cannot be resolved yet
+        except OSError:  # another machine, which cannot be resolved yet
             return False
         return all(ipaddress.ip_address(str(place[0]).split("%")[0]).is_loopback for *_, place in found)
 
@@ -110,7 +114,7 @@ def all_on_this_machine() -> bool:
 
 
 def parameter_server_config(addresses: list[str], servers: int, index: int) -> dict[str, Any]:
-    """The `TF_CONFIG` of process `index` where the first is the chief, the last are servers, the others workers."""
+    """The `TF_CONFIG` of process `index`: the first is the chief, the last are servers, the others workers."""
     first_server = len(addresses) - servers
     jobs = {"chief": addresses[:1], "worker": addresses[1:first_server], "ps": addresses[first_server:]}
     kind = "chief" if index == 0 else "worker" if index < first_server else "ps"
@@ -118,23 +122,23 @@ def parameter_server_config(addresses: list[str], servers: int, index: int) -> d
 
 
 def has_parameter_servers() -> bool:
-    """Whether workers train each at its own pace, on variables that servers hold."""
+    """Whether workers train asynchronously, on variables that parameter servers hold."""
     return "ps" in tf_config().get("cluster", {})
 
 
 def workers() -> list[str]:
-    """Addresses of all workers that train in step, the chief's first; empty for a process of its own."""
+    """Addresses of all workers that train synchronously, the chief's first; empty for a single process."""
     cluster = {} if has_parameter_servers() else tf_config().get("cluster", {})
     return [*cluster.get("chief", []), *cluster.get("worker", [])]
 
 
 def num_workers() -> int:
-    """Worker processes that train in step; 1 for a process of its own, and with parameter servers."""
+    """Worker processes that train synchronously; 1 for a single process, and with parameter servers."""
     return len(workers()) or 1
 
 
 def worker_index(config: dict[str, Any] | None = None) -> int:
-    """A process's place by its `TF_CONFIG`, this one's by default; 0 is the chief, and servers come last."""
+    """A process's rank by its `TF_CONFIG`, this one's by default; 0 is the chief, and servers come last."""
     config = tf_config() if config is None else config
     if not config:
         return 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training out of step, with parameter servers: experimental.
+"""Asynchronous training with parameter servers: experimental.
 
-The chief hands out steps, each worker does one when it is free, on variables that the servers hold. A gradient may be
-of weights that others have changed meanwhile, so that no two runs are the same; a worker that is slow or dies holds up
-nobody. A step that a worker was at when it died is done again by another.
+The chief schedules steps, and each worker does one when free, on variables that the servers hold. A gradient may be
+stale, of weights that others have changed meanwhile, so that no two runs are the same; a worker that is slow or dies
+holds up nobody. A step that a worker was at when it died is done again by another.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ def parameter_server_strategy(replicas: int = 0, deterministic: bool = False) ->
     if replicas > 1 or deterministic:
         given = "--deterministic" if deterministic else f"--replicas {replicas}"
         raise UserError(
-            f"parameter servers' workers have one replica each, and no two runs are alike: leave out {given}"
+            f"with parameter servers, a worker has one replica, and runs are not reproducible: leave out {given}"
         )
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     kind, index = resolver.task_type, resolver.task_id
@@ -42,16 +42,16 @@ def parameter_server_strategy(replicas: int = 0, deterministic: bool = False) ->
 def asynchronous_steps(
     strategy: tf.distribute.ParameterServerStrategy, do_step: Callable, steps: range, round_ends: tuple[int, ...]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Has the workers do steps, by rounds, after each of which all wait.
+    """Has the workers do steps in rounds, with a barrier after each.
 
     Args:
         strategy: of `parameter_server_strategy`.
-        do_step: from a step's number, an int64 scalar, to a dict of scalars; runs on a worker.
+        do_step: from the step, an int64 scalar, to a dict of scalars; runs on a worker.
         steps: to do.
-        round_ends: a round ends after each step, counted from 1, that one of these divides.
+        round_ends: a round ends after each step, counted from 1, that is a multiple of one of these.
 
     Yields:
-        For each scalar a vector, with a number for each step of the round.
+        For each scalar a vector, with one value per step of the round.
     """
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     do_step = tf.function(do_step)

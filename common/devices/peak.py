@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much arithmetic a device can do, measured once on a machine."""
+"""Peak FLOP/s of a device, measured once per machine."""
 
 import contextlib
 import math
@@ -13,29 +13,29 @@ import tensorflow as tf
 
 from common.caching import cached_file
 
-SECONDS = 0.7  # for which products are repeated, of which the fastest counts
+SECONDS = 0.7  # for which products are repeated; the fastest counts
 FEWEST = 5  # products, where they take longer
 
 
 def device_peak(dtype: str) -> float:
-    """`matmul_flops_per_second`, kept in the cache for this machine."""
+    """`matmul_flops_per_second`, cached for this machine."""
     tf32 = tf.config.experimental.tensor_float_32_execution_enabled()  # on GPUs, float32 in fewer bits
     key = (device_name(), str(num_cores()), dtype, f"TF32 {tf32}", tf.__version__)
 
     def measure(path: Path) -> None:
         path.write_text(str(matmul_flops_per_second(dtype)))
 
-    with contextlib.suppress(OSError):  # of a disk that is full: the peak is measured each time
+    with contextlib.suppress(OSError):  # the disk is full: the peak is measured each time
         return float(cached_file("peak", key, measure).read_text())
     return matmul_flops_per_second(dtype)
 
 
 def matmul_flops_per_second(dtype: str, seconds: float = SECONDS) -> float:
-    """Operations that the first device can do in a second, by the fastest product of two large square matrices.
+    """FLOP/s of the first device, by the fastest product of two large square matrices.
 
-    A product of n x n matrices has 2 n^3 operations. On a CPU, the time is that of the processor, divided by its cores:
-    what other processes have of it does not count. On a GPU, a call does many products one after another, as it takes
-    longer to begin a call than to compute one product.
+    A product of n x n matrices has 2 n^3 operations. On a CPU, the time is CPU time divided by the number of cores: the
+    load of other processes does not count. On a GPU, a call does many products in sequence, as launching a call takes
+    longer than computing one product.
 
     Args:
         dtype: `float32`, `bfloat16` or `float16`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How workers come together, and what they tell each other."""
+"""How workers join, and exchange facts."""
 
 import contextlib
 import itertools
@@ -27,7 +27,7 @@ from common.devices.cluster import (
 )
 from common.errors import UserError
 
-HEARTBEAT_TIMEOUT = 15  # seconds without a sign of life after which a worker is given up
+HEARTBEAT_TIMEOUT = 15  # seconds without a heartbeat after which a worker is declared lost
 BOTH_IPS: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
 A_DAY = 24 * 3600 * 1000  # in milliseconds
 _exchanges = itertools.count()
@@ -36,11 +36,11 @@ _exchanges = itertools.count()
 def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.distribute.Strategy:
     """Waits for all workers, and returns their strategy.
 
-    Where all have addresses of loopback, it listens to this machine alone.
+    If all have loopback addresses, it accepts connections from this machine only.
 
     Raises:
-        UserError: when a worker has not come within `JOIN_TIMEOUT` seconds (an environment variable; 300), that is no
-            whole number above 0, or this one's port is taken.
+        UserError: when a worker has not joined within `JOIN_TIMEOUT` seconds (an environment variable; 300), that is
+            not a whole number above 0, or this one's port is in use.
     """
     # TensorFlow has no public way to set the times.
     from tensorflow.python.distribute import collective_all_reduce_strategy as collective
@@ -61,19 +61,19 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     _meet(timeout)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
-    signal.signal(signal.SIGTERM, on_sigterm)  # TensorFlow has made it a note that nobody reads
+    signal.signal(signal.SIGTERM, on_sigterm)  # TensorFlow has replaced the handler
     close_to_other_machines(host_and_port(workers()[worker_index()])[1])
     return strategy
 
 
 def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Waits for all workers to call it, and gives each the facts of all, in the workers' order.
+    """Waits for all workers to call it, and returns the facts of all, by rank.
 
     Args:
-        facts: what JSON can hold.
+        facts: serializable as JSON.
 
     Raises:
-        UserError: with the first message that a worker gave as the fact `error`.
+        UserError: with the first message that a worker passed as the fact `error`.
     """
     if num_workers() == 1:
         everyones = [facts]
@@ -93,11 +93,11 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def agree(facts: dict[str, Any], difference: str) -> None:
-    """Waits for all workers, and refuses on each of them where one has other facts than the chief.
+    """Waits for all workers, and raises on each of them if one has different facts than the chief.
 
     Args:
         facts: as for `exchange`.
-        difference: what is said of a worker that has others, such as "was started differently from the chief".
+        difference: the message about such a worker, such as "was started differently from the chief".
 
     Raises:
         UserError: with the worker, and its facts and the chief's.
@@ -111,7 +111,7 @@ def agree(facts: dict[str, Any], difference: str) -> None:
 
 
 def chief_alone(work: Callable[[], object]) -> None:
-    """Has the chief do some work that is for all, such as writing files, while the other workers wait.
+    """Has the chief do some work for all, such as writing files, while the other workers wait.
 
     Raises:
         UserError: on every worker, when the chief's work raised it.
@@ -126,7 +126,7 @@ def chief_alone(work: Callable[[], object]) -> None:
 
 
 def _meet(seconds: float) -> None:
-    """Waits for all workers, each listening at its address: inside TensorFlow, one would wait without a word."""
+    """Waits for all workers, each listening at its address: TensorFlow itself would wait silently."""
     own, missing = workers()[worker_index()], set(workers())
     host, port = host_and_port(own)
     try:
@@ -143,7 +143,7 @@ def _meet(seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while missing := {address for address in missing if not _answers(address)}:
         if time.monotonic() > deadline:
-            raise UserError(f"these workers have not come in {seconds:.0f} s: {', '.join(sorted(missing))}")
+            raise UserError(f"these workers have not joined within {seconds:.0f} s: {', '.join(sorted(missing))}")
         time.sleep(0.2)
     listening.shutdown(socket.SHUT_RDWR)  # ends the greeter, and frees the port for TensorFlow
     greeter.join()
@@ -160,15 +160,15 @@ def _greet(listening: socket.socket) -> None:
 def _answers(address: str) -> bool:
     try:
         with socket.create_connection(host_and_port(address), timeout=1) as connection:
-            return bool(connection.recv(1))  # gRPC speaks first too; for a process that hangs, its machine accepts only
+            return bool(connection.recv(1))  # gRPC sends first too; for a process that hangs, its machine only accepts
     except OSError:
         return False
 
 
 def close_to_other_machines(port: int) -> None:
-    """Where all workers are on this machine, ends TensorFlow's listening on all interfaces: who connects may run code.
+    """If all workers are on this machine, restricts TensorFlow's ports to loopback: any client may run code.
 
-    Says so on standard error where it cannot.
+    Warns on standard error if it cannot.
     """
     if not all_on_this_machine():
         return

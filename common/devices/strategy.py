@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the devices of this machine, and the environment's word on others, to a `tf.distribute.Strategy`.
+"""Selects a `tf.distribute.Strategy` by the devices of this machine and the environment.
 
-A recipe asks for a strategy and scales by `strategy.num_replicas_in_sync`; how many devices or machines there are is
-decided here alone.
+A recipe asks for a strategy and scales by `strategy.num_replicas_in_sync`; only this module knows how many devices or
+machines there are.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from common.devices.rendezvous import join
 from common.errors import UserError, first_line
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of glibc's settings, in its malloc.h
-IN_USE = "the devices are in use already; ask for {} replicas in a new process"
+IN_USE = "the devices are already in use; ask for {} replicas in a new process"
 
 
 def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribute.Strategy:
@@ -27,7 +27,7 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
 
     - Several workers (see `common.devices.cluster`): `MultiWorkerMirroredStrategy` over all GPUs of each (`replicas` 0)
       or the first `replicas`, or one replica a CPU worker.
-    - `TPU_NAME` is set: `TPUStrategy` over that TPU (untested: written without one at hand).
+    - `TPU_NAME` is set: `TPUStrategy` over that TPU (untested).
     - GPUs: `MirroredStrategy` over all of them (`replicas` 0) or the first `replicas`; the others stay free. A single
       GPU is split into `replicas` logical devices of equal memory, which shows what N replicas compute, not how fast
       they are.
@@ -38,21 +38,21 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
         deterministic: see `compute_deterministically`.
 
     Raises:
-        UserError: when the machine cannot give that many replicas, there is no TPU at `TPU_NAME`, or there are
-            parameter servers, which a recipe with a loop for them asks `common.devices.parameter_server` for.
+        UserError: when the machine does not have that many replicas, there is no TPU at `TPU_NAME`, or there are
+            parameter servers, for which a recipe with a suitable loop uses `common.devices.parameter_server`.
     """
     if deterministic:
         compute_deterministically()
     gpus = tf.config.list_physical_devices("GPU")
     if has_parameter_servers():
         raise UserError(
-            "this recipe's workers train in step, and Keras's fit refuses parameter servers "
+            "this recipe trains synchronously, and Keras's fit does not support parameter servers "
             "(keras-team/keras#18624): leave out --parameter-servers, or launch glue_custom_loop"
         )
     if num_workers() > 1:
         if replicas > (len(gpus) or 1):
             raise UserError(
-                f"a worker of several has at most {len(gpus) or 1} replica(s) here; leave out --replicas {replicas}"
+                f"one of several workers has at most {len(gpus) or 1} replica(s) here; leave out --replicas {replicas}"
             )
         _use_only(gpus[: replicas or None])
         keep_freed_memory()
@@ -82,11 +82,11 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
 
 
 def compute_deterministically() -> None:
-    """Has TensorFlow compute the same bits in every run on GPUs too, and float32 with all its bits; on CPUs it does.
+    """Makes TensorFlow bit-reproducible on GPUs too, with full float32 precision; on CPUs it is.
 
-    By default, a GPU adds up in whatever order its threads end in, and multiplies float32 matrices in TF32, which keeps
-    10 bits of a fraction. An operation that cannot do otherwise raises `tf.errors.UnimplementedError`. There is no way
-    back in the same process.
+    By default, a GPU sums in an order that depends on its threads, and multiplies float32 matrices in TF32, with a
+    mantissa of 10 bits. An operation without a deterministic implementation raises `tf.errors.UnimplementedError`. It
+    cannot be undone in the same process.
     https://www.tensorflow.org/api_docs/python/tf/config/experimental/enable_op_determinism
     """
     tf.config.experimental.enable_tensor_float_32_execution(False)
@@ -96,7 +96,7 @@ def compute_deterministically() -> None:
 def distribute(
     strategy: tf.distribute.Strategy, make_batches: Callable[..., tf.data.Dataset], *arguments: Any
 ) -> tf.distribute.DistributedDataset:
-    """A data set that gives each replica its own part of every batch.
+    """A distributed data set that gives each replica its own part of every batch.
 
     Args:
         strategy: from `make_strategy`.
@@ -121,9 +121,9 @@ def distribute(
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep large blocks for their next use, where it would give them back to the system.
+    """Makes glibc keep freed large blocks for reuse, instead of returning them to the system.
 
-    gRPC copies what workers reduce into new buffers in every step, and the system would clear each of their pages
+    gRPC copies the workers' gradients into new buffers in every step, and the system would zero each of their pages
     first. Without glibc, it does nothing.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
@@ -139,10 +139,10 @@ def _no_autotune() -> tf.data.Options:
 
 
 def _use_only(gpus: list) -> None:
-    """Leaves the others to other processes: TensorFlow reserves all memory of each GPU that it sees."""
+    """Hides the other GPUs: TensorFlow reserves all memory of each GPU that it sees."""
     if len(gpus) > len(tf.config.get_visible_devices("GPU")):
         raise UserError(IN_USE.format(len(gpus)))
-    with contextlib.suppress(RuntimeError):  # TensorFlow has begun, and keeps those that it has
+    with contextlib.suppress(RuntimeError):  # TensorFlow is initialized, and keeps its GPUs
         tf.config.set_visible_devices(gpus, "GPU")
 
 

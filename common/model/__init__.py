@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models: sizes, presets, heads; saved, exported, published. Knows no run; training is Keras's business."""
+"""Models: sizes, presets, heads; saved, exported, published. No runs; Keras does the training."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model comes from: a size, or a preset in KerasHub's form or Hugging Face's."""
+"""Models from a size, or from a preset in KerasHub's or Hugging Face's format."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ def backbone_from_size(size: str, vocabulary: Vocabulary, dropout: float, seq_le
 
     Args:
         size: of `sizes.py`.
-        vocabulary: whose pieces it tells apart.
+        vocabulary: whose tokens it embeds.
         dropout: of the encoder.
-        seq_length: tokens in a sequence; the encoder has 512 positions, or more where this is.
+        seq_length: tokens per sequence; the encoder has at least 512 positions.
     """
     kind = keras_hub.models.BertBackbone if isinstance(vocabulary, WordPieces) else keras_hub.models.RobertaBackbone
     return kind(

@@ -16,10 +16,10 @@ BertTextClassifier = data_parallel(keras_hub.models.BertTextClassifier)
 def make_classifier(
     preset: str, size: str, vocabulary: Vocabulary, num_classes: int, dropout: float, seq_length: int
 ) -> keras_hub.models.BertTextClassifier:
-    """A classifier of texts: a head of random weights on a BERT of a preset, or without one of a size.
+    """A text classifier: a randomly initialized head on a BERT from a preset, or without one from a size.
 
     Raises:
-        UserError: when there is no such preset, it cannot be fetched, or is no BERT.
+        UserError: when there is no such preset, it cannot be fetched, or is not a BERT.
     """
     if preset:
         backbone = _backbone_from_preset(preset, dropout)

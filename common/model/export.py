@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a BERT masked language model in the form of Hugging Face transformers.
+"""Exports a BERT masked language model to Hugging Face transformers.
 
 KerasHub's BERT differs in its head from every BERT of transformers. Its encoder has the tanh form of gelu and its head
 the exact one; the head's norm has an epsilon of 1e-5 and all others 1e-12. A `config.json` has one `hidden_act` and one
@@ -28,14 +28,14 @@ from common.model.huggingface import one_line, require_head, variables_by_name
 
 
 def export_bert(preset: str, folder: Path) -> None:
-    """Writes a folder that `transformers.pipeline("fill-mask", folder)` loads. It is there complete, or not at all.
+    """Writes a folder that `transformers.pipeline("fill-mask", folder)` loads. It is written atomically.
 
     Args:
         preset: the KerasHub preset of a BERT masked language model: a name, or a folder made by `save_to_preset`.
-        folder: where to; it must be empty or not there.
+        folder: destination; it must be empty or not exist.
 
     Raises:
-        UserError: when the preset is another one, or the folder cannot be written.
+        UserError: when the preset is not one, or the folder cannot be written.
     """
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):

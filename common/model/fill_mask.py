@@ -23,13 +23,13 @@ SENTENCES = (  # to try a model of the default text on
 
 
 def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: int = 5) -> list[list[dict[str, Any]]]:
-    """The likeliest pieces for each mask of a sentence, with the entries of Hugging Face's `fill-mask` pipeline.
+    """The likeliest tokens for each mask of a sentence, with the entries of Hugging Face's `fill-mask` pipeline.
 
     Args:
         model: a `BertMaskedLM` or `RobertaMaskedLM`.
         vocabulary: the one it was trained with.
         sentence: text with one or more masks: `[MASK]`, or the model's own, such as `<mask>`.
-        top: how many pieces for each.
+        top: how many tokens for each.
 
     Returns:
         For each mask in order, `top` guesses, the likeliest first: `score`, its probability; `token`, its id;
@@ -79,10 +79,10 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
 
 
 def print_filled_masks(preset: str, sentences: Iterable[str] = SENTENCES, top: int = 5) -> None:
-    """Prints sentences with their masks' likeliest pieces, by the model saved in a preset.
+    """Prints sentences with the likeliest tokens for their masks, by the model saved in a preset.
 
     Raises:
-        UserError: as `fill_mask`, and when there is no such preset, or it lacks the head that guesses.
+        UserError: as `fill_mask`, and when there is no such preset, or it lacks the masked-language-model head.
     """
     if not in_huggingface_form(preset):
         require_head(preset, "BertMaskedLM", "RobertaMaskedLM")

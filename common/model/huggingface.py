@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT masked language models in the form of Hugging Face transformers, read from a folder or `hf://`.
+"""BERT masked language models in the format of Hugging Face transformers, read from a folder or `hf://`.
 
 KerasHub's BERT differs in its head from every BERT of transformers; see `export.py`. Published checkpoints have the
 exact form of gelu, where KerasHub's encoder has the tanh form.
@@ -24,7 +24,7 @@ DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embed
 def require_head(preset: str, *kinds: str) -> None:
     """Refuses a KerasHub preset without the weights of a task's head, which KerasHub would leave random.
 
-    A preset in Hugging Face's form needs no such check: `read_weights` asks for its head's.
+    A preset in Hugging Face's format needs no such check: `read_weights` requires the head's.
 
     Args:
         preset: a name, or a folder made by `save_to_preset`.
@@ -40,15 +40,15 @@ def require_head(preset: str, *kinds: str) -> None:
 
 
 def in_huggingface_form(preset: str) -> bool:
-    """Whether there is such a preset, and transformers wrote it, or `export_bert`."""
+    """Whether there is such a preset, written by transformers or `export_bert`."""
     try:
         return "model_type" in load_json(preset)
     except (ValueError, OSError, RuntimeError):
-        return False  # who loads it says what is wrong
+        return False  # loading it will report what is wrong
 
 
 def read_weights(model: keras_hub.models.BertMaskedLM, preset: str) -> None:
-    """Gives a model the weights of a BERT preset in Hugging Face's form, those of its head too.
+    """Loads the weights of a BERT preset in Hugging Face's format into a model, including the head's.
 
     KerasHub's own converter leaves the head random, and asks for a pooler, which `BertForMaskedLM` does not have.
 
@@ -69,7 +69,7 @@ def read_weights(model: keras_hub.models.BertMaskedLM, preset: str) -> None:
 
 
 def read_vocabulary(preset: str) -> WordPieces:
-    """The WordPiece vocabulary of a BERT preset in Hugging Face's form.
+    """The WordPiece vocabulary of a BERT preset in Hugging Face's format.
 
     Raises:
         UserError: when the preset has none.
@@ -88,7 +88,7 @@ def read_vocabulary(preset: str) -> WordPieces:
 
 @contextlib.contextmanager
 def one_line(message: str) -> Iterator[None]:
-    """Makes a `UserError` of what KerasHub, h5py, safetensors and the file system raise, with the message before it."""
+    """Converts errors of KerasHub, h5py, safetensors and the file system to a `UserError` with this message."""
     try:
         yield
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
@@ -96,7 +96,7 @@ def one_line(message: str) -> Iterator[None]:
 
 
 def variables_by_name(model: keras_hub.models.BertMaskedLM) -> dict[str, keras.Variable]:
-    """A model's variables by their names in Hugging Face's form, where a kernel is [outputs, inputs]."""
+    """A model's variables by their names in Hugging Face's format, where a kernel is [outputs, inputs]."""
     backbone, head = model.backbone, model.masked_lm_head
     layers = {
         "bert.embeddings.word_embeddings": backbone.token_embedding,

@@ -19,8 +19,8 @@ from common.training.replicas import COUNTS
 class CountsTokens:
     """For a `data_parallel` class: metrics `accuracy`, `labels`, `tokens` and `slots`, and means over all labels.
 
-    `labels` is the sum of the weights; `tokens` are counted without padding, for which `x["padding_mask"]` is 0; and
-    `slots` are the places for tokens.
+    `labels` is the sum of the weights; `tokens` counts tokens without padding, where `x["padding_mask"]` is 0; `slots`
+    counts token positions, including padding.
     """
 
     mean_over = "values"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page that a model has on the Hugging Face Hub, `README.md` beside its weights."""
+"""The model card on the Hugging Face Hub, `README.md` beside the weights."""
 
 from pathlib import Path
 from typing import Any
@@ -33,18 +33,18 @@ print([tokenizer.id_to_token(int(i)) for i in logits.argsort()[::-1][:5]])
 ```
 """
 NAMES = {"bert": "BERT", "roberta": "RoBERTa"}
-# Knobs that tell how the model came about. The others say where it did, which is nobody's business.
-KNOBS = (
+# Options that say how the model was trained. The others say where, which is private.
+OPTIONS = (
     *("architecture", "model", "vocabulary_size", "seq_length", "mask_rate", "dropout", "epochs", "batch_size"),
     *("learning_rate", "lr_scaling", "warmup", "optimizer", "weight_decay", "clip_norm", "precision", "seed"),
 )
 
 
 def model_card(results: dict[str, Any]) -> str:
-    """The page of a finished model.
+    """The card of a finished model.
 
     Args:
-        results: those of `results.json`. Of the knobs in their `config`, those in `KNOBS` are shown, where it was
+        results: those of `results.json`. Of the options in their `config`, those in `OPTIONS` are shown, where it was
             pushed to, and the last part of `corpus`.
 
     Returns:
@@ -61,23 +61,23 @@ def model_card(results: dict[str, Any]) -> str:
         if f"{split}_loss" in results:
             rows += [
                 (f"{name} loss", f"{results[f'{split}_loss']:.3f}, perplexity {results[f'{split}_perplexity']:.1f}"),
-                (f"{name} loss, by word frequency", f"{results[f'{split}_unigram_loss']:.3f}"),
+                (f"{name} loss of the unigram baseline", f"{results[f'{split}_unigram_loss']:.3f}"),
                 (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}"),
             ]
     rows += [
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
         ("hardware", ", ".join(hardware["gpus"]) or f"{hardware['cpu']}, {hardware['cores']} cores"),
         ("versions", _listed(results["versions"])),
-        ("configuration", _listed({name: config[name] for name in KNOBS if config.get(name) is not None})),
+        ("configuration", _listed({name: config[name] for name in OPTIONS if config.get(name) is not None})),
     ]
     corpus = Path(config["corpus"]).name  # of a private text, its name alone
     return _card(
         config["push_to"] or f"{config['workdir']}/preset",
         f"A masked language model in the form of {NAMES[config['architecture']]}, trained from random weights on\n"
-        f"`{corpus}` for {results['steps']:,} steps: it guesses the words that a mask stands for.",
+        f"`{corpus}` for {results['steps']:,} steps: it predicts the masked words of a text.",
         rows,
-        "\nLosses are in nats a masked token. Guessing by word frequency takes no notice of the sentence: a model has\n"
-        "learned something by as much as its loss is lower.\n",
+        "\nLosses are in nats per masked token. The unigram baseline ignores the context: a lower loss is what\n"
+        "the model has learned from it.\n",
         "\n## Limits\n\nThe published BERT had 1,000,000 steps of 256 sequences of 512 tokens; this model had those\n"
         "above, on the one corpus named there, whose errors and biases it repeats. It is for learning and for\n"
         "comparing trainings, not for decisions, facts, or text of another kind or language.\n",
@@ -85,10 +85,10 @@ def model_card(results: dict[str, Any]) -> str:
 
 
 def snapshot_card(uri: str, step: int, logs: dict[str, float]) -> str:
-    """The page of a model in the middle of its training.
+    """The card of a model during its training.
 
     Args:
-        uri: where it is, `hf://user/name`.
+        uri: its address, `hf://user/name`.
         step: steps done.
         logs: Keras's of the epoch; of them, `loss`, `accuracy`, `val_loss` and `val_accuracy` are shown.
 
@@ -98,10 +98,10 @@ def snapshot_card(uri: str, step: int, logs: dict[str, float]) -> str:
     names = ("loss", "accuracy", "val_loss", "val_accuracy")
     return _card(
         uri,
-        f"An intermediate snapshot, at step {step:,}, of a masked language model whose training goes on. The\n"
-        "finished model takes its place.",
+        f"An intermediate snapshot, at step {step:,}, of a masked language model that is still training. The\n"
+        "finished model replaces it.",
         [("step", f"{step:,}"), *((name, f"{logs[name]:.4f}") for name in names if name in logs)],
-        "\nLosses are in nats a masked token, those of the epoch that ended with this step.\n",
+        "\nLosses are in nats per masked token, those of the epoch that ended with this step.\n",
     )
 
 

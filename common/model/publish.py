@@ -24,21 +24,20 @@ GRACE = 10  # seconds that a process has for an orderly end while an upload hang
 
 
 class Publish(keras.callbacks.Callback):
-    """Saves a snapshot at each epoch's end during `fit`, and uploads it in a thread while training goes on.
+    """Saves a snapshot at each epoch's end during `fit`, and uploads it in a thread while training continues.
 
     It needs a model of `data_parallel`, which counts its steps. One upload runs at a time; of the snapshots
-    made meanwhile, the newest waits for it. One that fails is told of in a line, and ends nothing. Of several workers,
-    only the chief saves and uploads.
+    made meanwhile, the latest waits for it. A failed upload is reported in one line, and does not stop the run. With
+    several workers, only the chief saves and uploads.
 
-    It is a context, around `fit` and all that comes after: at its end it uploads the preset in `preset/`. An error that
-    leaves it ends the process soon, even where an upload hangs.
+    It is a context manager around `fit` and everything after it: at its exit it uploads the preset in `preset/`. After
+    an error, the process exits soon, even if an upload hangs.
 
     Args:
         uri: `hf://user/name`; empty for no snapshots and no uploads.
-        public: whether a repository that is not there yet is made for all to see; else for its owner alone. One that is
-            there stays as it is.
-        workdir: the run's folder; snapshots go to `snapshots/step-<n>/` there, the last three are kept.
-        save: writes the model as a KerasHub preset to a folder, which it makes.
+        public: whether a new repository is public rather than private. An existing one keeps its visibility.
+        workdir: the run's folder; snapshots go to `snapshots/step-<n>/` there; the last three are kept.
+        save: writes the model as a KerasHub preset to a folder, which it creates.
     """
 
     def __init__(self, uri: str, public: bool, workdir: Path, save: Callable[[Path], None]):
@@ -51,27 +50,27 @@ class Publish(keras.callbacks.Callback):
         self._uploading: Path | None = None
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
-        if self.uri:  # bars and words of retries would fall into those of training
+        if self.uri:  # progress bars and retry messages would mix with those of training
             disable_progress_bars()
             logging.set_verbosity_error()
 
     def on_train_batch_end(self, batch, logs=None):
-        """Uploads the snapshot that waits, once the upload before it has ended."""
+        """Uploads the waiting snapshot, once the previous upload has ended."""
         self._upload_waiting()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Saves a snapshot, and uploads it now or later. A disk that is full is told of."""
+        """Saves a snapshot, and uploads it now or later. A full disk is reported."""
         if not self.uri:
             return
         try:
             self._waiting = self._save_snapshot(logs or {})
         except OSError as error:
-            print(f"\nNo snapshot of step {self.model.steps_done} ({error}).", flush=True)
+            print(f"\nThe snapshot of step {self.model.steps_done} could not be written ({error}).", flush=True)
         self._upload_waiting()
         self._remove_old()
 
     def finish(self, preset: Path) -> None:
-        """Waits for the upload at hand, then uploads the run's last preset. A failure is told of, and ends nothing.
+        """Waits for the current upload, then uploads the final preset. A failure is reported, and is not an error.
 
         Args:
             preset: a folder with a preset and its `README.md`.
@@ -153,7 +152,7 @@ class Publish(keras.callbacks.Callback):
                 )
             keras_hub.upload_preset(self.uri, str(folder))
             self._failure = None
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # whatever it is, training continues
             self._failure = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 

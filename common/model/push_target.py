@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model is to be uploaded, checked before TensorFlow is imported."""
+"""The upload target of a model, checked before TensorFlow is imported."""
 
 import re
 
@@ -7,13 +7,13 @@ from common.errors import UserError
 
 
 def check_push_to(uri: str, public: bool = False) -> None:
-    """Checks that models can be uploaded there: `hf://user/name`, with a token. An empty one asks for no uploads.
+    """Checks that models can be uploaded there: `hf://user/name`, with a token. Empty for no uploads.
 
     Raises:
         UserError: when they cannot.
     """
     if public and not uri:
-        raise UserError("--push-public is for uploads: say where to with --push-to hf://user/name, or leave it out")
+        raise UserError("--push-public needs --push-to hf://user/name; give that too, or leave it out")
     if not uri:
         return
     # Not above: it takes a while, and most runs do without.

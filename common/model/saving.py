@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model goes: a preset that KerasHub loads."""
+"""Saves a model as a KerasHub preset."""
 
 import errno
 import math
@@ -17,9 +17,9 @@ from common.devices.cluster import is_chief
 def save_preset(
     model: keras_hub.models.Task, vocabulary: Vocabulary, seq_length: int, folder: Path, card: str = ""
 ) -> None:
-    """Saves a preset that KerasHub loads without this project, what turns text into its inputs included.
+    """Saves a preset that KerasHub loads without this project, including its preprocessor.
 
-    Of several workers, only the chief saves. A `card`, where there is one, becomes its `README.md`.
+    Only the chief saves. A `card`, if given, becomes its `README.md`.
 
     Raises:
         OSError: `ENOSPC`, before anything is written, when the disk has no room (h5py would crash the process).
@@ -38,7 +38,7 @@ def save_preset(
 def preprocessor(
     task: type[keras_hub.models.Task], vocabulary: Vocabulary, seq_length: int
 ) -> keras_hub.models.Preprocessor:
-    """What KerasHub users feed text for such a model through."""
+    """KerasHub's preprocessor for such a model."""
     return task.preprocessor_cls(keras_tokenizer(vocabulary), sequence_length=seq_length)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large a model is, and what can be told to be wrong with the one asked for before TensorFlow is imported."""
+"""Model sizes, and the checks of the requested model that do not need TensorFlow."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def dimensions(size: str) -> dict[str, int]:
     ):
         raise UserError(f"{size} must hold these as whole numbers above 0, and no more: {', '.join(DIMENSIONS)}")
     if given["hidden_dim"] % given["num_heads"]:
-        raise UserError(f"{size}: hidden_dim {given['hidden_dim']} is not divided by num_heads {given['num_heads']}")
+        raise UserError(f"{size}: hidden_dim {given['hidden_dim']} is not divisible by num_heads {given['num_heads']}")
     return given
 
 
@@ -52,8 +52,8 @@ def check_model(preset: str, size: str | None, seq_length: int, vocabulary: str 
     """Checks where a model comes from: a preset, or a size and a vocabulary.
 
     Raises:
-        UserError: when both are given, there is no such size or vocabulary, or the preset, where it is a folder, is
-            none of BERT or too short for the sequences.
+        UserError: when both are given, there is no such size or vocabulary, or the preset, if it is a folder, is
+            not a BERT or has too few positions for the sequences.
     """
     if preset and (size or vocabulary):
         both = "--model" if size else "--vocabulary"
@@ -67,7 +67,7 @@ def check_model(preset: str, size: str | None, seq_length: int, vocabulary: str 
 
 
 def check_vocabulary_size(architecture: str, size: int) -> None:
-    """Checks that a vocabulary has room for what every one has.
+    """Checks that a vocabulary has room for its mandatory tokens.
 
     Raises:
         UserError: when it has not.
@@ -81,17 +81,20 @@ def _check_preset_folder(folder: Path, seq_length: int) -> None:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "model_type" in settings:  # Hugging Face's form
             positions = settings["max_position_embeddings"]
-            pieces = settings["vocab_size"]
+            vocabulary_size = settings["vocab_size"]
         else:
             positions = settings["config"]["max_sequence_length"]
-            pieces = settings["config"]["vocabulary_size"]
+            vocabulary_size = settings["config"]["vocabulary_size"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder} is no BERT preset; give a folder that save_to_preset made") from error
+        raise UserError(f"{folder} is not a BERT preset; give a folder made by save_to_preset") from error
     if seq_length > positions:
         raise UserError(f"--seq-length {seq_length} is more than the {positions} positions of the preset {folder}")
     files = ("tokenizer.json", "vocab.txt") if "model_type" in settings else ("tokenizer.json",)
     if not any((folder / name).is_file() for name in files):
         raise UserError(f"the preset {folder} has no {' or '.join(files)}, the tokenizer its model was trained with")
     words = folder / "assets/tokenizer/vocabulary.txt"
-    if words.is_file() and (found := len(words.read_text(encoding="utf-8").splitlines())) != pieces:
-        raise UserError(f"{words} has {found} pieces, and the preset's model {pieces}: they do not belong together")
+    if words.is_file() and (found := len(words.read_text(encoding="utf-8").splitlines())) != vocabulary_size:
+        raise UserError(
+            f"{words} has {found} tokens, but the preset's model has a vocabulary size of {vocabulary_size}: "
+            "they do not belong together"
+        )

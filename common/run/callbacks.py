@@ -19,7 +19,7 @@ from common.training.replicas import COUNTS, MEANS
 class FitLog(StepLog, keras.callbacks.Callback):
     """A `StepLog` of what `fit` does, in TensorBoard too; the progress bar shows tokens per second.
 
-    In `tensorboard/` are `loss`, `accuracy`, `learning_rate` and what `StepLog.speed` holds of each step under
+    In `tensorboard/` are `loss`, `accuracy`, `learning_rate` and the entries of `StepLog.speed` of each step under
     `train/`, `loss` and `accuracy` of each epoch under `validation/`, and the configuration as text.
 
     Args:
@@ -41,7 +41,7 @@ class FitLog(StepLog, keras.callbacks.Callback):
         self._board = open_board(workdir, config, first_step)
 
     def on_train_begin(self, logs=None):
-        """Tells what is about to be trained."""
+        """Prints what is about to be trained."""
         self.announce(self.model, self.model.last_step or self.params["epochs"] * self.steps_per_epoch)
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -49,7 +49,7 @@ class FitLog(StepLog, keras.callbacks.Callback):
         self._began = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
-        """Writes the steps' values; in the progress bar, tokens per second take the place of the counts."""
+        """Writes the steps' values; in the progress bar, tokens per second replace the counts."""
         seconds = time.perf_counter() - self._began
         values = self.model.step_values
         self.record(values, seconds)
@@ -64,7 +64,7 @@ class FitLog(StepLog, keras.callbacks.Callback):
                     tf.summary.scalar(f"train/{name}", vector[i])
 
     def on_epoch_end(self, epoch, logs=None):
-        """Writes the validation's values; the epoch's means are of all its steps, those before a restart too."""
+        """Writes the validation's values; the epoch's means cover all its steps, including those before a restart."""
         for name in COUNTS:
             del logs[name], logs[f"val_{name}"]
         logs |= self.epoch
@@ -78,16 +78,16 @@ class FitLog(StepLog, keras.callbacks.Callback):
 
 
 class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
-    """`Checkpoints` during `fit`: every so many steps, at each epoch's end, and when SIGTERM asks the process to stop.
+    """`Checkpoints` during `fit`: every so many steps, at each epoch's end, and on SIGTERM.
 
-    After an epoch's last step, all of this waits for the validation and for the callbacks that stand before this one:
-    give it to `fit` as the last. A run that is killed meanwhile does some steps again, and then those too; one that is
-    asked to stop stops after them.
+    After an epoch's last step, saving and stopping wait for the validation and for the callbacks before this one: pass
+    it to `fit` last. A run that is killed meanwhile repeats some steps, and then the validation and callbacks too; one
+    that is asked to stop stops after them.
 
     Args:
         workdir: the run's folder.
         model: compiled, so that its optimizer has variables.
-        every: steps between two checkpoints; where several are done in one call, the first call's end after them.
+        every: steps between two checkpoints; with several steps per call, the end of the first call after them.
     """
 
     def __init__(self, workdir: Path, model: keras.Model, every: int):
@@ -95,7 +95,7 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
         self.set_model(model)
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
-        """As `Checkpoints.restore`; the model counts on from there."""
+        """As `Checkpoints.restore`; the model continues counting steps from there."""
         self.model.first_step = super().restore(init_fn)
         return self.model.first_step
 
@@ -104,19 +104,19 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
         self.__enter__()
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Tells the model what this worker was told."""
+        """Tells the model whether this worker was asked to stop."""
         self.model.told_to_stop = self.told_to_stop
 
     on_test_batch_begin = on_train_batch_begin
 
     def on_train_batch_end(self, batch, logs=None):
-        """Saves where it is time to, and stops where asked to, but not after an epoch's last step."""
+        """Saves if due, and stops if asked to, but not after an epoch's last step."""
         if not self.model.at_epoch_end:
             self.save_if_due(self.model.steps_done, steps=len(self.model.step_values["loss"]))
             self._leave_if_told()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Saves, and stops where asked to."""
+        """Saves, and stops if asked to."""
         self.save(self.model.steps_done)
         self._leave_if_told()
 
@@ -125,17 +125,17 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
             self.save_and_leave(self.model.steps_done)
 
     def on_train_end(self, logs=None):
-        """Gives SIGTERM back its meaning."""
+        """Restores the previous handler of SIGTERM."""
         self.__exit__()
 
 
 def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.SummaryWriter:
-    """TensorBoard's writer to `tensorboard/`, with the configuration as text; of several workers, the chief's writes.
+    """TensorBoard's writer to `tensorboard/`, with the configuration as text. Only the chief writes.
 
     Args:
         workdir: the run's folder.
         config: a dict.
-        first_step: at which the text stands.
+        first_step: at which the text is logged.
     """
     if not is_chief():
         return tf.summary.create_noop_writer()
@@ -148,7 +148,7 @@ def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.Summa
 class Profile(keras.callbacks.Callback):
     """Traces some steps of `fit` for TensorBoard's profile tab.
 
-    It needs a model of `data_parallel`, which counts its steps. Steps that are done in one call are traced
+    It needs a model of `data_parallel`, which counts its steps. Steps of the same call are traced
     together.
 
     Args:
@@ -163,7 +163,7 @@ class Profile(keras.callbacks.Callback):
         self._tracing = False
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Begins the trace, and marks the step in it."""
+        """Starts the trace, and marks the step in it."""
         first = self.model.steps_done + 1
         last = self.model.steps_done + self.model.steps_per_execution
         if is_chief() and not self._tracing and first < self.steps.stop and last >= self.steps.start:
@@ -181,7 +181,7 @@ class Profile(keras.callbacks.Callback):
                 self.on_train_end()
 
     def on_train_end(self, logs=None):
-        """Ends the trace where `fit` ends before its last step."""
+        """Ends the trace if `fit` ends before its last step."""
         if self._tracing:
             tf.profiler.experimental.stop()
             self._tracing = False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving a run so that nothing is lost, and going on with it as if it had never stopped.
+"""Checkpointing a run, and resuming it as if it had never been interrupted.
 
 A checkpoint holds the model and the optimizer. It needs no more: the optimizer's step count is the position in the data
-and in the schedule, order, masks and dropout are functions of it, and `steps.jsonl` is the record of the steps.
+and in the learning-rate schedule; data order, masks and dropout are functions of it; `steps.jsonl` records the steps.
 """
 
 import shutil
@@ -26,19 +26,20 @@ KEEP = 3
 
 
 class Checkpoints:
-    """Saves a run every so many steps, and when SIGTERM asks the process to stop.
+    """Saves a run every so many steps, and on SIGTERM.
 
-    Schedulers send SIGTERM some time before they kill. As a context, it listens: `with checkpoints:`. A loop that finds
-    `told_to_stop` finishes its step and calls `save_and_leave`; with several workers, all must, after the same step.
+    Schedulers send SIGTERM some time before they kill. As a context manager, it handles SIGTERM: `with checkpoints:`.
+    A loop that finds `told_to_stop` finishes its step and calls `save_and_leave`; with several workers, all must do so
+    after the same step.
 
     Args:
-        workdir: the run's folder; checkpoints go to `checkpoints/` there, the last three are kept.
+        workdir: the run's folder; checkpoints go to `checkpoints/` there; the last three are kept.
         every: steps between two checkpoints.
         objects: by name, what is saved: the model, and the optimizer once it is built.
 
     Attributes:
-        told_to_stop: whether SIGTERM has come.
-        saved_step: of the newest checkpoint; 0 where there is none.
+        told_to_stop: whether SIGTERM was received.
+        saved_step: of the latest checkpoint; 0 if there is none.
     """
 
     def __init__(self, workdir: Path, every: int, **objects):
@@ -52,19 +53,19 @@ class Checkpoints:
         self._damaged: list[int] = []
 
     def steps(self) -> list[int]:
-        """Those of which there is a checkpoint, by the files themselves: a list of them could be lost."""
+        """The steps with a checkpoint, by the files themselves: a list of them could be lost."""
         names = [path.stem.removeprefix("ckpt-") for path in self.folder.glob("ckpt-*.index")]
         return sorted(int(name) for name in names if name.isdecimal())
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
-        """Takes up the newest checkpoint that can be read, and returns its step; 0 where there is none.
+        """Restores the latest readable checkpoint, and returns its step; 0 if there is none.
 
         Args:
-            init_fn: called where there is none, such as to load the weights that the run starts from.
+            init_fn: called if there is none, such as to load initial weights.
 
         Raises:
-            UserError: when there are checkpoints, and none can be read, or they are of another model; when workers have
-                other checkpoints or weights than the chief.
+            UserError: when there are checkpoints, and none is readable, or they are of a different model; when workers
+                have different checkpoints or weights than the chief.
         """
         self._remove_unfinished()
         self._damaged = []
@@ -75,28 +76,28 @@ class Checkpoints:
                 break
             except (AssertionError, ValueError) as error:  # which no damage gives: all that is read has a checksum
                 raise UserError(
-                    f"the model is not the one of {self._prefix(step)} ({first_line(error)}). "
-                    f"Bring back the --model that the run began with, or {afresh(self.workdir)}"
+                    f"the model does not match the checkpoint {self._prefix(step)} ({first_line(error)}). "
+                    f"Give the --model that the run was started with, or {afresh(self.workdir)}"
                 ) from error
             except (tf.errors.OpError, IndexError) as error:
                 self._damaged.append(step)
                 print(
                     f"The checkpoint {self._prefix(step)} is damaged ({type(error).__name__}): "
-                    "going back to the one before it."
+                    "falling back to the previous one."
                 )
         else:
             if self._damaged:
                 raise UserError(f"no checkpoint in {self.folder} can be read: {afresh(self.workdir)}")
             init_fn()
-        if num_workers() > 1:  # a preset by the same name may be another on each host
+        if num_workers() > 1:  # presets of the same name may differ between hosts
             own = {"checkpoint of step": self.saved_step, "checksum of the weights": _checksum(self._objects)}
-            agree(own, f"starts from other weights than the chief, by {self.folder} or its own preset")
+            agree(own, f"starts from different weights than the chief: {self.folder} or the preset differs")
         return self.saved_step
 
     def save(self, step: int) -> None:
-        """Writes a checkpoint, whole or not at all. A full disk is told of, and leaves the last good one.
+        """Writes a checkpoint atomically. A full disk is reported, and leaves the last good one.
 
-        The run that `--overwrite` set aside is deleted then.
+        The run that `--overwrite` moved aside is deleted then.
         """
         if step == self.saved_step or not is_chief():
             return
@@ -112,7 +113,8 @@ class Checkpoints:
             self._remove_unfinished()
             why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without TensorFlow's own places
             print(
-                f"\nNo checkpoint of step {step} ({why}). The last good one is of step {self.saved_step}.",
+                f"\nThe checkpoint of step {step} could not be written ({why}). "
+                f"The last good one is of step {self.saved_step}.",
                 flush=True,
             )
         else:
@@ -121,12 +123,12 @@ class Checkpoints:
             discard_replaced(self.workdir)
 
     def save_if_due(self, step: int, steps: int = 1) -> None:
-        """Saves if it is time to after the step; `steps` have been done since it was last asked."""
+        """Saves if a checkpoint is due; `steps` were done since the last call."""
         if step // self.every > (step - steps) // self.every:
             self.save(step)
 
     def save_and_leave(self, step: int) -> None:
-        """Saves, and ends the process with status 143.
+        """Saves, and exits with status 143.
 
         Raises:
             SystemExit: 143.
@@ -134,12 +136,12 @@ class Checkpoints:
         self.save(step)
         exchange({})  # the others wait until the chief has saved
         by = "Ctrl-C" if command_line.ctrl_c_pressed else "SIGTERM"
-        print(f"\nStopped by {by} after step {step}. The same command goes on from there.")
+        print(f"\nStopped by {by} after step {step}. The same command resumes from there.")
         raise SystemExit(128 + signal.SIGTERM)
 
     def __enter__(self):
         self._handler = signal.getsignal(signal.SIGTERM)
-        if self._handler != signal.SIG_IGN:  # who started this process wants it to go on
+        if self._handler != signal.SIG_IGN:  # the parent process wants SIGTERM ignored
             signal.signal(signal.SIGTERM, lambda *_: setattr(self, "told_to_stop", True))
         return self
 
@@ -150,7 +152,7 @@ class Checkpoints:
         return str(self.folder / f"ckpt-{step}")
 
     def _remove_old(self) -> None:
-        """Leaves the newest that can be read, now that one more is whole."""
+        """Keeps the latest readable ones, now that one more is complete."""
         self._damaged = [step for step in self._damaged if step != self.saved_step]
         readable = [step for step in self.steps() if step not in self._damaged]
         for step in {*self._damaged, *readable[:-KEEP]} - {self.saved_step}:

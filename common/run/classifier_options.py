@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that recipes for classifiers of texts have in common."""
+"""Options shared by the text-classification recipes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,19 +17,19 @@ class ClassifierOptions(RunOptions):
         UserError: as `RunOptions`, and when there are no such texts or no such model.
     """
 
-    task: Literal["roles", "mrpc", "sst2", "own"] = "roles"  # roles: generated pairs; own: files of yours
-    # folder in GLUE's form, else GLUE is fetched from the Hub; own: a .tsv, .csv, .jsonl file or a folder
+    task: Literal["roles", "mrpc", "sst2", "own"] = "roles"  # roles: generated pairs; own: your own files
+    # folder in GLUE's format, or empty to download GLUE from the Hub; own: a .tsv, .csv or .jsonl file, or a folder
     data: str = ""
-    text_columns: str = ""  # own: the name of the texts' column, or two names with a comma
-    label_column: str = ""  # own: the name of the labels' column
-    preset: str = ""  # KerasHub name, or folder such as runs/bert_mlm/preset, to start from; else random weights
-    # BERT size, from random weights; tiny where neither this nor a preset is given
+    text_columns: str = ""  # own: name of the text column, or two names separated by a comma
+    label_column: str = ""  # own: name of the label column
+    preset: str = ""  # KerasHub name, or folder such as runs/bert_mlm/preset, to start from; empty: random weights
+    # BERT size, with random weights; default: tiny, unless a preset is given
     model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = None
-    vocabulary_size: int = 4096  # pieces of the vocabulary that is trained where there is no preset
-    seq_length: int = 128  # tokens in an example at most
-    batch_size: int = 16  # examples on each replica in a step
-    learning_rate: float = 0.0  # peak, for one replica; 0: 3e-5 from a preset, 5e-4 from random weights
-    warmup: float = 0.1  # share of all steps in which the rate rises
+    vocabulary_size: int = 4096  # word pieces in the vocabulary trained where there is no preset
+    seq_length: int = 128  # maximum tokens per example
+    batch_size: int = 16  # examples per replica in a step
+    learning_rate: float = 0.0  # peak learning rate for one replica; 0: 3e-5 from a preset, 5e-4 from random weights
+    warmup: float = 0.1  # fraction of all steps that are warm-up
     dropout: float = 0.1
     epochs: int = 3
 

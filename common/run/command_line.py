@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One command line for every recipe: its knobs are the fields of the recipe's `Config`.
+"""The command line of every recipe: its options are the fields of the recipe's `Config`.
 
-Nothing here imports TensorFlow, so that `--help` and a wrong knob are answered at once.
+Nothing here imports TensorFlow, so that `--help` and invalid options respond at once.
 """
 
 import argparse
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Config = TypeVar("Config", bound="DataclassInstance")
-MOST = 999_999  # of any option of a launcher
-ctrl_c_pressed = False  # so that a run that stops can say by what: Ctrl-C asks by way of SIGTERM
+MOST = 999_999  # upper bound of any option of a launcher
+ctrl_c_pressed = False  # so that a run can report what stopped it: Ctrl-C raises SIGTERM
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 
 
 @contextlib.contextmanager
 def quiet_without_reader() -> Iterator[None]:
-    """Ends the process as SIGPIPE would, without a word, where who read its output has left: `... --help | head`.
+    """Exits silently, as on SIGPIPE, when the reader of its output has gone: `... --help | head`.
 
     SIGPIPE itself, which Python ignores, would also end it at a socket whose other end has closed.
 
-    Where standard output is closed, what is printed is dropped; what its encoding lacks is printed as `?`.
+    If standard output is closed, output is dropped; characters that its encoding lacks are printed as `?`.
 
     Raises:
-        SystemExit: 141; 1 after one line on standard error where the disk is full.
+        SystemExit: 141; 1 after one line on standard error if the disk is full.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -62,31 +62,34 @@ def quiet_without_reader() -> Iterator[None]:
         if error.errno != errno.ENOSPC:
             raise
         _drop(sys.stdout)
-        print(f"error: {error}. Make room; the same command goes on, a run from its last checkpoint", file=sys.stderr)
+        print(
+            f"error: {error}. Free some space and give the same command again: a run resumes from its last checkpoint",
+            file=sys.stderr,
+        )
         raise SystemExit(1) from None
 
 
 @quiet_without_reader()
 def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] | None = None) -> Config:
-    """Reads a recipe's knobs from the command line.
+    """Reads a recipe's options from the command line.
 
     Args:
-        config_class: a dataclass with one field a knob; `batch_size` becomes `--batch-size`.
+        config_class: a dataclass with one field per option; `batch_size` becomes `--batch-size`.
         recipe_doc: the recipe's docstring, shown by `--help`.
-        arguments: the words after the recipe's name; None for this process's own.
+        arguments: those after the recipe's name; None for this process's own.
 
-    With the process's own words, it makes Ctrl-C ask the run to save and leave, as SIGTERM does; a second one ends the
+    With the process's own arguments, Ctrl-C asks the run to save and exit, as SIGTERM does; a second one ends the
     process at once.
 
     Raises:
-        SystemExit: 0 after `--help` and a completion script; 2 after one line on standard error for a wrong one.
+        SystemExit: 0 after `--help` and a completion script; 2 after one line on standard error for invalid ones.
     """
     if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in the background of a script
         signal.signal(signal.SIGINT, _ask_to_stop)
     stderr = io.StringIO()
     own = [field for field in dataclasses.fields(config_class) if field.name in config_class.__annotations__]
     shared = [field for field in dataclasses.fields(config_class) if field not in own]
-    # What is a recipe's own is told first.
+    # A recipe's own options are listed first.
     config_class.__dataclass_fields__ = {field.name: field for field in [*own, *shared]}
     try:
         with contextlib.redirect_stderr(stderr):
@@ -99,8 +102,8 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
         if unknown:
-            knobs = " ".join("--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class))
-            raise UserError(f"unknown knob {unknown[0]}. The knobs are: {knobs}")
+            options = " ".join("--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class))
+            raise UserError(f"unknown option {unknown[0]}. The options are: {options}")
         if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
             raise UserError(f"the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND")
         return config
@@ -114,28 +117,28 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
 
 @quiet_without_reader()
 def run(main: Callable[[Config], None], config: Config) -> None:
-    """Calls `main(config)`, and ends the process with a message where it must end.
+    """Calls `main(config)`, and turns expected errors into a message and an exit status.
 
-    Exit status 2 after a `UserError`; 1 where the disk is full, or where another worker has died or cannot be reached.
+    Exit status 2 after a `UserError`; 1 if the disk is full, or another worker has died or cannot be reached.
     """
     try:
         main(config)
     except UserError as error:
         fail(error)
     except Exception as error:
-        # How TensorFlow tells of it: it has the whole graph in the message, and nobody's mistake is in it.
-        # A worker that hung is told by those that gave it up, with errors of other types, that they have restarted.
+        # TensorFlow's message has the whole graph, and the user made no mistake.
+        # A worker that hung gets errors of other types from those that gave it up: that they have restarted.
         lost = type(error).__name__ in LOST_WORKER or " restarted" in str(error)
         if "TF_CONFIG" not in os.environ or not lost:
             raise
         told = [line for line in str(error).splitlines() if re.search("aborted by|task:|Barrier", line)]
         sys.stdout.flush()
         print(f"error: lost another worker. {' '.join(told)}", file=sys.stderr, flush=True)
-        os._exit(1)  # an orderly end waits for who is lost, for some 20 seconds, and keeps the port and the lock
+        os._exit(1)  # a regular exit waits for the lost worker for some 20 seconds, and keeps the port and the lock
 
 
 def check_bounds(options: argparse.Namespace, **least: int) -> None:
-    """Checks that options of a launcher are numbers from the `least` of each to `MOST`, where they are given.
+    """Checks that options of a launcher, if given, are between the `least` of each and `MOST`.
 
     Raises:
         UserError: for the first that is not.
@@ -158,12 +161,12 @@ def _ask_to_stop(*_: object) -> None:
     ctrl_c_pressed = True
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if callable(signal.getsignal(signal.SIGTERM)):  # else there is nothing to save
-        os.write(2, b"\nSaving, and stopping. Ctrl-C again ends it at once.\n")
+        os.write(2, b"\nSaving a checkpoint, then stopping. Press Ctrl-C again to quit at once.\n")
     signal.raise_signal(signal.SIGTERM)
 
 
 def _drop(stream: TextIO) -> None:
-    """What is left to be written there; else the interpreter's end tells of it."""
+    """Discards pending output, which the interpreter would report at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training loop of your own in three parts, for Keras 3: a Trainer, an Evaluator, and a Controller that drives them.
+"""A custom training loop in three parts, for Keras 3: a Trainer, an Evaluator, and a Controller that drives them.
 
-The words are those of Orbit (https://github.com/tensorflow/models/tree/master/orbit), which needs Keras 2.
+The interface follows Orbit (https://github.com/tensorflow/models/tree/master/orbit), which needs Keras 2.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from common.files import read_json, write_json
 from common.run.checkpoints import Checkpoints
 from common.training.replicas import steps_in_one_call
 
-LOOP_SECONDS = 5.0  # at most, as no signal is looked at while TensorFlow is in a loop
+LOOP_SECONDS = 5.0  # at most, as signals are not handled while TensorFlow runs a loop
 Output = dict[str, float]
 Action = Callable[[int, Output], None]  # of the step and what the evaluation gave
 
 
 class Trainer:
-    """Trains. Make a subclass that has `train_step`; build the optimizer, in the strategy's scope, before the first.
+    """Trains. Subclass it and define `train_step`; build the optimizer, in the strategy's scope, before the first step.
 
     Args:
-        dataset: of as many batches as there will be steps, or endless; distributed.
+        dataset: with as many batches as there will be steps, or infinite; distributed.
     """
 
     def __init__(self, dataset):
@@ -52,9 +52,9 @@ class Trainer:
         """Called after each loop of steps.
 
         Args:
-            values: what `train_step` returned: for each scalar a vector with a number for each step of the loop; and
-                `waited`, the seconds that each waited for its batch.
-            seconds: that the loop took.
+            values: what `train_step` returned: for each scalar a vector with one value per step of the loop; and
+                `waited`, the seconds that each step waited for its batch.
+            seconds: duration of the loop.
 
         Returns:
             What is logged and written to TensorBoard; by default, the means over the steps.
@@ -62,7 +62,7 @@ class Trainer:
         return {name: float(vector.mean()) for name, vector in values.items()}
 
     def train(self, num_steps: int) -> Output:
-        """Does a loop of steps, all in one call of a `tf.function`."""
+        """Runs a loop of steps in one call of a `tf.function`."""
         self.train_loop_begin()
         began = time.perf_counter()
         values = self._do_steps(self._iterator, num_steps)
@@ -70,7 +70,7 @@ class Trainer:
 
 
 class Evaluator:
-    """Evaluates. Make a subclass that has `eval_begin`, `eval_step` and `eval_end`.
+    """Evaluates. Subclass it and define `eval_begin`, `eval_step` and `eval_end`.
 
     Args:
         dataset: of batches, distributed.
@@ -84,19 +84,19 @@ class Evaluator:
         """Called before an evaluation."""
 
     def eval_step(self, iterator) -> Any:
-        """Evaluates `next(iterator)`, by `strategy.run`; traced into a graph. What it returns, `eval_end` gets."""
+        """Evaluates `next(iterator)`, by `strategy.run`; traced into a graph. Its results go to `eval_end`."""
         raise NotImplementedError
 
     def eval_end(self, outputs: list[Any]) -> Output:
-        """Called after an evaluation with what `eval_step` returned, a list with an entry for each batch.
+        """Called after an evaluation with the results of `eval_step`, a list with one entry per batch.
 
         Returns:
-            What is logged, written to TensorBoard, and given to the actions.
+            What is logged, written to TensorBoard, and passed to the actions.
         """
         raise NotImplementedError
 
     def evaluate(self) -> Output:
-        """Evaluates the data set's first batches, and gives what `eval_end` does."""
+        """Evaluates the data set's first batches, and returns the result of `eval_end`."""
         self.eval_begin()
         iterator = iter(self._dataset)
         return self.eval_end([self._eval_step(iterator) for _ in range(self._steps)])
@@ -107,22 +107,22 @@ class Evaluator:
 
 
 class Controller:
-    """Trains and evaluates by turns, logs, saves, and goes on where it was stopped.
+    """Alternates training and evaluation, logs, saves checkpoints, and resumes an interrupted run.
 
-    At SIGTERM, it stops after the loop at hand and a checkpoint, with status 143; of several workers, all do. So that
-    this is soon, a loop has no more steps than the slowest worker does in 5 seconds, by its last loop; the first has
-    one. Only the chief saves and writes summaries.
+    On SIGTERM, it finishes the current loop, saves a checkpoint and exits with status 143, on all workers. To keep this
+    short, a loop has no more steps than the slowest worker does in 5 seconds, by its last loop; the first has one. Only
+    the chief saves and writes summaries.
 
     Args:
         trainer: None to evaluate only.
         evaluator: None to train only.
-        steps_per_loop: steps in one call, at most. Loops end at its multiples, where an evaluation or the end is due,
-            and after some seconds; the steps do not depend on that.
-        global_step: steps that the run has done before, as `Checkpoints.restore` returns them.
-        checkpoint_manager: saves after the loops and evaluations that it is due after, and at the end.
-        summary_dir: TensorBoard's folder; what the trainer gives goes to `train/`, the evaluator's to `validation/`.
-        summary_interval: steps between two training summaries; by default, each loop has one.
-        eval_actions: called after each evaluation, with the step and what the evaluator gave; `tf.summary` writes to
+        steps_per_loop: maximum steps per call. Loops end at its multiples, where an evaluation or the end is due, and
+            after some seconds; results do not depend on it.
+        global_step: steps done before, as returned by `Checkpoints.restore`.
+        checkpoint_manager: saves after loops and evaluations when a checkpoint is due, and at the end.
+        summary_dir: TensorBoard's folder; the trainer's results go to `train/`, the evaluator's to `validation/`.
+        summary_interval: steps between two training summaries; by default, one per loop.
+        eval_actions: called after each evaluation, with the step and the evaluator's results; `tf.summary` writes to
             `summary_dir` then.
 
     Attributes:
@@ -157,10 +157,10 @@ class Controller:
     def train_and_evaluate(self, train_steps: int, eval_interval: int) -> Output:
         """Trains until `global_step` is `train_steps`, and evaluates every `eval_interval` steps, and at the end.
 
-        A run that is stopped and goes on evaluates after the same steps.
+        A resumed run evaluates after the same steps.
 
         Returns:
-            What the last evaluation gave.
+            The results of the last evaluation.
         """
 
         def evaluates(step: int) -> bool:
@@ -191,7 +191,7 @@ class Controller:
                 seconds = self._train_loop(min(steps, before + self._steps_in_time, *ends) - before)
                 if evaluates(self.global_step):
                     output = self.evaluate()
-                # After the evaluation, which a run that goes on would not do again.
+                # After the evaluation, which a resumed run would not repeat.
                 self._end_loop(before, steps, seconds)
         if output is None and evaluates(steps):
             output = self.evaluate()
@@ -230,12 +230,12 @@ class Controller:
 
 
 def when_best(metric: str, action: Action, record: Path) -> Action:
-    """An action that calls another when a metric is higher than after every evaluation before. Only the chief acts.
+    """An action that calls another when a metric is higher than ever before. Only the chief acts.
 
     Args:
-        metric: its name in what the evaluator gives.
-        action: what is done.
-        record: a JSON file with the best value and its step, so that a run that goes on knows it.
+        metric: its name in the evaluator's results.
+        action: to call.
+        record: a JSON file with the best value and its step, for a resumed run.
     """
 
     def act(step: int, output: Output) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run would do, told before it does it: `--dry-run`."""
+"""The plan of a run, printed without training: `--dry-run`."""
 
 import math
 import textwrap
@@ -18,23 +18,24 @@ def print_plan(
     batches: Iterable,
     pieces: list[str],
 ) -> dict:
-    """Prints memory for each replica, tokens, the learning rate's curve, and a sequence as the model sees it.
+    """Prints memory per replica, tokens, the learning-rate schedule, and a sequence as the model sees it.
 
     Args:
         model: compiled, with a `last_step`.
-        schedule: from a step, counted from 0, to a rate.
-        sizes: sequences in each split, and tokens in them.
+        schedule: the learning rate of a step, counted from 0.
+        sizes: numbers of sequences and tokens in each split.
         batches: of one replica, as `masking.mask_tokens` gives them.
-        pieces: the vocabulary, from id to piece.
+        pieces: the vocabulary, from id to token.
 
     Returns:
-        {}, the results of no run.
+        {}: there are no results.
     """
     batch, total_steps = next(iter(batches)), model.last_step
     print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
     state, activations = (size / 2**20 for size in memory_of_a_replica(model, batch))
     print(
-        f"memory of a replica: {state:,.0f} MiB of weights, gradients and optimizer, about {activations:,.0f} of layers"
+        f"memory per replica: {state:,.0f} MiB for weights, gradients and optimizer state, "
+        f"about {activations:,.0f} MiB for activations"
     )
     for split, (sequences, tokens) in sizes.items():
         print(f"{split}: {tokens:,} tokens in {sequences:,} sequences")
@@ -43,16 +44,16 @@ def print_plan(
     rates = [float(schedule(step)) for step in steps]
     for step, rate in zip(steps, rates, strict=True):
         print(f"{step + 1:>10,} {rate:9.2e} {'#' * round(rate / (max(rates) or 1) * BAR)}")
-    print("the first sequence, «seen→label» where the model has to guess:")
+    print("the first sequence, «input→label» at the masked positions:")
     print(textwrap.indent(textwrap.fill(masked_text(batch, pieces), 110), "    "))
     return {}
 
 
 def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
-    """Bytes that a training step needs on each replica: what it keeps, and an estimate of what it computes with.
+    """Bytes that a training step needs on each replica: state, and an estimate of the activations.
 
-    Weights, a gradient for each that is trained, and the optimizer's variables are counted. The layers' outputs, held
-    for the backward pass, are 16 s b h + 2 a s^2 b numbers a layer (batch b, length s, width h, a heads), after
+    The state is weights, a gradient for each trainable one, and the optimizer's variables. The activations, kept for
+    the backward pass, are 16 s b h + 2 a s^2 b numbers a layer (batch b, length s, width h, a heads), after
     Korthikanti et al. 2022, arXiv:2205.05198, section 4.1; logits, their softmax and its gradient 3 b slots vocabulary.
 
     Args:
@@ -69,7 +70,7 @@ def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
 
 
 def masked_text(batch, pieces: list[str]) -> str:
-    """The first sequence of a batch as text, each place to guess as `«seen→label»`."""
+    """The first sequence of a batch as text, each masked position as `«input→label»`."""
     x, y, weight = (keras.tree.map_structure(lambda part: part[0].numpy(), part) for part in batch)
     words = [pieces[i] for i, is_token in zip(x["token_ids"], x["padding_mask"], strict=True) if is_token]
     for position, label, used in zip(x["mask_positions"], y, weight, strict=True):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Holds back what is written to standard error, C++ code's words too; shows it when the block fails.
+    """Captures standard error, including C++ output; prints it only if the block fails.
 
     TensorFlow 2.21's C++ logs during its import do not obey `TF_CPP_MIN_LOG_LEVEL` (tensorflow/tensorflow#100442).
     """

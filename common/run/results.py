@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run ended with: `results.json`, and the report for a person."""
+"""The results of a run: `results.json`, and the report that is printed."""
 
 import dataclasses
 import importlib.metadata
@@ -17,8 +17,8 @@ from common.run.runs import PACKAGES
 from common.run.speed import peak_memory_mb
 from common.run.step_log import StepLog
 
-INPUT_BOUND = 0.1  # share of the time that is spent waiting for input, from which on a run is told so
-# A model must be better than its baseline by more than this, or its run is told that it is no better. Models that ended
+INPUT_BOUND = 0.1  # fraction of the time spent waiting for input from which the report calls a run input-bound
+# A model must beat its baseline by more than this, or the report warns that it does not. Models that ended
 # at the baseline were within 0.02 nats of it on either side; one example in a hundred is less than chance moves an
 # accuracy by on some thousand examples (2 standard errors: 0.03).
 MARGINS = {"unigram_loss": 0.03, "accuracy": 0.01}
@@ -53,7 +53,7 @@ def training_results(
 
 
 def report(results: dict[str, Any]) -> str:
-    """The results for a person to read.
+    """The results as text, one line each.
 
     Args:
         results: of `train_and_evaluate`, or as `results.json` has them, with null for NaN and infinity.
@@ -61,43 +61,46 @@ def report(results: dict[str, Any]) -> str:
     results = {name: math.nan if value is None else value for name, value in results.items()}
     rate = results["learning_rate"]
     rows = [
-        ("steps", f"{results['steps']} of {results['global_batch_size']} examples, on {results['replicas']} replicas"),
+        (
+            "steps",
+            f"{results['steps']}, global batch {results['global_batch_size']}, on {results['replicas']} replica(s)",
+        ),
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
         *_speed_rows(results),
         ("padding", f"{results['padding_fraction']:.2%}"),
         ("learning rate", f"first {rate['first']:.2e}, peak {rate['peak']:.2e}, last {rate['last']:.2e}"),
-        ("train loss", f"{results['train_loss']:.3f}, mean of the last epoch"),
+        ("training loss", f"{results['train_loss']:.3f}, mean over the last epoch"),
     ]
     for split, name in (("val", "validation"), ("test", "test")):
         if f"{split}_unigram_loss" in results:
             loss, unigram = results[f"{split}_loss"], results[f"{split}_unigram_loss"]
             rows += [
                 (f"{name} loss", f"{loss:.3f}, perplexity {results[f'{split}_perplexity']:.1f}"),
-                ("  by word frequency", f"{unigram:.3f}: the model is {_apart(unigram - loss)}"),
+                ("  unigram baseline", f"{unigram:.3f}: the model is {_apart(unigram - loss)}"),
                 (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}"),
             ]
         elif f"{split}_loss" in results:
             rows += [
                 (f"{name} loss", f"{results[f'{split}_loss']:.3f}"),
                 (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}, F1 {results[f'{split}_f1']:.3f}"),
-                ("  the larger class", f"{results[f'{split}_majority_accuracy']:.1%}"),
-                ("  by length alone", f"{results[f'{split}_length_accuracy']:.1%}"),
-                ("  by a bag of words", f"{results[f'{split}_bag_of_words_accuracy']:.1%}"),
+                ("  majority-class baseline", f"{results[f'{split}_majority_accuracy']:.1%}"),
+                ("  length-only baseline", f"{results[f'{split}_length_accuracy']:.1%}"),
+                ("  bag-of-words baseline", f"{results[f'{split}_bag_of_words_accuracy']:.1%}"),
             ]
         else:
-            rows.append((name, "no such split, or one without labels"))
+            rows.append((name, "no such split, or no labels in it"))
     if no_better(results):
         advice = "try a third of the --learning-rate, or more --epochs"
-        rows.append(("warning", f"the model is no better than its baseline on the validation split: {advice}"))
-    rows.append(("run folder", results["config"]["workdir"]))
-    return "\n".join(f"{name:20} {value}" for name, value in rows)
+        rows.append(("warning", f"the model does not beat its baseline on the validation split: {advice}"))
+    rows.append(("work directory", results["config"]["workdir"]))
+    width = max(20, *(len(name) for name, _ in rows))
+    return "\n".join(f"{name:{width}} {value}" for name, value in rows)
 
 
 def no_better(results: dict[str, Any]) -> bool:
-    """Whether the model ended no better than what it must beat on the validation split, by `MARGINS`.
+    """Whether the model does not beat its baseline on the validation split by more than `MARGINS`.
 
-    That is guessing by word frequency for a language model, and for a classifier the best of those that do not look at
-    the order of words.
+    That is the unigram baseline for a language model, and for a classifier the best of those that ignore word order.
     """
     if "val_unigram_loss" in results:
         return not results["val_loss"] < results["val_unigram_loss"] - MARGINS["unigram_loss"]  # NaN is no better
@@ -110,12 +113,12 @@ def _apart(nats: float) -> str:
 
 
 def _speed_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
-    if "mfu" not in results:  # of a run before these were measured
+    if "mfu" not in results:  # of a run from before these were measured
         return []
     waiting = results["input_wait_fraction"]
-    advice = ": the input is the bottleneck; it needs more cores or a faster disk" if waiting > INPUT_BOUND else ""
+    advice = ": input-bound; give it more cores or a faster disk" if waiting > INPUT_BOUND else ""
     return [
-        ("  MFU", f"{results['mfu']:.0%} of {results['peak_flops_per_second'] / 1e12:,.2f} TFLOP/s measured"),
-        ("waiting for input", f"{waiting:.1%}{advice}"),
-        ("peak memory", f"{results['peak_memory_mb']:,} MiB of main memory"),
+        ("  MFU", f"{results['mfu']:.0%} of {results['peak_flops_per_second'] / 1e12:,.2f} TFLOP/s, the measured peak"),
+        ("data stall", f"{waiting:.1%} of the time{advice}"),
+        ("peak memory", f"{results['peak_memory_mb']:,} MiB of host memory"),
     ]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes in its folder, and how a new run takes the place of an old one there without loss.
+"""The files of a run in its work directory, and how a new run replaces an old one there without loss.
 
-`--overwrite` moves what the old run wrote to `.replaced/`, and the new run's first checkpoint deletes that. Where the
-new run ends before it, the next start moves everything back. `config.json`, which notes what its run writes, is the
-first file of a run, the last to be moved aside or deleted, and the first to come back, so that a kill at any moment
-leaves one of these:
+`--overwrite` moves the files of the old run to `.replaced/`, and the new run's first checkpoint deletes them. If the
+new run ends before that, the next start moves everything back. `config.json`, which records what its run writes, is
+the first file of a run, the last to be moved aside or deleted, and the first to be restored, so that a kill at any
+moment leaves one of these:
 
     .replaced/ without config.json    one part of the old run is here, the other where it was
     .replaced/ with config.json       all of the old run is here; beside it is what the new run's config.json notes
@@ -26,8 +26,8 @@ _PRESET = (
 )
 _5_DIGITS, _HASH = "[0-9]" * 5, "[0-9a-f]" * 16
 _SPLITS = ("train", "validation", "test")
-# Patterns of what every run writes, and by name of what some recipes write besides. What users put beside it, in the
-# same folders too, stays where it is.
+# Patterns of the files of every run, and by name of those of some recipes. Users' files beside them, even in the same
+# folders, are left alone.
 OF_EVERY_RUN = (
     *("results.json", "steps.jsonl"),
     *("tensorboard/events.out.tfevents.*", "tensorboard/plugins"),
@@ -50,53 +50,53 @@ REPLACED, DISCARDED = ".replaced", ".discarded"
 
 
 def holds_run(workdir: Path) -> bool:
-    """Whether a run was begun there: others write a `config.json` too, Hugging Face's libraries for example."""
+    """Whether a run was started there: other programs write a `config.json` too, such as Hugging Face's libraries."""
     return {"recipe", "workdir", "overwrite"} <= (read_json(workdir / "config.json") or {}).keys()
 
 
 def has_progress(workdir: Path) -> bool:
-    """Whether a run there is complete, or has a checkpoint from which it goes on."""
+    """Whether a run there is complete, or has a checkpoint to resume from."""
     return (workdir / "results.json").exists() or any(workdir.glob("checkpoints/ckpt-*.index"))
 
 
 def afresh(workdir: Path) -> str:
-    """How to start afresh where a run has still to go on, for a message: the same `--overwrite` would go on with it."""
+    """Advice, for a message, on starting afresh where a run is unfinished: the same `--overwrite` would resume it."""
     return f"give another --workdir, or remove {workdir} to start afresh"
 
 
 def writes_of(workdir: Path) -> list[str]:
-    """What the run there writes besides what every run does, by names of `OF_SOME_RUNS`; none where there is no run."""
+    """What the run there writes besides the common files, by names of `OF_SOME_RUNS`; none if there is no run."""
     if not (workdir / "config.json").exists():
         return []
-    return (read_json(workdir / "config.json") or {}).get("writes", list(OF_SOME_RUNS))  # 0.1.0 did not note it
+    return (read_json(workdir / "config.json") or {}).get("writes", list(OF_SOME_RUNS))  # 0.1.0 did not record it
 
 
 def refuse_other_files(workdir: Path, writes: Iterable[str]) -> None:
-    """Refuses to begin a run in a folder that holds something by a name that it would write, but no run.
+    """Refuses to start a run in a directory that has a file or folder that it would write, but no run.
 
     Args:
-        workdir: the folder.
-        writes: what the run writes besides what every run does, by names of `OF_SOME_RUNS`.
+        workdir: the work directory.
+        writes: what the run writes besides the common files, by names of `OF_SOME_RUNS`.
 
     Raises:
-        UserError: when it does; when something else than a run that was set aside stands in its place.
+        UserError: when it does; when the place of a run moved aside is taken by something else.
     """
     aside = [workdir / REPLACED, workdir / DISCARDED]
     if holds_run(workdir) or holds_run(workdir / REPLACED):
         if others := [path for folder in aside for path in _never_moved(folder)]:
-            raise UserError(f"{others[0]} is in the way, and no run's. Move it, or give another --workdir")
+            raise UserError(f"{others[0]} is in the way, and not part of a run. Move it, or give another --workdir")
         return
     names = {pattern.split("/")[0] for pattern in _patterns(writes)} | {REPLACED, DISCARDED}
     there = [name for name in sorted(names - _made_before(workdir)) if os.path.lexists(workdir / name)]
     if there:
         raise UserError(
-            f"{workdir} holds {', '.join(there)}, but no run: its config.json is missing, or not one of a run. "
+            f"{workdir} holds {', '.join(there)}, but no run: its config.json is missing, or not that of a run. "
             "Give another --workdir"
         )
 
 
 def refuse_files_beside(workdir: Path, writes: Iterable[str]) -> None:
-    """Refuses to begin a run in the place of one that did not write all that is there by names that this one writes.
+    """Refuses to replace a run where the new one would write a file that the old run did not.
 
     Args:
         workdir, writes: as for `refuse_other_files`.
@@ -113,12 +113,12 @@ def refuse_files_beside(workdir: Path, writes: Iterable[str]) -> None:
 
 
 def is_set_aside(workdir: Path) -> bool:
-    """Whether a run there waits for the first checkpoint of the one that takes its place."""
+    """Whether a run there was moved aside, until the first checkpoint of the one that replaces it."""
     return (workdir / REPLACED).is_dir()
 
 
 def set_aside(workdir: Path) -> None:
-    """Moves what the run there wrote to `.replaced/`.
+    """Moves the files of the run there to `.replaced/`.
 
     Raises:
         UserError: when it cannot be moved.
@@ -129,15 +129,15 @@ def set_aside(workdir: Path) -> None:
         _move(_written(workdir, writes_of(workdir)), workdir, replaced)
     except OSError as error:
         bring_back(workdir)
-        raise UserError(f"cannot set the run in {workdir} aside ({error}). Give another --workdir") from error
-    print(f"The old run is in {replaced} until this one has its first checkpoint; then it is deleted.", flush=True)
+        raise UserError(f"cannot move the old run in {workdir} aside ({error}). Give another --workdir") from error
+    print(f"The old run is kept in {replaced} until the new one has its first checkpoint, then deleted.", flush=True)
 
 
 def bring_back(workdir: Path) -> None:
-    """Moves a run that was set aside back, in the place of one that ended before its first checkpoint.
+    """Restores a run that was moved aside, if its replacement ended before its first checkpoint.
 
     Raises:
-        UserError: when a file that neither run wrote has taken the place of one of its files.
+        UserError: when a file that neither run wrote is in the way.
     """
     shutil.rmtree(workdir / DISCARDED, ignore_errors=True)
     replaced = workdir / REPLACED
@@ -156,11 +156,11 @@ def bring_back(workdir: Path) -> None:
             raise UserError(f"{path} is in the way of the run that was set aside in {replaced}. Move it")
     _move(paths, replaced, workdir)
     replaced.rmdir()
-    print(f"The run that was set aside in {workdir} is back: the one in its place had no checkpoint yet.", flush=True)
+    print(f"The old run in {workdir} is restored: the one that was to replace it had no checkpoint yet.", flush=True)
 
 
 def discard_replaced(workdir: Path) -> None:
-    """Deletes the run that was set aside, if there is one."""
+    """Deletes the run that was moved aside, if there is one."""
     if is_set_aside(workdir):
         os.replace(workdir / REPLACED, workdir / DISCARDED)  # at once: half of a run must not come back
         shutil.rmtree(workdir / DISCARDED, ignore_errors=True)  # what is left, the next start deletes
@@ -175,7 +175,7 @@ def _written(folder: Path, writes: Iterable[str]) -> list[Path]:
 
 
 def _made_before(workdir: Path) -> set[str]:
-    """Folders of shards that were written before the run begins, as a notebook does."""
+    """Folders of shards that were written before the run started, as in a notebook."""
     shards = "made_from" in (read_json(workdir / "data/manifest.json") or {})
     return {"data", "tokens"} if shards else set()
 

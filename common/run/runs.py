@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run is a folder: opened by one process at a time, and only by the command that began it."""
+"""A run is a directory: opened by one process at a time, and only with the options that started it."""
 
 import dataclasses
 import fcntl
@@ -34,11 +34,11 @@ from common.training.precision import choose_precision
 from common.training.scaling import learning_rate_factor, scaling_rule
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # whose versions may change what is computed
-LAUNCH_ID = "LAUNCH_ID"  # variable by which a launcher tells the workers that it starts again that they are its own
+PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # their versions may change what is computed
+LAUNCH_ID = "LAUNCH_ID"  # environment variable by which a launcher identifies the workers that it restarts
 
-# Knobs that may differ when a run goes on: they do not change what it computes.
-FREE_KNOBS = (
+# Options that may differ when a run is resumed: they do not change what it computes.
+FREE_OPTIONS = (
     *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps"),
     *("push_to", "push_public"),
     *("replicas", "batch_size", "accumulate", "jit", "steps_per_execution", "steps_per_loop"),
@@ -51,9 +51,9 @@ class Run:
 
     Attributes:
         workdir: its folder.
-        saved: what `config.json` holds: the knobs that it began with, and what it noted since.
-        results: those of `results.json`, where the run is complete.
-        lock: held as long as the process lives; None where nothing may be written.
+        saved: the content of `config.json`: the options that it was started with, and values recorded since.
+        results: those of `results.json`, if the run is complete.
+        lock: held as long as the process lives; None if nothing may be written.
     """
 
     workdir: Path
@@ -66,7 +66,7 @@ class Run:
             write_json(self.workdir / "config.json", self.saved)
 
     def keep(self, name: str, value: Any) -> Any:
-        """Notes a value in `config.json`, and returns it; a run that goes on returns what it noted when it began."""
+        """Records a value in `config.json`, and returns it; a resumed run returns the value recorded at its start."""
         if name not in self.saved:
             self.saved[name] = value
             if self.lock:
@@ -76,7 +76,7 @@ class Run:
     def scale(self, config: Any, replicas: int, learning_rate: float, optimizer: str) -> Scaled:
         """The batch and the learning rate for so many replicas.
 
-        A run that goes on keeps its global batch and its peak for any number of replicas; a new one notes them.
+        A resumed run keeps its global batch and peak learning rate for any number of replicas; a new one records them.
 
         Args:
             config: of the recipe, with a `batch_size` for each replica and the rule `lr_scaling`.
@@ -85,11 +85,11 @@ class Run:
             optimizer: by which `auto` chooses the rule.
 
         Raises:
-            UserError: when the replicas cannot share that global batch, or the batch size given does not make it; when
-                workers have different devices, or chose different precisions.
+            UserError: when the replicas cannot share that global batch, or the given batch size does not match it; when
+                workers have different devices, or chose different dtype policies.
         """
         own = {"replicas": replicas // num_workers(), "precision": self.saved.get("chosen_precision")}
-        agree(own, "has other devices than the chief, or --precision auto chose otherwise there")
+        agree(own, "has different devices than the chief, or --precision auto chose another dtype policy there")
         total = self.keep("global_batch_size", config.batch_size * replicas)
         if total % replicas or config.batch_size not in (self.saved["batch_size"], total // replicas):
             raise UserError(
@@ -100,12 +100,12 @@ class Run:
         check_accumulate(getattr(config, "accumulate", 1), batch_size)
         rule = scaling_rule(config.lr_scaling, optimizer)
         peak = self.keep("peak_learning_rate", learning_rate * learning_rate_factor(rule, replicas))
-        print(f"batch: {batch_size} examples x {replicas} replicas = {total}")
-        print(f"learning rate: {peak:g} at the peak, {rule} scaling of {learning_rate:g}", flush=True)
+        print(f"global batch: {batch_size} examples x {replicas} replica(s) = {total}")
+        print(f"peak learning rate: {peak:g}, {rule} scaling of {learning_rate:g}", flush=True)
         return Scaled(batch_size, total, peak)
 
     def configure_keras(self, config: Any, width: int) -> None:
-        """Sets Keras's seed, and its dtype policy as `choose_precision` says; a run that goes on keeps the policy.
+        """Sets Keras's seed, and its dtype policy by `choose_precision`; a resumed run keeps the policy.
 
         Args:
             config: of the recipe.
@@ -123,7 +123,7 @@ class Run:
         return results
 
     def check_data(self, sizes: dict[str, int], checksums: dict[str, int]) -> None:
-        """Refuses data that is too little, or other than the run began with, or than another worker's.
+        """Rejects data that is too little, has changed since the run started, or differs between workers.
 
         Args:
             sizes: examples in each split.
@@ -133,39 +133,41 @@ class Run:
             UserError: when it is; on all workers.
         """
         own = {f"examples of {split}": size for split, size in sizes.items()}
-        agree(own | {f"checksum of {split}": crc for split, crc in checksums.items()}, "has other data than the chief")
+        agree(
+            own | {f"checksum of {split}": crc for split, crc in checksums.items()}, "has different data than the chief"
+        )
         if sizes["train"] < self.saved["global_batch_size"]:
             raise UserError(
-                f"the data makes {sizes['train']} training examples, too few for one batch of "
-                f"{self.saved['global_batch_size']}. Give more of it, or a smaller --batch-size or --seq-length"
+                f"the data has {sizes['train']} training examples, too few for a global batch of "
+                f"{self.saved['global_batch_size']}. Give more data, or a smaller --batch-size or --seq-length"
             )
         if not sizes["validation"]:
-            raise UserError("no text was left for validation. Give more text, or a folder with a wiki.valid.tokens")
+            raise UserError("no text is left for validation. Give more text, or a folder with a wiki.valid.tokens")
         if self.keep("data_checksums", checksums) != checksums:
             raise UserError(
                 f"the text or the vocabulary has changed since the run in {self.workdir} began. "
-                f"Bring back what it was, or {afresh(self.workdir)}"
+                f"Restore it, or {afresh(self.workdir)}"
             )
 
 
 def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
-    """Opens the run in `config.workdir`, or begins one there; with a knob `dry_run` that is set, it does neither.
+    """Opens the run in `config.workdir`, or starts one there; with `dry_run` set, it does neither.
 
-    A run that ended before its first checkpoint, as one does that is refused for its data, is begun anew, with other
-    knobs too. With a knob `overwrite` that is set, so is any other, but not one that the very same knobs began and that
-    was stopped, nor one that this launcher's workers began. Of several workers, which must have joined, the chief does
-    it, and the others look on.
+    A run that ended before its first checkpoint, such as one rejected for its data, is started anew, even with other
+    options. With `overwrite` set, so is any other, except one that the very same options started and that was
+    interrupted, and one that this launcher's workers started. With several workers, which must have joined, the chief
+    does it, and the others wait.
 
     Args:
         recipe: the recipe's name.
-        config: its `Config`, with the knobs `workdir` and `overwrite`.
-        writes: what it writes there besides what every run does, by names of `run_folder.OF_SOME_RUNS`. `config.json`
-            notes it, so that a run in its place takes no file of the user's for its own.
+        config: its `Config`, with the options `workdir` and `overwrite`.
+        writes: what it writes there besides the common files, by names of `run_folder.OF_SOME_RUNS`. `config.json`
+            records it, so that a run that replaces it leaves users' files alone.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
-            or with other knobs (`FREE_KNOBS` excepted), or files by a run's names that no run wrote; when workers were
-            started with different knobs, code or packages, or do not share the folder.
+            or with other options (`FREE_OPTIONS` excepted), or files by a run's names that no run wrote; when
+            workers were started with different options, code or packages, or do not share the folder.
     """
     workdir = Path(config.workdir)
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
@@ -181,8 +183,8 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
         run = _look_at(workdir, wanted, None)
     shared = wanted.get("dry_run") or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
     unseen = (
-        f"worker {worker_index()} does not see the chief's work folder {workdir}. "
-        "Give a --workdir on a disk that all share"
+        f"worker {worker_index()} does not see the chief's work directory {workdir}. "
+        "Give a --workdir on a shared file system"
     )
     exchange({"error": None if shared else unseen})
     if run.results:
@@ -206,10 +208,10 @@ def _open(workdir: Path, wanted: dict[str, Any], writes: Iterable[str], token: s
 
 
 def _is_own(workdir: Path, wanted: dict[str, Any]) -> bool:
-    """Whether this very command, which has `--overwrite`, began the run there, so that it goes on with it.
+    """Whether this very command, which has `--overwrite`, started the run there, so that it resumes it.
 
     The command may be given again by hand or by a scheduler, until the run is complete; or by its launcher, which
-    starts it again after a worker's death, even one after the results were written.
+    restarts it after a worker's death, even after the results were written.
     """
     saved = read_json(workdir / "config.json") or {}
     if not has_progress(workdir):
@@ -242,7 +244,7 @@ def _locked(workdir: Path, token: str) -> TextIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock.seek(0)
         if not re.fullmatch("([0-9a-f]{32})?", lock.read()):  # a token, as below
-            raise UserError(f"{workdir}/.lock is no run's. Move it, or give another --workdir")
+            raise UserError(f"{workdir}/.lock is not part of a run. Move it, or give another --workdir")
         lock.truncate(0)
         lock.write(token)
         lock.flush()
@@ -250,17 +252,17 @@ def _locked(workdir: Path, token: str) -> TextIO:
         raise UserError(f"another process is running in {workdir}. Wait for it, or give another --workdir") from error
     except OSError as error:
         raise UserError(
-            f"cannot write to the work folder {workdir} ({error.strerror}). Give another --workdir"
+            f"cannot write to the work directory {workdir} ({error.strerror}). Give another --workdir"
         ) from error
     return lock
 
 
 def _saved_config(workdir: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     saved = read_json(workdir / "config.json") or {}
-    different = [name for name in wanted if name not in FREE_KNOBS and saved.get(name) != wanted[name]]
+    different = [name for name in wanted if name not in FREE_OPTIONS and saved.get(name) != wanted[name]]
     if different:
         raise UserError(
-            f"{workdir} holds a run with other knobs: "
+            f"{workdir} holds a run with different options: "
             + ", ".join(f"{name} {saved.get(name)!r}, not {wanted[name]!r}" for name in different)
             + ". Give another --workdir, or --overwrite to start afresh"
         )

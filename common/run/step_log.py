@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line for each step: the record that a run's results are computed from."""
+"""A log line per step, from which a run's results are computed."""
 
 import contextlib
 import json
@@ -19,26 +19,26 @@ from common.training.replicas import COUNTS, MEANS
 
 
 class StepLog:
-    """Writes each step's own values to `steps.jsonl`, a run's record: one that goes on from step n keeps those up to n.
+    """Writes each step's own values to `steps.jsonl`, the log of a run; resumed from step n, it keeps those up to n.
 
     A line has `step` (from 1), `loss`, `accuracy`, `learning_rate` (that the step used), `labels` (over which loss and
-    accuracy are means), `tokens`, and `slots`, the places for tokens; null stands for NaN and infinity. Of several
-    workers, only the chief writes.
+    accuracy are means), `tokens`, and `slots`, the token positions including padding; null for NaN and infinity. With
+    several workers, only the chief writes.
 
     Args:
         workdir: the run's folder.
         steps_per_epoch: steps over which an epoch's means are taken.
-        first_step: steps that the run has done before.
+        first_step: steps done before.
         flops: of `common.run.speed`, from which MFU is computed.
 
     Attributes:
         first_step, flops: see above.
         step: steps done.
         learning_rate: the `first`, `peak` and `last` that steps used.
-        epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far; NaN where these have none.
-        padding_fraction: share of the places for tokens that held none.
-        seconds, tokens_per_second, input_wait_fraction: of this process's steps but its first call, which holds the
-            compilation; padding not counted; the share of the time that it waited for batches.
+        epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far; NaN if there are none.
+        padding_fraction: fraction of token positions that were padding.
+        seconds, tokens_per_second, input_wait_fraction: of this process's steps except its first call, which includes
+            the compilation; throughput without padding; fraction of the time that it waited for batches.
         speed: of the last call, `tokens_per_second`, `mfu`, `input_wait_fraction`, and `peak_memory_mb`.
     """
 
@@ -62,21 +62,21 @@ class StepLog:
             self._count(read_line(line))
         if first_step and not kept:
             raise UserError(
-                f"{path} has no line of the {first_step} steps that this run has done. "
-                f"Bring it back, or {afresh(workdir)}"
+                f"{path} has no line of the {first_step} steps that this run has completed. "
+                f"Restore it, or {afresh(workdir)}"
             )
         if len(kept) < first_step:
             lost = f"{first_step - len(kept)} of {first_step} steps"
-            print(f"{path} lacks the lines of {lost}: the results are computed from the others.", flush=True)
+            print(f"{path} lacks the lines of {lost}: the results are computed from the rest.", flush=True)
         # At once, so that a kill never takes lines of steps that are saved.
         write_whole(path, "".join(f"{line}\n" for line in kept))
         self._lines = path.open("a", encoding="utf-8", buffering=1)
 
     def announce(self, model: keras.Model, last_step: int) -> None:
-        """Tells what is about to be trained, and from where to where."""
-        steps = f"{last_step} steps, {self.steps_per_epoch} an epoch"
+        """Prints what is about to be trained, and from which step to which."""
+        steps = f"{last_step} steps, {self.steps_per_epoch} per epoch"
         print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {steps}")
-        where = f"going on from step {self.step}" if self.step else f"watch it: tensorboard --logdir {self.workdir}"
+        where = f"resuming from step {self.step}" if self.step else f"monitor it: tensorboard --logdir {self.workdir}"
         print(where, flush=True)
 
     @property
@@ -91,12 +91,12 @@ class StepLog:
         return 1 - self._tokens / self._slots
 
     def record(self, values: dict[str, np.ndarray], seconds: float) -> dict[str, float]:
-        """Writes the lines of the steps of one call, and returns what they come to.
+        """Writes the lines of the steps of one call, and returns their means.
 
         Args:
-            values: a vector for each entry of a line but `step`, with a number for each step; and `waited`, seconds
-                that each waited for its batch.
-            seconds: that the call took.
+            values: a vector for each entry of a line but `step`, with one value per step; and `waited`, seconds that
+                each step waited for its batch.
+            seconds: duration of the call.
 
         Returns:
             Means of `loss` and `accuracy` over the steps' labels, the last `learning_rate`, and `speed`.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is worth: scores, and the baselines that it is held against. Knows no device."""
+"""Metrics of a model, and the baselines to compare it with. No devices."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a classifier of texts must beat: guesses that do not look at the order of words.
+"""Baselines for text classifiers: majority class, text lengths and bag of words, which ignore word order.
 
-All in NumPy, with a seed of its own: Keras and TensorFlow are not touched, and the same input gives the same figures.
+All in NumPy, with its own seed: Keras and TensorFlow are not used, and the same input gives the same figures.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 
 TextIds = Sequence[tuple[Sequence[int], ...]]  # of each example, the token ids of its one or two texts
-LIMIT = 256  # tokens; what is longer counts as this long
+LIMIT = 256  # tokens; longer texts count as this long
 EPOCHS = 10
-STEPS = 200  # in an epoch, or fewer where these would be of fewer than 32 examples
-LEARNING_RATE = 0.01  # falls in a line to zero
+STEPS = 200  # per epoch, or fewer if batches would have fewer than 32 examples
+LEARNING_RATE = 0.01  # with linear decay to zero
 BETAS = (0.9, 0.999)  # of Adam, Kingma and Ba 2014, arXiv:1412.6980
 
 
@@ -24,7 +24,7 @@ def baseline_accuracies(
     vocabulary_size: int,
     num_classes: int,
 ) -> dict[str, float]:
-    """Accuracies of simple classifiers, learned on one split and measured on another; a few seconds.
+    """Accuracies of simple classifiers, trained on one split and evaluated on another; a few seconds.
 
     Args:
         train: token ids of the training examples' texts, without special tokens.
@@ -35,8 +35,8 @@ def baseline_accuracies(
         num_classes: labels are below it.
 
     Returns:
-        `majority`, always the most frequent class; `length`, by the texts' lengths alone; `bag_of_words`, by the words
-        of each text and those that they share, in no order.
+        `majority`, always the most frequent class; `length`, on the texts' lengths alone; `bag_of_words`, on the words
+        of each text and those that they share, without order.
     """
 
     def accuracy(make_bags, *arguments) -> float:
@@ -52,7 +52,7 @@ def baseline_accuracies(
 
 
 def majority_accuracy(train_labels: Sequence[int], labels: Sequence[int]) -> float:
-    """The share of `labels` that are the most frequent one of `train_labels`, of several the lowest."""
+    """The fraction of `labels` equal to the most frequent one of `train_labels`, the lowest in a tie."""
     return float(np.mean(np.asarray(labels) == np.bincount(train_labels).argmax()))
 
 
@@ -64,7 +64,7 @@ def bag_accuracy(
     num_features: int,
     num_classes: int,
 ) -> float:
-    """The accuracy of multinomial logistic regression on bags of features, learned by Adam in 10 epochs.
+    """The accuracy of multinomial logistic regression on bags of features, trained with Adam for 10 epochs.
 
     Args:
         train_bags: numbers of the features of each training example; one that comes twice counts twice.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a classifier's logits are worth: scores, what it must beat, its mistakes in TensorBoard, and predictions."""
+"""Metrics of a classifier's logits, its baselines, a confusion matrix in TensorBoard, and predictions."""
 
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ def scores_of(texts: LabelledTexts, split: str, logits: np.ndarray) -> dict[str,
 
 
 def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], vocabulary: Vocabulary) -> dict[str, Any]:
-    """The part of `results.json` that classifiers have: scores of each split that has labels, and what they must beat.
+    """The part of `results.json` that classifiers have: metrics and baselines of each labelled split.
 
     Args:
         texts: all splits.
         logits: of each split but `train`, [examples, classes].
-        vocabulary: whose pieces are a bag's words.
+        vocabulary: whose tokens are the words of a bag.
     """
     results: dict[str, Any] = {}
     train = texts.splits["train"]
@@ -50,7 +50,7 @@ def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], voca
 
 
 def draw_confusion(texts: LabelledTexts, split: str, logits: np.ndarray, step: int | None = None) -> None:
-    """Writes to TensorBoard, as text `validation/confusion` for that split, how often each class was taken for which.
+    """Writes to TensorBoard, as text `validation/confusion` for that split, the confusion matrix.
 
     Args:
         texts: all splits.
@@ -68,12 +68,12 @@ def draw_confusion(texts: LabelledTexts, split: str, logits: np.ndarray, step: i
 
 
 def write_all_predictions(folder: Path, texts: LabelledTexts, logits: dict[str, np.ndarray]) -> None:
-    """Writes the predictions of each split in GLUE's form, those of the test split by the name that GLUE wants.
+    """Writes the predictions of each split in GLUE's format, those of the test split under GLUE's file name.
 
-    Of several workers, only the chief writes.
+    Only the chief writes.
 
     Args:
-        folder: is made.
+        folder: created if missing.
         texts: all splits.
         logits: of each split but `train`, [examples, classes].
     """
@@ -87,7 +87,7 @@ def write_all_predictions(folder: Path, texts: LabelledTexts, logits: dict[str, 
 
 
 def confusion_matrix(labels: np.ndarray, predictions: np.ndarray, num_classes: int) -> np.ndarray:
-    """How often each class was taken for which: int64 [true class, predicted class].
+    """The confusion matrix: int64 [true class, predicted class].
 
     Args:
         labels: true classes, [examples].
@@ -101,14 +101,14 @@ def confusion_matrix(labels: np.ndarray, predictions: np.ndarray, num_classes: i
 def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Scores of a classifier.
 
-    F1 is 2 TP / (2 TP + FP + FN), and 0 where a class is neither there nor predicted, as in scikit-learn.
+    F1 is 2 TP / (2 TP + FP + FN), and 0 for a class that is neither present nor predicted, as in scikit-learn.
 
     Args:
         logits: [examples, classes]; any float type, taken as float64.
         labels: true classes, [examples].
 
     Returns:
-        `loss`, the mean cross-entropy in nats an example; `accuracy`; and `f1`, with two classes that of class 1 (as
+        `loss`, the mean cross-entropy in nats per example; `accuracy`; and `f1`, with two classes that of class 1 (as
         GLUE scores MRPC), with more the mean over all classes ("macro").
     """
     logits, labels = np.asarray(logits, np.float64), np.asarray(labels, np.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a language model is worth, and the unigram baseline that it is held against."""
+"""Metrics of a language model, and the unigram baseline."""
 
 import math
 from collections.abc import Iterable
@@ -8,16 +8,16 @@ import numpy as np
 
 
 def unigram_loss(counts: np.ndarray, batches: Iterable[tuple], never_targets: Iterable[int] = ()) -> float:
-    """Mean loss, in nats a token, of guessing targets by how often each token occurs in training.
+    """The unigram baseline: mean loss, in nats per token, of predicting each token by its frequency in training.
 
-    This is what the best model that looks at no context would reach; a language model has learned nothing until it is
-    below. Token t's probability is (count(t) + 1) / (tokens + vocabulary size): add-one smoothing, so that a token that
-    training never saw has a finite loss (Laplace; Jurafsky and Martin, "Speech and Language Processing", chapter 3).
+    This is what the best model without context would reach; a language model has learned nothing until it is below.
+    Token t's probability is (count(t) + 1) / (tokens + vocabulary size): add-one smoothing, so that a token that never
+    occurs in training has a finite loss (Laplace; Jurafsky and Martin, "Speech and Language Processing", chapter 3).
 
     Args:
         counts: how often each id occurs in training, [vocabulary size]; see `count_ids`.
         batches: (x, y, sample_weight), of whose ids y with a weight the loss is the mean.
-        never_targets: ids that are not counted in training, as they are never asked for: padding and the like.
+        never_targets: ids that are not counted in training, as they are never targets: padding and the like.
     """
     counts = np.array(counts)
     counts[list(never_targets)] = 0
@@ -35,12 +35,12 @@ def count_ids(sequences: np.ndarray, vocabulary_size: int) -> np.ndarray:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss): among how many equally likely tokens the model hesitates; infinity where a float cannot hold it."""
+    """exp(loss), with the loss in nats per token; infinity if it overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def language_model_scores(split: str, scores: dict[str, float], unigram: float) -> dict[str, float]:
-    """Entries `val_loss` (for the split `validation`), `val_accuracy` and so on; losses in nats a masked token.
+    """Entries `val_loss` (for the split `validation`), `val_accuracy` and so on; losses in nats per masked token.
 
     Args:
         split: that was evaluated.

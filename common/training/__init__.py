@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's `fit`, made right on N replicas: trainer, losses, optimizers, rates. Knows no recipe, no text and no run."""
+"""Keras's `fit`, corrected for N replicas: trainer, losses, optimizers, schedules. No recipes, no text, no runs."""

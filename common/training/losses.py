@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy with few passes over the logits: of a small BERT with a large vocabulary, they are half of a step."""
+"""Cross-entropy with few passes over the logits: in a small BERT with a large vocabulary, half the time of a step."""
 
 import keras
 import tensorflow as tf
@@ -22,7 +22,7 @@ class CrossEntropy(keras.losses.Loss):
 
 
 class LabelAccuracy(keras.metrics.MeanMetricWrapper):
-    """The share of labels, by weight, that have the highest logit; see `label_hits`."""
+    """The fraction of labels, by weight, that have the highest logit; see `label_hits`."""
 
     adds_up = True  # for `data_parallel`
 

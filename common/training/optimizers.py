@@ -22,9 +22,9 @@ def make_optimizer(
     Args:
         name: which one.
         schedule: of the learning rate, or a number.
-        weight_decay: share of each weight, times the learning rate, that a step takes away; LAMB's then has the length
-            that the trust ratio gives a step.
-        clip_norm: to which the norm of the whole gradient is clipped; 0 for none.
+        weight_decay: fraction of each weight, times the learning rate, that a step subtracts; LAMB's is within the
+            trust ratio.
+        clip_norm: global norm to which the gradient is clipped; 0 for none.
     """
     clip = {"global_clipnorm": clip_norm or None}
     match name:

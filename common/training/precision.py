@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which number format a run computes in."""
+"""The dtype policy of a run."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ WIDE = 768
 
 
 def choose_precision(precision: str, jit: bool, width: int) -> str:
-    """The Keras dtype policy: the one asked for, or for `auto` one by the hardware and the model, never by a timing.
+    """The Keras dtype policy: as given, or for `auto` by the hardware and the model, never by a timing.
 
     | hardware | model | policy |
     | --- | --- | --- |
@@ -20,7 +20,7 @@ def choose_precision(precision: str, jit: bool, width: int) -> str:
     | no GPU, a CPU with AMX, no jit (XLA does not use AMX) | as wide as BERT-base | `mixed_bfloat16` |
     | any other | any | `float32` |
 
-    Keras's `floatx` is float32 from then on, whatever `~/.keras/keras.json` says: the policy decides alone.
+    Keras's `floatx` is float32 from then on, whatever `~/.keras/keras.json` says: only the policy counts.
 
     Args:
         precision: a policy, or `auto`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replicas tell each other in a step, and several steps in one call."""
+"""Reductions over replicas, and several steps per call."""
 
 import time
 from collections.abc import Callable
@@ -19,13 +19,13 @@ def batch_sums(x: dict, y: tf.Tensor, weight: tf.Tensor, logits: tf.Tensor, loss
     Args:
         x: whose `padding_mask` is 1 for a token and 0 for padding.
         y: labels, integers of any shape.
-        weight: of each label, in y's shape; 0 for a label that only fills a place.
+        weight: of each label, in y's shape; 0 for padding.
         logits: y's shape and classes.
         loss: the sum of the labels' losses, by weight.
 
     Returns:
         `loss`; `accuracy`, the number of labels with the highest logit; `labels`,
-        the sum of weights; `tokens`, without padding; `slots`, the places for tokens.
+        the sum of weights; `tokens`, without padding; `slots`, token positions.
     """
     is_token = tf.cast(x["padding_mask"], tf.float32)
     return {
@@ -45,14 +45,14 @@ def means_of(sums: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 
 
 def sum_over_replicas(values):
-    """Adds up tensors over all replicas of all workers, in a single reduction. Call it in a replica's step."""
+    """Sums tensors over all replicas of all workers, in a single all-reduce. Call it in a replica's step."""
     # Dense, and on this replica's device, which collectives ask for.
     values = tf.nest.map_structure(lambda value: tf.identity(tf.convert_to_tensor(value)), values)
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
 
 
 def gather_over_replicas(values):
-    """Puts tensors of all replicas of all workers one after another, along their first axis. Call it in a step.
+    """All-gathers tensors over all replicas of all workers, along the first axis. Call it in a replica's step.
 
     Those in bfloat16 become float32: TensorFlow's collectives, which workers and NCCL use, gather none.
     """
@@ -76,7 +76,7 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
 
     Args:
         step: of (iterator, stop); returns a dict of scalars, or of tensors of known shapes. `stop` is a float that the
-            step may reduce, so that all workers know what one was told.
+            step may reduce, so that all workers know when one was asked to stop.
 
     Returns:
         The function; it returns a dict of float32 arrays [count, ...], with one more entry, `waited`: seconds that this

@@ -4,7 +4,7 @@
 N replicas take N times the examples of one in each step, so that a step's time stays and an epoch has 1/N of the steps.
 The learning rate follows by one of these rules:
 
-- `linear`, times N: Goyal et al. 2017, "Accurate, Large Minibatch SGD", arXiv:1706.02677. Made for SGD, with a warm-up.
+- `linear`, times N: Goyal et al. 2017, "Accurate, Large Minibatch SGD", arXiv:1706.02677. For SGD, with a warm-up.
 - `sqrt`, times the square root of N: Krizhevsky 2014, "One weird trick for parallelizing convolutional neural
   networks", arXiv:1404.5997; derived for Adam by Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive
   Gradient Algorithms", arXiv:2205.10287; used with LAMB by You et al. 2019, arXiv:1904.00962.

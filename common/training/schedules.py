@@ -7,17 +7,17 @@ from keras import ops
 
 @keras.saving.register_keras_serializable(package="recipes")
 class WarmUpPolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises in a line to `peak` over `warmup_steps`, then follows Keras's `PolynomialDecay` to zero: one curve.
+    """Linear warm-up to `peak` over `warmup_steps`, then Keras's `PolynomialDecay` to zero.
 
     Step s (from 0) of the warm-up has peak * (s + 1) / (warmup_steps + 1), so that no step is spent at rate zero and
-    the curve meets the decay, which begins with `peak` at step `warmup_steps` and would be zero at `total_steps`.
+    the warm-up meets the decay, which starts with `peak` at step `warmup_steps` and would be zero at `total_steps`.
     Warm-up and linear decay are BERT's (Devlin et al. 2018, arXiv:1810.04805, appendix A.2).
 
     Args:
-        peak: the highest rate.
+        peak: peak learning rate.
         warmup_steps: steps before the peak; 0 for none.
-        total_steps: steps of the whole run, over which the curve is stretched.
-        power: of the decay; 1 is a line.
+        total_steps: steps of the whole run.
+        power: of the decay; 1: linear.
 
     Raises:
         ValueError: when the warm-up leaves no step for the decay.

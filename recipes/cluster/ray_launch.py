@@ -3,8 +3,8 @@
 
     ray job submit --working-dir . -- python recipes/cluster/ray_launch.py --workers 4 --gpus 8 bert_mlm
 
-Ray gives the workers their nodes, and each runs the recipe in a process of its own. So Keras is Keras 3; Ray Train's
-TensorFlow trainer would need Keras 2. `--workdir` among the recipe's knobs is a folder that all nodes share.
+Ray places the workers on nodes, and each runs the recipe in its own process. So Keras is Keras 3; Ray Train's
+TensorFlow trainer would need Keras 2. `--workdir` among the recipe's options is a folder that all nodes share.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from common.run.command_line import check_bounds, fail
 
 @ray.remote(max_concurrency=2)  # so that `stop` can be called while `run` waits
 class Worker:
-    """One worker's place, and the process that runs the recipe there."""
+    """One worker, and the process that runs the recipe there."""
 
     def address(self) -> str:
-        """Its node's address, with a port that nobody listens on."""
+        """Its node's address, with a free port."""
         with socket.create_server(("", 0)) as server:
             return f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
 
@@ -48,7 +48,7 @@ class Worker:
         return status if status >= 0 else 128 - status
 
     def stop(self) -> None:
-        """Asks the recipe to save and end."""
+        """Asks the recipe to save and exit."""
         self.process.terminate()
 
 
@@ -57,7 +57,7 @@ def train(count: int, cpus: float, gpus: float, launch_id: str, words: list[str]
     nodes = sum(node["Alive"] for node in ray.nodes())
     strategy = "STRICT_SPREAD" if nodes >= count else "SPREAD"
     group = placement_group([{"CPU": cpus, "GPU": gpus}] * count, strategy)
-    print(f"waiting for {count} places of {cpus:g} CPU(s) and {gpus:g} GPU(s), {strategy}", flush=True)
+    print(f"waiting for {count} workers of {cpus:g} CPU(s) and {gpus:g} GPU(s) each, {strategy}", flush=True)
     ray.get(group.ready())
     options = {"num_cpus": cpus, "num_gpus": gpus}
     workers = [
@@ -87,11 +87,13 @@ def train(count: int, cpus: float, gpus: float, launch_id: str, words: list[str]
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, required=True, metavar="N")
-    parser.add_argument("--cpus", type=float, default=1, metavar="N", help="of each worker (1)")
-    parser.add_argument("--gpus", type=float, default=0, metavar="N", help="of each worker: all of a node (0)")
-    parser.add_argument("--restarts", type=int, default=0, metavar="K", help="start again after a death, K times")
+    parser.add_argument("--cpus", type=float, default=1, metavar="N", help="CPUs per worker (1)")
+    parser.add_argument("--gpus", type=float, default=0, metavar="N", help="GPUs per worker: all of a node (0)")
+    parser.add_argument(
+        "--restarts", type=int, default=0, metavar="K", help="restart up to K times after a worker dies"
+    )
     parser.add_argument("recipe")
-    parser.add_argument("knobs", nargs=argparse.REMAINDER)
+    parser.add_argument("options", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     try:
         check_bounds(arguments, workers=1, restarts=0, cpus=0, gpus=0)
@@ -99,7 +101,7 @@ if __name__ == "__main__":
         fail(error)
     ray.init()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own gives this process three seconds
-    words, launch_id = [arguments.recipe, *arguments.knobs], uuid.uuid4().hex
+    words, launch_id = [arguments.recipe, *arguments.options], uuid.uuid4().hex
     for _ in range(arguments.restarts + 1):
         status = train(arguments.workers, arguments.cpus, arguments.gpus, launch_id, words)
         if status in (0, 2, 143):  # done, wrong input, stopped; otherwise a worker died
