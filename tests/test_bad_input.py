@@ -121,7 +121,7 @@ FROM_SCRATCH = [
     ("--shards 65537", "--shards must be at most 65536; got 65537"),
     ("--vocabulary-size 260 --architecture roberta", "must be at least 261: 256 bytes, 5 special tokens; got 260"),
     ("--model huge", "--model huge is neither nano, tiny, mini, small, medium, base, large, nor a JSON file"),
-    ("--model {files}/preset/config.json", "must hold these as whole numbers above 0, and no more: num_layers"),
+    ("--model {files}/preset/config.json", "must have exactly these keys, with positive integers: num_layers"),
     ("--workdir {files} --data {files}/shards", "/shards is inside the work directory"),
     ("--workdir {files} --data {files}/data --shards -2", "--shards must be at least 0; got -2"),
     ("--push-public", "--push-public needs --push-to hf://user/name; give"),

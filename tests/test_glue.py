@@ -146,7 +146,7 @@ GLUE_FOLDERS = [
     ({"dev.tsv": "text\tlabel\nA\t1\n"}, "dev.tsv, line 2 has no column sentence; it has text, label"),
     ({"dev.tsv": "sentence\tlabel\nA\t1\nB\n"}, "dev.tsv, line 3 has 1 fields, the first line 2: sentence, label"),
     ({"dev.tsv": "sentence\tlabel\nA\tB\t1\n"}, "dev.tsv, line 2 has 3 fields, the first line 2"),
-    ({"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "gives two columns the same name"),
+    ({"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "has two columns of the same name"),
     ({"dev.tsv": "sentence\tlabel\nA\t1\nB\t2\n"}, "dev.tsv, line 3: the label '2' is not one of 0, 1"),
     ({"dev.tsv": "sentence\tlabel\nA\t1\n" + "B\t\n"}, "dev.tsv, line 3: the label '' is not one of 0, 1"),
     ({"dev.tsv": b"sentence\tlabel\nA\t1\ncaf\xe9 \t1\n"}, "dev.tsv, line 3 is not UTF-8 text (invalid continuation"),

@@ -167,7 +167,7 @@ def test_the_command_says_how_to_load(preset, tmp_path, monkeypatch, capsys):
 
 
 def test_a_folder_is_complete_or_absent(preset, exported, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="exists already; give a folder that does not"):
+    with pytest.raises(UserError, match="already exists; give a new folder"):
         export_bert(preset, tmp_path.parent)
     with pytest.raises(UserError, match="cannot write .*Not a directory"):
         (tmp_path / "file").write_text("")

@@ -187,7 +187,7 @@ def test_what_cannot_be_closed_is_told(listening, workers_at, capsys, monkeypatc
     monkeypatch.setattr(socket, "SO_BINDTODEVICE", 2**20)  # which no system has
     close_to_other_machines(port)
     told = capsys.readouterr().err
-    assert told.startswith(f"warning: port {port} is open to other machines, and who connects may run code (")
+    assert told.startswith(f"warning: port {port} is open to other machines, and any client may run code (")
     assert told.count("\n") == 1
     listening.close()
     close_to_other_machines(port)

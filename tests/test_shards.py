@@ -259,7 +259,7 @@ def test_what_is_damaged_or_strange_is_told_of(written, corpus, vocabulary, tmp_
         (data / path.name).write_bytes(path.read_bytes())
     assert find_shards(str(data), MADE_FROM)
     (data / "tokenizer.json").write_text((data / "tokenizer.json").read_text().replace("the", "thE"))
-    with pytest.raises(UserError, match=r"tokenizer.json is not that of the shards beside it"):
+    with pytest.raises(UserError, match=r"tokenizer.json does not match the shards beside it"):
         find_shards(str(data), MADE_FROM)
 
 

@@ -101,7 +101,7 @@ def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
         names = [stem + suffix for stem in stems for suffix in suffixes]
         found = [folder / name for name in names if (folder / name).is_file()]
         if len(found) > 1:
-            raise UserError(f"{folder} has both {found[0].name} and {found[1].name}; leave one of them there")
+            raise UserError(f"{folder} has both {found[0].name} and {found[1].name}; keep only one of them")
         if found:
             files[split] = found[0]
         elif split != "test":

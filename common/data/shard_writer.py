@@ -153,7 +153,7 @@ def _write_shards(
             size, crc32 = size_and_crc32(f"{folder}/{name}")
             entry = {"file": name, "sequences": edges[i + 1] - edges[i], "bytes": size, "crc32": crc32}
             splits[split]["shards"].append(entry)
-        print(f"{split}: {sequences:,} sequences in {count} shards, {dropped} tokens left over", flush=True)
+        print(f"{split}: {sequences:,} sequences in {count} shards, {dropped} tokens dropped", flush=True)
         if split == "train":
             content = io.BytesIO()
             np.save(content, counts)

@@ -101,7 +101,7 @@ def find_shards(folder: str, made_from: dict[str, Any]) -> Shards | None:
             raise UserError(f"{path} is {what}. Remove it; it will be written again")
     path = f"{folder}/tokenizer.json"
     if not tf.io.gfile.exists(path) or short_hash(read_bytes(path)) != manifest["tokenizer"]:
-        raise UserError(f"{path} is not that of the shards beside it. Remove {folder}, or give another --data")
+        raise UserError(f"{path} does not match the shards beside it. Remove {folder}, or give another --data")
     found = open_shards(folder)
     return found if _counts_all_tokens(found) else None
 

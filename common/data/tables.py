@@ -85,7 +85,7 @@ def _quoted(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
 def _named(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Iterator[Row]:
     _, names = next(rows)
     if len(set(names)) < len(names):
-        raise UserError(f"{path} gives two columns the same name: {name_columns(names)}")
+        raise UserError(f"{path} has two columns of the same name: {name_columns(names)}")
     for number, fields in rows:
         if len(fields) != len(names):
             raise UserError(

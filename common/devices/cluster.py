@@ -165,7 +165,9 @@ def _from_slurm() -> dict[str, Any]:
         own = f"{os.environ['SLURMD_NODENAME']}:{PORT + int(os.environ['SLURM_LOCALID'])}"
         return worker_config(addresses, addresses.index(own))
     except (RuntimeError, ValueError, KeyError) as error:
-        raise UserError(f"cannot tell the workers' places from Slurm's variables ({error}); set TF_CONFIG") from error
+        raise UserError(
+            f"cannot determine the workers' ranks from Slurm's variables ({error}); set TF_CONFIG"
+        ) from error
 
 
 def _from_kubernetes() -> dict[str, Any]:

@@ -183,8 +183,8 @@ def close_to_other_machines(port: int) -> None:
         closed, why = 0, str(error)
     if not closed:
         print(
-            f"warning: port {port} is open to other machines, and who connects may run code ({why}). "
-            "Let a firewall close it",
+            f"warning: port {port} is open to other machines, and any client may run code ({why}). "
+            "Block it with a firewall",
             file=sys.stderr,
             flush=True,
         )

@@ -35,7 +35,7 @@ def _backbone_from_preset(preset: str, dropout: float) -> keras_hub.models.BertB
         return backbone
     plain = from_preset(keras_hub.models.Backbone, preset)
     if not isinstance(plain, keras_hub.models.BertBackbone):
-        raise UserError(f"the preset {preset} is a {type(plain).__name__}; give one of BERT")
+        raise UserError(f"the preset {preset} is a {type(plain).__name__}; give a BERT preset")
     backbone = type(plain).from_config(plain.get_config() | {"dropout": dropout})
     backbone.set_weights(plain.get_weights())
     return backbone

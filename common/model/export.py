@@ -39,7 +39,7 @@ def export_bert(preset: str, folder: Path) -> None:
     """
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists already; give a folder that does not")
+        raise UserError(f"{folder} already exists; give a new folder")
     model, vocabulary = _load_keras_hub(preset)
     unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
     try:

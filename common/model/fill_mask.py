@@ -50,7 +50,7 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
         ids += [mask, *part]
     ids.append(end)
     if not positions:
-        raise UserError(f"no {special.mask} in {sentence!r}; put one where a word is to be guessed")
+        raise UserError(f"no {special.mask} in {sentence!r}; put one in place of a word to predict")
     if len(ids) > model.backbone.max_sequence_length:
         raise UserError(f"the sentence has {len(ids)} tokens; the model takes {model.backbone.max_sequence_length}")
     inputs = {

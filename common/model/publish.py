@@ -131,7 +131,10 @@ class Publish(keras.callbacks.Callback):
     def _upload_waiting(self) -> None:
         if self._thread and not self._thread.is_alive():
             if self._failure:
-                print(f"\n{self._uploading} was not uploaded ({self._failure}); the run's end tries again.", flush=True)
+                print(
+                    f"\n{self._uploading} was not uploaded ({self._failure}); it is retried at the end of the run.",
+                    flush=True,
+                )
             self._thread = self._uploading = None
         if self._waiting and not self._thread:
             self._uploading, self._waiting = self._waiting, None

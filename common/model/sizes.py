@@ -42,7 +42,7 @@ def dimensions(size: str) -> dict[str, int]:
         or set(given) != set(DIMENSIONS)
         or not all(isinstance(n, int) and n > 0 for n in given.values())
     ):
-        raise UserError(f"{size} must hold these as whole numbers above 0, and no more: {', '.join(DIMENSIONS)}")
+        raise UserError(f"{size} must have exactly these keys, with positive integers: {', '.join(DIMENSIONS)}")
     if given["hidden_dim"] % given["num_heads"]:
         raise UserError(f"{size}: hidden_dim {given['hidden_dim']} is not divisible by num_heads {given['num_heads']}")
     return given

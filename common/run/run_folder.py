@@ -153,7 +153,7 @@ def bring_back(workdir: Path) -> None:
     paths = _written(replaced, OF_SOME_RUNS)[::-1]
     for path in (workdir / path.relative_to(replaced) for path in paths):
         if os.path.lexists(path):
-            raise UserError(f"{path} is in the way of the run that was set aside in {replaced}. Move it")
+            raise UserError(f"{path} is in the way of the old run in {replaced}. Move it")
     _move(paths, replaced, workdir)
     replaced.rmdir()
     print(f"The old run in {workdir} is restored: the one that was to replace it had no checkpoint yet.", flush=True)
