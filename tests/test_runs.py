@@ -310,9 +310,7 @@ def test_a_run_that_comes_back_overwrites_no_file_that_was_put_in_its_place(conf
     reopen(config, writes=(), seed=1, overwrite=True)
     fill(workdir, {"predictions/test.tsv": "mine"})
     for _ in range(2):
-        with pytest.raises(
-            UserError, match=r"run/predictions/test.tsv is in the way of the old run in"
-        ):
+        with pytest.raises(UserError, match=r"run/predictions/test.tsv is in the way of the old run in"):
             reopen(config)
     assert (workdir / "predictions/test.tsv").read_text() == "mine"
     (workdir / "predictions/test.tsv").unlink()
