@@ -442,7 +442,7 @@ def test_workers_with_other_weights_are_refused(tmp_path, differ):
     ]
     for status, output, errors in map(finish, workers):
         if differ:
-            message = r"error: worker 1 starts from other weights .*: checksum of the weights \d+, not \d+\n"
+            message = r"error: worker 1 starts from different weights .*: checksum of the weights \d+, not \d+\n"
             assert status == 2 and re.search(message, errors)
         else:
             assert (status, output.splitlines()[-1]) == (0, "0")
