@@ -4,6 +4,7 @@ import atexit
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="recipes-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+# Ignored in the background of a script, it would be by what the tests start too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import tensorflow as tf

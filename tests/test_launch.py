@@ -460,13 +460,14 @@ from common.devices.strategy import make_strategy
 class Config:
     workdir: str
     batch_size: int = 8
+    lr_scaling: str = "none"
     overwrite: bool = False
 
 def main(config):
     make_strategy()
     opened = open_run("a", config)
     opened.keep("chosen_precision", ("float32", sys.argv[2])[worker_index()])
-    opened.split(config, (2, int(sys.argv[3]))[worker_index()], 0.1)
+    opened.scale(config, (2, int(sys.argv[3]))[worker_index()], 0.1, "sgd")
 
 run(main, Config(sys.argv[1]))
 """
