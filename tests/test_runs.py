@@ -3,7 +3,10 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import keras
+import numpy as np
 import pytest
 
 from common.errors import UserError
@@ -74,10 +77,29 @@ def test_the_global_batch_and_the_peak_stay_and_the_split_may_change(config):
     assert reopen(config).scale(config, 2, 0.2, "adamw")[::2] == (16, 0.4)
     other = dataclasses.replace(config, batch_size=32)
     assert reopen(other).scale(other, 1, 0.1, "adamw")[::2] == (32, 0.4)
+    other = dataclasses.replace(config, batch_size=16)
+    assert reopen(other).scale(other, 2, 0.1, "adamw")[::2] == (16, 0.4)
     for replicas, batch_size in ((3, 8), (2, 32)):
         with pytest.raises(UserError, match="a global batch of 32, which is not"):
             other = dataclasses.replace(config, batch_size=batch_size)
             reopen(other).scale(other, replicas, 0.1, "adamw")
+
+
+def test_keras_gets_the_seed_and_the_policy_that_the_run_began_with(config):
+    def configure(precision, seed=0):
+        run = reopen(config, seed=seed)
+        run.configure_keras(SimpleNamespace(seed=seed, precision=precision), 64)
+        return run.workdir, np.random.random(), keras.config.dtype_policy().name
+
+    try:
+        workdir, draw, policy = configure("mixed_bfloat16")
+        has_a_checkpoint(workdir)
+        assert configure("float32")[1:] == (draw, policy) == (draw, "mixed_bfloat16")
+        shutil.rmtree(workdir)
+        _, other, policy = configure("float32", seed=1)
+        assert other != draw and policy == "float32"
+    finally:
+        keras.config.set_dtype_policy("float32")
 
 
 def test_what_is_said_of_a_run_that_was_stopped_helps_it_with_overwrite_too(config):
