@@ -479,9 +479,7 @@ def test_workers_with_other_devices_or_precision_are_refused(tmp_path):
         ended = by_hand([words] * 2, (ROOT, ROOT), code=DIFFERENT)
         return [(status, errors.splitlines()[-1]) for status, errors in ended]
 
-    start = (
-        "error: worker 1 has different devices than the chief, or --precision auto chose another dtype policy there: "
-    )
+    different = "worker 1 has different devices than the chief, or --precision auto chose another dtype policy there"
     for precision, replicas, message in (
         ("float32", 4, "replicas 2, not 1"),
         ("mixed_bfloat16", 2, "precision 'mixed_bfloat16', not 'float32'"),
