@@ -82,6 +82,11 @@ def test_what_is_done_is_not_done_again_and_the_next_fit_is_a_new_one():
     assert heard[:2] == ["epoch 0", (0, 1, False)] and model.steps_done == 4
 
 
+def test_an_initial_epoch_is_keras_own():
+    heard, _ = fit(make_model(), epochs=3, initial_epoch=2)
+    assert [told for told in heard if isinstance(told, str)] == ["epoch 2", "evaluated"]
+
+
 def test_several_steps_a_call_end_where_the_epoch_does():
     model = make_model(steps_per_execution=3)
     model.first_step, model.last_step = 3, 6
