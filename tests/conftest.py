@@ -1,6 +1,7 @@
 """One process, one TensorFlow: the CPU as four logical devices, so that tests can ask for 1, 2 or 4 replicas."""
 
 import atexit
+import functools
 import os
 import random
 import shutil
@@ -27,6 +28,14 @@ tf.config.set_logical_device_configuration(
 )
 
 ROOT = Path(__file__).parent.parent
+
+
+@functools.cache
+def collective_strategy() -> tf.distribute.MirroredStrategy:
+    """Two replicas that reduce by collectives. A process can have but one: the numbers of two would clash."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
 sys.path.insert(0, str(ROOT))
 
 

@@ -144,8 +144,8 @@ PRESSED = """
 import dataclasses, signal, sys, time
 from common.run.command_line import parse
 
-if sys.argv[1] == "ignored":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+# Of its own, whatever this process was started with: in the background of a script, SIGINT is ignored.
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[1] == "ignored" else signal.default_int_handler)
 listens, sys.argv[1:] = sys.argv[1] == "listens", []
 parse(dataclasses.make_dataclass("Config", []), "")
 if listens:

@@ -9,6 +9,7 @@ from common.model.masked_lm import BertMaskedLM
 from common.training import data_parallel as module
 from common.training.data_parallel import data_parallel
 from common.training.losses import CrossEntropy
+from tests.conftest import collective_strategy
 from tests.test_conformance import no_autotune
 
 SLOTS, LENGTH = 2, 8
@@ -391,7 +392,7 @@ def test_a_loss_of_its_own_sees_predictions_in_16_bits_and_masks_of_all_replicas
     """By collectives, as between workers and with NCCL, which gather neither bfloat16 nor booleans."""
     ids = np.array([[1, 2, 0], [3, 0, 0], [1, 1, 1], [2, 3, 0], [3, 3, 0]])  # 0 is masked
     histories = []
-    for strategy in (tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])):
+    for strategy in (tf.distribute.get_strategy(), collective_strategy()):
         keras.utils.set_random_seed(0)
         with strategy.scope():
             embedding = keras.layers.Embedding(4, 8, mask_zero=True, dtype="mixed_bfloat16")

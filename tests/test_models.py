@@ -66,7 +66,7 @@ def test_a_preset_gives_the_model_and_its_vocabulary_again(saved):
 def test_a_classifier_has_the_preset_under_a_new_head(saved):
     model, vocabulary, folder, kind, _ = saved
     if kind is keras_hub.models.RobertaMaskedLM:
-        with pytest.raises(UserError, match="is a RobertaBackbone; give one of BERT"):
+        with pytest.raises(UserError, match="is a RobertaBackbone; give a BERT preset"):
             make_classifier(str(folder), "", None, 3, 0.3, 9)
         return
     for classifier in (

@@ -80,12 +80,13 @@ told = [
     refused(chief_alone, refuse),
     [times.heartbeat_timeout_in_ms, times.cluster_register_timeout_in_ms],
 ]
-exchange({})
 print(json.dumps([told, done]), flush=True)
+exchange({})  # before one leaves
 os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_two_workers_tell_each_other(free_addresses):
     addresses = free_addresses(2)
     processes = [
@@ -131,7 +132,7 @@ def test_who_has_not_come_is_named(free_addresses, monkeypatch):
     host, port = others[0].split(":")
     with socket.create_server((host, int(port))) as hanging:  # its machine takes the call, and it says nothing
         hanging.listen()
-        with pytest.raises(UserError, match=f"^these workers have not come in 1 s: {', '.join(sorted(others))}$"):
+        with pytest.raises(UserError, match=f"^these workers have not joined within 1 s: {', '.join(sorted(others))}$"):
             _meet(0.9)
 
 

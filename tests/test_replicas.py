@@ -11,11 +11,12 @@ from common.training.replicas import (
     steps_in_one_call,
     sum_over_replicas,
 )
+from tests.conftest import collective_strategy
 
 
 def test_logits_of_any_precision_are_gathered_by_collectives():
     """As between workers, and by NCCL: of the 16-bit types, TensorFlow's gather has float16 alone."""
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])  # without cross_device_ops, by collectives
+    strategy = collective_strategy()
     dtypes = ("float32", "float16", "bfloat16")
 
     @tf.function
