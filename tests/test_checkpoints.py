@@ -305,7 +305,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so(wikitext, undis
     done = subprocess.run(["unshare", "--mount", "bash", "-c", script], capture_output=True, text=True)
     full, afterwards = done.stdout.split("status 1\n")
     assert "of step 12 could not be written (No space left on device). The last good one is of step 8." in full
-    assert done.stderr.startswith("error: ") and "Make room; the same command goes on" in done.stderr
+    assert done.stderr.startswith("error: ") and "Free some space and give the same command again" in done.stderr
     assert done.stderr.count("\n") == 1  # no traceback
     assert "_temp" not in afterwards and "resuming from step 8" in afterwards
     results = json.loads((copy / "results.json").read_text())
