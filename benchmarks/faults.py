@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
-from recipes._doctor import weights_of
+from recipes._compare import weights_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/faults.jsonl"

@@ -8,25 +8,21 @@ import argparse
 import ctypes
 import json
 import os
-import pty
-import re
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import termios
 import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
 
 from common.devices.cluster import is_address, parameter_server_config, tf_config, worker_config, worker_index
 from common.errors import UserError
 from common.run.command_line import check_bounds
 from recipes._gpus import gpu_shares
+from recipes._screen import Screen
 
 TO_SAVE = 60  # seconds for workers that are asked to stop
 TO_FOLLOW = 2  # seconds for the others to end by themselves once one has failed
@@ -250,51 +246,6 @@ class Workers:
         for process in self._running(self.leading):
             process.kill() if self.asked_to_stop else process.terminate()
         self.asked_to_stop = True
-
-
-class Screen:
-    """Shows the chief's output as it arrives, and writes it to the chief's log line by line."""
-
-    def __init__(self, log: Path):
-        self.log = log
-        # By our end: where it is shown, and the line that is not complete.
-        self.streams: dict[int, tuple[TextIO, bytes]] = {}
-
-    def open(self) -> tuple[int, int]:
-        """The chief's ends of its output, on a terminal if ours is, for the progress bar, and of its errors."""
-        output, chiefs_output = pty.openpty() if sys.stdout.isatty() else os.pipe()
-        if sys.stdout.isatty():
-            termios.tcsetwinsize(chiefs_output, termios.tcgetwinsize(sys.stdout))
-        errors, chiefs_errors = os.pipe()
-        self.streams = {output: (sys.stdout, b""), errors: (sys.stderr, b"")}
-        return chiefs_output, chiefs_errors
-
-    def copy(self, seconds: float) -> None:
-        """Copies pending output, or waits for some that long."""
-        if not self.streams:
-            time.sleep(seconds)
-        while self.streams and (ready := select.select(self.streams, [], [], seconds)[0]):
-            for stream in ready:
-                try:
-                    new = os.read(stream, 2**16)
-                except OSError:  # how a terminal tells its end
-                    new = b""
-                shown_on, line = self.streams.pop(stream)
-                if not new:
-                    os.close(stream)
-                    continue
-                shown_on.buffer.write(new)
-                shown_on.flush()
-                *lines, line = (line + new).split(b"\n")
-                self.streams[stream] = shown_on, line
-                with self.log.open("ab") as log:
-                    log.writelines(_as_left_on_screen(line) + b"\n" for line in lines)
-            seconds = 0
-
-
-def _as_left_on_screen(line: bytes) -> bytes:
-    """A line without the earlier states of a progress bar, and without colours."""
-    return re.sub(rb".*[\r\b]|\x1b\[[0-9;]*m", b"", line.rstrip(b"\r"))
 
 
 def _state(pid: int) -> str:

@@ -165,3 +165,11 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
     callbacks = [FitLog(tmp_path, {}, EPOCH), Profile(tmp_path, range(1, 3))]
     model.fit(data(), steps_per_epoch=EPOCH, verbose=0, callbacks=callbacks, validation_data=data(), validation_steps=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_without_validation_data_the_epochs_values_are_the_trainings(tmp_path):
+    model = make_model(2)
+    log = FitLog(tmp_path, {}, EPOCH)
+    history = model.fit(data(), epochs=1, steps_per_epoch=EPOCH, verbose=0, callbacks=[log]).history
+    assert set(history) == {"loss", "accuracy"}
+    assert not any(tag.startswith("validation/") for tag in board(tmp_path))

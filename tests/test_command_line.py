@@ -58,6 +58,8 @@ def test_help_lists_every_option():
     help_text = recipes("run", "bert_mlm", "--help").stdout
     for option in ("--workdir", "--replicas", "--lr-scaling {auto,linear,sqrt,none}", "--max-steps", "--overwrite"):
         assert option in help_text
+    listed = [help_text.index(f"│ --{option} ") for option in ("workdir", "mask-rate", "dropout", "replicas", "seed")]
+    assert listed == sorted(listed)  # those that every recipe has come last
 
 
 @pytest.mark.parametrize(

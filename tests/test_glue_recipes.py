@@ -24,7 +24,7 @@ from common.devices.strategy import distribute, make_strategy
 from common.training.losses import CrossEntropy
 from common.training.schedules import WarmUpPolynomialDecay
 from recipes import glue_controller, glue_custom_loop
-from recipes._doctor import weights_of
+from recipes._compare import weights_of
 
 ROOT = Path(__file__).parent.parent
 RECIPES = pytest.mark.parametrize("recipe", [glue_controller, glue_custom_loop], ids=lambda recipe: recipe.__name__)

@@ -20,7 +20,8 @@ import pytest
 from benchmarks.faults import addresses_of, children
 from common.devices.cluster import worker_config
 from common.errors import UserError
-from recipes._launch import _as_left_on_screen, free_addresses, places
+from recipes._launch import free_addresses, places
+from recipes._screen import _as_left_on_screen
 from tests.conftest import MESSAGES
 from tests.test_bert_mlm import weights_of
 

@@ -104,7 +104,12 @@ def preset(tmp_path_factory):
 @pytest.fixture
 def publisher(preset, tmp_path):
     """A callback whose model is at the step that `step.steps_done` says, and a function that ends an epoch there."""
-    callback = Publish(URI, False, tmp_path, functools.partial(shutil.copytree, preset))
+
+    def save(folder, card):
+        shutil.copytree(preset, folder)
+        (folder / "README.md").write_text(card)
+
+    callback = Publish(URI, False, tmp_path, save)
     callback.set_model(SimpleNamespace(steps_done=0))
 
     def end_epoch(step):
@@ -219,7 +224,7 @@ def test_only_the_chief_saves_and_uploads(tmp_path, monkeypatch):
 def test_a_snapshot_is_whole_or_not_there(to_hub, publisher, preset, tmp_path, monkeypatch, capsys):
     callback, end_epoch = publisher
 
-    def fill_the_disk(folder):
+    def fill_the_disk(folder, card):
         folder.mkdir()
         (folder / "config.json").write_text("{")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -350,7 +355,7 @@ def main(end):
     publish.GRACE = int(sys.argv[4])
     workdir = Path(sys.argv[2])
     if end == "error":
-        with t.Publish(t.URI, False, workdir, lambda folder: t.shutil.copytree(sys.argv[3], folder)) as callback:
+        with t.Publish(t.URI, False, workdir, lambda folder, card: t.shutil.copytree(sys.argv[3], folder)) as callback:
             callback.set_model(SimpleNamespace(steps_done=1))
             callback.on_epoch_end(0, {})
             sys.stdin.readline()

@@ -37,10 +37,11 @@ class Publish(keras.callbacks.Callback):
         uri: `hf://user/name`; empty for no snapshots and no uploads.
         public: whether a new repository is public rather than private. An existing one keeps its visibility.
         workdir: the run's folder; snapshots go to `snapshots/step-<n>/` there; the last three are kept.
-        save: writes the model as a KerasHub preset to a folder, which it creates.
+        save: `save(folder, card=text)` writes the model as a KerasHub preset to a folder, which it creates, with a
+            `README.md`.
     """
 
-    def __init__(self, uri: str, public: bool, workdir: Path, save: Callable[[Path], None]):
+    def __init__(self, uri: str, public: bool, workdir: Path, save: Callable[..., None]):
         super().__init__()
         self.public = public
         self.uri = uri if is_chief() else ""
@@ -118,8 +119,7 @@ class Publish(keras.callbacks.Callback):
         self.folder.mkdir(exist_ok=True)
         for folder in (unfinished, whole):  # of a process that was killed
             shutil.rmtree(folder, ignore_errors=True)
-        self._save(unfinished)
-        (unfinished / "README.md").write_text(snapshot_card(self.uri, step, logs), encoding="utf-8")
+        self._save(unfinished, card=snapshot_card(self.uri, step, logs))
         return unfinished.rename(whole)
 
     def _remove_old(self) -> None:

@@ -64,13 +64,15 @@ class FitLog(StepLog, keras.callbacks.Callback):
                     tf.summary.scalar(f"train/{name}", vector[i])
 
     def on_epoch_end(self, epoch, logs=None):
-        """Writes the validation's values; the epoch's means cover all its steps, including those before a restart."""
+        """Writes the validation's values, if any; the epoch's means cover all its steps, those before a restart too."""
         for name in COUNTS:
-            del logs[name], logs[f"val_{name}"]
+            del logs[name]
+            logs.pop(f"val_{name}", None)
         logs |= self.epoch
         with self._board.as_default(step=self.step):
             for name in self.epoch:
-                tf.summary.scalar(f"validation/{name}", logs[f"val_{name}"])
+                if f"val_{name}" in logs:
+                    tf.summary.scalar(f"validation/{name}", logs[f"val_{name}"])
 
     def on_train_end(self, logs=None):
         """Flushes TensorBoard's file."""

@@ -18,9 +18,9 @@ from common.run.speed import peak_memory_mb
 from common.run.step_log import StepLog
 
 INPUT_BOUND = 0.1  # fraction of the time spent waiting for input from which the report calls a run input-bound
-# A model must beat its baseline by more than this, or the report warns that it does not. Models that ended
-# at the baseline were within 0.02 nats of it on either side; one example in a hundred is less than chance moves an
-# accuracy by on some thousand examples (2 standard errors: 0.03).
+# A model must beat its baseline by more than this, or the report warns that it does not: a model at the baseline ends a
+# little to either side of it. One example in a hundred is less than chance moves an accuracy by on some thousand
+# examples (2 standard errors: 0.03).
 MARGINS = {"unigram_loss": 0.03, "accuracy": 0.01}
 
 

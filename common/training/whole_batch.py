@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 
-from common.training.replicas import sum_over_replicas
+from common.training.replicas import gather_over_replicas, sum_over_replicas
 
 # Losses of Keras that compare a batch's examples with each other, or sum over all of them before they divide.
 BATCHWISE = ("circle", "dice", "tversky")
@@ -86,11 +86,9 @@ def gather(values: Any) -> Any:
         if tensor is None:
             return None
         tensor, mask = tf.convert_to_tensor(tensor), get_keras_mask(tensor)
-        kind = tensor.dtype
-        # TensorFlow's collectives gather neither.
-        sent = {tf.bool: tf.int32, tf.bfloat16: tf.float32}.get(kind, kind)
-        whole = tf.distribute.get_replica_context().all_gather(tf.stop_gradient(tf.cast(tensor, sent)), axis=0)
-        whole = tf.ensure_shape(tf.cast(whole, kind), [None, *tensor.shape[1:]])
+        sent = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor  # which collectives do not gather
+        whole = gather_over_replicas(tf.stop_gradient(sent))
+        whole = tf.ensure_shape(tf.cast(whole, tensor.dtype), [None, *tensor.shape[1:]])
         if mask is not None:
             set_keras_mask(whole, of_all(mask))
         return whole
