@@ -46,7 +46,7 @@ class Config(FitOptions):
     learning_rate: float = 7e-4  # peak learning rate for one replica
     warmup: float = 0.1  # fraction of all steps that are warm-up
     decay_power: float = 1.0  # power of the polynomial decay of the learning rate; 1: linear
-    optimizer: Literal["adamw", "lamb", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "muon", "lamb", "sgd"] = "adamw"
     weight_decay: float = 0.01  # not applied to biases and layer norms
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as BERT's; 0: no clipping
     dropout: float = 0.0  # the papers' is 0.1; with few epochs, a model learns more without

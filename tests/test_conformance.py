@@ -324,6 +324,7 @@ ROWS = {
     "`accumulate`, an attribute of ours": row(data=(X[:24], Y[:24], WEIGHT[:24]), accumulate=2),
     "`accumulate`, `BatchNormalization`": row(normalised, data=(X[:24], Y[:24]), accumulate=2, refused=(1, 2, 4)),
     "Adam": row(optimizer=lambda: keras.optimizers.Adam(0.01)),
+    "Muon": row(optimizer=lambda: keras.optimizers.Muon(0.01)),
     "`weight_decay`": row(optimizer=sgd(weight_decay=0.1)),
     "`clipnorm`": row(optimizer=sgd(clipnorm=0.01)),
     "`global_clipnorm`": row(optimizer=sgd(global_clipnorm=0.01)),

@@ -9,6 +9,7 @@ from common.model.masked_lm import BertMaskedLM
 from common.training import data_parallel as module
 from common.training.data_parallel import data_parallel
 from common.training.losses import CrossEntropy
+from common.training.optimizers import make_optimizer
 from tests.conftest import collective_strategy
 from tests.test_conformance import no_autotune
 
@@ -123,6 +124,27 @@ def one_device():
     model = make_model(1, clip=0.5)
     _, history = fit(model, data, 8, steps_per_epoch=4)
     return {"data": data, "weights": weights_after(model), "loss": history["loss"][0]}
+
+
+def muon():
+    return make_optimizer("muon", 0.01, weight_decay=0.1, clip_norm=0.5)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "knobs"), [(2, {}), (2, {"accumulate": 2, "jit_compile": True, "steps_per_execution": 3}), (4, {})]
+)
+def test_muon_is_the_same_on_all_replicas(replicas, knobs, one_device):
+    data = one_device["data"]
+    models = [make_model(1, optimizer=muon), make_model(replicas, optimizer=muon, **knobs)]
+    for model in models:
+        fit(model, data, 8, steps_per_epoch=4)
+    muons = [momentum is not None for momentum in models[1].optimizer.adam_velocities].count(False)
+    assert muons == 7  # kernels of the one layer, and the pooler's
+    # In theory an attention key's bias has no gradient: by AdamW its value is rounding noise.
+    weights = [
+        np.concatenate([np.ravel(w) for w in model.weights if not w.path.endswith("key/bias")]) for model in models
+    ]
+    np.testing.assert_allclose(*weights, atol=1e-6)
 
 
 def test_the_gradient_of_the_whole_batch_is_clipped():

@@ -1,13 +1,15 @@
+import math
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from common.devices.strategy import make_strategy
-from common.training.optimizers import do_not_reduce_again, make_optimizer
+from common.training.optimizers import do_not_reduce_again, make_optimizer, matrix_shape
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "lamb", "sgd"])
 def test_weight_decay_spares_biases_and_norms(name):
     dense, norm = keras.layers.Dense(2), keras.layers.LayerNormalization()
     dense.build((None, 3))
@@ -102,3 +104,54 @@ def test_adamw_is_that_of_keras(replicas):
     theirs = trained(lambda: keras.optimizers.AdamW(schedule, **options))
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-6)
+
+
+# The kernel's shape as KerasHub has it, and as one matrix: a query's, an output's, a dense layer's, a single head's.
+KERNELS = [((6, 2, 3), (6, 6)), ((2, 3, 6), (6, 6)), ((4, 12), (4, 12)), ((12, 4), (12, 4)), ((6, 1, 6), (6, 6))]
+
+
+def muon_steps(shape, make, name="kernel", layer="attention"):
+    """What an optimizer makes of a variable in three steps by the same gradients."""
+    with keras.name_scope(layer):
+        values = np.linspace(-1, 1, math.prod(shape), dtype=np.float32)
+        variable = keras.Variable(values.reshape(shape), name=name)
+    optimizer = make()
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    optimizer.build([variable])
+    for step in range(3):
+        optimizer.apply([tf.reshape(tf.random.stateless_normal([math.prod(shape)], [step, 0]), shape)], [variable])
+    return np.array(variable)
+
+
+@pytest.mark.parametrize(("shape", "matrix"), KERNELS, ids=str)
+def test_muon_takes_a_kernel_as_one_matrix(shape, matrix):
+    assert matrix_shape(shape) == matrix
+    ours = muon_steps(shape, lambda: make_optimizer("muon", 0.01, 0.1))
+    theirs = muon_steps(matrix, lambda: keras.optimizers.Muon(0.01, weight_decay=0.1))
+    np.testing.assert_allclose(ours.reshape(matrix), theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "layer"),
+    [
+        ((5, 4), "embeddings", "token_embedding"),
+        ((2, 3), "bias", "query"),
+        ((4,), "gamma", "norm"),
+        ((4, 2), "kernel", "logits"),
+        ((4, 4), "kernel", "mlm_head"),
+    ],
+)
+def test_muon_leaves_all_but_the_kernels_of_hidden_layers_to_adamw(shape, name, layer):
+    ours, adamw = (muon_steps(shape, lambda n=n: make_optimizer(n, 0.01, 0.1), name, layer) for n in ("muon", "adamw"))
+    np.testing.assert_array_equal(ours, adamw)
+
+
+def test_a_step_of_muon_has_singular_values_near_one():
+    """The step is 0.01 x 0.2 x the square root of the longer side; the iterations leave 0.7 to 1.2."""
+    before = np.linspace(-1, 1, 6 * 8, dtype=np.float32).reshape(6, 2, 4)
+    variable = keras.Variable(before, name="kernel")
+    optimizer = make_optimizer("muon", 0.01, 0.0)
+    optimizer.build([variable])
+    optimizer.apply([tf.random.stateless_normal([6, 2, 4], [0, 1])], [variable])
+    values = np.linalg.svd((np.array(variable) - before).reshape(6, 8) / (0.01 * 0.2 * 8**0.5), compute_uv=False)
+    assert values.min() > 0.65 and values.max() < 1.25

@@ -2,12 +2,16 @@
 """Keras's optimizers, with the settings that BERT-like models are trained with."""
 
 import inspect
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Literal
 
 import keras
 import tensorflow as tf
 
-OptimizerName = Literal["adamw", "lamb", "sgd"]
+OptimizerName = Literal["adamw", "muon", "lamb", "sgd"]
+HEADS = ["logits", "mlm_head"]  # in the paths of the output layers of KerasHub's tasks
 
 
 def make_optimizer(
@@ -15,9 +19,9 @@ def make_optimizer(
 ) -> keras.optimizers.Optimizer:
     """An optimizer whose weight decay spares biases and norms. Call it inside the strategy's scope.
 
-    AdamW has RoBERTa's beta_2 and epsilon (Liu et al. 2019, arXiv:1907.11692), stable at high rates; LAMB is that
-    of its paper (You et al. 2019, arXiv:1904.00962), made for batches of thousands of sequences; SGD has a momentum of
-    0.9.
+    AdamW has RoBERTa's beta_2 and epsilon (Liu et al. 2019, arXiv:1907.11692), stable at high rates; Muon trains the
+    kernels of hidden layers by whole matrices, and all else by that AdamW (Jordan et al. 2024); LAMB is that of its
+    paper (You et al. 2019, arXiv:1904.00962), made for batches of thousands of sequences; SGD has a momentum of 0.9.
 
     Args:
         name: which one.
@@ -30,6 +34,9 @@ def make_optimizer(
     match name:
         case "adamw":
             optimizer = AdamW(schedule, weight_decay=weight_decay, beta_2=0.98, epsilon=1e-6, **clip)
+        case "muon":
+            adam = {"adam_weight_decay": weight_decay, "adam_beta_2": 0.98, "epsilon": 1e-6}
+            optimizer = Muon(schedule, weight_decay=weight_decay, exclude_layers=HEADS, **adam, **clip)
         case "lamb":
             optimizer = Lamb(schedule, weight_decay=weight_decay, epsilon=1e-6, **clip)
         case "sgd":
@@ -44,19 +51,45 @@ class AdamW(keras.optimizers.AdamW):
     def update_step(self, gradient, variable, learning_rate):
         """See Keras; `variable` is one replica's copy, as the handles of the moments are here."""
         index = self._get_variable_index(variable)
-        step = tf.cast(self.iterations + 1, variable.dtype)
-        tf.raw_ops.ResourceApplyAdam(
-            var=variable.handle,
-            m=self._momentums[index].value.handle,
-            v=self._velocities[index].value.handle,
-            beta1_power=self.beta_1**step,
-            beta2_power=self.beta_2**step,
-            lr=tf.cast(learning_rate, variable.dtype),
-            beta1=self.beta_1,
-            beta2=self.beta_2,
-            epsilon=self.epsilon,
-            grad=tf.cast(gradient, variable.dtype),
-        )
+        betas = self.beta_1, self.beta_2
+        _adam_step(self, gradient, variable, learning_rate, self._momentums[index], self._velocities[index], *betas)
+
+
+class Muon(keras.optimizers.Muon):
+    """Muon for the kernels of hidden layers, and AdamW for embeddings, output layers, biases and norms.
+
+    A step moves a kernel's matrix along its momentum with all singular values brought near 1, by five Newton-Schulz
+    iterations (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). Its root mean square is 0.2 times the
+    learning rate, about AdamW's, so that one rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
+
+    Keras's own leaves every kernel of more than two dimensions to AdamW, so those of KerasHub's attention, silently.
+    Here such a kernel is one matrix, of all heads; see `matrix_shape`.
+    """
+
+    def _should_use_adamw(self, variable):
+        if not variable.path.endswith("kernel"):  # a bias of attention has two dimensions
+            return True
+        return super()._should_use_adamw(SimpleNamespace(path=variable.path, shape=matrix_shape(variable.shape)))
+
+    def _muon_update_step(self, gradient, variable, lr, m):
+        self.assign_add(m, gradient + m * (self.momentum - 1))
+        direction = gradient + m * self.momentum if self.nesterov else m
+        matrix = tf.reshape(direction, matrix_shape(variable.shape))
+        update = self.lr_adjust(lr * self.zeropower_via_newtonschulz5(matrix, self.ns_steps))
+        self.assign_sub(variable, tf.reshape(update, variable.shape))
+
+    def _adamw_update_step(self, gradient, variable, learning_rate, m, v):
+        _adam_step(self, gradient, variable, learning_rate, m, v, self.adam_beta_1, self.adam_beta_2)
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of a kernel of two or more dimensions as a single matrix: the split that is nearest to a square.
+
+    In KerasHub's attention, this parts inputs from outputs: a query's kernel [width, heads, width of a head] has its
+    split after the first dimension, and that of the output, [heads, width of a head, width], after the second.
+    """
+    splits = [(math.prod(shape[:axis]), math.prod(shape[axis:])) for axis in range(1, len(shape))]
+    return min(splits, key=sum)
 
 
 class Lamb(keras.optimizers.Lamb):
@@ -86,6 +119,22 @@ class Lamb(keras.optimizers.Lamb):
             norm, update_norm = tf.norm(variable), tf.norm(update)
             rate *= tf.where(norm * update_norm > 0, tf.math.divide_no_nan(norm, update_norm), 1.0)
         self.assign_sub(variable, rate * update)
+
+
+def _adam_step(optimizer, gradient, variable, learning_rate, mean, square, beta_1, beta_2) -> None:
+    step = tf.cast(optimizer.iterations + 1, variable.dtype)
+    tf.raw_ops.ResourceApplyAdam(
+        var=variable.handle,
+        m=mean.value.handle,
+        v=square.value.handle,
+        beta1_power=beta_1**step,
+        beta2_power=beta_2**step,
+        lr=tf.cast(learning_rate, variable.dtype),
+        beta1=beta_1,
+        beta2=beta_2,
+        epsilon=optimizer.epsilon,
+        grad=tf.cast(gradient, variable.dtype),
+    )
 
 
 def do_not_reduce_again(optimizer: keras.optimizers.Optimizer) -> None:
