@@ -8,9 +8,9 @@ from common.training.replicas import (
     first_replica,
     gather_over_replicas,
     means_of,
-    steps_in_one_call,
     sum_over_replicas,
 )
+from common.training.step_loop import steps_in_one_call
 from tests.conftest import collective_strategy
 
 

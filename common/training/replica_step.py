@@ -10,9 +10,16 @@ import keras
 import tensorflow as tf
 
 from common.training.batch_loss import BatchLoss
-from common.training.local_optimizer import local_value, no_strategy, on_local_copies
 from common.training.noise import noise_seeds
-from common.training.whole_batch import count_examples, gather, pack, replicas, sum_of_all
+from common.training.replicas import (
+    gather,
+    local_value,
+    no_strategy,
+    on_local_copies,
+    pack,
+    replicas,
+    sum_over_replicas,
+)
 
 
 class ReplicaStep(BatchLoss):
@@ -34,12 +41,12 @@ class ReplicaStep(BatchLoss):
         gathers = not (self._loss_adds_up() and self._metrics_add_up())
         if gathers:
             self._refuse_if_pure("a loss, metric, compute_loss or compute_metrics of your own")
-            state = sum_of_all(state)
+            state = sum_over_replicas(state)
         scale, factor = tf.constant(1.0), tf.constant(1.0)
         if training and self.optimizer is not None:
             scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0), tf.float32)
             if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
-                factor = replicas() / sum_of_all(count_examples(data[0]))  # keeps numbers small in float16
+                factor = replicas() / sum_over_replicas(count_examples(data[0]))  # keeps numbers small in float16
         weights = [tf.convert_to_tensor(variable.value) for variable in self.trainable_variables]
         gradients, sums, whole = self._in_parts(weights, state if gathers else [], data, scale, factor, training)
 
@@ -49,7 +56,7 @@ class ReplicaStep(BatchLoss):
         packed, unpack = pack(sums)
         leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
         with tf.control_dependencies(leaves):  # at the end of the data, nothing is to be counted
-            reduced = sum_of_all(([gradient for gradient in gradients if gradient is not None], packed))
+            reduced = sum_over_replicas(([gradient for gradient in gradients if gradient is not None], packed))
         sums = unpack(reduced[1])
         count = sums.get("count", 1.0)
         loss = (whole | sums)["loss"] if "total" not in sums else tf.math.divide_no_nan(sums["total"], count)
@@ -201,3 +208,9 @@ class ReplicaStep(BatchLoss):
         return [
             seeds.get(id(variable), tf.convert_to_tensor(variable.value)) for variable in self.non_trainable_variables
         ]
+
+
+def count_examples(x) -> tf.Tensor:
+    """The number of examples in this replica's part of a batch, a float."""
+    first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    return tf.cast(first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0], tf.float32)
