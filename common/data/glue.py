@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.data import roles
-from common.data.hub_corpora import hub_splits
+from common.data.corpora import from_hub
 from common.data.labelled import Examples, LabelledTexts, check_examples, find_classes, hold_out, to_examples
 from common.data.tables import SUFFIXES, Row, read_rows
 from common.errors import UserError
@@ -131,7 +131,7 @@ def _from_glue(task: str, data: str) -> LabelledTexts:
 
 
 def _from_hub(task: str) -> dict[str, list[Row]]:
-    tables = hub_splits(HUB_NAME, task, option="--data")
+    tables = from_hub("load_dataset", HUB_NAME, task, option="--data")
     rows = {}
     for split in STEMS:
         rows[split] = [(f"{task} of {HUB_NAME}, {split}, row {n}", dict(row)) for n, row in enumerate(tables[split])]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masked-language-model inputs and labels, by BERT's rule (Devlin et al. 2018, arXiv:1810.04805, section 3.1)."""
 
-import dataclasses
+from dataclasses import dataclass
 
 import tensorflow as tf
 
-from common.data.byte_pairs import Vocabulary
+from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.wordpiece import WordPieces
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MaskingRule:
     """Which tokens are masked, and how.
 
@@ -32,7 +32,7 @@ class MaskingRule:
     @classmethod
     def of(cls, vocabulary: Vocabulary, rate: float) -> "MaskingRule":
         """The rule for a model with this vocabulary: BERT, or RoBERTa, which has no segments."""
-        ids = {name: vocabulary.pieces.index(piece) for name, piece in dataclasses.asdict(vocabulary.special).items()}
+        ids = special_ids(vocabulary)
         mask_id = ids.pop("mask")
         segments = isinstance(vocabulary, WordPieces)
         return cls(len(vocabulary.pieces), mask_id, ids["pad"], tuple(ids.values()), segments, rate)

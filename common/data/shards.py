@@ -16,12 +16,15 @@ import io
 import json
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from common.data.byte_pairs import Vocabulary, read_vocabulary
+from common.data.corpora import HUB, NAMES, from_hub, hub_name
+from common.data.docstrings import docstring_file
 from common.errors import UserError
 
 READ_AT_ONCE = 2**22  # bytes
@@ -120,6 +123,24 @@ def open_shards(folder: str) -> Shards:
     """The shards in a folder, as `find_shards` has found them or `write_shards` has left them."""
     vocabulary = read_vocabulary(read_bytes(f"{folder}/tokenizer.json").decode())
     return Shards(folder, vocabulary, json.loads(read_bytes(f"{folder}/manifest.json")))
+
+
+def fingerprint(corpus: str) -> str:
+    """A hash that changes with the text of a corpus of `open_corpus`; of files, every byte is read."""
+    digest, path, files = hashlib.sha256(), Path(corpus), []
+    if corpus == "docstrings":
+        files = [docstring_file()]
+    elif corpus in NAMES or corpus.startswith(HUB):
+        builder = from_hub("load_dataset_builder", *hub_name(corpus))
+        digest.update(f"{builder.config_id} {builder.hash}".encode())  # of the commit on the Hub
+    elif path.is_file():
+        files = [path]
+    else:
+        files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".tokens") and p.is_file())
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def read_bytes(path: str) -> bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from common.data.byte_pairs import Vocabulary
+from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.labelled import LabelledTexts
 from common.data.order import NO_EXAMPLE, Scaled, locate, steps_per_epoch
 from common.data.packing import read_sequences
@@ -24,10 +24,10 @@ def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length:
     Two texts that are too long are truncated to equal shares, and what one does not use goes to the other, as in
     KerasHub's packer.
     """
-    tokenizer, special = vocabulary.tokenizer(), vocabulary.special
-    pad, start, end = (tokenizer.token_to_id(token) for token in (special.pad, special.start, special.end))
+    tokenizer, special = vocabulary.tokenizer(), special_ids(vocabulary)
+    start, end = special["start"], special["end"]
     dtype = np.uint16 if len(vocabulary.pieces) <= 2**16 else np.int32
-    encoded = np.full((len(texts), seq_length), pad, dtype)
+    encoded = np.full((len(texts), seq_length), special["pad"], dtype)
     columns = [tokenizer.encode_batch_fast(column, add_special_tokens=False) for column in zip(*texts, strict=True)]
     for row, parts in zip(encoded, zip(*columns, strict=True), strict=True):
         first, *second = [part.ids for part in parts]
@@ -117,8 +117,8 @@ class EncodedTexts:
         return lambda step: with_labels(*batch_of(step))
 
     def _batch_of(self, split: str, batch_size: int, shuffle_seed: int | None) -> Callable:
-        special, pieces = self.vocabulary.special, self.vocabulary.pieces
-        pad, end = pieces.index(special.pad), pieces.index(special.end)
+        special = special_ids(self.vocabulary)
+        pad, end = special["pad"], special["end"]
         with tf.device("CPU"):
             sequences = tf.constant(self.ids[split])
 
