@@ -58,18 +58,13 @@ def open_examples(task: str, data: str = "", text_columns: str = "", label_colum
         raise UserError("--text-columns and --label-column are for your own files: give --task own, or leave them out")
     if task == "roles":
         return _generated(data)
-    if task != "own":
-        return _from_glue(task, data)
-    return _own_files(data, text_columns, label_column)
+    if task == "own":
+        return _own_files(data, text_columns, label_column)
+    return _from_glue(task, data)
 
 
 def write_predictions(path: Path, indices: list[str], labels: list[str]) -> None:
-    """Writes predictions in GLUE's submission format: a header, and one line per example.
-
-    Args:
-        path: of the file, which is replaced if it exists.
-        indices: names of the examples, [examples]; see `Examples`.
-        labels: names of the predicted classes, [examples].
+    """Writes, in GLUE's submission format, the names of the examples and of their predicted classes, [examples].
 
     Raises:
         ValueError: when their numbers differ.
@@ -120,14 +115,11 @@ def _generated(data: str) -> LabelledTexts:
 
 
 def _from_glue(task: str, data: str) -> LabelledTexts:
-    known = TASKS[task]
-    if data:
-        tables = {split: list(read_rows(file)) for split, file in _split_files(Path(data), (".tsv",)).items()}
-        texts, label, index = known.texts, known.label, "index"
-    else:
-        tables = _from_hub(task)
-        texts, label, index = known.hub_texts, "label", "idx"
-    return _all_splits(tables, texts, label, ["0", "1"], index, known.submission)
+    known, classes = TASKS[task], ["0", "1"]
+    if not data:
+        return _all_splits(_from_hub(task), known.hub_texts, "label", classes, "idx", known.submission)
+    tables = {split: list(read_rows(file)) for split, file in _split_files(Path(data), (".tsv",)).items()}
+    return _all_splits(tables, known.texts, known.label, classes, "index", known.submission)
 
 
 def _from_hub(task: str) -> dict[str, list[Row]]:
@@ -143,15 +135,11 @@ def _from_hub(task: str) -> dict[str, list[Row]]:
 
 def _own_files(data: str, text_columns: str, label_column: str) -> LabelledTexts:
     texts = _own_columns(data, text_columns, label_column)
-    if Path(data).is_dir():
-        tables = {split: list(read_rows(file)) for split, file in _split_files(Path(data), SUFFIXES).items()}
-        classes = find_classes(tables["train"], label_column)
-        return _all_splits(tables, texts, label_column, classes, None, "test.tsv")
-    table = list(read_rows(Path(data)))
-    classes = find_classes(table, label_column)
-    splits = hold_out(to_examples(table, texts, label_column, classes, None))
-    check_examples(splits)
-    return LabelledTexts(classes, splits, "test.tsv")
+    path = Path(data)
+    files = _split_files(path, SUFFIXES) if path.is_dir() else {"train": path}
+    tables = {split: list(read_rows(file)) for split, file in files.items()}
+    classes = find_classes(tables["train"], label_column)
+    return _all_splits(tables, texts, label_column, classes, None, "test.tsv")
 
 
 def _all_splits(
@@ -166,5 +154,7 @@ def _all_splits(
     for split, rows in tables.items():
         unlabelled = split == "test" and not any(label in row for _, row in rows)
         splits[split] = to_examples(rows, texts, None if unlabelled else label, classes, index)
+    if "validation" not in splits:
+        splits = hold_out(splits["train"])
     check_examples(splits)
     return LabelledTexts(classes, splits, submission)

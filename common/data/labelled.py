@@ -90,11 +90,7 @@ def to_examples(
 
 
 def check_examples(splits: dict[str, Examples]) -> None:
-    """Checks that every split has an example, and the training split at least two classes.
-
-    Raises:
-        UserError: when that is not so.
-    """
+    """Raises a `UserError` unless every split has an example, and the training split at least two classes."""
     for split, examples in splits.items():
         if not examples.texts:
             raise UserError(f"the split {split} has no examples. Give more, or a folder with a file for each split")

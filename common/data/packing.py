@@ -24,7 +24,7 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
     """Tokenises documents into sequences, or takes them from the cache.
 
     Args:
-        documents: opens the stream of documents; called twice, it must give the same ones.
+        documents: opens the stream; called twice, it must give the same ones.
         vocabulary: whose tokenizer is used.
         seq_length: tokens in a sequence, [CLS] and [SEP] included.
         pack: True for documents, each with [SEP] at its end, concatenated and cut every `seq_length - 2` tokens, so
@@ -45,7 +45,7 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
         encoded = filter(None, _encoded(texts, tokenizer))
         room = seq_length - 2
         with path.open("wb") as file:
-            for body in _packed(encoded, ids["end"], room) if pack else (text[:room] for text in encoded):
+            for body in _packed(encoded, ids["end"], room) if pack else (tokens[:room] for tokens in encoded):
                 sequence = np.full(seq_length, ids["pad"], dtype)
                 sequence[: len(body) + 2] = [ids["start"], *body, ids["end"]]
                 file.write(sequence.tobytes())
@@ -107,8 +107,7 @@ def read_sequences(sequences: tf.Tensor, examples: tf.Tensor, pad_id: int, trim:
 
     Args:
         sequences: tensor [sequences, seq_length].
-        examples: int64 vector; `order.NO_EXAMPLE` gives a row of padding, which has no token and no label, and so no
-            weight.
+        examples: int64 vector; `order.NO_EXAMPLE` gives a row of padding.
         pad_id: id of [PAD].
         trim: cut padding off to the shortest bucket length (32, 64, 128, ...) that holds the longest of these examples.
 

@@ -23,12 +23,7 @@ SHARDS_AT_ONCE = 4
 
 
 def steps_in_shards(shards: list[dict[str, Any]], global_batch_size: int) -> int:
-    """Steps in which every sequence of a split is read once, by the manifest alone.
-
-    Args:
-        shards: of a split, as in the manifest.
-        global_batch_size: sequences in one step, over all replicas.
-    """
+    """Steps in which every sequence is read once, for the shards of a split, as in the manifest."""
     lanes = _lanes(shards, global_batch_size)
     longest = max(sum(shard["sequences"] for shard in shards[lane::lanes]) for lane in range(lanes))
     return -(-longest * lanes // global_batch_size)
@@ -48,13 +43,12 @@ def read_shards(
 
     Args:
         written: the shards.
-        split: whose they are.
+        split: to be read.
         global_batch_size: sequences in one step, over all replicas.
         epochs: of the run.
         shuffle_seed: None for no shuffling.
         first_step: from which the run resumes.
-        num_readers: see the module.
-        reader: this one's index.
+        num_readers, reader: how many there are, and this one's index.
 
     Returns:
         Elements are scalars (epoch, example, record): int64; int64, the number of a sequence in its split, or -1 for

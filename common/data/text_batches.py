@@ -43,13 +43,7 @@ def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length:
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Labelled texts as token ids, and the batches of them.
-
-    Attributes:
-        texts: that were encoded.
-        vocabulary: that encoded them.
-        ids: of each split, from `encode`.
-    """
+    """Labelled texts, the vocabulary that encoded them, and the ids of each split, from `encode`."""
 
     texts: LabelledTexts
     vocabulary: Vocabulary
@@ -89,7 +83,7 @@ class EncodedTexts:
             split: whose examples are taken.
             scaled: batch size per replica, and global batch size.
             steps: of the run.
-            shuffle_seed: for a new order in each epoch; None for no shuffling.
+            shuffle_seed: of `order.locate`.
             num_shards, shard: of `strategy.distribute`.
 
         Returns:

@@ -25,6 +25,7 @@ from common.training.replicas import (
 class ReplicaStep(BatchLoss):
     """The step of `trainer.py`."""
 
+    _jitted = None
     mean_over = "examples"  # what an epoch's loss weighs a step by; "values": by what the step's loss was divided by
 
     def update_counts(self, x, y, sample_weight):
@@ -56,8 +57,8 @@ class ReplicaStep(BatchLoss):
         packed, unpack = pack(sums)
         leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
         with tf.control_dependencies(leaves):  # at the end of the data, nothing is to be counted
-            reduced = sum_over_replicas(([gradient for gradient in gradients if gradient is not None], packed))
-        sums = unpack(reduced[1])
+            gradients, reduced = sum_over_replicas((gradients, packed))
+        sums = unpack(reduced)
         count = sums.get("count", 1.0)
         loss = (whole | sums)["loss"] if "total" not in sums else tf.math.divide_no_nan(sums["total"], count)
         step_values = {"loss": loss}
@@ -65,7 +66,7 @@ class ReplicaStep(BatchLoss):
             step_values["learning_rate"] = tf.cast(self.optimizer.learning_rate, tf.float32)
             self._assign_state(sums)
             share = tf.math.divide_no_nan(1.0, count * factor) if "total" in sums else None
-            self._apply(gradients, reduced[0], share)
+            self._apply(gradients, share)
 
         def track_losses():
             if self._loss_tracker is not None:
@@ -90,17 +91,16 @@ class ReplicaStep(BatchLoss):
                 step_values |= {name: value for name, value in self.get_metrics_result().items() if name != "loss"}
         return logs | {f"step/{name}": value for name, value in step_values.items()} | {"stop": sums["stop"]}
 
-    def _apply(self, gradients, reduced, share):
-        """The optimizer's step, by gradients of the whole batch; `reduced` are those that are not None."""
+    def _apply(self, gradients, share):
+        """The optimizer's step, by gradients of the whole batch."""
         if not self.trainable_variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
-        reduced = iter(reduced)
-        gradients = [None if gradient is None else next(reduced) for gradient in gradients]
         if share is not None:
-            gradients = [None if g is None else g * tf.cast(share, g.dtype) for g in gradients]
+            gradients = {index: gradient * tf.cast(share, gradient.dtype) for index, gradient in gradients.items()}
         with on_local_copies(self.optimizer, self.trainable_variables):
-            self.optimizer.apply(gradients, self.trainable_variables)
+            variables = self.trainable_variables
+            self.optimizer.apply([gradients.get(str(index)) for index in range(len(variables))], variables)
 
     def _assign_state(self, sums):
         """What layers have updated, as the mean over the batch's examples, to this replica's own copies."""
@@ -114,9 +114,9 @@ class ReplicaStep(BatchLoss):
         """See `_part`; of the `accumulate` parts of this replica's batch, gradients and sums are added up."""
         part = self._part
         if self.jit_compile:
-            part = self._jitted = getattr(self, "_jitted", None) or tf.function(
-                self._part, autograph=False, jit_compile=True
-            )
+            if self._jitted is None:
+                self._jitted = tf.function(self._part, autograph=False, jit_compile=True)
+            part = self._jitted
         if self.accumulate == 1 or not training:
             return part(weights, self._others(0), state, data, scale, factor, training)
         parts = keras.tree.map_structure(
@@ -129,15 +129,11 @@ class ReplicaStep(BatchLoss):
             own = keras.tree.map_structure(lambda t: None if t is None else t[number], parts)
             return part(weights, self._others(number), state, own, scale, factor, training)
 
-        first = numbered_part(tf.constant(0))
-        flat = [value for value in tf.nest.flatten(first) if value is not None]
-
         def add(totals, number):
-            values = [value for value in tf.nest.flatten(numbered_part(number)) if value is not None]
-            return [total + value for total, value in zip(totals, values, strict=True)]
+            return tf.nest.map_structure(tf.add, totals, numbered_part(number))
 
-        totals = iter(tf.foldl(add, tf.range(1, self.accumulate), initializer=flat, parallel_iterations=1))
-        return tf.nest.map_structure(lambda value: None if value is None else next(totals), first)
+        first, rest = numbered_part(tf.constant(0)), tf.range(1, self.accumulate)
+        return tf.foldl(add, rest, initializer=first, parallel_iterations=1)
 
     def _part(self, weights, others, state, data, scale, factor, training):
         """A part of a batch, without a change to any variable.
@@ -150,8 +146,8 @@ class ReplicaStep(BatchLoss):
             training: or evaluation.
 
         Returns:
-            Gradients, a list with None where there is none. A dict of what adds up over replicas. And what is the same
-            on all of them: `loss`, `batch`, and `metrics`, values of their variables, where it was needed.
+            Three dicts: gradients, by the index of the variable, where there is one; what adds up over replicas; and,
+            where needed, what is the same on all of them: `loss`, `batch`, and `metrics`, values of their variables.
         """
         x, y, sample_weight = data
         variables = self.trainable_variables + self.non_trainable_variables
@@ -188,7 +184,7 @@ class ReplicaStep(BatchLoss):
                     objective = whole["loss"]
                 objective *= tf.cast(scale, objective.dtype)
         gradients = tape.gradient(objective, weights) if training and weights else []
-        gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+        dense = {str(index): tf.convert_to_tensor(each) for index, each in enumerate(gradients) if each is not None}
         after = {id(v): scope.get_current_value(v) for v in [*variables, *metric_variables]}
         sums["state"] = {
             str(index): tf.cast(after[id(variable)], tf.float32) * examples
@@ -198,7 +194,7 @@ class ReplicaStep(BatchLoss):
         sums["metrics"] = self._metric_sums(given, after)
         if not self._metrics_add_up():
             whole["batch"] = (gather(x) if self._has_own("compute_metrics") else x, *gather((y, y_pred, sample_weight)))
-        return gradients, sums, whole
+        return dense, sums, whole
 
     def _others(self, part):
         """Values of the variables that are not trained, with seeds for one part of one replica's batch."""

@@ -119,11 +119,9 @@ def _own(data):
 
 def _split(values: dict) -> tuple[dict, dict]:
     """What all steps come to so far, and each step's own values."""
-    own = {name.removeprefix("step/"): value for name, value in values.items() if name.startswith("step/")}
-    if "waited" in values:
-        own["waited"] = values["waited"]
-    others = {f"step/{name}" for name in own} | {"stop", "waited"}
-    return {name: value for name, value in values.items() if name not in others}, own
+    of_step = {name for name in values if name.startswith("step/") or name == "waited"}
+    logs = {name: value for name, value in values.items() if name not in of_step | {"stop"}}
+    return logs, {name.removeprefix("step/"): values[name] for name in values if name in of_step}
 
 
 def _as_row(values: dict) -> dict:
