@@ -40,7 +40,11 @@ def export_bert(preset: str, folder: Path) -> None:
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} already exists; give a new folder")
-    model, vocabulary = _load_keras_hub(preset)
+    require_head(preset, "BertMaskedLM")
+    with one_line(f"cannot load {preset} as a BertMaskedLM that KerasHub saved"):
+        model = keras_hub.models.BertMaskedLM.from_preset(preset, dtype="float32", compile=False)
+        tokenizer = keras_hub.models.BertTokenizer.from_preset(preset)
+    vocabulary = WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
     unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
     try:
         with one_line(f"cannot write {folder}"):
@@ -49,14 +53,6 @@ def export_bert(preset: str, folder: Path) -> None:
             os.replace(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _load_keras_hub(preset: str) -> tuple[keras_hub.models.BertMaskedLM, WordPieces]:
-    require_head(preset, "BertMaskedLM")
-    with one_line(f"cannot load {preset} as a BertMaskedLM that KerasHub saved"):
-        model = keras_hub.models.BertMaskedLM.from_preset(preset, dtype="float32", compile=False)
-        tokenizer = keras_hub.models.BertTokenizer.from_preset(preset)
-    return model, WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
 
 
 def _write(model: keras_hub.models.BertMaskedLM, vocabulary: WordPieces, folder: Path) -> None:

@@ -26,12 +26,9 @@ def require_head(preset: str, *kinds: str) -> None:
 
     A preset in Hugging Face's format needs no such check: `read_weights` requires the head's.
 
-    Args:
-        preset: a name, or a folder made by `save_to_preset`.
-        kinds: the classes of which the task must be one, such as `BertMaskedLM`.
-
     Raises:
-        UserError: when there is no such preset, it is of a backbone alone or of another task, or lacks those weights.
+        UserError: when there is no such preset, it is of a backbone alone or of a task other than these classes, such
+            as `BertMaskedLM`, or lacks those weights.
     """
     with one_line(f"cannot load {preset} as a {' or '.join(kinds)} that KerasHub saved"):
         if (kind := load_json(preset, "task.json")["class_name"]) not in kinds:

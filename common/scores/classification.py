@@ -18,10 +18,7 @@ from common.scores.language_model import entry
 def scores_of(texts: LabelledTexts, split: str, logits: np.ndarray) -> dict[str, float]:
     """Entries `val_loss` (for the split `validation`), `val_accuracy`, `val_f1` of `classification_scores`.
 
-    Args:
-        texts: all splits.
-        split: to be scored; one without labels has no entries.
-        logits: of its examples, [examples, classes].
+    The logits are those of the split's examples, [examples, classes]; a split without labels has no entries.
     """
     labels = texts.splits[split].labels
     scores = classification_scores(logits, np.array(labels)) if labels is not None else {}
@@ -31,10 +28,7 @@ def scores_of(texts: LabelledTexts, split: str, logits: np.ndarray) -> dict[str,
 def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], vocabulary: Vocabulary) -> dict[str, Any]:
     """The part of `results.json` that classifiers have: metrics and baselines of each labelled split.
 
-    Args:
-        texts: all splits.
-        logits: of each split but `train`, [examples, classes].
-        vocabulary: whose tokens are the words of a bag.
+    The logits are those of each split but `train`, [examples, classes]; the vocabulary has the words of the bags.
     """
     results: dict[str, Any] = {}
     train = texts.splits["train"]
@@ -50,13 +44,9 @@ def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], voca
 
 
 def draw_confusion(texts: LabelledTexts, split: str, logits: np.ndarray, step: int | None = None) -> None:
-    """Writes to TensorBoard, as text `validation/confusion` for that split, the confusion matrix.
+    """Writes a labelled split's confusion matrix to TensorBoard, as text such as `validation/confusion`.
 
-    Args:
-        texts: all splits.
-        split: whose logits they are; for one without labels nothing is written.
-        logits: of its examples, [examples, classes].
-        step: of training; None for TensorBoard's own.
+    The logits are those of the split's examples, [examples, classes]; without a step, TensorBoard's own counts.
     """
     if texts.splits[split].labels is None:
         return
@@ -70,12 +60,7 @@ def draw_confusion(texts: LabelledTexts, split: str, logits: np.ndarray, step: i
 def write_all_predictions(folder: Path, texts: LabelledTexts, logits: dict[str, np.ndarray]) -> None:
     """Writes the predictions of each split in GLUE's format, those of the test split under GLUE's file name.
 
-    Only the chief writes.
-
-    Args:
-        folder: created if missing.
-        texts: all splits.
-        logits: of each split but `train`, [examples, classes].
+    Only the chief writes. The folder is created if missing; the logits are [examples, classes].
     """
     if not is_chief():
         return
@@ -87,13 +72,7 @@ def write_all_predictions(folder: Path, texts: LabelledTexts, logits: dict[str, 
 
 
 def confusion_matrix(labels: np.ndarray, predictions: np.ndarray, num_classes: int) -> np.ndarray:
-    """The confusion matrix: int64 [true class, predicted class].
-
-    Args:
-        labels: true classes, [examples].
-        predictions: predicted classes, [examples].
-        num_classes: both are below it.
-    """
+    """The confusion matrix, int64 [true class, predicted class], of true and predicted classes, [examples]."""
     places = np.asarray(labels, np.int64) * num_classes + np.asarray(predictions, np.int64)
     return np.bincount(places, minlength=num_classes**2).reshape(num_classes, num_classes)
 
