@@ -27,16 +27,10 @@ SPLIT = (
 
 @dataclass(frozen=True)
 class BytePairs:
-    """A vocabulary of RoBERTa.
+    """A vocabulary of RoBERTa."""
 
-    Attributes:
-        pieces: the tokens, by id. A piece is written in GPT-2's alphabet of 256 letters, one a
-            byte, in which a space is `Ġ`.
-        merges: pairs of pieces, with a space between them, in the order in which they are joined.
-    """
-
-    pieces: list[str]
-    merges: list[str]
+    pieces: list[str]  # by id, in GPT-2's alphabet of 256 letters, one a byte, in which a space is `Ġ`
+    merges: list[str]  # pairs of pieces, with a space between them, in the order in which they are joined
 
     special: ClassVar[SpecialTokens] = SpecialTokens("<pad>", "<unk>", "<s>", "</s>", "<mask>")
 
@@ -64,11 +58,9 @@ def special_ids(vocabulary: Vocabulary) -> dict[str, int]:
 def train_byte_pairs(documents: Documents, size: int) -> BytePairs:
     """Trains a byte-level vocabulary (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
-    The same documents and size give the same vocabulary on every machine. It is cached.
-
-    Args:
-        documents: opens the stream of documents; called twice, it must give the same ones.
-        size: of the vocabulary, at most; at least 261, for 256 bytes and five special tokens.
+    It has at most `size` tokens; that is at least 261, for 256 bytes and five special tokens. The same documents and
+    size give the same vocabulary on every machine. It is cached. `documents` opens their stream; called twice, it must
+    give the same ones.
     """
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]  # in this order they have RoBERTa's ids
 

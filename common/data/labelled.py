@@ -16,32 +16,20 @@ HELD_OUT = 10  # one example in this many is the validation split of data withou
 
 @dataclass(frozen=True)
 class Examples:
-    """One split.
+    """One split."""
 
-    Attributes:
-        texts: the one or two texts of each example.
-        labels: indices of classes; None if the split has no labels, as GLUE's test.
-        indices: names of the examples in predictions: by GLUE's column `index`, or else 0, 1, 2, ...
-    """
-
-    texts: list[tuple[str, ...]]
-    labels: list[int] | None
-    indices: list[str]
+    texts: list[tuple[str, ...]]  # one or two of each example
+    labels: list[int] | None  # indices of classes; None if the split has no labels, as GLUE's test
+    indices: list[str]  # names of the examples in predictions: by GLUE's column `index`, or else 0, 1, 2, ...
 
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """A data set.
+    """A data set."""
 
-    Attributes:
-        classes: their names, as in the files.
-        splits: "train", "validation", and "test" where there is one.
-        submission: the file name that GLUE wants for predictions of the test split; for other data, `test.tsv`.
-    """
-
-    classes: list[str]
-    splits: dict[str, Examples]
-    submission: str
+    classes: list[str]  # their names, as in the files
+    splits: dict[str, Examples]  # "train", "validation", and "test" where there is one
+    submission: str  # file name that GLUE wants for predictions of the test split; for other data, `test.tsv`
 
 
 def find_classes(rows: list[Row], label: str) -> list[str]:
@@ -66,7 +54,7 @@ def to_examples(
     """The examples in the rows of a table.
 
     Args:
-        rows: of `common.data.tables.read_rows`, or as those.
+        rows: of the table.
         texts: names of one or two columns.
         label: name of a column; None where the labels are not to be read.
         classes: what may stand in it.

@@ -11,23 +11,14 @@ from common.data.wordpiece import WordPieces
 
 @dataclass(frozen=True)
 class MaskingRule:
-    """Which tokens are masked, and how.
+    """Which tokens are masked, and how."""
 
-    Args:
-        vocabulary_size: ids from which a random token is drawn.
-        mask_id: id of [MASK].
-        pad_id: id of [PAD].
-        never_masked: ids that are never chosen: padding, start, end, and unknown words, from which nothing is learned.
-        segments: whether the model takes segment ids, as BERT does.
-        rate: fraction of a sequence's tokens that are chosen.
-    """
-
-    vocabulary_size: int
+    vocabulary_size: int  # ids from which a random token is drawn
     mask_id: int
     pad_id: int
-    never_masked: tuple[int, ...]
-    segments: bool = True
-    rate: float = 0.15
+    never_masked: tuple[int, ...]  # ids: padding, start, end, and unknown words, from which nothing is learned
+    segments: bool = True  # whether the model takes segment ids, as BERT does
+    rate: float = 0.15  # fraction of a sequence's tokens that are chosen
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, rate: float) -> "MaskingRule":
@@ -47,8 +38,8 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
 
     Args:
         ids: int32 [batch, length], padded with `rule.pad_id`.
-        seeds: int64 [batch, 2], one for each sequence.
-        rule: which tokens are masked, and how.
+        seeds: int64 [batch, 2].
+        rule: see there.
 
     Returns:
         `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM` with slots = round(rate * length), at least one:
@@ -87,14 +78,11 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
 
 
 def mask_seeds(seed: int, epochs: tf.Tensor | None, examples: tf.Tensor) -> tf.Tensor:
-    """Seeds for `mask_tokens`: new masks in every epoch; None for an evaluation, whose masks never change.
+    """Seeds for `mask_tokens`, int64 [batch, 2]: new masks in every epoch; None for an evaluation, where none change.
 
     Args:
         seed: of the run, below 2^32.
         epochs, examples: int64 [batch].
-
-    Returns:
-        int64 [batch, 2].
     """
     epochs = tf.fill(tf.shape(examples), tf.constant(-1, tf.int64)) if epochs is None else epochs
     return tf.stack([seed * 2**32 + epochs, examples], axis=1)
@@ -104,13 +92,7 @@ def uniform_noise(seeds: tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
     """Numbers in [0, 1) for each of many seeds at once, by SplitMix64 (Steele, Lea and Flood 2014).
 
     TensorFlow's stateless generators take one seed a call, and a loop of calls costs more than all the rest of masking.
-
-    Args:
-        seeds: int64 [batch, 2].
-        count: numbers for each.
-
-    Returns:
-        float32 [batch, count], multiples of 2^-24.
+    Of seeds int64 [batch, 2], it makes float32 [batch, count], multiples of 2^-24.
     """
     first, second = tf.unstack(tf.bitcast(seeds, tf.uint64)[:, None], axis=2)
     state = _mixed(_mixed(first) + second)

@@ -32,14 +32,11 @@ READ_AT_ONCE = 2**22  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The shards of a corpus.
+    """The shards of a corpus in a folder, the vocabulary of their token ids, and their manifest.
 
-    Attributes:
-        folder: of the shards.
-        vocabulary: of their token ids.
-        manifest: `made_from`, `tokenizer` (a hash), `seq_length`, and `splits`. A split has `documents`, `tokens`,
-            `sequences`, `dropped_tokens`, and `shards`, each with `file`, `sequences`, `bytes` and `crc32`. To the
-            token, tokens + documents = sequences x (seq_length - 2) + dropped_tokens.
+    The manifest has `made_from`, `tokenizer` (a hash), `seq_length`, and `splits`. A split has `documents`, `tokens`,
+    `sequences`, `dropped_tokens`, and `shards`, each with `file`, `sequences`, `bytes` and `crc32`. To the token,
+    tokens + documents = sequences x (seq_length - 2) + dropped_tokens.
     """
 
     folder: str
@@ -69,10 +66,6 @@ class Shards:
 
 def find_shards(folder: str, made_from: dict[str, Any]) -> Shards | None:
     """The shards in a folder, with every byte checked; None if some are still to be written.
-
-    Args:
-        folder: of `write_shards`.
-        made_from: what they must be made from.
 
     Raises:
         UserError: when they are made from something else, a file is damaged, or the folder cannot be read.
@@ -168,11 +161,7 @@ def short_hash(content: bytes) -> str:
 
 
 def answered(ask: Callable[[str], Any], path: str) -> Any:
-    """The result of a function of `tf.io.gfile`.
-
-    Raises:
-        UserError: when it cannot use the path.
-    """
+    """The result of a function of `tf.io.gfile`; a `UserError` when it cannot use the path."""
     try:
         return ask(path)
     except tf.errors.UnimplementedError as error:

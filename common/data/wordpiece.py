@@ -36,13 +36,7 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class WordPieces:
-    """A vocabulary of BERT.
-
-    Attributes:
-        pieces: the word pieces, by id.
-        lowercase: whether text is lower-cased before tokenisation.
-        strip_accents: whether accents are stripped.
-    """
+    """A vocabulary of BERT: the word pieces, by id, and how text is normalised before tokenisation."""
 
     pieces: list[str]
     lowercase: bool
@@ -65,11 +59,8 @@ class WordPieces:
 def train_wordpieces(documents: Documents, size: int) -> WordPieces:
     """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` word pieces.
 
-    The same documents and size give the same vocabulary on every machine. It is cached.
-
-    Args:
-        documents: opens the stream of documents; called several times, it must give the same ones.
-        size: at least 100.
+    The same documents and size, at least 100, give the same vocabulary on every machine. It is cached. `documents`
+    opens their stream; called several times, it must give the same ones.
     """
     tokenizer = _tokenizer(models.WordPiece(unk_token=UNKNOWN), lowercase=True, strip_accents=True)
     normalizer = _normalizer(lowercase=True, strip_accents=True)  # the tokenizer's own is locked while it trains

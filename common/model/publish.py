@@ -26,9 +26,9 @@ GRACE = 10  # seconds that a process has for an orderly end while an upload hang
 class Publish(keras.callbacks.Callback):
     """Saves a snapshot at each epoch's end during `fit`, and uploads it in a thread while training continues.
 
-    It needs a model of `data_parallel`, which counts its steps. One upload runs at a time; of the snapshots
-    made meanwhile, the latest waits for it. A failed upload is reported in one line, and does not stop the run. With
-    several workers, only the chief saves and uploads.
+    It needs a model of `data_parallel`, which counts its steps. One upload runs at a time; of the snapshots made
+    meanwhile, the latest waits. A failed upload is reported in one line, and does not stop the run. Of several workers,
+    only the chief saves and uploads.
 
     It is a context manager around `fit` and everything after it: at its exit it uploads the preset in `preset/`. After
     an error, the process exits soon, even if an upload hangs.
@@ -71,11 +71,7 @@ class Publish(keras.callbacks.Callback):
         self._remove_old()
 
     def finish(self, preset: Path) -> None:
-        """Waits for the current upload, then uploads the final preset. A failure is reported, and is not an error.
-
-        Args:
-            preset: a folder with a preset and its `README.md`.
-        """
+        """Waits for the current upload, then uploads this folder's preset. A failure is reported, and is no error."""
         if not self.uri:
             return
         print(f"\nuploading to {self.uri}", flush=True)
