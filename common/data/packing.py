@@ -25,7 +25,7 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
 
     Args:
         documents: opens the stream; called twice, it must give the same ones.
-        vocabulary: whose tokenizer is used.
+        vocabulary: of the ids.
         seq_length: tokens in a sequence, [CLS] and [SEP] included.
         pack: True for documents, each with [SEP] at its end, concatenated and cut every `seq_length - 2` tokens, so
             that only the last sequence has padding; False for one sequence per line, truncated to `seq_length`.
@@ -103,16 +103,13 @@ def count_tokens(sequences: dict[str, tf.Tensor], pad_id: int) -> dict[str, tupl
 
 
 def read_sequences(sequences: tf.Tensor, examples: tf.Tensor, pad_id: int, trim: bool) -> tf.Tensor:
-    """Token ids of the examples, for use in `Dataset.map`.
+    """Token ids of the examples, int32 [examples, length], for use in `Dataset.map`.
 
     Args:
         sequences: tensor [sequences, seq_length].
         examples: int64 vector; `order.NO_EXAMPLE` gives a row of padding.
         pad_id: id of [PAD].
         trim: cut padding off to the shortest bucket length (32, 64, 128, ...) that holds the longest of these examples.
-
-    Returns:
-        int32 [examples, seq_length], or, trimmed, [examples, None].
     """
     ids = tf.cast(tf.gather(sequences, tf.maximum(examples, 0)), tf.int32)
     ids = tf.where((examples == NO_EXAMPLE)[:, None], pad_id, ids)

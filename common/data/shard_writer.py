@@ -33,17 +33,13 @@ OPTIONS = ("corpus", "architecture", "vocabulary_size", "seq_length", "shards") 
 
 
 def make_shards(options: dict[str, Any], folder: str, scratch: str, dry_run: bool = False) -> str:
-    """Finds a corpus's shards in a folder, or trains a vocabulary and writes them.
+    """Finds a corpus's shards in a folder, or trains a vocabulary and writes them; returns the folder.
 
     Args:
-        options: by the names `OPTIONS`: the corpus's name; `bert` for WordPiece or `roberta` for byte pairs; the
-            vocabulary's size; and `seq_length` and `num_shards` of `write_shards`.
+        options: by the names `OPTIONS`, of which `architecture` is `bert` for WordPiece or `roberta` for byte pairs.
         folder: of the shards; empty in a dry run without one.
         scratch: of `write_shards`.
         dry_run: leave no files: missing shards are written to a folder that is deleted at the process's exit.
-
-    Returns:
-        The shards' folder.
 
     Raises:
         UserError: as `open_corpus`, `find_shards` and `write_shards`.
@@ -79,7 +75,7 @@ def write_shards(
 
     Args:
         corpus: of `open_corpus`.
-        vocabulary: whose tokenizer is used.
+        vocabulary: of its tokens.
         seq_length: tokens in a sequence, start and end included.
         num_shards: per split; 0: 8, or as many as keep each under 64 MB.
         folder: destination.

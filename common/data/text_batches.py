@@ -83,12 +83,12 @@ class EncodedTexts:
             split: whose examples are taken.
             scaled: batch size per replica, and global batch size.
             steps: of the run.
-            shuffle_seed: of `order.locate`.
+            shuffle_seed: for a new order in each epoch; None for no shuffling.
             num_shards, shard: of `strategy.distribute`.
 
         Returns:
-            x: BERT's inputs, int32 [batch size, length of the global batch]. examples: int64 [batch size], rows of the
-            split; `order.NO_EXAMPLE` for padding.
+            BERT's inputs, int32 [batch size, length of the global batch]; and rows of the split, int64 [batch size],
+            `order.NO_EXAMPLE` for padding.
         """
         batch_of = self._batch_of(split, scaled.global_batch_size, shuffle_seed)
 
