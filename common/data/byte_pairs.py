@@ -8,7 +8,7 @@ Face's, from the `tokenizer.json` that is saved. Inside a `tf.data` pipeline Ker
 
 import itertools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -52,7 +52,7 @@ Vocabulary = WordPieces | BytePairs
 
 def special_ids(vocabulary: Vocabulary) -> dict[str, int]:
     """The ids of the special tokens, by the names of `SpecialTokens`."""
-    return {name: vocabulary.pieces.index(piece) for name, piece in asdict(vocabulary.special).items()}
+    return {name: vocabulary.pieces.index(piece) for name, piece in vocabulary.special._asdict().items()}
 
 
 def train_byte_pairs(documents: Documents, size: int) -> BytePairs:

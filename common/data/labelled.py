@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of tables as labelled texts."""
 
+import contextlib
 import json
 import math
 import zlib
@@ -39,13 +40,11 @@ def find_classes(rows: list[Row], label: str) -> list[str]:
         UserError: when the column is not there, or a label is neither a text nor a whole number.
     """
     names = {_label(where, row, label) for where, row in rows}
-    try:
+    with contextlib.suppress(ValueError):
         values = {name: float(name) for name in names}
-    except ValueError:
-        return sorted(names)
-    if not all(map(math.isfinite, values.values())):
-        return sorted(names)
-    return sorted(names, key=lambda name: (values[name], name))
+        if all(map(math.isfinite, values.values())):
+            return sorted(names, key=lambda name: (values[name], name))
+    return sorted(names)
 
 
 def to_examples(

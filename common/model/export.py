@@ -9,7 +9,6 @@ the exact gelu it would be 5e-3 and 2e-4. Nothing else differs: with both put ri
 Published checkpoints have the exact gelu, so that their encoder is off by as much here, as it is in KerasHub.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -100,7 +99,7 @@ def _write(model: keras_hub.models.BertMaskedLM, vocabulary: WordPieces, folder:
         (folder / name).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in vocabulary.pieces), encoding="utf-8")
     tokenizer = vocabulary.tokenizer()
-    tokenizer.add_special_tokens(list(dataclasses.astuple(special)))
+    tokenizer.add_special_tokens([*special])
     tokenizer.post_processor = processors.BertProcessing(
         *((token, vocabulary.pieces.index(token)) for token in (special.end, special.start))
     )
