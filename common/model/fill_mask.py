@@ -64,12 +64,11 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
         filled = [*ids[:position], token, *ids[position + 1 :]]
         if len(positions) == 1:  # otherwise the other masks are shown
             filled = [piece for piece in filled if piece not in id_of.values()]
-        sequence = tokenizer.decode(filled, skip_special_tokens=False)
         return {
             "score": float(score),
             "token": int(token),
             "token_str": tokenizer.decode([token]),
-            "sequence": sequence,
+            "sequence": tokenizer.decode(filled, skip_special_tokens=False),
         }
 
     return [

@@ -43,15 +43,8 @@ class LabelAccuracy(keras.metrics.MeanMetricWrapper):
 def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     """log(sum(exp(logits))) - logits[label], whose gradient is softmax(logits) less 1 at the label.
 
-    The exponentials serve the loss and the gradient. The highest logit is what `replicas.batch_sums` looks at too, for
-    the accuracy; TensorFlow computes it once.
-
-    Args:
-        logits: float [..., classes].
-        labels: int32 [...], below `classes`.
-
-    Returns:
-        The loss of each label, in nats, [...].
+    The exponentials serve the loss and the gradient. The highest logit is what `label_hits` looks at too; TensorFlow
+    computes it once. Of logits [..., classes] and labels, int32 [...], it gives the loss of each label, in nats, [...].
     """
     highest = tf.reduce_max(logits, axis=-1, keepdims=True)
     exponentials = tf.exp(logits - highest)

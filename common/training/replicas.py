@@ -27,8 +27,8 @@ def batch_sums(x: dict, y: tf.Tensor, weight: tf.Tensor, logits: tf.Tensor, loss
         loss: the sum of the labels' losses, by weight.
 
     Returns:
-        `loss`; `accuracy`, the number of labels with the highest logit; `labels`,
-        the sum of weights; `tokens`, without padding; `slots`, token positions.
+        `loss`; `accuracy`, the sum of the weights of labels with the highest logit; `labels`, the sum of all weights;
+        `tokens`, without padding; `slots`, token positions.
     """
     is_token = tf.cast(x["padding_mask"], tf.float32)
     return {

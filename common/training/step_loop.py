@@ -131,16 +131,13 @@ def _as_row(values: dict) -> dict:
 def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
     """A function of (iterator, count, stop) that does `count` steps in one call, and gives each step's values.
 
-    Keras's own loop of several steps fails where replicas are reduced by collectives (`You must feed a value for
-    placeholder`).
+    They are float32 arrays [count, ...], with one more entry, `waited`: seconds that this worker waited for its
+    batches. Keras's own loop of several steps fails where replicas are reduced by collectives (`You must feed a value
+    for placeholder`).
 
     Args:
         step: of (iterator, stop); returns a dict of scalars, or of tensors of known shapes. `stop` is a float that the
             step may reduce, so that all workers know when one was asked to stop.
-
-    Returns:
-        The function; it returns a dict of float32 arrays [count, ...], with one more entry, `waited`: seconds that this
-        worker waited for its batches.
     """
     shapes: dict[str, tf.TensorShape] = {}
 
