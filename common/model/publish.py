@@ -12,7 +12,6 @@ from pathlib import Path
 
 import huggingface_hub
 import keras
-import keras_hub
 from huggingface_hub.utils import disable_progress_bars, logging
 
 from common.devices.cluster import is_chief
@@ -141,15 +140,9 @@ class Publish(keras.callbacks.Callback):
     def _upload(self, folder: Path) -> None:
         repository = self.uri.removeprefix("hf://")
         try:
-            # Before upload_preset of KerasHub, which would make it, and for all to see.
+            # Not by upload_preset of KerasHub, which makes it for all to see, and writes its own card over ours.
             huggingface_hub.create_repo(repository, private=not self.public, exist_ok=True)
-            # Where the Hub has no README.md yet, upload_preset of KerasHub 0.32 writes a card of its own over the one
-            # in the folder, uploads that, and deletes it.
-            if not huggingface_hub.file_exists(repository, "README.md"):
-                huggingface_hub.upload_file(
-                    path_or_fileobj=folder / "README.md", path_in_repo="README.md", repo_id=repository
-                )
-            keras_hub.upload_preset(self.uri, str(folder))
+            huggingface_hub.upload_folder(repo_id=repository, folder_path=folder)
             self._failure = None
         except Exception as error:  # whatever it is, training continues
             self._failure = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]

@@ -22,7 +22,7 @@ class BatchLoss(TensorFlowTrainer):
     accumulate = 1
 
     def _loss_parts(self, y, y_pred, sample_weight):
-        """`whole_batch.loss_parts` of every compiled loss, and its weight."""
+        """`loss_parts` of every compiled loss, and its weight."""
         if self._compile_loss is None:
             return []
         parts, losses = [], self._compile_loss._flat_losses
