@@ -18,23 +18,28 @@ from common.data.order import NO_EXAMPLE, Scaled, locate, steps_per_epoch
 from common.data.packing import read_sequences
 
 
+def token_ids(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary) -> list[list[list[int]]]:
+    """The ids of each example's texts, without special tokens."""
+    tokenizer = vocabulary.tokenizer()
+    columns = [tokenizer.encode_batch_fast(column, add_special_tokens=False) for column in zip(*texts, strict=True)]
+    return [[part.ids for part in parts] for parts in zip(*columns, strict=True)]
+
+
 def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length: int) -> np.ndarray:
     """Token ids, [examples, seq_length]: [CLS] first [SEP], or [CLS] first [SEP] second [SEP], then [PAD].
 
     Two texts that are too long are truncated to equal shares, and what one does not use goes to the other, as in
     KerasHub's packer.
     """
-    tokenizer, special = vocabulary.tokenizer(), special_ids(vocabulary)
+    special = special_ids(vocabulary)
     start, end = special["start"], special["end"]
     dtype = np.uint16 if len(vocabulary.pieces) <= 2**16 else np.int32
     encoded = np.full((len(texts), seq_length), special["pad"], dtype)
-    columns = [tokenizer.encode_batch_fast(column, add_special_tokens=False) for column in zip(*texts, strict=True)]
-    for row, parts in zip(encoded, zip(*columns, strict=True), strict=True):
-        first, *second = [part.ids for part in parts]
-        room = seq_length - len(parts) - 1
+    for row, (first, *second) in zip(encoded, token_ids(texts, vocabulary), strict=True):
+        room = seq_length - len(second) - 2
         if second:
-            second = second[0][: max(room // 2, room - len(first))]
-            ids = [start, *first[: room - len(second)], end, *second, end]
+            other = second[0][: max(room // 2, room - len(first))]
+            ids = [start, *first[: room - len(other)], end, *other, end]
         else:
             ids = [start, *first[:room], end]
         row[: len(ids)] = ids

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-TextIds = Sequence[tuple[Sequence[int], ...]]  # of each example, the token ids of its one or two texts
+TextIds = Sequence[Sequence[Sequence[int]]]  # of each example, the token ids of its one or two texts
 LIMIT = 256  # tokens; longer texts count as this long
 EPOCHS = 10
 STEPS = 200  # per epoch, or fewer if batches would have fewer than 32 examples

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from common.data.byte_pairs import Vocabulary
 from common.data.glue import write_predictions
-from common.data.labelled import Examples, LabelledTexts
+from common.data.labelled import LabelledTexts
+from common.data.text_batches import token_ids
 from common.devices.cluster import is_chief
 from common.scores.baselines import baseline_accuracies
 from common.scores.language_model import entry
@@ -32,13 +33,13 @@ def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], voca
     """
     results: dict[str, Any] = {}
     train = texts.splits["train"]
-    learned = _text_ids(train, vocabulary), train.labels or []
+    learned = token_ids(train.texts, vocabulary), train.labels or []
     sizes = len(vocabulary.pieces), len(texts.classes)
     for split in logits:
         examples = texts.splits[split]
         if examples.labels is not None:
             results |= scores_of(texts, split, logits[split])
-            simple = baseline_accuracies(*learned, _text_ids(examples, vocabulary), examples.labels, *sizes)
+            simple = baseline_accuracies(*learned, token_ids(examples.texts, vocabulary), examples.labels, *sizes)
             results |= {entry(split, f"{name}_accuracy"): accuracy for name, accuracy in simple.items()}
     return results
 
@@ -101,10 +102,3 @@ def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, f
         "accuracy": float(right.sum() / len(labels)),
         "f1": float(f1[1] if len(f1) == 2 else f1.mean()),
     }
-
-
-def _text_ids(examples: Examples, vocabulary: Vocabulary) -> list[tuple[list[int], ...]]:
-    tokenizer = vocabulary.tokenizer()
-    columns = zip(*examples.texts, strict=True)
-    encoded = [tokenizer.encode_batch_fast(column, add_special_tokens=False) for column in columns]
-    return [tuple(part.ids for part in parts) for parts in zip(*encoded, strict=True)]
