@@ -48,7 +48,8 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
         UserError: when it is none of these, or cannot be fetched.
     """
     if corpus == "docstrings":
-        return {split: functools.partial(_read_docstrings, docstring_file(), split) for split in NEEDED_SPLITS}
+        file = docstring_file()
+        return {split: functools.partial(_read_docstrings, file, split) for split in NEEDED_SPLITS}
     if corpus in NAMES:
         splits = from_hub("load_dataset", *hub_name(corpus), streaming=False)
         return {split: functools.partial(_wikitext_rows, rows) for split, rows in splits.items()}
@@ -60,10 +61,8 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
         if "validation" not in files:
             raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
         return {split: functools.partial(_read_articles, file) for split, file in files.items()}
-    if path.is_file():
-        return _held_out(functools.partial(_paragraphs, [path]))
-    if path.is_dir():
-        texts = sorted(file for file in path.rglob("*.txt") if file.is_file())
+    if path.exists():
+        texts = [path] if path.is_file() else sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not texts:
             raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
         return _held_out(functools.partial(_paragraphs, texts))
@@ -113,8 +112,7 @@ def from_hub(function: str, name: str, configuration: str | None, option: str = 
     Args:
         function: `load_dataset`, for a dict of splits, iterables of rows, which are dicts; with the option
             `streaming`, rows come on demand. `load_dataset_builder`, which downloads no data.
-        name: `user/name`, or a local folder of files that the library reads.
-        configuration: of the data set, where it has several.
+        name, configuration: of the data set, where it has several; or a local folder of files that the library reads.
         option: of the recipe, by which a folder can be given instead.
         options: of the function.
 
