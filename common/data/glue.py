@@ -6,12 +6,11 @@ Sentential Paraphrases") asks whether two sentences say the same; SST-2 (Socher 
 Semantic Compositionality over a Sentiment Treebank"), whether a film review is positive.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from common.data import roles
 from common.data.corpora import from_hub
-from common.data.labelled import Examples, LabelledTexts, check_examples, find_classes, hold_out, to_examples
+from common.data.labelled import Examples, LabelledTexts, find_classes, hold_out, to_examples
 from common.data.tables import SUFFIXES, Row, read_rows
 from common.errors import UserError
 
@@ -19,19 +18,10 @@ HUB_NAME = "nyu-mll/glue"
 STEMS = {"train": ("train",), "validation": ("dev", "validation"), "test": ("test",)}  # of a folder's files
 
 
-@dataclass(frozen=True)
-class Task:
-    """Columns of a GLUE task, in its own files and on the Hub, and the file that GLUE wants test predictions in."""
-
-    texts: tuple[str, ...]
-    label: str
-    hub_texts: tuple[str, ...]
-    submission: str
-
-
+# In GLUE's files, the columns of the texts and of the label; on the Hub, of the texts; the file of test predictions.
 TASKS = {
-    "mrpc": Task(("#1 String", "#2 String"), "Quality", ("sentence1", "sentence2"), "MRPC.tsv"),
-    "sst2": Task(("sentence",), "label", ("sentence",), "SST-2.tsv"),
+    "mrpc": (("#1 String", "#2 String"), "Quality", ("sentence1", "sentence2"), "MRPC.tsv"),
+    "sst2": (("sentence",), "label", ("sentence",), "SST-2.tsv"),
 }
 
 
@@ -115,11 +105,11 @@ def _generated(data: str) -> LabelledTexts:
 
 
 def _from_glue(task: str, data: str) -> LabelledTexts:
-    known, classes = TASKS[task], ["0", "1"]
+    texts, label, hub_texts, submission = TASKS[task]
     if not data:
-        return _all_splits(_from_hub(task), known.hub_texts, "label", classes, "idx", known.submission)
+        return _all_splits(_from_hub(task), hub_texts, "label", ["0", "1"], "idx", submission)
     tables = {split: list(read_rows(file)) for split, file in _split_files(Path(data), (".tsv",)).items()}
-    return _all_splits(tables, known.texts, known.label, classes, "index", known.submission)
+    return _all_splits(tables, texts, label, ["0", "1"], "index", submission)
 
 
 def _from_hub(task: str) -> dict[str, list[Row]]:
@@ -156,5 +146,9 @@ def _all_splits(
         splits[split] = to_examples(rows, texts, None if unlabelled else label, classes, index)
     if "validation" not in splits:
         splits = hold_out(splits["train"])
-    check_examples(splits)
+    for split, examples in splits.items():
+        if not examples.texts:
+            raise UserError(f"the split {split} has no examples. Give more, or a folder with a file for each split")
+    if len(set(splits["train"].labels or [])) < 2:
+        raise UserError("all labels of the split train are the same: there is nothing to learn")
     return LabelledTexts(classes, splits, submission)

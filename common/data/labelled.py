@@ -76,15 +76,6 @@ def to_examples(
     return found
 
 
-def check_examples(splits: dict[str, Examples]) -> None:
-    """Raises a `UserError` unless every split has an example, and the training split at least two classes."""
-    for split, examples in splits.items():
-        if not examples.texts:
-            raise UserError(f"the split {split} has no examples. Give more, or a folder with a file for each split")
-    if len(set(splits["train"].labels or [])) < 2:
-        raise UserError("all labels of the split train are the same: there is nothing to learn")
-
-
 def hold_out(examples: Examples) -> dict[str, Examples]:
     """Divides examples into "train" and "validation", one in 10, chosen by a hash of its texts."""
     labels = examples.labels or []

@@ -42,16 +42,12 @@ def role_pairs(seed: int = 0) -> dict[str, list[tuple[str, str, int]]]:
     draw = random.Random(seed)
     events = list(itertools.product(MOSTLY_ACT.split(), MOSTLY_ACTED_ON.split(), VERBS.split()))
     draw.shuffle(events)
-    pairs = [pair for event in events for pair in _two_pairs(draw, *event)]
+    pairs = []
+    for agent, patient, verb in events:
+        if draw.random() >= AS_EXPECTED:
+            agent, patient = patient, agent
+        first = f"The {agent} {verb} the {patient}."
+        pairs.append((first, f"The {patient} was {verb} by the {agent}.", 1))
+        pairs.append((first, f"The {agent} was {verb} by the {patient}.", 0))
     held_out = 2 * VALIDATION_EVENTS
     return {"train": pairs[held_out:], "validation": pairs[:held_out]}
-
-
-def _two_pairs(draw: random.Random, agent: str, patient: str, verb: str) -> list[tuple[str, str, int]]:
-    if draw.random() >= AS_EXPECTED:
-        agent, patient = patient, agent
-    first = f"The {agent} {verb} the {patient}."
-    return [
-        (first, f"The {patient} was {verb} by the {agent}.", 1),
-        (first, f"The {agent} was {verb} by the {patient}.", 0),
-    ]
