@@ -69,11 +69,9 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
     target = tf.stack([rows, tf.where(used, order, length)], axis=-1)
     token_ids = tf.tensor_scatter_nd_update(tf.pad(ids, [[0, 0], [0, 1]]), target, hidden)[:, :length]
 
-    x = {
-        "token_ids": token_ids,
-        "padding_mask": tf.cast(ids != rule.pad_id, tf.int32),
-        "mask_positions": positions,
-    } | ({"segment_ids": tf.zeros_like(ids)} if rule.segments else {})
+    x = {"token_ids": token_ids, "padding_mask": tf.cast(ids != rule.pad_id, tf.int32), "mask_positions": positions}
+    if rule.segments:
+        x["segment_ids"] = tf.zeros_like(ids)
     return x, labels, tf.cast(used, tf.float32)
 
 

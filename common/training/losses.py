@@ -21,22 +21,18 @@ class CrossEntropy(keras.losses.Loss):
         return cross_entropy(y_pred, tf.cast(y_true, tf.int32))  # Keras has made floats of the labels
 
 
-class LabelAccuracy(keras.metrics.MeanMetricWrapper):
+class LabelAccuracy(keras.metrics.Mean):
     """The fraction of labels, by weight, that have the highest logit; see `label_hits`."""
 
     adds_up = True  # for `data_parallel`
 
     def __init__(self, name="accuracy", dtype=None):
-        super().__init__(label_hits, name=name, dtype=dtype)
+        super().__init__(name, dtype)
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         """Every label counts alike: Keras would average over those of an example, and replicas pad differently."""
         weight = None if sample_weight is None else tf.reshape(sample_weight, [-1])
-        return keras.metrics.Mean.update_state(self, tf.reshape(label_hits(y_true, y_pred), [-1]), weight)
-
-    def get_config(self):
-        """See Keras."""
-        return {"name": self.name, "dtype": self.dtype}
+        return super().update_state(tf.reshape(label_hits(y_true, y_pred), [-1]), weight)
 
 
 @tf.custom_gradient

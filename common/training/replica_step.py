@@ -141,8 +141,7 @@ class ReplicaStep(BatchLoss):
         Args:
             weights, others, state: values of the model's trained and other variables, and of its metrics'.
             data: (x, y, sample_weight).
-            scale: of the loss whose gradient is taken.
-            factor: by which a single loss is multiplied too.
+            scale, factor: of the loss whose gradient is taken; the second of a single loss only.
             training: or evaluation.
 
         Returns:
