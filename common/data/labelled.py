@@ -55,8 +55,7 @@ def to_examples(
     Args:
         rows: of the table.
         texts: names of one or two columns.
-        label: name of a column; None where the labels are not to be read.
-        classes: what may stand in it.
+        label, classes: name of a column, or None where the labels are not to be read; and what may stand in it.
         index: name of the column that names the examples; None to number them.
 
     Raises:

@@ -38,8 +38,7 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
 
     Args:
         ids: int32 [batch, length], padded with `rule.pad_id`.
-        seeds: int64 [batch, 2].
-        rule: see there.
+        seeds: int64 [batch, 2], of `mask_seeds`.
 
     Returns:
         `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM` with slots = round(rate * length), at least one:

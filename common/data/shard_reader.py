@@ -42,8 +42,7 @@ def read_shards(
     """One reader's share of a run.
 
     Args:
-        written: the shards.
-        split: to be read.
+        written, split: the shards, and which of them.
         global_batch_size: sequences in one step, over all replicas.
         epochs: of the run.
         shuffle_seed: None for no shuffling.

@@ -74,8 +74,7 @@ def write_shards(
     folder, one does, and the others wait for it; if they cannot lock it, the last to rename wins, with the same bytes.
 
     Args:
-        corpus: of `open_corpus`.
-        vocabulary: of its tokens.
+        corpus, vocabulary: the text, and its tokens.
         seq_length: tokens in a sequence, start and end included.
         num_shards: per split; 0: 8, or as many as keep each under 64 MB.
         folder: destination.

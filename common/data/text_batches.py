@@ -84,12 +84,7 @@ class EncodedTexts:
     ) -> tf.data.Dataset:
         """One shard's batches (x, examples), of a replica's size each: a pure function of the seed and the step.
 
-        Args:
-            split: whose examples are taken.
-            scaled: batch size per replica, and global batch size.
-            steps: of the run.
-            shuffle_seed: for a new order in each epoch; None for no shuffling.
-            num_shards, shard: of `strategy.distribute`.
+        They are for these steps of the run. A seed gives a new order in each epoch; None, no shuffling.
 
         Returns:
             BERT's inputs, int32 [batch size, length of the global batch]; and rows of the split, int64 [batch size],

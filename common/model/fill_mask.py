@@ -25,8 +25,7 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
     """The likeliest tokens for each mask of a sentence, with the entries of Hugging Face's `fill-mask` pipeline.
 
     Args:
-        model: a `BertMaskedLM` or `RobertaMaskedLM`, trained with this vocabulary.
-        vocabulary: its tokens.
+        model, vocabulary: a `BertMaskedLM` or `RobertaMaskedLM`, and what it was trained with.
         sentence: text with one or more masks: `[MASK]`, or the model's own, such as `<mask>`.
         top: how many guesses there are for each.
 

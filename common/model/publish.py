@@ -35,9 +35,8 @@ class Publish(keras.callbacks.Callback):
     Args:
         uri: `hf://user/name`; empty for no snapshots and no uploads.
         public: whether a new repository is public rather than private. An existing one keeps its visibility.
-        workdir: the run's folder; snapshots go to `snapshots/step-<n>/` there; the last three are kept.
-        save: `save(folder, card=text)` writes the model as a KerasHub preset to a folder, which it creates, with a
-            `README.md`.
+        workdir: the run's folder; of the snapshots, in `snapshots/step-<n>/` there, the last three are kept.
+        save: `save(folder, card=text)` writes the model as a preset, with a `README.md`, to a folder, which it creates.
     """
 
     def __init__(self, uri: str, public: bool, workdir: Path, save: Callable[..., None]):

@@ -27,11 +27,9 @@ def baseline_accuracies(
     """Accuracies of simple classifiers, trained on one split and evaluated on another; a few seconds.
 
     Args:
-        train: token ids of the training examples' texts, without special tokens.
-        train_labels: their classes, [training examples], below `num_classes`.
+        train, train_labels: token ids of the training examples' texts, below `vocabulary_size` and without special
+            tokens, and their classes, [training examples], below `num_classes`.
         others, labels: the same of the examples to measure on.
-        vocabulary_size: ids are below it.
-        num_classes: the number of classes.
 
     Returns:
         `majority`, always the most frequent class; `length`, on the texts' lengths alone; `bag_of_words`, on the words

@@ -79,13 +79,9 @@ def confusion_matrix(labels: np.ndarray, predictions: np.ndarray, num_classes: i
 
 
 def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Scores of a classifier.
+    """Scores of a classifier's logits, [examples, classes], taken as float64, by the true classes, [examples].
 
     F1 is 2 TP / (2 TP + FP + FN), and 0 for a class that is neither present nor predicted, as in scikit-learn.
-
-    Args:
-        logits: [examples, classes]; any float type, taken as float64.
-        labels: true classes, [examples].
 
     Returns:
         `loss`, the mean cross-entropy in nats per example; `accuracy`; and `f1`, with two classes that of class 1 (as
