@@ -80,17 +80,6 @@ def train_byte_pairs(documents: Documents, size: int) -> BytePairs:
     return BytePairs(sorted(model["vocab"], key=model["vocab"].get), merges)
 
 
-def read_vocabulary(tokenizer: str) -> Vocabulary:
-    """The vocabulary of a tokenizer that was saved with `Tokenizer.to_str()`."""
-    saved = json.loads(tokenizer)
-    model = saved["model"]
-    pieces = sorted(model["vocab"], key=model["vocab"].get)
-    if model["type"] == "BPE":
-        return BytePairs(pieces, [" ".join(pair) for pair in model["merges"]])
-    normalizer = saved["normalizer"]["normalizers"][-1]
-    return WordPieces(pieces, normalizer["lowercase"], normalizer["strip_accents"])
-
-
 def _tokenizer(model: models.BPE) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

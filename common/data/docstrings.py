@@ -55,12 +55,8 @@ def _docstrings_of(file: Path) -> Iterator[str]:
 def _is_prose(paragraph: str) -> bool:
     """At least ten words, no example code, and four characters in five are letters or spaces."""
     letters = sum(c.isalpha() or c.isspace() for c in paragraph)
-    return (
-        len(paragraph.split()) >= 10
-        and ">>>" not in paragraph
-        and "```" not in paragraph
-        and letters > 0.8 * len(paragraph)
-    )
+    is_code = ">>>" in paragraph or "```" in paragraph
+    return len(paragraph.split()) >= 10 and not is_code and letters > 0.8 * len(paragraph)
 
 
 def _prose_by_split() -> dict[str, list[str]]:

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from common.data.byte_pairs import Vocabulary, read_vocabulary
+from common.data.byte_pairs import BytePairs, Vocabulary
 from common.data.corpora import HUB, NAMES, from_hub, hub_name
 from common.data.docstrings import docstring_file
+from common.data.wordpiece import WordPieces
 from common.errors import UserError
 
 READ_AT_ONCE = 2**22  # bytes
@@ -114,7 +115,15 @@ def _counts_all_tokens(shards: Shards) -> bool:
 
 def open_shards(folder: str) -> Shards:
     """The shards in a folder, as `find_shards` has found them or `write_shards` has left them."""
-    vocabulary = read_vocabulary(read_bytes(f"{folder}/tokenizer.json").decode())
+    tokenizer = json.loads(read_bytes(f"{folder}/tokenizer.json"))
+    model = tokenizer["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].get)
+    vocabulary: Vocabulary
+    if model["type"] == "BPE":
+        vocabulary = BytePairs(pieces, [" ".join(pair) for pair in model["merges"]])
+    else:
+        bert = tokenizer["normalizer"]["normalizers"][-1]
+        vocabulary = WordPieces(pieces, bert["lowercase"], bert["strip_accents"])
     return Shards(folder, vocabulary, json.loads(read_bytes(f"{folder}/manifest.json")))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replicas do with each other's values, and what each does alone. Call all of it in a replica's step."""
+"""Sums and gathers over replicas, and what a replica does alone. Call all but `first_replica` in a replica's step."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
