@@ -128,8 +128,8 @@ def write_shards(
             if split == "train":
                 content = io.BytesIO()
                 np.save(content, counts)
-                _write_whole(f"{folder}/train-counts.npy", content.getvalue())
-        _write_whole(f"{folder}/manifest.json", json.dumps(manifest | {"splits": splits}, indent=2).encode())
+                _write_bytes(f"{folder}/train-counts.npy", content.getvalue())
+        _write_bytes(f"{folder}/manifest.json", json.dumps(manifest | {"splits": splits}, indent=2).encode())
         shutil.rmtree(tokens)
         with contextlib.suppress(OSError):  # there is something else in it
             Path(scratch).rmdir()
@@ -146,8 +146,8 @@ def _begin_manifest(folder: str, made_from: dict[str, Any], tokenizer: bytes, se
     if not begun and (foreign := sorted({"tokenizer.json", "train-counts.npy"} & {*there})):
         raise UserError(f"{folder} holds {', '.join(foreign)}, but no manifest.json of shards. Give another --data")
     if {name: begun.get(name) for name in manifest} != manifest:
-        _write_whole(path, json.dumps(manifest).encode())  # first: it tells whose the files are that follow
-    _write_whole(f"{folder}/tokenizer.json", tokenizer)
+        _write_bytes(path, json.dumps(manifest).encode())  # first: it tells whose the files are that follow
+    _write_bytes(f"{folder}/tokenizer.json", tokenizer)
     return manifest
 
 
@@ -183,21 +183,30 @@ def _sequences(row: TokenRow, special: dict[str, int], first: int, last: int, se
 
 
 def _write_records(path: str, sequences: Iterator[np.ndarray]) -> None:
-    with _full_disk_as_python_tells_it(path), tf.io.TFRecordWriter(path + UNFINISHED) as writer:
+    with _whole(path) as unfinished, tf.io.TFRecordWriter(unfinished) as writer:
         for ids in sequences:
             values = tf.train.Feature(int64_list=tf.train.Int64List(value=ids.tolist()))
             example = tf.train.Example(features=tf.train.Features(feature={"token_ids": values}))
             writer.write(example.SerializeToString())
-    _rename(path + UNFINISHED, path)
 
 
-def _write_whole(path: str, content: bytes) -> None:
-    with _full_disk_as_python_tells_it(path), tf.io.gfile.GFile(path + UNFINISHED, "wb") as file:
+def _write_bytes(path: str, content: bytes) -> None:
+    with _whole(path) as unfinished, tf.io.gfile.GFile(unfinished, "wb") as file:
         file.write(content)
-    _rename(path + UNFINISHED, path)
 
 
-def _rename(unfinished: str, path: str) -> None:
+@contextlib.contextmanager
+def _whole(path: str) -> Iterator[str]:
+    """The name of a file to write, which is renamed when it is complete.
+
+    Raises:
+        OSError: `ENOSPC`, when the disk is full.
+    """
+    unfinished = path + UNFINISHED
+    try:
+        yield unfinished
+    except tf.errors.ResourceExhaustedError as error:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path) from error
     if "://" not in path:
         flush(Path(unfinished))  # or the new name could be on the disk before the content
     tf.io.gfile.rename(unfinished, path, overwrite=True)
@@ -209,11 +218,3 @@ def _holds(path: str, sequences: int) -> bool:
         return int(tf.data.TFRecordDataset(path).reduce(0, lambda number, _: number + 1)) == sequences
     except (tf.errors.NotFoundError, tf.errors.DataLossError):
         return False
-
-
-@contextlib.contextmanager
-def _full_disk_as_python_tells_it(path: str) -> Iterator[None]:
-    try:
-        yield
-    except tf.errors.ResourceExhaustedError as error:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path) from error
