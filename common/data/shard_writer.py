@@ -197,11 +197,7 @@ def _write_bytes(path: str, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _whole(path: str) -> Iterator[str]:
-    """The name of a file to write, which is renamed when it is complete.
-
-    Raises:
-        OSError: `ENOSPC`, when the disk is full.
-    """
+    """The name of a file to write, which is renamed when it is complete. A full disk is an `OSError`, as Python's."""
     unfinished = path + UNFINISHED
     try:
         yield unfinished
