@@ -125,12 +125,12 @@ def test_each_epochs_model_arrives_with_its_card(to_hub, small):
 
     class Wait(keras.callbacks.Callback):  # so that the next snapshot finds no upload at hand
         def on_epoch_end(self, epoch, logs=None):
-            wait_for(lambda: len(to_hub.commits) == epoch + 2)  # one more for the first card
+            wait_for(lambda: len(to_hub.commits) == epoch + 1)
             arrived.append(to_hub.files)
 
     model, save, logs = fit(small, lambda workdir, save: [Publish(URI, False, workdir, save), Wait()])
     snapshots = [Path(small["workdir"]) / "snapshots" / f"step-{step}" for step in (2, 4)]
-    assert list(to_hub.commits[0]) == ["README.md"]
+    assert "README.md" in to_hub.commits[0]
     for files, folder in zip(arrived, snapshots, strict=True):
         assert files == files_in(folder)
     assert arrived[0]["model.weights.h5"] != arrived[1]["model.weights.h5"]

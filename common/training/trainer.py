@@ -25,7 +25,8 @@ class Trainer(StepLoop):
 
     steps_done = first_step = 0
     last_step: int | None = None
-    _steps_per_epoch: int | None = None
+    _steps_per_epoch: int | None = None  # while `fit` runs
+    _test_steps_left: int | None = None  # while `evaluate` runs
     _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
     predict_function: Any
     step_values: dict[str, np.ndarray] | None = None
@@ -61,15 +62,18 @@ class Trainer(StepLoop):
             with read_ahead(given, shuffle=given.get("shuffle", True)) as given:
                 return super().fit(**given)
         finally:
-            self._fit_iterator = False
+            self._fit_iterator, self._steps_per_epoch = False, None
 
     @functools.wraps(TensorFlowTrainer.evaluate)
     def evaluate(self, *args, **kwargs):  # noqa: D102
         given = inspect.signature(super().evaluate).bind(*args, **kwargs).arguments
         self._test_steps_left = given.get("steps")
         given |= given.pop("kwargs", {})
-        with read_ahead(given) as given:
-            return super().evaluate(**given)
+        try:
+            with read_ahead(given) as given:
+                return super().evaluate(**given)
+        finally:
+            self._test_steps_left = None
 
     @functools.wraps(TensorFlowTrainer.predict)
     def predict(self, *args, **kwargs):  # noqa: D102
@@ -115,16 +119,6 @@ class Trainer(StepLoop):
             return predict(data)
 
         self.predict_function = predict_function
-
-    def train_on_batch(self, *args, **kwargs):
-        """As Keras's; each replica takes a part of the batch."""
-        self._steps_per_epoch = None
-        return super().train_on_batch(*args, **kwargs)
-
-    def test_on_batch(self, *args, **kwargs):
-        """As Keras's; each replica takes a part of the batch."""
-        self._test_steps_left = None
-        return super().test_on_batch(*args, **kwargs)
 
     def predict_on_batch(self, x):
         """As Keras's; each replica takes a part of the batch."""
@@ -178,7 +172,6 @@ class Trainer(StepLoop):
             self._prepare()
 
     def _prepare(self):
-        own_step = type(self).train_step is not Trainer.train_step
         for layer in self._flatten_layers():
             if isinstance(layer, keras.layers.BatchNormalization):
                 layer._moments = functools.partial(_moments_of_whole_batch, layer, self)
@@ -187,7 +180,7 @@ class Trainer(StepLoop):
         make_dropout_fast(self)
         if self.optimizer is None:
             return
-        if not own_step:
+        if type(self).train_step is Trainer.train_step:
             do_not_reduce_again(self.optimizer)
         if self.built and not self.optimizer.built:
             self.optimizer.build(self.trainable_variables)
