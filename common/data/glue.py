@@ -63,21 +63,6 @@ def write_predictions(path: Path, indices: list[str], labels: list[str]) -> None
     path.write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8")
 
 
-def _own_columns(data: str, text_columns: str, label_column: str) -> tuple[str, ...]:
-    """The names of the texts' columns, checked."""
-    if not data:
-        raise UserError("--task own needs your own file or folder: give --data")
-    if not text_columns or not label_column:
-        raise UserError("--task own needs the names of the columns: give --text-columns and --label-column")
-    names = tuple(name.strip() for name in text_columns.split(","))
-    if len(names) > 2 or not all(names) or len({*names, label_column}) <= len(names):
-        raise UserError(
-            f"--text-columns must be one name, or two separated by a comma, other than --label-column {label_column}; "
-            f"got {text_columns}"
-        )
-    return names
-
-
 def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
@@ -124,7 +109,16 @@ def _from_hub(task: str) -> dict[str, list[Row]]:
 
 
 def _own_files(data: str, text_columns: str, label_column: str) -> LabelledTexts:
-    texts = _own_columns(data, text_columns, label_column)
+    if not data:
+        raise UserError("--task own needs your own file or folder: give --data")
+    if not text_columns or not label_column:
+        raise UserError("--task own needs the names of the columns: give --text-columns and --label-column")
+    texts = tuple(name.strip() for name in text_columns.split(","))
+    if len(texts) > 2 or not all(texts) or len({*texts, label_column}) <= len(texts):
+        raise UserError(
+            f"--text-columns must be one name, or two separated by a comma, other than --label-column {label_column}; "
+            f"got {text_columns}"
+        )
     path = Path(data)
     files = _split_files(path, SUFFIXES) if path.is_dir() else {"train": path}
     tables = {split: list(read_rows(file)) for split, file in files.items()}

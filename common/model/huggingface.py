@@ -66,11 +66,7 @@ def read_weights(model: keras_hub.models.BertMaskedLM, preset: str) -> None:
 
 
 def read_vocabulary(preset: str) -> WordPieces:
-    """The WordPiece vocabulary of a BERT preset in Hugging Face's format.
-
-    Raises:
-        UserError: when the preset has none.
-    """
+    """The WordPiece vocabulary of a BERT preset in Hugging Face's format; a `UserError` when it has none."""
     with one_line(f"cannot load {preset}"):
         told = check_file_exists(preset, "tokenizer_config.json")  # the oldest checkpoints have vocab.txt alone
         settings = load_json(preset, "tokenizer_config.json") if told else {}
