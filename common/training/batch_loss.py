@@ -70,15 +70,16 @@ class BatchLoss(TensorFlowTrainer):
         number of replicas, so that the sum over replicas is that of the whole batch.
         """
         x, y, sample_weight = data
+        count = replicas()
 
         @tf.custom_gradient
         def shared(weight):
-            return tf.identity(weight), lambda gradient: gradient / replicas()
+            return tf.identity(weight), lambda gradient: gradient / count
 
         metric_variables = self._metric_variables()
         weights_shared = zip(self.trainable_variables, map(shared, weights), strict=True)
         rest = mapping[len(weights) : len(mapping) - len(state)]
-        if replicas() > 1:
+        if count > 1:
             x = gather(x) if self._has_own("compute_loss") else x
             y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)
         scope = keras.StatelessScope([*weights_shared, *rest, *zip(metric_variables, state, strict=True)])
