@@ -60,10 +60,10 @@ from common.run.runs import open_run
 from common.run.speed import model_flops
 from common.run.step_log import StepLog
 from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
+from common.training.explicit_step import batch_sums, means_of, noise_of_step
 from common.training.losses import CrossEntropy
-from common.training.noise import noise_of_step
 from common.training.optimizers import make_optimizer
-from common.training.replicas import batch_sums, first_replica, gather_over_replicas, means_of, sum_over_replicas
+from common.training.replicas import first_replica, gather_over_replicas, sum_over_replicas
 from common.training.schedules import WarmUpPolynomialDecay
 
 

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from common.training.explicit_step import batch_sums
 from common.training.losses import CrossEntropy, LabelAccuracy
-from common.training.replicas import batch_sums
 
 
 def examples(shape, scale):

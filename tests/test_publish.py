@@ -125,12 +125,12 @@ def test_each_epochs_model_arrives_with_its_card(to_hub, small):
 
     class Wait(keras.callbacks.Callback):  # so that the next snapshot finds no upload at hand
         def on_epoch_end(self, epoch, logs=None):
-            wait_for(lambda: len(to_hub.commits) == epoch + 2)  # one more for the first card
+            wait_for(lambda: len(to_hub.commits) == epoch + 1)
             arrived.append(to_hub.files)
 
     model, save, logs = fit(small, lambda workdir, save: [Publish(URI, False, workdir, save), Wait()])
     snapshots = [Path(small["workdir"]) / "snapshots" / f"step-{step}" for step in (2, 4)]
-    assert list(to_hub.commits[0]) == ["README.md"]
+    assert "README.md" in to_hub.commits[0]
     for files, folder in zip(arrived, snapshots, strict=True):
         assert files == files_in(folder)
     assert arrived[0]["model.weights.h5"] != arrived[1]["model.weights.h5"]
@@ -164,11 +164,11 @@ def test_a_slow_hub_holds_nothing_up_and_the_newest_snapshot_waits(to_hub, publi
     kept = sorted(path.name for path in (tmp_path / "snapshots").iterdir())
     assert kept == ["step-1", "step-3", "step-4", "step-5"]  # the last three, and the one being uploaded
     to_hub.released.set()
-    wait_for(lambda: len(to_hub.commits) == 2 and not callback._thread.is_alive())
+    wait_for(lambda: len(to_hub.commits) == 1 and not callback._thread.is_alive())
     callback.on_train_batch_end(0)
-    wait_for(lambda: len(to_hub.commits) == 3)
+    wait_for(lambda: len(to_hub.commits) == 2)
     cards = [re.search(r"at step (\d)", files["README.md"].decode())[1] for files in to_hub.commits]
-    assert cards == ["1", "1", "5"]
+    assert cards == ["1", "5"]
     end_epoch(6)
     assert sorted(path.name for path in (tmp_path / "snapshots").iterdir()) == ["step-4", "step-5", "step-6"]
 

@@ -2,15 +2,15 @@ import numpy as np
 import tensorflow as tf
 
 from common.devices.strategy import make_strategy
+from common.training.explicit_step import means_of
 from common.training.replicas import (
     COUNTS,
     MEANS,
     first_replica,
     gather_over_replicas,
-    means_of,
-    steps_in_one_call,
     sum_over_replicas,
 )
+from common.training.step_loop import steps_in_one_call
 from tests.conftest import collective_strategy
 
 

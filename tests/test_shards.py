@@ -15,10 +15,10 @@ import tensorflow as tf
 from common.data import shard_reader, shard_writer
 from common.data import tokens as tokens_module
 from common.data.byte_pairs import train_byte_pairs
-from common.data.corpora import fingerprint, open_corpus
+from common.data.corpora import open_corpus
 from common.data.shard_reader import decode_sequences, read_shards, steps_in_shards
 from common.data.shard_writer import write_shards
-from common.data.shards import Shards, find_shards, open_shards
+from common.data.shards import Shards, find_shards, fingerprint, open_shards
 from common.data.tokens import write_tokens
 from common.data.wordpiece import train_wordpieces
 from common.errors import UserError

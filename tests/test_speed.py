@@ -15,7 +15,7 @@ from common.model.sizes import dimensions
 from common.run import speed
 from common.run.results import report
 from common.scores.language_model import language_model_scores
-from common.training.replicas import steps_in_one_call
+from common.training.step_loop import steps_in_one_call
 
 
 @pytest.mark.parametrize("replicas", [1, 4])

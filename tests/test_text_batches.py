@@ -6,7 +6,7 @@ from common.data.order import Scaled
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import WordPieces
 from common.model.classifier import BertTextClassifier
-from common.model.saving import preprocessor
+from common.model.saving import keras_tokenizer
 
 WORDS = ["the", "a", "cat", "dog", "sees", "hears", "old", "young", "and"]
 VOCABULARY = WordPieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS], lowercase=True, strip_accents=True)
@@ -26,7 +26,8 @@ def encoded(texts, seq_length, labels=None, split="train"):
 def test_texts_are_encoded_as_keras_hub_does(columns):
     texts = list(zip(*(sentences(200, 30, seed) for seed in range(columns)), strict=True))
     given = tuple(list(column) for column in zip(*texts, strict=True))
-    kerashub = preprocessor(BertTextClassifier, VOCABULARY, 24)(x=given if columns == 2 else given[0])
+    preprocessor = BertTextClassifier.preprocessor_cls(keras_tokenizer(VOCABULARY), sequence_length=24)
+    kerashub = preprocessor(x=given if columns == 2 else given[0])
     batches = encoded(texts, 24).batches("train", Scaled(200, 200), range(1))
     (ours, examples), *none = list(batches)
     assert examples.numpy().tolist() == list(range(200)) and not none

@@ -1,4 +1,3 @@
-import dataclasses
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from common.errors import UserError
 from common.model.saving import keras_tokenizer
 
 ROOT = Path(__file__).parent.parent
-SPECIAL = dataclasses.astuple(WordPieces.special)
+SPECIAL = WordPieces.special
 TEXTS = ["The quick brown fox jumps over the lazy dog; it wasn't impressed.", "Café naïve Zürich", "中文 text ok?", ""]
 
 

@@ -27,16 +27,10 @@ SPLIT = (
 
 @dataclass(frozen=True)
 class BytePairs:
-    """A vocabulary of RoBERTa.
+    """A vocabulary of RoBERTa."""
 
-    Attributes:
-        pieces: the tokens, by id. A piece is written in GPT-2's alphabet of 256 letters, one a
-            byte, in which a space is `Ġ`.
-        merges: pairs of pieces, with a space between them, in the order in which they are joined.
-    """
-
-    pieces: list[str]
-    merges: list[str]
+    pieces: list[str]  # by id, in GPT-2's alphabet of 256 letters, one a byte, in which a space is `Ġ`
+    merges: list[str]  # pairs of pieces, with a space between them, in the order in which they are joined
 
     special: ClassVar[SpecialTokens] = SpecialTokens("<pad>", "<unk>", "<s>", "</s>", "<mask>")
 
@@ -56,14 +50,17 @@ class BytePairs:
 Vocabulary = WordPieces | BytePairs
 
 
+def special_ids(vocabulary: Vocabulary) -> dict[str, int]:
+    """The ids of the special tokens, by the names of `SpecialTokens`."""
+    return {name: vocabulary.pieces.index(piece) for name, piece in vocabulary.special._asdict().items()}
+
+
 def train_byte_pairs(documents: Documents, size: int) -> BytePairs:
     """Trains a byte-level vocabulary (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
-    The same documents and size give the same vocabulary on every machine. It is cached.
-
-    Args:
-        documents: opens the stream of documents; called twice, it must give the same ones.
-        size: of the vocabulary, at most; at least 261, for 256 bytes and five special tokens.
+    It has at most `size` tokens; that is at least 261, for 256 bytes and five special tokens. The same documents and
+    size give the same vocabulary on every machine. It is cached. `documents` opens their stream; called twice, it must
+    give the same ones.
     """
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]  # in this order they have RoBERTa's ids
 
@@ -81,17 +78,6 @@ def train_byte_pairs(documents: Documents, size: int) -> BytePairs:
     # A text that is about "</s>" must not become the token of that name.
     merges = [" ".join(pair) for pair in model["merges"] if "".join(pair) not in special]
     return BytePairs(sorted(model["vocab"], key=model["vocab"].get), merges)
-
-
-def read_vocabulary(tokenizer: str) -> Vocabulary:
-    """The vocabulary of a tokenizer that was saved with `Tokenizer.to_str()`."""
-    saved = json.loads(tokenizer)
-    model = saved["model"]
-    pieces = sorted(model["vocab"], key=model["vocab"].get)
-    if model["type"] == "BPE":
-        return BytePairs(pieces, [" ".join(pair) for pair in model["merges"]])
-    normalizer = saved["normalizer"]["normalizers"][-1]
-    return WordPieces(pieces, normalizer["lowercase"], normalizer["strip_accents"])
 
 
 def _tokenizer(model: models.BPE) -> Tokenizer:

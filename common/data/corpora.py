@@ -7,21 +7,20 @@ than memory.
 """
 
 import functools
-import hashlib
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from common.data.docstrings import docstring_files
-from common.data.hub_corpora import HUB, hub_builder, hub_splits, parse_hub_name
+from common.data.docstrings import docstring_file
 from common.errors import UserError
 
 Documents = Callable[[], Iterator[str]]
 
 NAMES = ("docstrings", "wikitext-2", "wikitext-103")
-WIKITEXT = "Salesforce/wikitext"  # on the Hub
+HUB = "hf://"
 SPLITS = ("train", "validation", "test")
 NEEDED_SPLITS = ("train", "validation")  # a run without text in these is rejected; the test split is optional
 WIKITEXT_FILES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
@@ -49,9 +48,11 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
         UserError: when it is none of these, or cannot be fetched.
     """
     if corpus == "docstrings":
-        return {split: functools.partial(_read_json_lines, path) for split, path in docstring_files().items()}
+        file = docstring_file()
+        return {split: functools.partial(_read_docstrings, file, split) for split in NEEDED_SPLITS}
     if corpus in NAMES:
-        return _hub_wikitext(corpus)
+        splits = from_hub("load_dataset", *hub_name(corpus), streaming=False)
+        return {split: functools.partial(_wikitext_rows, rows) for split, rows in splits.items()}
     if corpus.startswith(HUB):
         return _hub_rows(corpus)
     path = Path(corpus)
@@ -59,14 +60,12 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
         files = {split: path / name for split, name in WIKITEXT_FILES.items() if (path / name).is_file()}
         if "validation" not in files:
             raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
-        return {split: functools.partial(_articles_of, file) for split, file in files.items()}
-    if path.is_file():
-        return _held_out(functools.partial(_paragraphs_of, [path]))
-    if path.is_dir():
-        texts = sorted(file for file in path.rglob("*.txt") if file.is_file())
+        return {split: functools.partial(_read_articles, file) for split, file in files.items()}
+    if path.exists():
+        texts = [path] if path.is_file() else sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not texts:
             raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
-        return _held_out(functools.partial(_paragraphs_of, texts))
+        return _held_out(functools.partial(_paragraphs, texts))
     raise UserError(
         f"--corpus {corpus} is neither docstrings, wikitext-2, wikitext-103, hf://user/name, "
         "nor an existing file or folder"
@@ -90,26 +89,45 @@ def check_corpus(corpus: str, workdir: str) -> None:
         raise UserError(f"there is no text in {corpus}")
 
 
-def fingerprint(corpus: str) -> str:
-    """A hash that changes with the text of a corpus of `open_corpus`; of files, every byte is read."""
-    digest = hashlib.sha256()
-    if corpus == "docstrings":
-        files = [*docstring_files().values()]
-    elif corpus in NAMES or corpus.startswith(HUB):
-        name = parse_hub_name(corpus) if corpus.startswith(HUB) else (WIKITEXT, f"{corpus}-v1")
-        files, builder = [], hub_builder(*name)
-        digest.update(f"{builder.config_id} {builder.hash}".encode())  # of the commit on the Hub
-    else:
-        path = Path(corpus)
-        files = (
-            [path]
-            if path.is_file()
-            else sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".tokens") and p.is_file())
-        )
-    for file in files:
-        with file.open("rb") as content:
-            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()[:16]
+def hub_name(corpus: str) -> tuple[str, str | None]:
+    """The name and the configuration, if any, of a corpus on the Hub. `hf://` may be followed by a local path, too.
+
+    Raises:
+        UserError: when it is neither `wikitext-...` nor `hf://user/name` nor `hf://user/name/configuration`.
+    """
+    if corpus in NAMES:
+        return "Salesforce/wikitext", f"{corpus}-v1"
+    name = corpus.removeprefix(HUB)
+    if name.startswith(("/", ".")):
+        return name, None
+    parts = name.split("/")
+    if len(parts) not in (2, 3) or not all(parts):
+        raise UserError(f"--corpus {corpus} must be {HUB}user/name or {HUB}user/name/configuration")
+    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+
+
+def from_hub(function: str, name: str, configuration: str | None, option: str = "--corpus", **options) -> Any:
+    """What a function of the `datasets` library gives for a data set of the Hugging Face Hub.
+
+    Args:
+        function: `load_dataset`, for a dict of splits, iterables of rows, which are dicts; with the option
+            `streaming`, rows come on demand. `load_dataset_builder`, which downloads no data.
+        name, configuration: of the data set, where it has several; or a local folder of files that the library reads.
+        option: of the recipe, by which a folder can be given instead.
+        options: of the function.
+
+    Raises:
+        UserError: when it cannot be fetched.
+    """
+    import datasets  # takes a second
+
+    try:
+        return getattr(datasets, function)(name, configuration, **options)
+    except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
+        raise UserError(
+            f"cannot fetch {name} from the Hugging Face Hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"Without a network, download its files elsewhere and give their folder: {option} FOLDER"
+        ) from error
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -141,25 +159,33 @@ def _articles(lines: Iterator[str]) -> Iterator[str]:
         yield "\n".join(article)
 
 
-def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
+def _read_articles(file: Path) -> Iterator[str]:
+    return _articles(_lines(file))
+
+
+def _wikitext_rows(rows) -> Iterator[str]:
+    return _articles(row["text"] for row in rows)
+
+
+def _paragraphs(files: list[Path]) -> Iterator[str]:
     """What stands between blank lines; cut, at a space where there is one, when it is longer than the limit."""
-    paragraph = ""
-    for line in lines:
-        if line.strip():
-            paragraph += line
-        if paragraph and (not line.strip() or len(paragraph) > DOCUMENT_LIMIT):
-            yield from _cut(paragraph.strip())
-            paragraph = ""
-    yield from _cut(paragraph.strip())
+    for file in files:
+        paragraph = ""
+        for line in _lines(file):
+            if line.strip():
+                paragraph += line
+            if paragraph and (not line.strip() or len(paragraph) > DOCUMENT_LIMIT):
+                yield from _cut(paragraph.strip())
+                paragraph = ""
+        yield from _cut(paragraph.strip())
 
 
 def _cut(text: str) -> Iterator[str]:
     start = 0
     while start < len(text):
         end = start + DOCUMENT_LIMIT
-        if end < len(text):
-            end = max(text.rfind(" ", start, end), start) or end
-            end = end if end > start else start + DOCUMENT_LIMIT
+        if end < len(text) and (space := text.rfind(" ", start + 1, end)) > start:
+            end = space
         yield text[start:end].strip()
         start = end
 
@@ -171,26 +197,8 @@ def _held_out(documents: Documents) -> dict[str, Documents]:
     return {"train": functools.partial(part, False), "validation": functools.partial(part, True)}
 
 
-def _paragraphs_of(files: list[Path]) -> Iterator[str]:
-    for file in files:
-        yield from _paragraphs(_lines(file))
-
-
-def _articles_of(file: Path) -> Iterator[str]:
-    return _articles(_lines(file))
-
-
-def _hub_wikitext(name: str) -> dict[str, Documents]:
-    splits = hub_splits(WIKITEXT, f"{name}-v1")
-
-    def documents(rows) -> Iterator[str]:
-        return _articles(row["text"] for row in rows)
-
-    return {split: functools.partial(documents, rows) for split, rows in splits.items()}
-
-
 def _hub_rows(corpus: str) -> dict[str, Documents]:
-    splits = hub_splits(*parse_hub_name(corpus), streaming=True)
+    splits = from_hub("load_dataset", *hub_name(corpus), streaming=True)
     if "train" not in splits:
         raise UserError(f"{corpus} has no split train; it has {', '.join(splits)}")
 
@@ -206,6 +214,5 @@ def _hub_rows(corpus: str) -> dict[str, Documents]:
     return streams if "validation" in streams else _held_out(streams["train"])
 
 
-def _read_json_lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
+def _read_docstrings(path: Path, split: str) -> Iterator[str]:
+    return iter(json.loads(path.read_text(encoding="utf-8"))[split])

@@ -2,7 +2,6 @@
 """English text that every installation has: docstrings, and CPython's help topics."""
 
 import ast
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -10,7 +9,7 @@ import platform
 import pydoc_data.topics
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from common.caching import cached_file
@@ -19,48 +18,28 @@ PACKAGES = ("keras", "keras_hub", "numpy")
 HELD_OUT = 10  # one module in this many is for validation
 
 
-def docstring_files() -> dict[str, Path]:
-    """Extracts the text, once for each set of package versions.
+def docstring_file() -> Path:
+    """A JSON object with the documents of the splits `train` and `validation`, each a module's prose.
 
-    Returns:
-        For the splits `train` and `validation`, a file of JSON strings, one a line; each is a module's prose.
+    It is extracted once for each set of package versions.
     """
     versions = [platform.python_version(), *map(importlib.metadata.version, PACKAGES)]
-    key = [*versions, Path(__file__).read_text(encoding="utf-8")]
 
-    def write(split: str, path: Path) -> None:
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(document) + "\n" for document in splits()[split])
+    def write(path: Path) -> None:
+        path.write_text(json.dumps(_prose_by_split()), encoding="utf-8")
 
-    @functools.cache
-    def splits() -> dict[str, list[str]]:
-        return _split_modules(_prose_by_module())
-
-    return {
-        split: cached_file(f"docstrings-{split}.jsonl", [*key, split], functools.partial(write, split))
-        for split in ("train", "validation")
-    }
+    return cached_file("docstrings.json", [*versions, Path(__file__).read_text(encoding="utf-8")], write)
 
 
-def _prose_by_module() -> Iterator[tuple[str, list[str]]]:
-    """(module, its paragraphs of prose), read without importing the packages; without duplicate paragraphs."""
-    seen = set()
-
-    def prose(texts: Iterator[str]) -> list[str]:
-        found = []
-        for paragraph in (" ".join(p.split()) for text in texts for p in re.split(r"\n\s*\n", text) if _is_prose(p)):
-            if paragraph not in seen:
-                seen.add(paragraph)
-                found.append(paragraph)
-        return found
-
-    yield "pydoc_data.topics", prose(iter(pydoc_data.topics.topics.values()))
+def _texts_by_module() -> Iterator[tuple[str, Iterable[str]]]:
+    """(module, its texts), read without importing the packages."""
+    yield "pydoc_data.topics", pydoc_data.topics.topics.values()
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec and spec.origin, f"{package} is not installed"
         root = Path(spec.origin).parent
         for file in sorted(root.rglob("*.py")):
-            yield str(file.relative_to(root.parent)), prose(_docstrings_of(file))
+            yield str(file.relative_to(root.parent)), _docstrings_of(file)
 
 
 def _docstrings_of(file: Path) -> Iterator[str]:
@@ -76,20 +55,22 @@ def _docstrings_of(file: Path) -> Iterator[str]:
 def _is_prose(paragraph: str) -> bool:
     """At least ten words, no example code, and four characters in five are letters or spaces."""
     letters = sum(c.isalpha() or c.isspace() for c in paragraph)
-    return (
-        len(paragraph.split()) >= 10
-        and ">>>" not in paragraph
-        and "```" not in paragraph
-        and letters > 0.8 * len(paragraph)
-    )
+    is_code = ">>>" in paragraph or "```" in paragraph
+    return len(paragraph.split()) >= 10 and not is_code and letters > 0.8 * len(paragraph)
 
 
-def _split_modules(modules: Iterator[tuple[str, list[str]]]) -> dict[str, list[str]]:
-    """Splits by a hash of the module's name; drops validation paragraphs with eight consecutive words of training."""
+def _prose_by_split() -> dict[str, list[str]]:
+    """The paragraphs of prose, each once, split by a hash of the module's name.
+
+    Validation paragraphs that share eight consecutive words with the training text are dropped.
+    """
     train: list[list[str]] = []
     validation: list[list[str]] = []
-    for module, paragraphs in modules:
-        if paragraphs:
+    seen: set[str] = set()
+    for module, texts in _texts_by_module():
+        prose = (" ".join(p.split()) for text in texts for p in re.split(r"\n\s*\n", text) if _is_prose(p))
+        if paragraphs := [paragraph for paragraph in dict.fromkeys(prose) if paragraph not in seen]:
+            seen.update(paragraphs)
             (validation if zlib.crc32(module.encode()) % HELD_OUT == 0 else train).append(paragraphs)
     known = {words for paragraphs in train for p in paragraphs for words in _eight_words(p)}
     validation = [[p for p in paragraphs if known.isdisjoint(_eight_words(p))] for paragraphs in validation]

@@ -6,12 +6,11 @@ Sentential Paraphrases") asks whether two sentences say the same; SST-2 (Socher 
 Semantic Compositionality over a Sentiment Treebank"), whether a film review is positive.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from common.data import roles
-from common.data.hub_corpora import hub_splits
-from common.data.labelled import Examples, LabelledTexts, check_examples, find_classes, hold_out, to_examples
+from common.data.corpora import from_hub
+from common.data.labelled import Examples, LabelledTexts, find_classes, hold_out, to_examples
 from common.data.tables import SUFFIXES, Row, read_rows
 from common.errors import UserError
 
@@ -19,19 +18,10 @@ HUB_NAME = "nyu-mll/glue"
 STEMS = {"train": ("train",), "validation": ("dev", "validation"), "test": ("test",)}  # of a folder's files
 
 
-@dataclass(frozen=True)
-class Task:
-    """Columns of a GLUE task, in its own files and on the Hub, and the file that GLUE wants test predictions in."""
-
-    texts: tuple[str, ...]
-    label: str
-    hub_texts: tuple[str, ...]
-    submission: str
-
-
+# In GLUE's files, the columns of the texts and of the label; on the Hub, of the texts; the file of test predictions.
 TASKS = {
-    "mrpc": Task(("#1 String", "#2 String"), "Quality", ("sentence1", "sentence2"), "MRPC.tsv"),
-    "sst2": Task(("sentence",), "label", ("sentence",), "SST-2.tsv"),
+    "mrpc": (("#1 String", "#2 String"), "Quality", ("sentence1", "sentence2"), "MRPC.tsv"),
+    "sst2": (("sentence",), "label", ("sentence",), "SST-2.tsv"),
 }
 
 
@@ -58,39 +48,19 @@ def open_examples(task: str, data: str = "", text_columns: str = "", label_colum
         raise UserError("--text-columns and --label-column are for your own files: give --task own, or leave them out")
     if task == "roles":
         return _generated(data)
-    if task != "own":
-        return _from_glue(task, data)
-    return _own_files(data, text_columns, label_column)
+    if task == "own":
+        return _own_files(data, text_columns, label_column)
+    return _from_glue(task, data)
 
 
 def write_predictions(path: Path, indices: list[str], labels: list[str]) -> None:
-    """Writes predictions in GLUE's submission format: a header, and one line per example.
-
-    Args:
-        path: of the file, which is replaced if it exists.
-        indices: names of the examples, [examples]; see `Examples`.
-        labels: names of the predicted classes, [examples].
+    """Writes, in GLUE's submission format, the names of the examples and of their predicted classes, [examples].
 
     Raises:
         ValueError: when their numbers differ.
     """
     lines = [f"{index}\t{label}\n" for index, label in zip(indices, labels, strict=True)]
     path.write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8")
-
-
-def _own_columns(data: str, text_columns: str, label_column: str) -> tuple[str, ...]:
-    """The names of the texts' columns, checked."""
-    if not data:
-        raise UserError("--task own needs your own file or folder: give --data")
-    if not text_columns or not label_column:
-        raise UserError("--task own needs the names of the columns: give --text-columns and --label-column")
-    names = tuple(name.strip() for name in text_columns.split(","))
-    if len(names) > 2 or not all(names) or len({*names, label_column}) <= len(names):
-        raise UserError(
-            f"--text-columns must be one name, or two separated by a comma, other than --label-column {label_column}; "
-            f"got {text_columns}"
-        )
-    return names
 
 
 def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
@@ -120,18 +90,15 @@ def _generated(data: str) -> LabelledTexts:
 
 
 def _from_glue(task: str, data: str) -> LabelledTexts:
-    known = TASKS[task]
-    if data:
-        tables = {split: list(read_rows(file)) for split, file in _split_files(Path(data), (".tsv",)).items()}
-        texts, label, index = known.texts, known.label, "index"
-    else:
-        tables = _from_hub(task)
-        texts, label, index = known.hub_texts, "label", "idx"
-    return _all_splits(tables, texts, label, ["0", "1"], index, known.submission)
+    texts, label, hub_texts, submission = TASKS[task]
+    if not data:
+        return _all_splits(_from_hub(task), hub_texts, "label", ["0", "1"], "idx", submission)
+    tables = {split: list(read_rows(file)) for split, file in _split_files(Path(data), (".tsv",)).items()}
+    return _all_splits(tables, texts, label, ["0", "1"], "index", submission)
 
 
 def _from_hub(task: str) -> dict[str, list[Row]]:
-    tables = hub_splits(HUB_NAME, task, option="--data")
+    tables = from_hub("load_dataset", HUB_NAME, task, option="--data")
     rows = {}
     for split in STEMS:
         rows[split] = [(f"{task} of {HUB_NAME}, {split}, row {n}", dict(row)) for n, row in enumerate(tables[split])]
@@ -142,16 +109,21 @@ def _from_hub(task: str) -> dict[str, list[Row]]:
 
 
 def _own_files(data: str, text_columns: str, label_column: str) -> LabelledTexts:
-    texts = _own_columns(data, text_columns, label_column)
-    if Path(data).is_dir():
-        tables = {split: list(read_rows(file)) for split, file in _split_files(Path(data), SUFFIXES).items()}
-        classes = find_classes(tables["train"], label_column)
-        return _all_splits(tables, texts, label_column, classes, None, "test.tsv")
-    table = list(read_rows(Path(data)))
-    classes = find_classes(table, label_column)
-    splits = hold_out(to_examples(table, texts, label_column, classes, None))
-    check_examples(splits)
-    return LabelledTexts(classes, splits, "test.tsv")
+    if not data:
+        raise UserError("--task own needs your own file or folder: give --data")
+    if not text_columns or not label_column:
+        raise UserError("--task own needs the names of the columns: give --text-columns and --label-column")
+    texts = tuple(name.strip() for name in text_columns.split(","))
+    if len(texts) > 2 or not all(texts) or len({*texts, label_column}) <= len(texts):
+        raise UserError(
+            f"--text-columns must be one name, or two separated by a comma, other than --label-column {label_column}; "
+            f"got {text_columns}"
+        )
+    path = Path(data)
+    files = _split_files(path, SUFFIXES) if path.is_dir() else {"train": path}
+    tables = {split: list(read_rows(file)) for split, file in files.items()}
+    classes = find_classes(tables["train"], label_column)
+    return _all_splits(tables, texts, label_column, classes, None, "test.tsv")
 
 
 def _all_splits(
@@ -166,5 +138,11 @@ def _all_splits(
     for split, rows in tables.items():
         unlabelled = split == "test" and not any(label in row for _, row in rows)
         splits[split] = to_examples(rows, texts, None if unlabelled else label, classes, index)
-    check_examples(splits)
+    if "validation" not in splits:
+        splits = hold_out(splits["train"])
+    for split, examples in splits.items():
+        if not examples.texts:
+            raise UserError(f"the split {split} has no examples. Give more, or a folder with a file for each split")
+    if len(set(splits["train"].labels or [])) < 2:
+        raise UserError("all labels of the split train are the same: there is nothing to learn")
     return LabelledTexts(classes, splits, submission)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of tables as labelled texts."""
 
+import contextlib
 import json
 import math
 import zlib
@@ -16,32 +17,20 @@ HELD_OUT = 10  # one example in this many is the validation split of data withou
 
 @dataclass(frozen=True)
 class Examples:
-    """One split.
+    """One split."""
 
-    Attributes:
-        texts: the one or two texts of each example.
-        labels: indices of classes; None if the split has no labels, as GLUE's test.
-        indices: names of the examples in predictions: by GLUE's column `index`, or else 0, 1, 2, ...
-    """
-
-    texts: list[tuple[str, ...]]
-    labels: list[int] | None
-    indices: list[str]
+    texts: list[tuple[str, ...]]  # one or two of each example
+    labels: list[int] | None  # indices of classes; None if the split has no labels, as GLUE's test
+    indices: list[str]  # names of the examples in predictions: by GLUE's column `index`, or else 0, 1, 2, ...
 
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """A data set.
+    """A data set."""
 
-    Attributes:
-        classes: their names, as in the files.
-        splits: "train", "validation", and "test" where there is one.
-        submission: the file name that GLUE wants for predictions of the test split; for other data, `test.tsv`.
-    """
-
-    classes: list[str]
-    splits: dict[str, Examples]
-    submission: str
+    classes: list[str]  # their names, as in the files
+    splits: dict[str, Examples]  # "train", "validation", and "test" where there is one
+    submission: str  # file name that GLUE wants for predictions of the test split; for other data, `test.tsv`
 
 
 def find_classes(rows: list[Row], label: str) -> list[str]:
@@ -51,13 +40,11 @@ def find_classes(rows: list[Row], label: str) -> list[str]:
         UserError: when the column is not there, or a label is neither a text nor a whole number.
     """
     names = {_label(where, row, label) for where, row in rows}
-    try:
+    with contextlib.suppress(ValueError):
         values = {name: float(name) for name in names}
-    except ValueError:
-        return sorted(names)
-    if not all(map(math.isfinite, values.values())):
-        return sorted(names)
-    return sorted(names, key=lambda name: (values[name], name))
+        if all(map(math.isfinite, values.values())):
+            return sorted(names, key=lambda name: (values[name], name))
+    return sorted(names)
 
 
 def to_examples(
@@ -66,10 +53,9 @@ def to_examples(
     """The examples in the rows of a table.
 
     Args:
-        rows: of `common.data.tables.read_rows`, or as those.
+        rows: of the table.
         texts: names of one or two columns.
-        label: name of a column; None where the labels are not to be read.
-        classes: what may stand in it.
+        label, classes: name of a column, or None where the labels are not to be read; and what may stand in it.
         index: name of the column that names the examples; None to number them.
 
     Raises:
@@ -87,19 +73,6 @@ def to_examples(
                 raise UserError(f"{where}: the label {name!r} is not one of {name_columns(classes)}")
             labels.append(places[name])
     return found
-
-
-def check_examples(splits: dict[str, Examples]) -> None:
-    """Checks that every split has an example, and the training split at least two classes.
-
-    Raises:
-        UserError: when that is not so.
-    """
-    for split, examples in splits.items():
-        if not examples.texts:
-            raise UserError(f"the split {split} has no examples. Give more, or a folder with a file for each split")
-    if len(set(splits["train"].labels or [])) < 2:
-        raise UserError("all labels of the split train are the same: there is nothing to learn")
 
 
 def hold_out(examples: Examples) -> dict[str, Examples]:

@@ -1,38 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masked-language-model inputs and labels, by BERT's rule (Devlin et al. 2018, arXiv:1810.04805, section 3.1)."""
 
-import dataclasses
+from dataclasses import dataclass
 
 import tensorflow as tf
 
-from common.data.byte_pairs import Vocabulary
+from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.wordpiece import WordPieces
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MaskingRule:
-    """Which tokens are masked, and how.
+    """Which tokens are masked, and how."""
 
-    Args:
-        vocabulary_size: ids from which a random token is drawn.
-        mask_id: id of [MASK].
-        pad_id: id of [PAD].
-        never_masked: ids that are never chosen: padding, start, end, and unknown words, from which nothing is learned.
-        segments: whether the model takes segment ids, as BERT does.
-        rate: fraction of a sequence's tokens that are chosen.
-    """
-
-    vocabulary_size: int
+    vocabulary_size: int  # ids from which a random token is drawn
     mask_id: int
     pad_id: int
-    never_masked: tuple[int, ...]
-    segments: bool = True
-    rate: float = 0.15
+    never_masked: tuple[int, ...]  # ids: padding, start, end, and unknown words, from which nothing is learned
+    segments: bool = True  # whether the model takes segment ids, as BERT does
+    rate: float = 0.15  # fraction of a sequence's tokens that are chosen
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, rate: float) -> "MaskingRule":
         """The rule for a model with this vocabulary: BERT, or RoBERTa, which has no segments."""
-        ids = {name: vocabulary.pieces.index(piece) for name, piece in dataclasses.asdict(vocabulary.special).items()}
+        ids = special_ids(vocabulary)
         mask_id = ids.pop("mask")
         segments = isinstance(vocabulary, WordPieces)
         return cls(len(vocabulary.pieces), mask_id, ids["pad"], tuple(ids.values()), segments, rate)
@@ -47,8 +38,7 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
 
     Args:
         ids: int32 [batch, length], padded with `rule.pad_id`.
-        seeds: int64 [batch, 2], one for each sequence.
-        rule: which tokens are masked, and how.
+        seeds: int64 [batch, 2], of `mask_seeds`.
 
     Returns:
         `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM` with slots = round(rate * length), at least one:
@@ -78,23 +68,18 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
     target = tf.stack([rows, tf.where(used, order, length)], axis=-1)
     token_ids = tf.tensor_scatter_nd_update(tf.pad(ids, [[0, 0], [0, 1]]), target, hidden)[:, :length]
 
-    x = {
-        "token_ids": token_ids,
-        "padding_mask": tf.cast(ids != rule.pad_id, tf.int32),
-        "mask_positions": positions,
-    } | ({"segment_ids": tf.zeros_like(ids)} if rule.segments else {})
+    x = {"token_ids": token_ids, "padding_mask": tf.cast(ids != rule.pad_id, tf.int32), "mask_positions": positions}
+    if rule.segments:
+        x["segment_ids"] = tf.zeros_like(ids)
     return x, labels, tf.cast(used, tf.float32)
 
 
 def mask_seeds(seed: int, epochs: tf.Tensor | None, examples: tf.Tensor) -> tf.Tensor:
-    """Seeds for `mask_tokens`: new masks in every epoch; None for an evaluation, whose masks never change.
+    """Seeds for `mask_tokens`, int64 [batch, 2]: new masks in every epoch; None for an evaluation, where none change.
 
     Args:
         seed: of the run, below 2^32.
         epochs, examples: int64 [batch].
-
-    Returns:
-        int64 [batch, 2].
     """
     epochs = tf.fill(tf.shape(examples), tf.constant(-1, tf.int64)) if epochs is None else epochs
     return tf.stack([seed * 2**32 + epochs, examples], axis=1)
@@ -104,13 +89,7 @@ def uniform_noise(seeds: tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
     """Numbers in [0, 1) for each of many seeds at once, by SplitMix64 (Steele, Lea and Flood 2014).
 
     TensorFlow's stateless generators take one seed a call, and a loop of calls costs more than all the rest of masking.
-
-    Args:
-        seeds: int64 [batch, 2].
-        count: numbers for each.
-
-    Returns:
-        float32 [batch, count], multiples of 2^-24.
+    Of seeds int64 [batch, 2], it makes float32 [batch, count], multiples of 2^-24.
     """
     first, second = tf.unstack(tf.bitcast(seeds, tf.uint64)[:, None], axis=2)
     state = _mixed(_mixed(first) + second)

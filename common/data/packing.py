@@ -11,7 +11,7 @@ import tensorflow as tf
 from tokenizers import Tokenizer
 
 from common.caching import cached_file
-from common.data.byte_pairs import Vocabulary
+from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.corpora import NEEDED_SPLITS, Documents
 from common.data.order import NO_EXAMPLE
 from common.errors import UserError
@@ -24,8 +24,8 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
     """Tokenises documents into sequences, or takes them from the cache.
 
     Args:
-        documents: opens the stream of documents; called twice, it must give the same ones.
-        vocabulary: whose tokenizer is used.
+        documents: opens the stream; called twice, it must give the same ones.
+        vocabulary: of the ids.
         seq_length: tokens in a sequence, [CLS] and [SEP] included.
         pack: True for documents, each with [SEP] at its end, concatenated and cut every `seq_length - 2` tokens, so
             that only the last sequence has padding; False for one sequence per line, truncated to `seq_length`.
@@ -38,26 +38,23 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
         UserError: when there are tokens, and all are unknown to the vocabulary.
     """
     dtype = np.dtype(np.uint16 if len(vocabulary.pieces) <= 2**16 else np.int32)
-    tokenizer, special = vocabulary.tokenizer(), vocabulary.special
-    pad, start, end = map(vocabulary.pieces.index, (special.pad, special.start, special.end))
+    tokenizer, ids = vocabulary.tokenizer(), special_ids(vocabulary)
 
     def write(path: Path) -> None:
         texts = documents() if pack else (line for document in documents() for line in document.splitlines())
         encoded = filter(None, _encoded(texts, tokenizer))
-        bodies = _packed(encoded, end, seq_length - 2) if pack else (ids[: seq_length - 2] for ids in encoded)
+        room = seq_length - 2
         with path.open("wb") as file:
-            for body in bodies:
-                sequence = np.full(seq_length, pad, dtype)
-                sequence[: len(body) + 2] = [start, *body, end]
+            for body in _packed(encoded, ids["end"], room) if pack else (tokens[:room] for tokens in encoded):
+                sequence = np.full(seq_length, ids["pad"], dtype)
+                sequence[: len(body) + 2] = [ids["start"], *body, ids["end"]]
                 file.write(sequence.tobytes())
 
     inputs = itertools.chain([tokenizer.to_str(), str(seq_length), str(pack)], documents())
     path = cached_file("sequences", inputs, write)
     empty = np.empty((0, seq_length), dtype)
     sequences = np.memmap(path, dtype, mode="r").reshape(-1, seq_length) if path.stat().st_size else empty
-    teach_nothing = [
-        vocabulary.pieces.index(piece) for piece in (special.pad, special.start, special.end, special.unknown)
-    ]
+    teach_nothing = [number for name, number in ids.items() if name != "mask"]
     if len(sequences) and all(np.isin(sequence, teach_nothing).all() for sequence in sequences):
         raise UserError(
             "the vocabulary has none of the text's words. Give one made for this text, or none to train one"
@@ -106,17 +103,13 @@ def count_tokens(sequences: dict[str, tf.Tensor], pad_id: int) -> dict[str, tupl
 
 
 def read_sequences(sequences: tf.Tensor, examples: tf.Tensor, pad_id: int, trim: bool) -> tf.Tensor:
-    """Token ids of the examples, for use in `Dataset.map`.
+    """Token ids of the examples, int32 [examples, length], for use in `Dataset.map`.
 
     Args:
         sequences: tensor [sequences, seq_length].
-        examples: int64 vector; `order.NO_EXAMPLE` gives a row of padding, which has no token and no label, and so no
-            weight.
+        examples: int64 vector; `order.NO_EXAMPLE` gives a row of padding.
         pad_id: id of [PAD].
         trim: cut padding off to the shortest bucket length (32, 64, 128, ...) that holds the longest of these examples.
-
-    Returns:
-        int32 [examples, seq_length], or, trimmed, [examples, None].
     """
     ids = tf.cast(tf.gather(sequences, tf.maximum(examples, 0)), tf.int32)
     ids = tf.where((examples == NO_EXAMPLE)[:, None], pad_id, ids)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs of generated English sentences that say the same, or the same with the roles swapped; needs no network.
 
-The sentences are generated from short lists of words. They show that a classifier learns, not that it knows English.
-
 The first sentence is active, the second passive: "The guard praised the tourist." and "The tourist was praised by the
-guard." Half of the second sentences have who did it and to whom the wrong way round. Both labels have the same
-words, so that a bag of words carries no information: only word order does. The idea is that of PAWS (Zhang et al.
-2019, "PAWS: Paraphrase Adversaries from Word Scrambling", arXiv:1904.01130), whose sentences are real.
+guard." Half of the second sentences have who did it and to whom the wrong way round. Both labels have the same words,
+so that a bag of words carries no information: only word order does. They show that a classifier learns, not that it
+knows English. The idea is that of PAWS (Zhang et al. 2019, arXiv:1904.01130), whose sentences are real.
 
 As in real texts, some people act more often than others: the guard praises the tourist in 17 of 20 events, the tourist
 the guard in 3. Looking only at the order of the second sentence is right in 85 % of the pairs; only comparing it with
@@ -35,31 +33,21 @@ VERBS = (
 
 
 def role_pairs(seed: int = 0) -> dict[str, list[tuple[str, str, int]]]:
-    """The pairs of each split: the first sentence, the second, and 1 where both say the same, else 0.
+    """The pairs of "train", 26,648, and "validation", 1,000: both sentences, and 1 where they say the same, else 0.
 
-    Pairs 2 i and 2 i + 1 are of one event: they have the same first sentence, and second sentences of the same words.
-    An event is a verb and two people, whichever of them does it; no two events have these in common, within a split or
-    across both.
-
-    Args:
-        seed: the pairs are a pure function of it.
-
-    Returns:
-        "train", 26,648 pairs, and "validation", 1,000.
+    They are a pure function of the seed. Pairs 2 i and 2 i + 1 are of one event: they have the same first sentence, and
+    second sentences of the same words. An event is a verb and two people, whichever of them does it; no two events have
+    these in common, within a split or across both.
     """
     draw = random.Random(seed)
     events = list(itertools.product(MOSTLY_ACT.split(), MOSTLY_ACTED_ON.split(), VERBS.split()))
     draw.shuffle(events)
-    pairs = [pair for event in events for pair in _two_pairs(draw, *event)]
+    pairs = []
+    for agent, patient, verb in events:
+        if draw.random() >= AS_EXPECTED:
+            agent, patient = patient, agent
+        first = f"The {agent} {verb} the {patient}."
+        pairs.append((first, f"The {patient} was {verb} by the {agent}.", 1))
+        pairs.append((first, f"The {agent} was {verb} by the {patient}.", 0))
     held_out = 2 * VALIDATION_EVENTS
     return {"train": pairs[held_out:], "validation": pairs[:held_out]}
-
-
-def _two_pairs(draw: random.Random, agent: str, patient: str, verb: str) -> list[tuple[str, str, int]]:
-    if draw.random() >= AS_EXPECTED:
-        agent, patient = patient, agent
-    first = f"The {agent} {verb} the {patient}."
-    return [
-        (first, f"The {patient} was {verb} by the {agent}.", 1),
-        (first, f"The {agent} was {verb} by the {patient}.", 0),
-    ]

@@ -23,13 +23,8 @@ SHARDS_AT_ONCE = 4
 
 
 def steps_in_shards(shards: list[dict[str, Any]], global_batch_size: int) -> int:
-    """Steps in which every sequence of a split is read once, by the manifest alone.
-
-    Args:
-        shards: of a split, as in the manifest.
-        global_batch_size: sequences in one step, over all replicas.
-    """
-    lanes = _lanes(shards, global_batch_size)
+    """Steps in which every sequence is read once, for the shards of a split, as in the manifest."""
+    lanes = math.gcd(len(shards), global_batch_size)
     longest = max(sum(shard["sequences"] for shard in shards[lane::lanes]) for lane in range(lanes))
     return -(-longest * lanes // global_batch_size)
 
@@ -47,21 +42,19 @@ def read_shards(
     """One reader's share of a run.
 
     Args:
-        written: the shards.
-        split: whose they are.
+        written, split: the shards, and which of them.
         global_batch_size: sequences in one step, over all replicas.
         epochs: of the run.
         shuffle_seed: None for no shuffling.
         first_step: from which the run resumes.
-        num_readers: see the module.
-        reader: this one's index.
+        num_readers, reader: how many there are, and this one's index.
 
     Returns:
-        Elements are scalars (epoch, example, record): int64; int64, the number of a sequence in its split, or -1 for
-        padding; and a string for `decode_sequences`, empty for padding.
+        Scalars (epoch, example, record): int64; int64, the number of a sequence in its split, or -1 for padding; and a
+        string for `decode_sequences`, empty for padding.
     """
     shards = written.files(split)
-    lanes = _lanes(shards, global_batch_size)
+    lanes = math.gcd(len(shards), global_batch_size)
     places = steps_in_shards(shards, global_batch_size) * global_batch_size
     firsts = [sum(shard["sequences"] for shard in shards[:i]) for i in range(len(shards))]
     paths = [f"{written.folder}/{shard['file']}" for shard in shards]
@@ -97,23 +90,13 @@ def read_shards(
 
 
 def decode_sequences(records: tf.Tensor, seq_length: int, pad_id: int) -> tf.Tensor:
-    """Token ids of records, for use in `Dataset.map`.
+    """Token ids, int32 [batch, seq_length], of records of `read_shards`, for use in `Dataset.map`.
 
-    Args:
-        records: strings [batch] of `read_shards`.
-        seq_length: of the shards.
-        pad_id: fills the sequence of an empty record, which has no token.
-
-    Returns:
-        int32 [batch, seq_length].
+    An empty record, which has no token, gives a sequence of `pad_id`.
     """
     padding = tf.constant([pad_id] * seq_length, tf.int64)
     features = {"token_ids": tf.io.FixedLenFeature([seq_length], tf.int64, default_value=padding)}
     return tf.cast(tf.io.parse_example(records, features)["token_ids"], tf.int32)
-
-
-def _lanes(shards: list[dict[str, Any]], global_batch_size: int) -> int:
-    return math.gcd(len(shards), global_batch_size)
 
 
 def _shuffled(parts: tuple[tf.Tensor, tf.Tensor], seed: tf.Tensor, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import itertools
 import json
 import os
 import shutil
@@ -17,9 +18,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from common.data.byte_pairs import Vocabulary, train_byte_pairs
-from common.data.corpora import NEEDED_SPLITS, Documents, fingerprint, open_corpus
-from common.data.shards import answered, find_shards, read_bytes, short_hash, size_and_crc32
+from common.data.byte_pairs import Vocabulary, special_ids, train_byte_pairs
+from common.data.corpora import NEEDED_SPLITS, Documents, open_corpus
+from common.data.shards import answered, find_shards, fingerprint, read_bytes, short_hash, size_and_crc32
 from common.data.tokens import TokenRow, write_tokens
 from common.data.wordpiece import train_wordpieces
 from common.errors import UserError
@@ -32,17 +33,13 @@ OPTIONS = ("corpus", "architecture", "vocabulary_size", "seq_length", "shards") 
 
 
 def make_shards(options: dict[str, Any], folder: str, scratch: str, dry_run: bool = False) -> str:
-    """Finds a corpus's shards in a folder, or trains a vocabulary and writes them.
+    """Finds a corpus's shards in a folder, or trains a vocabulary and writes them; returns the folder.
 
     Args:
-        options: by the names `OPTIONS`: the corpus's name; `bert` for WordPiece or `roberta` for byte pairs; the
-            vocabulary's size; and `seq_length` and `num_shards` of `write_shards`.
+        options: by the names `OPTIONS`, of which `architecture` is `bert` for WordPiece or `roberta` for byte pairs.
         folder: of the shards; empty in a dry run without one.
         scratch: of `write_shards`.
         dry_run: leave no files: missing shards are written to a folder that is deleted at the process's exit.
-
-    Returns:
-        The shards' folder.
 
     Raises:
         UserError: as `open_corpus`, `find_shards` and `write_shards`.
@@ -77,8 +74,7 @@ def write_shards(
     folder, one does, and the others wait for it; if they cannot lock it, the last to rename wins, with the same bytes.
 
     Args:
-        corpus: of `open_corpus`.
-        vocabulary: whose tokenizer is used.
+        corpus, vocabulary: the text, and its tokens.
         seq_length: tokens in a sequence, start and end included.
         num_shards: per split; 0: 8, or as many as keep each under 64 MB.
         folder: destination.
@@ -92,76 +88,67 @@ def write_shards(
     """
     answered(tf.io.gfile.makedirs, folder)
     with _locked(folder):
-        if not find_shards(folder, made_from):
-            _write_shards(corpus, vocabulary, seq_length, num_shards, folder, Path(scratch), made_from)
+        if find_shards(folder, made_from):
+            return
+        tokenizer, special = vocabulary.tokenizer(), special_ids(vocabulary)
+        never_masked = [number for name, number in special.items() if name != "mask"]
+        manifest = _begin_manifest(folder, made_from, tokenizer.to_str(pretty=True).encode(), seq_length)
+        tokens = Path(scratch, short_hash(json.dumps(manifest).encode()))
+        splits: dict[str, dict[str, Any]] = {}
+        for split, documents in corpus.items():
+            print(f"tokenising {split}", flush=True)
+            row = write_tokens(documents(), tokenizer, special["end"], tokens / split)
+            sequences, dropped = divmod(row.length, seq_length - 2)
+            if not sequences and split not in NEEDED_SPLITS:
+                print(f"{split}: too little text for one sequence; this split is left out", flush=True)
+                continue
+            counts = row.counts(len(vocabulary.pieces))
+            if sequences and not np.delete(counts, never_masked).any():
+                raise UserError(
+                    f"the vocabulary, trained on the training text, has none of the words of {split}. "
+                    "Give text of the same kind in all splits"
+                )
+            count = min(num_shards or max(LEAST_SHARDS, -(-row.length // SHARD_TOKENS)), max(sequences, 1))
+            edges = [sequences * i // count for i in range(count + 1)]
+            shards = []
+            for i, (first, last) in enumerate(itertools.pairwise(edges)):
+                name = f"{split}-{i:05}-of-{count:05}-{last - first}.tfrecord"
+                if not _holds(f"{folder}/{name}", last - first):
+                    _write_records(f"{folder}/{name}", _sequences(row, special, first, last, seq_length))
+                size, crc32 = size_and_crc32(f"{folder}/{name}")
+                shards.append({"file": name, "sequences": last - first, "bytes": size, "crc32": crc32})
+            splits[split] = {
+                "documents": row.documents,
+                "tokens": row.length - row.documents,
+                "sequences": sequences,
+                "dropped_tokens": dropped,
+                "shards": shards,
+            }
+            print(f"{split}: {sequences:,} sequences in {count} shards, {dropped} tokens dropped", flush=True)
+            if split == "train":
+                content = io.BytesIO()
+                np.save(content, counts)
+                _write_bytes(f"{folder}/train-counts.npy", content.getvalue())
+        _write_bytes(f"{folder}/manifest.json", json.dumps(manifest | {"splits": splits}, indent=2).encode())
+        shutil.rmtree(tokens)
+        with contextlib.suppress(OSError):  # there is something else in it
+            Path(scratch).rmdir()
 
 
-def _write_shards(
-    corpus: dict[str, Documents],
-    vocabulary: Vocabulary,
-    seq_length: int,
-    num_shards: int,
-    folder: str,
-    scratch: Path,
-    made_from: dict[str, Any],
-) -> None:
-    tokenizer = vocabulary.tokenizer()
-    special = vocabulary.special
-    start, end = map(vocabulary.pieces.index, (special.start, special.end))
-    never_masked = [*map(vocabulary.pieces.index, (special.pad, special.start, special.end, special.unknown))]
-    saved_tokenizer = tokenizer.to_str(pretty=True).encode()
-    manifest = {"made_from": made_from, "tokenizer": short_hash(saved_tokenizer), "seq_length": seq_length}
-    tokens = scratch / short_hash(json.dumps(manifest).encode())
+def _begin_manifest(folder: str, made_from: dict[str, Any], tokenizer: bytes, seq_length: int) -> dict[str, Any]:
+    """Writes the manifest, still without splits, and the tokenizer, unless other files are in their place."""
+    manifest = {"made_from": made_from, "tokenizer": short_hash(tokenizer), "seq_length": seq_length}
     path = f"{folder}/manifest.json"
     begun = json.loads(read_bytes(path)) if tf.io.gfile.exists(path) else {}
     there = tf.io.gfile.listdir(folder)  # no pattern: the folder's own name may have a bracket
-    others = any(name.endswith(".tfrecord") for name in there)
-    if others and begun.get("tokenizer") != manifest["tokenizer"]:
+    if any(name.endswith(".tfrecord") for name in there) and begun.get("tokenizer") != manifest["tokenizer"]:
         raise UserError(f"{folder} holds .tfrecord files of another tokenizer. Remove them, or give another --data")
     if not begun and (foreign := sorted({"tokenizer.json", "train-counts.npy"} & {*there})):
         raise UserError(f"{folder} holds {', '.join(foreign)}, but no manifest.json of shards. Give another --data")
     if {name: begun.get(name) for name in manifest} != manifest:
-        _write_whole(path, json.dumps(manifest).encode())  # first: it tells whose the files are that follow
-    _write_whole(f"{folder}/tokenizer.json", saved_tokenizer)
-    splits: dict[str, dict[str, Any]] = {}
-    for split, documents in corpus.items():
-        print(f"tokenising {split}", flush=True)
-        row = write_tokens(documents(), tokenizer, end, tokens / split)
-        sequences, dropped = divmod(row.length, seq_length - 2)
-        if not sequences and split not in NEEDED_SPLITS:
-            print(f"{split}: too little text for one sequence; this split is left out", flush=True)
-            continue
-        counts = row.counts(len(vocabulary.pieces))
-        if sequences and not np.delete(counts, never_masked).any():
-            raise UserError(
-                f"the vocabulary, trained on the training text, has none of the words of {split}. "
-                "Give text of the same kind in all splits"
-            )
-        count = min(num_shards or max(LEAST_SHARDS, -(-row.length // SHARD_TOKENS)), max(sequences, 1))
-        edges = [sequences * i // count for i in range(count + 1)]
-        splits[split] = {
-            "documents": row.documents,
-            "tokens": row.length - row.documents,
-            "sequences": sequences,
-            "dropped_tokens": dropped,
-            "shards": [],
-        }
-        for i in range(count):
-            name = f"{split}-{i:05}-of-{count:05}-{edges[i + 1] - edges[i]}.tfrecord"
-            if not _holds(f"{folder}/{name}", edges[i + 1] - edges[i]):
-                _write_records(f"{folder}/{name}", _sequences(row, start, end, edges[i], edges[i + 1], seq_length))
-            size, crc32 = size_and_crc32(f"{folder}/{name}")
-            entry = {"file": name, "sequences": edges[i + 1] - edges[i], "bytes": size, "crc32": crc32}
-            splits[split]["shards"].append(entry)
-        print(f"{split}: {sequences:,} sequences in {count} shards, {dropped} tokens dropped", flush=True)
-        if split == "train":
-            content = io.BytesIO()
-            np.save(content, counts)
-            _write_whole(f"{folder}/train-counts.npy", content.getvalue())
-    _write_whole(path, json.dumps(manifest | {"splits": splits}, indent=2).encode())
-    shutil.rmtree(tokens)
-    with contextlib.suppress(OSError):  # there is something else in it
-        scratch.rmdir()
+        _write_bytes(path, json.dumps(manifest).encode())  # first: it tells whose the files are that follow
+    _write_bytes(f"{folder}/tokenizer.json", tokenizer)
+    return manifest
 
 
 @contextlib.contextmanager
@@ -187,30 +174,35 @@ def _locked(folder: str) -> Iterator[None]:
         yield
 
 
-def _sequences(row: TokenRow, start: int, end: int, first: int, last: int, seq_length: int) -> Iterator[np.ndarray]:
+def _sequences(row: TokenRow, special: dict[str, int], first: int, last: int, seq_length: int) -> Iterator[np.ndarray]:
     """The sequences from `first` to before `last`, some at once, so that memory does not grow."""
     for at in range(first, last, RECORDS_AT_ONCE):
         until = min(at + RECORDS_AT_ONCE, last)
         body = row[at * (seq_length - 2) : until * (seq_length - 2)].reshape(until - at, seq_length - 2)
-        yield from np.pad(body, [[0, 0], [1, 1]], constant_values=((0, 0), (start, end)))
+        yield from np.pad(body, [[0, 0], [1, 1]], constant_values=((0, 0), (special["start"], special["end"])))
 
 
 def _write_records(path: str, sequences: Iterator[np.ndarray]) -> None:
-    with _full_disk_as_python_tells_it(path), tf.io.TFRecordWriter(path + UNFINISHED) as writer:
+    with _whole(path) as unfinished, tf.io.TFRecordWriter(unfinished) as writer:
         for ids in sequences:
             values = tf.train.Feature(int64_list=tf.train.Int64List(value=ids.tolist()))
             example = tf.train.Example(features=tf.train.Features(feature={"token_ids": values}))
             writer.write(example.SerializeToString())
-    _rename(path + UNFINISHED, path)
 
 
-def _write_whole(path: str, content: bytes) -> None:
-    with _full_disk_as_python_tells_it(path), tf.io.gfile.GFile(path + UNFINISHED, "wb") as file:
+def _write_bytes(path: str, content: bytes) -> None:
+    with _whole(path) as unfinished, tf.io.gfile.GFile(unfinished, "wb") as file:
         file.write(content)
-    _rename(path + UNFINISHED, path)
 
 
-def _rename(unfinished: str, path: str) -> None:
+@contextlib.contextmanager
+def _whole(path: str) -> Iterator[str]:
+    """The name of a file to write, which is renamed when it is complete. A full disk is an `OSError`, as Python's."""
+    unfinished = path + UNFINISHED
+    try:
+        yield unfinished
+    except tf.errors.ResourceExhaustedError as error:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path) from error
     if "://" not in path:
         flush(Path(unfinished))  # or the new name could be on the disk before the content
     tf.io.gfile.rename(unfinished, path, overwrite=True)
@@ -222,11 +214,3 @@ def _holds(path: str, sequences: int) -> bool:
         return int(tf.data.TFRecordDataset(path).reduce(0, lambda number, _: number + 1)) == sequences
     except (tf.errors.NotFoundError, tf.errors.DataLossError):
         return False
-
-
-@contextlib.contextmanager
-def _full_disk_as_python_tells_it(path: str) -> Iterator[None]:
-    try:
-        yield
-    except tf.errors.ResourceExhaustedError as error:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path) from error

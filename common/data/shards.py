@@ -16,12 +16,16 @@ import io
 import json
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from common.data.byte_pairs import Vocabulary, read_vocabulary
+from common.data.byte_pairs import BytePairs, Vocabulary
+from common.data.corpora import HUB, NAMES, from_hub, hub_name
+from common.data.docstrings import docstring_file
+from common.data.wordpiece import WordPieces
 from common.errors import UserError
 
 READ_AT_ONCE = 2**22  # bytes
@@ -29,14 +33,11 @@ READ_AT_ONCE = 2**22  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The shards of a corpus.
+    """The shards of a corpus in a folder, the vocabulary of their token ids, and their manifest.
 
-    Attributes:
-        folder: of the shards.
-        vocabulary: of their token ids.
-        manifest: `made_from`, `tokenizer` (a hash), `seq_length`, and `splits`. A split has `documents`, `tokens`,
-            `sequences`, `dropped_tokens`, and `shards`, each with `file`, `sequences`, `bytes` and `crc32`. To the
-            token, tokens + documents = sequences x (seq_length - 2) + dropped_tokens.
+    The manifest has `made_from`, `tokenizer` (a hash), `seq_length`, and `splits`. A split has `documents`, `tokens`,
+    `sequences`, `dropped_tokens`, and `shards`, each with `file`, `sequences`, `bytes` and `crc32`. To the token,
+    tokens + documents = sequences x (seq_length - 2) + dropped_tokens.
     """
 
     folder: str
@@ -66,10 +67,6 @@ class Shards:
 
 def find_shards(folder: str, made_from: dict[str, Any]) -> Shards | None:
     """The shards in a folder, with every byte checked; None if some are still to be written.
-
-    Args:
-        folder: of `write_shards`.
-        made_from: what they must be made from.
 
     Raises:
         UserError: when they are made from something else, a file is damaged, or the folder cannot be read.
@@ -118,8 +115,34 @@ def _counts_all_tokens(shards: Shards) -> bool:
 
 def open_shards(folder: str) -> Shards:
     """The shards in a folder, as `find_shards` has found them or `write_shards` has left them."""
-    vocabulary = read_vocabulary(read_bytes(f"{folder}/tokenizer.json").decode())
+    tokenizer = json.loads(read_bytes(f"{folder}/tokenizer.json"))
+    model = tokenizer["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].get)
+    vocabulary: Vocabulary
+    if model["type"] == "BPE":
+        vocabulary = BytePairs(pieces, [" ".join(pair) for pair in model["merges"]])
+    else:
+        bert = tokenizer["normalizer"]["normalizers"][-1]
+        vocabulary = WordPieces(pieces, bert["lowercase"], bert["strip_accents"])
     return Shards(folder, vocabulary, json.loads(read_bytes(f"{folder}/manifest.json")))
+
+
+def fingerprint(corpus: str) -> str:
+    """A hash that changes with the text of a corpus of `open_corpus`; of files, every byte is read."""
+    digest, path, files = hashlib.sha256(), Path(corpus), []
+    if corpus == "docstrings":
+        files = [docstring_file()]
+    elif corpus in NAMES or corpus.startswith(HUB):
+        builder = from_hub("load_dataset_builder", *hub_name(corpus))
+        digest.update(f"{builder.config_id} {builder.hash}".encode())  # of the commit on the Hub
+    elif path.is_file():
+        files = [path]
+    else:
+        files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".tokens") and p.is_file())
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def read_bytes(path: str) -> bytes:
@@ -147,11 +170,7 @@ def short_hash(content: bytes) -> str:
 
 
 def answered(ask: Callable[[str], Any], path: str) -> Any:
-    """The result of a function of `tf.io.gfile`.
-
-    Raises:
-        UserError: when it cannot use the path.
-    """
+    """The result of a function of `tf.io.gfile`; a `UserError` when it cannot use the path."""
     try:
         return ask(path)
     except tf.errors.UnimplementedError as error:

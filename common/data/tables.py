@@ -35,7 +35,9 @@ def read_rows(path: Path) -> Iterator[Row]:
     text = _read(path)
     if path.suffix == ".jsonl":
         return _objects(path, text)
-    return _named(path, _quoted(path, text) if path.suffix == ".csv" else _unquoted(text))
+    if path.suffix == ".csv":
+        return _named(path, _quoted(path, text))
+    return _named(path, ((number, line.split("\t")) for number, line in _lines(text)))
 
 
 def name_columns(names: Iterable[str]) -> str:
@@ -64,10 +66,6 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield number, line.removesuffix("\r")
-
-
-def _unquoted(text: str) -> Iterator[tuple[int, list[str]]]:
-    return ((number, line.split("\t")) for number, line in _lines(text))
 
 
 def _quoted(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:

@@ -12,10 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from common.data.byte_pairs import Vocabulary
+from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.labelled import LabelledTexts
 from common.data.order import NO_EXAMPLE, Scaled, locate, steps_per_epoch
 from common.data.packing import read_sequences
+
+
+def token_ids(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary) -> list[list[list[int]]]:
+    """The ids of each example's texts, without special tokens."""
+    tokenizer = vocabulary.tokenizer()
+    columns = [tokenizer.encode_batch_fast(column, add_special_tokens=False) for column in zip(*texts, strict=True)]
+    return [[part.ids for part in parts] for parts in zip(*columns, strict=True)]
 
 
 def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length: int) -> np.ndarray:
@@ -24,17 +31,15 @@ def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length:
     Two texts that are too long are truncated to equal shares, and what one does not use goes to the other, as in
     KerasHub's packer.
     """
-    tokenizer, special = vocabulary.tokenizer(), vocabulary.special
-    pad, start, end = (tokenizer.token_to_id(token) for token in (special.pad, special.start, special.end))
+    special = special_ids(vocabulary)
+    start, end = special["start"], special["end"]
     dtype = np.uint16 if len(vocabulary.pieces) <= 2**16 else np.int32
-    encoded = np.full((len(texts), seq_length), pad, dtype)
-    columns = [tokenizer.encode_batch_fast(column, add_special_tokens=False) for column in zip(*texts, strict=True)]
-    for row, parts in zip(encoded, zip(*columns, strict=True), strict=True):
-        first, *second = [part.ids for part in parts]
-        room = seq_length - len(parts) - 1
+    encoded = np.full((len(texts), seq_length), special["pad"], dtype)
+    for row, (first, *second) in zip(encoded, token_ids(texts, vocabulary), strict=True):
+        room = seq_length - len(second) - 2
         if second:
-            second = second[0][: max(room // 2, room - len(first))]
-            ids = [start, *first[: room - len(second)], end, *second, end]
+            other = second[0][: max(room // 2, room - len(first))]
+            ids = [start, *first[: room - len(other)], end, *other, end]
         else:
             ids = [start, *first[:room], end]
         row[: len(ids)] = ids
@@ -43,13 +48,7 @@ def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length:
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Labelled texts as token ids, and the batches of them.
-
-    Attributes:
-        texts: that were encoded.
-        vocabulary: that encoded them.
-        ids: of each split, from `encode`.
-    """
+    """Labelled texts, the vocabulary that encoded them, and the ids of each split, from `encode`."""
 
     texts: LabelledTexts
     vocabulary: Vocabulary
@@ -85,16 +84,11 @@ class EncodedTexts:
     ) -> tf.data.Dataset:
         """One shard's batches (x, examples), of a replica's size each: a pure function of the seed and the step.
 
-        Args:
-            split: whose examples are taken.
-            scaled: batch size per replica, and global batch size.
-            steps: of the run.
-            shuffle_seed: for a new order in each epoch; None for no shuffling.
-            num_shards, shard: of `strategy.distribute`.
+        They are for these steps of the run. A seed gives a new order in each epoch; None, no shuffling.
 
         Returns:
-            x: BERT's inputs, int32 [batch size, length of the global batch]. examples: int64 [batch size], rows of the
-            split; `order.NO_EXAMPLE` for padding.
+            BERT's inputs, int32 [batch size, length of the global batch]; and rows of the split, int64 [batch size],
+            `order.NO_EXAMPLE` for padding.
         """
         batch_of = self._batch_of(split, scaled.global_batch_size, shuffle_seed)
 
@@ -117,8 +111,8 @@ class EncodedTexts:
         return lambda step: with_labels(*batch_of(step))
 
     def _batch_of(self, split: str, batch_size: int, shuffle_seed: int | None) -> Callable:
-        special, pieces = self.vocabulary.special, self.vocabulary.pieces
-        pad, end = pieces.index(special.pad), pieces.index(special.end)
+        special = special_ids(self.vocabulary)
+        pad, end = special["pad"], special["end"]
         with tf.device("CPU"):
             sequences = tf.constant(self.ids[split])
 

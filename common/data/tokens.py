@@ -23,18 +23,13 @@ BLOCK = 2**22  # characters of text in a block, at least
 
 
 class TokenRow:
-    """The token ids of documents, one after another, as `write_tokens` left them.
-
-    Attributes:
-        documents: documents that have a token.
-        length: ids, one for the end of each document included.
-    """
+    """The token ids of documents, one after another, as `write_tokens` left them."""
 
     def __init__(self, folder: Path):
         self._paths = sorted(folder.glob("*.ids"))
         self._ends = np.cumsum([path.stat().st_size // ID.itemsize for path in self._paths])
-        self.documents = sum(int(path.stem.split("-")[1]) for path in self._paths)
-        self.length = int(self._ends[-1]) if self._paths else 0
+        self.documents = sum(int(path.stem.split("-")[1]) for path in self._paths)  # that have a token
+        self.length = int(self._ends[-1]) if self._paths else 0  # ids, one for the end of each document included
 
     def __getitem__(self, place: slice) -> np.ndarray:
         """The ids from `place.start` to before `place.stop`."""
@@ -57,13 +52,9 @@ class TokenRow:
 
 
 def write_tokens(documents: Iterable[str], tokenizer: Tokenizer, end: int, folder: Path) -> TokenRow:
-    """Tokenises documents, on all cores.
+    """Tokenises documents, on all cores, and appends the id `end` to each that has a token.
 
-    Args:
-        documents: a stream; begun again, it must give the same ones.
-        tokenizer: gives the ids.
-        end: the id that is appended to each document that has a token.
-        folder: of this row alone; existing blocks are kept.
+    In the folder, of this row alone, existing blocks are kept: begun again, the stream must give the same documents.
 
     Raises:
         OSError: `ENOSPC`, when the disk is full.

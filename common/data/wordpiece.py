@@ -5,13 +5,12 @@ A preset is saved with KerasHub's tokenizer for the same vocabulary; a test chec
 that have no single lower-case letter differ: of the German sharp s, KerasHub makes ss.
 """
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -23,8 +22,7 @@ UNKNOWN = "[UNK]"  # how a corpus writes unknown words
 ALPHABET_SIZE = 200  # maximum number of characters in a trained vocabulary, the most frequent ones
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
+class SpecialTokens(NamedTuple):
     """The special tokens, which stand for no text."""
 
     pad: str
@@ -36,13 +34,7 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class WordPieces:
-    """A vocabulary of BERT.
-
-    Attributes:
-        pieces: the word pieces, by id.
-        lowercase: whether text is lower-cased before tokenisation.
-        strip_accents: whether accents are stripped.
-    """
+    """A vocabulary of BERT: the word pieces, by id, and how text is normalised before tokenisation."""
 
     pieces: list[str]
     lowercase: bool
@@ -65,15 +57,12 @@ class WordPieces:
 def train_wordpieces(documents: Documents, size: int) -> WordPieces:
     """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` word pieces.
 
-    The same documents and size give the same vocabulary on every machine. It is cached.
-
-    Args:
-        documents: opens the stream of documents; called several times, it must give the same ones.
-        size: at least 100.
+    The same documents and size, at least 100, give the same vocabulary on every machine. It is cached. `documents`
+    opens their stream; called several times, it must give the same ones.
     """
     tokenizer = _tokenizer(models.WordPiece(unk_token=UNKNOWN), lowercase=True, strip_accents=True)
-    normalizer = _normalizer(lowercase=True, strip_accents=True)  # the tokenizer's own is locked while it trains
     untrained = tokenizer.to_str()
+    normalizer = Tokenizer.from_str(untrained).normalizer  # the tokenizer's own is locked while it trains
 
     def texts() -> Iterator[str]:
         return (normalizer.normalize_str(document) for document in documents())
@@ -89,7 +78,7 @@ def train_wordpieces(documents: Documents, size: int) -> WordPieces:
         # settles ties by number. Given as special tokens, they have their numbers beforehand.
         alphabet = [piece for character in sorted(by_count[:known]) for piece in (character, "##" + character)]
         trainer = trainers.WordPieceTrainer(
-            vocab_size=size, special_tokens=[*dataclasses.astuple(WordPieces.special), *alphabet], show_progress=False
+            vocab_size=size, special_tokens=[*WordPieces.special, *alphabet], show_progress=False
         )
         tokenizer.train_from_iterator((text.translate(rare) for text in texts()), trainer)
         pieces = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
@@ -111,7 +100,7 @@ def load_wordpieces(path: str | Path) -> WordPieces:
         pieces = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the vocabulary {path}: {error}") from error
-    if missing := [token for token in dataclasses.astuple(WordPieces.special) if token not in pieces]:
+    if missing := [token for token in WordPieces.special if token not in pieces]:
         raise UserError(f"the vocabulary {path} lacks {' '.join(missing)}; give a BERT WordPiece file")
     uncased = all(piece == piece.lower() for piece in pieces if not piece.startswith("["))
     return WordPieces(pieces, lowercase=uncased, strip_accents=uncased)
@@ -119,18 +108,11 @@ def load_wordpieces(path: str | Path) -> WordPieces:
 
 def _tokenizer(model: models.WordPiece, lowercase: bool, strip_accents: bool) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = _normalizer(lowercase, strip_accents)
+    # As in KerasHub, a character that is not seen, such as the one that joins emoji, parts words; BERT's own tokenizer
+    # takes it out.
+    parts = normalizers.Replace(Regex(r"[\p{Cc}\p{Cf}]"), " ")
+    bert = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    tokenizer.normalizer = normalizers.Sequence([parts, bert])
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
-
-
-def _normalizer(lowercase: bool, strip_accents: bool) -> normalizers.Normalizer:
-    # As in KerasHub, a character that is not seen, such as the one that joins emoji, parts words; BERT's own tokenizer
-    # takes it out.
-    return normalizers.Sequence(
-        [
-            normalizers.Replace(Regex(r"[\p{Cc}\p{Cf}]"), " "),
-            normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents),
-        ]
-    )

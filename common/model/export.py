@@ -9,7 +9,6 @@ the exact gelu it would be 5e-3 and 2e-4. Nothing else differs: with both put ri
 Published checkpoints have the exact gelu, so that their encoder is off by as much here, as it is in KerasHub.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -40,7 +39,11 @@ def export_bert(preset: str, folder: Path) -> None:
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} already exists; give a new folder")
-    model, vocabulary = _load_keras_hub(preset)
+    require_head(preset, "BertMaskedLM")
+    with one_line(f"cannot load {preset} as a BertMaskedLM that KerasHub saved"):
+        model = keras_hub.models.BertMaskedLM.from_preset(preset, dtype="float32", compile=False)
+        tokenizer = keras_hub.models.BertTokenizer.from_preset(preset)
+    vocabulary = WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
     unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
     try:
         with one_line(f"cannot write {folder}"):
@@ -49,14 +52,6 @@ def export_bert(preset: str, folder: Path) -> None:
             os.replace(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _load_keras_hub(preset: str) -> tuple[keras_hub.models.BertMaskedLM, WordPieces]:
-    require_head(preset, "BertMaskedLM")
-    with one_line(f"cannot load {preset} as a BertMaskedLM that KerasHub saved"):
-        model = keras_hub.models.BertMaskedLM.from_preset(preset, dtype="float32", compile=False)
-        tokenizer = keras_hub.models.BertTokenizer.from_preset(preset)
-    return model, WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
 
 
 def _write(model: keras_hub.models.BertMaskedLM, vocabulary: WordPieces, folder: Path) -> None:
@@ -104,7 +99,7 @@ def _write(model: keras_hub.models.BertMaskedLM, vocabulary: WordPieces, folder:
         (folder / name).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in vocabulary.pieces), encoding="utf-8")
     tokenizer = vocabulary.tokenizer()
-    tokenizer.add_special_tokens(list(dataclasses.astuple(special)))
+    tokenizer.add_special_tokens([*special])
     tokenizer.post_processor = processors.BertProcessing(
         *((token, vocabulary.pieces.index(token)) for token in (special.end, special.start))
     )

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills the masks of sentences with a trained masked language model."""
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import keras
 import numpy as np
 
-from common.data.byte_pairs import Vocabulary
+from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.wordpiece import WordPieces
 from common.errors import UserError
 from common.model.backbones import preset_vocabulary
@@ -26,13 +25,12 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
     """The likeliest tokens for each mask of a sentence, with the entries of Hugging Face's `fill-mask` pipeline.
 
     Args:
-        model: a `BertMaskedLM` or `RobertaMaskedLM`.
-        vocabulary: the one it was trained with.
+        model, vocabulary: a `BertMaskedLM` or `RobertaMaskedLM`, and what it was trained with.
         sentence: text with one or more masks: `[MASK]`, or the model's own, such as `<mask>`.
-        top: how many tokens for each.
+        top: how many guesses there are for each.
 
     Returns:
-        For each mask in order, `top` guesses, the likeliest first: `score`, its probability; `token`, its id;
+        For each mask in order, its guesses, the likeliest first: `score`, its probability; `token`, its id;
         `token_str`, its text; and the `sequence` with the guess in the mask's place.
 
     Raises:
@@ -42,13 +40,12 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
     *before, last = sentence.replace(WordPieces.special.mask, special.mask).split(special.mask)
     # A mask is a word with the space before it, as in RoBERTa's own tokenizer; BERT's knows no spaces.
     parts = [tokenizer.encode(part, add_special_tokens=False).ids for part in [*map(str.rstrip, before), last]]
-    special_ids = [vocabulary.pieces.index(piece) for piece in dataclasses.astuple(special)]
-    start, end, mask = (vocabulary.pieces.index(piece) for piece in (special.start, special.end, special.mask))
-    ids, positions = [start, *parts[0]], []
+    id_of = special_ids(vocabulary)
+    ids, positions = [id_of["start"], *parts[0]], []
     for part in parts[1:]:
         positions.append(len(ids))
-        ids += [mask, *part]
-    ids.append(end)
+        ids += [id_of["mask"], *part]
+    ids.append(id_of["end"])
     if not positions:
         raise UserError(f"no {special.mask} in {sentence!r}; put one in place of a word to predict")
     if len(ids) > model.backbone.max_sequence_length:
@@ -65,12 +62,13 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
     def guess(position: int, token: int, score: float) -> dict[str, Any]:
         filled = [*ids[:position], token, *ids[position + 1 :]]
         if len(positions) == 1:  # otherwise the other masks are shown
-            filled = [piece for piece in filled if piece not in special_ids]
-        texts = {
+            filled = [piece for piece in filled if piece not in id_of.values()]
+        return {
+            "score": float(score),
+            "token": int(token),
             "token_str": tokenizer.decode([token]),
             "sequence": tokenizer.decode(filled, skip_special_tokens=False),
         }
-        return {"score": float(score), "token": int(token), **texts}
 
     return [
         [guess(position, token, scores[token]) for token in np.argsort(-scores)[:top]]

@@ -26,12 +26,9 @@ def require_head(preset: str, *kinds: str) -> None:
 
     A preset in Hugging Face's format needs no such check: `read_weights` requires the head's.
 
-    Args:
-        preset: a name, or a folder made by `save_to_preset`.
-        kinds: the classes of which the task must be one, such as `BertMaskedLM`.
-
     Raises:
-        UserError: when there is no such preset, it is of a backbone alone or of another task, or lacks those weights.
+        UserError: when there is no such preset, it is of a backbone alone or of a task other than these classes, such
+            as `BertMaskedLM`, or lacks those weights.
     """
     with one_line(f"cannot load {preset} as a {' or '.join(kinds)} that KerasHub saved"):
         if (kind := load_json(preset, "task.json")["class_name"]) not in kinds:
@@ -69,11 +66,7 @@ def read_weights(model: keras_hub.models.BertMaskedLM, preset: str) -> None:
 
 
 def read_vocabulary(preset: str) -> WordPieces:
-    """The WordPiece vocabulary of a BERT preset in Hugging Face's format.
-
-    Raises:
-        UserError: when the preset has none.
-    """
+    """The WordPiece vocabulary of a BERT preset in Hugging Face's format; a `UserError` when it has none."""
     with one_line(f"cannot load {preset}"):
         told = check_file_exists(preset, "tokenizer_config.json")  # the oldest checkpoints have vocab.txt alone
         settings = load_json(preset, "tokenizer_config.json") if told else {}

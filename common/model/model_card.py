@@ -41,14 +41,9 @@ OPTIONS = (
 
 
 def model_card(results: dict[str, Any]) -> str:
-    """The card of a finished model.
+    """The card of a finished model, in Markdown with the Hub's front matter, by what `results.json` holds.
 
-    Args:
-        results: those of `results.json`. Of the options in their `config`, those in `OPTIONS` are shown, where it was
-            pushed to, and the last part of `corpus`.
-
-    Returns:
-        Markdown, with the Hub's front matter.
+    Of the options in its `config`, those in `OPTIONS` are shown, where it was pushed to, and the last part of `corpus`.
     """
     config, rate, hardware = results["config"], results["learning_rate"], results["hardware"]
     rows = [
@@ -85,16 +80,7 @@ def model_card(results: dict[str, Any]) -> str:
 
 
 def snapshot_card(uri: str, step: int, logs: dict[str, float]) -> str:
-    """The card of a model during its training.
-
-    Args:
-        uri: its address, `hf://user/name`.
-        step: steps done.
-        logs: Keras's of the epoch; of them, `loss`, `accuracy`, `val_loss` and `val_accuracy` are shown.
-
-    Returns:
-        Markdown, with the Hub's front matter.
-    """
+    """The card of a model during its training, at `hf://user/name`, after so many steps, with Keras's logs of it."""
     names = ("loss", "accuracy", "val_loss", "val_accuracy")
     return _card(
         uri,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import huggingface_hub
 import keras
-import keras_hub
 from huggingface_hub.utils import disable_progress_bars, logging
 
 from common.devices.cluster import is_chief
@@ -26,9 +25,9 @@ GRACE = 10  # seconds that a process has for an orderly end while an upload hang
 class Publish(keras.callbacks.Callback):
     """Saves a snapshot at each epoch's end during `fit`, and uploads it in a thread while training continues.
 
-    It needs a model of `data_parallel`, which counts its steps. One upload runs at a time; of the snapshots
-    made meanwhile, the latest waits for it. A failed upload is reported in one line, and does not stop the run. With
-    several workers, only the chief saves and uploads.
+    It needs a model of `data_parallel`, which counts its steps. One upload runs at a time; of the snapshots made
+    meanwhile, the latest waits. A failed upload is reported in one line, and does not stop the run. Of several workers,
+    only the chief saves and uploads.
 
     It is a context manager around `fit` and everything after it: at its exit it uploads the preset in `preset/`. After
     an error, the process exits soon, even if an upload hangs.
@@ -36,9 +35,8 @@ class Publish(keras.callbacks.Callback):
     Args:
         uri: `hf://user/name`; empty for no snapshots and no uploads.
         public: whether a new repository is public rather than private. An existing one keeps its visibility.
-        workdir: the run's folder; snapshots go to `snapshots/step-<n>/` there; the last three are kept.
-        save: `save(folder, card=text)` writes the model as a KerasHub preset to a folder, which it creates, with a
-            `README.md`.
+        workdir: the run's folder; of the snapshots, in `snapshots/step-<n>/` there, the last three are kept.
+        save: `save(folder, card=text)` writes the model as a preset, with a `README.md`, to a folder, which it creates.
     """
 
     def __init__(self, uri: str, public: bool, workdir: Path, save: Callable[..., None]):
@@ -71,11 +69,7 @@ class Publish(keras.callbacks.Callback):
         self._remove_old()
 
     def finish(self, preset: Path) -> None:
-        """Waits for the current upload, then uploads the final preset. A failure is reported, and is not an error.
-
-        Args:
-            preset: a folder with a preset and its `README.md`.
-        """
+        """Waits for the current upload, then uploads this folder's preset. A failure is reported, and is no error."""
         if not self.uri:
             return
         print(f"\nuploading to {self.uri}", flush=True)
@@ -145,15 +139,9 @@ class Publish(keras.callbacks.Callback):
     def _upload(self, folder: Path) -> None:
         repository = self.uri.removeprefix("hf://")
         try:
-            # Before upload_preset of KerasHub, which would make it, and for all to see.
+            # Not by upload_preset of KerasHub, which makes it for all to see, and writes its own card over ours.
             huggingface_hub.create_repo(repository, private=not self.public, exist_ok=True)
-            # Where the Hub has no README.md yet, upload_preset of KerasHub 0.32 writes a card of its own over the one
-            # in the folder, uploads that, and deletes it.
-            if not huggingface_hub.file_exists(repository, "README.md"):
-                huggingface_hub.upload_file(
-                    path_or_fileobj=folder / "README.md", path_in_repo="README.md", repo_id=repository
-                )
-            keras_hub.upload_preset(self.uri, str(folder))
+            huggingface_hub.upload_folder(repo_id=repository, folder_path=folder)
             self._failure = None
         except Exception as error:  # whatever it is, training continues
             self._failure = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]

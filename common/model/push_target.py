@@ -7,11 +7,7 @@ from common.errors import UserError
 
 
 def check_push_to(uri: str, public: bool = False) -> None:
-    """Checks that models can be uploaded there: `hf://user/name`, with a token. Empty for no uploads.
-
-    Raises:
-        UserError: when they cannot.
-    """
+    """Raises a `UserError` unless models can be uploaded there: `hf://user/name`, with a token. Empty: no uploads."""
     if public and not uri:
         raise UserError("--push-public needs --push-to hf://user/name; give that too, or leave it out")
     if not uri:

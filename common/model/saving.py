@@ -29,17 +29,10 @@ def save_preset(
     needed = sum(4 * math.prod(weight.shape) for weight in model.weights) + 2**20
     if shutil.disk_usage(folder.parent).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-    model.preprocessor = preprocessor(type(model), vocabulary, seq_length)
+    model.preprocessor = model.preprocessor_cls(keras_tokenizer(vocabulary), sequence_length=seq_length)
     model.save_to_preset(str(folder))
     if card:
         (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def preprocessor(
-    task: type[keras_hub.models.Task], vocabulary: Vocabulary, seq_length: int
-) -> keras_hub.models.Preprocessor:
-    """KerasHub's preprocessor for such a model."""
-    return task.preprocessor_cls(keras_tokenizer(vocabulary), sequence_length=seq_length)
 
 
 def keras_tokenizer(vocabulary: Vocabulary) -> keras_hub.models.Tokenizer:

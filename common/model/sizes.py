@@ -67,11 +67,7 @@ def check_model(preset: str, size: str | None, seq_length: int, vocabulary: str 
 
 
 def check_vocabulary_size(architecture: str, size: int) -> None:
-    """Checks that a vocabulary has room for its mandatory tokens.
-
-    Raises:
-        UserError: when it has not.
-    """
+    """Raises a `UserError` when a vocabulary has no room for its mandatory tokens."""
     if architecture == "roberta" and size < 261:
         raise UserError(f"--vocabulary-size must be at least 261: 256 bytes, 5 special tokens; got {size}")
 
@@ -80,11 +76,10 @@ def _check_preset_folder(folder: Path, seq_length: int) -> None:
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "model_type" in settings:  # Hugging Face's form
-            positions = settings["max_position_embeddings"]
-            vocabulary_size = settings["vocab_size"]
+            positions, vocabulary_size = settings["max_position_embeddings"], settings["vocab_size"]
         else:
-            positions = settings["config"]["max_sequence_length"]
-            vocabulary_size = settings["config"]["vocabulary_size"]
+            config = settings["config"]
+            positions, vocabulary_size = config["max_sequence_length"], config["vocabulary_size"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder} is not a BERT preset; give a folder made by save_to_preset") from error
     if seq_length > positions:

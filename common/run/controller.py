@@ -19,7 +19,7 @@ from common.devices.cluster import is_chief
 from common.devices.rendezvous import exchange
 from common.files import read_json, write_json
 from common.run.checkpoints import Checkpoints
-from common.training.replicas import steps_in_one_call
+from common.training.step_loop import steps_in_one_call
 
 LOOP_SECONDS = 5.0  # at most, as signals are not handled while TensorFlow runs a loop
 Output = dict[str, float]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-TextIds = Sequence[tuple[Sequence[int], ...]]  # of each example, the token ids of its one or two texts
+TextIds = Sequence[Sequence[Sequence[int]]]  # of each example, the token ids of its one or two texts
 LIMIT = 256  # tokens; longer texts count as this long
 EPOCHS = 10
 STEPS = 200  # per epoch, or fewer if batches would have fewer than 32 examples
@@ -27,12 +27,9 @@ def baseline_accuracies(
     """Accuracies of simple classifiers, trained on one split and evaluated on another; a few seconds.
 
     Args:
-        train: token ids of the training examples' texts, without special tokens.
-        train_labels: their classes, [training examples].
-        others: token ids of the examples to measure on.
-        labels: their classes, [other examples].
-        vocabulary_size: ids are below it.
-        num_classes: labels are below it.
+        train, train_labels: token ids of the training examples' texts, below `vocabulary_size` and without special
+            tokens, and their classes, [training examples], below `num_classes`.
+        others, labels: the same of the examples to measure on.
 
     Returns:
         `majority`, always the most frequent class; `length`, on the texts' lengths alone; `bag_of_words`, on the words
@@ -66,13 +63,7 @@ def bag_accuracy(
 ) -> float:
     """The accuracy of multinomial logistic regression on bags of features, trained with Adam for 10 epochs.
 
-    Args:
-        train_bags: numbers of the features of each training example; one that comes twice counts twice.
-        train_labels: their classes, [training examples].
-        bags: of the examples to measure on.
-        labels: their classes, [other examples].
-        num_features: the numbers are below it.
-        num_classes: labels are below it.
+    A bag holds the numbers, below `num_features`, of an example's features; one that comes twice counts twice.
     """
     train = [np.array([*bag, num_features]) for bag in train_bags]  # one more, which all have: the bias
     others = [np.array([*bag, num_features]) for bag in bags]

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from common.data.byte_pairs import Vocabulary
 from common.data.glue import write_predictions
-from common.data.labelled import Examples, LabelledTexts
+from common.data.labelled import LabelledTexts
+from common.data.text_batches import token_ids
 from common.devices.cluster import is_chief
 from common.scores.baselines import baseline_accuracies
 from common.scores.language_model import entry
@@ -18,10 +19,7 @@ from common.scores.language_model import entry
 def scores_of(texts: LabelledTexts, split: str, logits: np.ndarray) -> dict[str, float]:
     """Entries `val_loss` (for the split `validation`), `val_accuracy`, `val_f1` of `classification_scores`.
 
-    Args:
-        texts: all splits.
-        split: to be scored; one without labels has no entries.
-        logits: of its examples, [examples, classes].
+    The logits are those of the split's examples, [examples, classes]; a split without labels has no entries.
     """
     labels = texts.splits[split].labels
     scores = classification_scores(logits, np.array(labels)) if labels is not None else {}
@@ -31,32 +29,25 @@ def scores_of(texts: LabelledTexts, split: str, logits: np.ndarray) -> dict[str,
 def classifier_results(texts: LabelledTexts, logits: dict[str, np.ndarray], vocabulary: Vocabulary) -> dict[str, Any]:
     """The part of `results.json` that classifiers have: metrics and baselines of each labelled split.
 
-    Args:
-        texts: all splits.
-        logits: of each split but `train`, [examples, classes].
-        vocabulary: whose tokens are the words of a bag.
+    The logits are those of each split but `train`, [examples, classes]; the vocabulary has the words of the bags.
     """
     results: dict[str, Any] = {}
     train = texts.splits["train"]
-    learned = _text_ids(train, vocabulary), train.labels or []
+    learned = token_ids(train.texts, vocabulary), train.labels or []
     sizes = len(vocabulary.pieces), len(texts.classes)
     for split in logits:
         examples = texts.splits[split]
         if examples.labels is not None:
             results |= scores_of(texts, split, logits[split])
-            simple = baseline_accuracies(*learned, _text_ids(examples, vocabulary), examples.labels, *sizes)
+            simple = baseline_accuracies(*learned, token_ids(examples.texts, vocabulary), examples.labels, *sizes)
             results |= {entry(split, f"{name}_accuracy"): accuracy for name, accuracy in simple.items()}
     return results
 
 
 def draw_confusion(texts: LabelledTexts, split: str, logits: np.ndarray, step: int | None = None) -> None:
-    """Writes to TensorBoard, as text `validation/confusion` for that split, the confusion matrix.
+    """Writes a labelled split's confusion matrix to TensorBoard, as text such as `validation/confusion`.
 
-    Args:
-        texts: all splits.
-        split: whose logits they are; for one without labels nothing is written.
-        logits: of its examples, [examples, classes].
-        step: of training; None for TensorBoard's own.
+    The logits are those of the split's examples, [examples, classes]; without a step, TensorBoard's own counts.
     """
     if texts.splits[split].labels is None:
         return
@@ -70,12 +61,7 @@ def draw_confusion(texts: LabelledTexts, split: str, logits: np.ndarray, step: i
 def write_all_predictions(folder: Path, texts: LabelledTexts, logits: dict[str, np.ndarray]) -> None:
     """Writes the predictions of each split in GLUE's format, those of the test split under GLUE's file name.
 
-    Only the chief writes.
-
-    Args:
-        folder: created if missing.
-        texts: all splits.
-        logits: of each split but `train`, [examples, classes].
+    Only the chief writes. The folder is created if missing; the logits are [examples, classes].
     """
     if not is_chief():
         return
@@ -87,25 +73,15 @@ def write_all_predictions(folder: Path, texts: LabelledTexts, logits: dict[str, 
 
 
 def confusion_matrix(labels: np.ndarray, predictions: np.ndarray, num_classes: int) -> np.ndarray:
-    """The confusion matrix: int64 [true class, predicted class].
-
-    Args:
-        labels: true classes, [examples].
-        predictions: predicted classes, [examples].
-        num_classes: both are below it.
-    """
+    """The confusion matrix, int64 [true class, predicted class], of true and predicted classes, [examples]."""
     places = np.asarray(labels, np.int64) * num_classes + np.asarray(predictions, np.int64)
     return np.bincount(places, minlength=num_classes**2).reshape(num_classes, num_classes)
 
 
 def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Scores of a classifier.
+    """Scores of a classifier's logits, [examples, classes], taken as float64, by the true classes, [examples].
 
     F1 is 2 TP / (2 TP + FP + FN), and 0 for a class that is neither present nor predicted, as in scikit-learn.
-
-    Args:
-        logits: [examples, classes]; any float type, taken as float64.
-        labels: true classes, [examples].
 
     Returns:
         `loss`, the mean cross-entropy in nats per example; `accuracy`; and `f1`, with two classes that of class 1 (as
@@ -122,10 +98,3 @@ def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, f
         "accuracy": float(right.sum() / len(labels)),
         "f1": float(f1[1] if len(f1) == 2 else f1.mean()),
     }
-
-
-def _text_ids(examples: Examples, vocabulary: Vocabulary) -> list[tuple[list[int], ...]]:
-    tokenizer = vocabulary.tokenizer()
-    columns = zip(*examples.texts, strict=True)
-    encoded = [tokenizer.encode_batch_fast(column, add_special_tokens=False) for column in columns]
-    return [tuple(part.ids for part in parts) for parts in zip(*encoded, strict=True)]

@@ -42,10 +42,7 @@ def perplexity(loss: float) -> float:
 def language_model_scores(split: str, scores: dict[str, float], unigram: float) -> dict[str, float]:
     """Entries `val_loss` (for the split `validation`), `val_accuracy` and so on; losses in nats per masked token.
 
-    Args:
-        split: that was evaluated.
-        scores: its `loss` and `accuracy`.
-        unigram: see `unigram_loss`.
+    Of a split's `scores`, `loss` and `accuracy` are taken; `unigram` is its `unigram_loss`.
     """
     own = {name: scores[name] for name in ("loss", "accuracy")}
     own |= {"perplexity": perplexity(scores["loss"]), "unigram_loss": unigram}

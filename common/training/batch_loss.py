@@ -3,19 +3,14 @@
 
 import keras
 import tensorflow as tf
+from keras.src.backend import get_keras_mask
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 
-from common.training.local_optimizer import no_strategy
-from common.training.whole_batch import (
-    gather,
-    gather_around,
-    loss_adds_up,
-    loss_parts,
-    metric_adds_up,
-    replicas,
-    sum_of_all,
-    with_share_of_gradient,
-)
+from common.training.replicas import gather, gather_around, no_strategy, replicas, sum_over_replicas
+
+# Losses of Keras that compare a batch's examples with each other, or sum over all of them before they divide.
+BATCHWISE = ("circle", "dice", "tversky")
 
 
 class BatchLoss(TensorFlowTrainer):
@@ -27,7 +22,7 @@ class BatchLoss(TensorFlowTrainer):
     accumulate = 1
 
     def _loss_parts(self, y, y_pred, sample_weight):
-        """`whole_batch.loss_parts` of every compiled loss, and its weight."""
+        """`loss_parts` of every compiled loss, and its weight."""
         if self._compile_loss is None:
             return []
         parts, losses = [], self._compile_loss._flat_losses
@@ -50,7 +45,7 @@ class BatchLoss(TensorFlowTrainer):
     def _sum_of_losses(self, examples, parts, added):
         """This replica's part of the whole batch's loss, and of each compiled loss."""
         counts = [tf.constant(1.0) if count is None else count for _, count, _ in parts]
-        all_examples, counts = sum_of_all((examples, counts))
+        all_examples, counts = sum_over_replicas((examples, counts))
         losses = [
             total if own is None else tf.math.divide_no_nan(total, count)
             for (total, own, _), count in zip(parts, counts, strict=True)
@@ -64,9 +59,9 @@ class BatchLoss(TensorFlowTrainer):
 
     def _summed(self, examples, added):
         """Terms of `add_loss` with the whole batch's value, and this replica's part of its gradient."""
-        share = tf.math.divide_no_nan(examples, sum_of_all(examples))
+        share = tf.math.divide_no_nan(examples, sum_over_replicas(examples))
         own = [tf.math.multiply_no_nan(loss, share) for loss in added]
-        return [part + tf.stop_gradient(total - part) for part, total in zip(own, sum_of_all(own), strict=True)]
+        return [part + tf.stop_gradient(total - part) for part, total in zip(own, sum_over_replicas(own), strict=True)]
 
     def _own_loss(self, mapping, weights, state, data, y_pred, added, training):
         """The whole batch's loss by any code, and the metrics' variables after it. Every replica computes it all.
@@ -75,14 +70,19 @@ class BatchLoss(TensorFlowTrainer):
         number of replicas, so that the sum over replicas is that of the whole batch.
         """
         x, y, sample_weight = data
+        count = replicas()
+
+        @tf.custom_gradient
+        def shared(weight):
+            return tf.identity(weight), lambda gradient: gradient / count
+
         metric_variables = self._metric_variables()
-        shared = [with_share_of_gradient(weight, tf.constant(1.0 / replicas())) for weight in weights]
-        shared = list(zip(self.trainable_variables, shared, strict=True))
+        weights_shared = zip(self.trainable_variables, map(shared, weights), strict=True)
         rest = mapping[len(weights) : len(mapping) - len(state)]
-        if replicas() > 1:
+        if count > 1:
             x = gather(x) if self._has_own("compute_loss") else x
             y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)
-        scope = keras.StatelessScope([*shared, *rest, *zip(metric_variables, state, strict=True)])
+        scope = keras.StatelessScope([*weights_shared, *rest, *zip(metric_variables, state, strict=True)])
         with no_strategy(), scope:
             self._losses_override = added
             try:
@@ -98,21 +98,24 @@ class BatchLoss(TensorFlowTrainer):
 
     def _metric_sums(self, given, after):
         """What a part of a batch adds to the variables of metrics, those of losses left out."""
-        of_losses = {id(v) for metric in [self._loss_tracker, *self._loss_trackers()] for v in _variables_of(metric)}
+        trackers = filter(None, [self._loss_tracker, *self._loss_trackers()])
+        of_losses = {id(variable) for tracker in trackers for variable in tracker.variables}
         owner = {id(variable): metric for metric in self.metrics for variable in metric.variables}
         sums = []
         for variable in self._metric_variables():
             value = after[id(variable)]
             if id(variable) in of_losses:
                 value = given[id(variable)]
-            elif value is not given[id(variable)] and not _each_adds_up(owner[id(variable)]):
-                raise ValueError(f"{owner[id(variable)].name} is updated in a layer, of which a replica sees a part")
+            elif value is not given[id(variable)]:
+                metric = owner[id(variable)]
+                if not all(map(metric_adds_up, getattr(metric, "metrics", None) or [metric])):
+                    raise ValueError(f"{metric.name} is updated in a layer, of which a replica sees a part")
             sums.append(value)
         return sums
 
     def _metric_variables(self):
         metrics = [self._loss_tracker, *self._loss_trackers(), *self.metrics]
-        return list({id(v): v for metric in metrics for v in _variables_of(metric)}.values())
+        return list({id(v): v for metric in filter(None, metrics) for v in metric.variables}.values())
 
     def _loss_trackers(self):
         return self._compile_loss.metrics if self._compile_loss is not None else []
@@ -136,9 +139,42 @@ class BatchLoss(TensorFlowTrainer):
             )
 
 
-def _variables_of(metric: keras.metrics.Metric | None) -> list[keras.Variable]:
-    return [] if metric is None else metric.variables
+def loss_adds_up(loss: keras.losses.Loss) -> bool:
+    """Whether a loss is a sum over examples, divided once: one of Keras's, or one whose `adds_up` is true."""
+    code = getattr(loss, "fn", type(loss))
+    return getattr(loss, "adds_up", False) or (
+        code.__module__.startswith("keras.") and code.__name__.lower() not in BATCHWISE and loss.reduction is not None
+    )
 
 
-def _each_adds_up(metric: keras.metrics.Metric) -> bool:
-    return all(map(metric_adds_up, getattr(metric, "metrics", None) or [metric]))
+def metric_adds_up(metric: keras.metrics.Metric) -> bool:
+    """Whether a metric's variables are sums over examples: one of Keras's, or one whose `adds_up` is true."""
+    code = getattr(metric, "_fn", type(metric))
+    return getattr(metric, "adds_up", False) or all(c.__module__.startswith("keras.") for c in (code, type(metric)))
+
+
+def loss_parts(loss: keras.losses.Loss, y_true, y_pred, sample_weight) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """One replica's part of a loss: a sum, and what the sum of all replicas is to be divided by, or None.
+
+    Divided by the number of values, of unmasked values, or by the sum of the weights, as the loss's `reduction` says.
+    """
+    in_mask = get_keras_mask(y_pred)
+    y_true, y_pred = keras.tree.map_structure(
+        lambda t: keras.ops.convert_to_tensor(t, dtype=loss.dtype), (y_true, y_pred)
+    )
+    values = loss.call(y_true, y_pred)
+    masks = [mask for mask in (in_mask, get_keras_mask(values)) if mask is not None]
+    mask = tf.cast(masks[0] & masks[-1], loss.dtype) if masks else None
+    total = tf.reduce_sum(reduce_weighted_values(values, sample_weight, mask, "sum", loss.dtype))
+    count = tf.cast(tf.size(values), total.dtype)
+    if loss.reduction == "sum":
+        return total, None
+    if loss.reduction == "mean_with_sample_weight":
+        if sample_weight is not None:
+            sample_weight = tf.cast(sample_weight, loss.dtype)
+        weights = apply_mask(sample_weight, mask, values.dtype, loss.reduction)
+        if weights is not None:
+            count = tf.reduce_sum(squeeze_or_expand_to_same_rank(values, weights)[1])
+    elif mask is not None:
+        count *= tf.math.divide_no_nan(tf.reduce_sum(mask), tf.cast(tf.size(mask), mask.dtype))
+    return total, tf.cast(count, total.dtype)

@@ -70,23 +70,17 @@ class HubTask:
     It is no `Trainer`: that would put the trainer before KerasHub's classes.
     """
 
-    plain_class: Any
-    backbone: Any
-    preprocessor: Any
-    get_config: Any
-    get_weights: Any
-
     def fit(self, x=None, *args, **kwargs):
         """As the task's, which would tokenise text, for which a distributed data set has no method; ours holds ids."""
         distributed = isinstance(x, tf.distribute.DistributedDataset)
-        return (Trainer.fit if distributed else super().fit.__func__)(self, x, *args, **kwargs)  # type: ignore[misc]
+        return (Trainer.fit if distributed else super().fit.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
     def evaluate(self, x=None, *args, **kwargs):
         """See `fit`."""
         distributed = x is None or isinstance(x, tf.distribute.DistributedDataset)
-        return (Trainer.evaluate if distributed else super().evaluate.__func__)(self, x, *args, **kwargs)  # type: ignore[misc]
+        return (Trainer.evaluate if distributed else super().evaluate.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
-    def save_to_preset(self, preset_dir, **kwargs):
+    def save_to_preset(self: Any, preset_dir, **kwargs):
         """Saves the plain task in float32: it loads without this project.
 
         KerasHub 0.32 saves a model in mixed precision as what it cannot load (`Invalid dtype: mixed_bfloat16`).

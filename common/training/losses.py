@@ -21,37 +21,26 @@ class CrossEntropy(keras.losses.Loss):
         return cross_entropy(y_pred, tf.cast(y_true, tf.int32))  # Keras has made floats of the labels
 
 
-class LabelAccuracy(keras.metrics.MeanMetricWrapper):
+class LabelAccuracy(keras.metrics.Mean):
     """The fraction of labels, by weight, that have the highest logit; see `label_hits`."""
 
     adds_up = True  # for `data_parallel`
 
     def __init__(self, name="accuracy", dtype=None):
-        super().__init__(label_hits, name=name, dtype=dtype)
+        super().__init__(name, dtype)
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         """Every label counts alike: Keras would average over those of an example, and replicas pad differently."""
         weight = None if sample_weight is None else tf.reshape(sample_weight, [-1])
-        return keras.metrics.Mean.update_state(self, tf.reshape(label_hits(y_true, y_pred), [-1]), weight)
-
-    def get_config(self):
-        """See Keras."""
-        return {"name": self.name, "dtype": self.dtype}
+        return super().update_state(tf.reshape(label_hits(y_true, y_pred), [-1]), weight)
 
 
 @tf.custom_gradient
 def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     """log(sum(exp(logits))) - logits[label], whose gradient is softmax(logits) less 1 at the label.
 
-    The exponentials serve the loss and the gradient. The highest logit is what `replicas.batch_sums` looks at too, for
-    the accuracy; TensorFlow computes it once.
-
-    Args:
-        logits: float [..., classes].
-        labels: int32 [...], below `classes`.
-
-    Returns:
-        The loss of each label, in nats, [...].
+    The exponentials serve the loss and the gradient. The highest logit is what `label_hits` looks at too; TensorFlow
+    computes it once. Of logits [..., classes] and labels, int32 [...], it gives the loss of each label, in nats, [...].
     """
     highest = tf.reduce_max(logits, axis=-1, keepdims=True)
     exponentials = tf.exp(logits - highest)

@@ -4,7 +4,6 @@
 Keras counts up seeds kept in mirrored variables: every replica drops the same units, and no checkpoint saves the count.
 """
 
-import contextlib
 import functools
 from collections.abc import Iterator
 
@@ -44,13 +43,6 @@ def make_dropout_fast(model: keras.Model) -> None:
     for layer in model._flatten_layers():
         if type(layer) is keras.layers.Dropout and layer.noise_shape is None:
             layer.call = functools.partial(Dropout.call, layer)
-
-
-@contextlib.contextmanager
-def noise_of_step(model: keras.Model, step: tf.Tensor) -> Iterator[None]:
-    """While it lasts, the model's layers draw the noise of that step and this replica. Use it in a replica's step."""
-    with keras.StatelessScope(state_mapping=list(noise_seeds(model, step))):
-        yield
 
 
 def noise_seeds(model: keras.Model, count: tf.Tensor) -> Iterator[tuple[keras.Variable, tf.Tensor]]:

@@ -10,14 +10,22 @@ import keras
 import tensorflow as tf
 
 from common.training.batch_loss import BatchLoss
-from common.training.local_optimizer import local_value, no_strategy, on_local_copies
 from common.training.noise import noise_seeds
-from common.training.whole_batch import count_examples, gather, pack, replicas, sum_of_all
+from common.training.replicas import (
+    gather,
+    local_value,
+    no_strategy,
+    on_local_copies,
+    pack,
+    replicas,
+    sum_over_replicas,
+)
 
 
 class ReplicaStep(BatchLoss):
     """The step of `trainer.py`."""
 
+    _jitted = None
     mean_over = "examples"  # what an epoch's loss weighs a step by; "values": by what the step's loss was divided by
 
     def update_counts(self, x, y, sample_weight):
@@ -34,12 +42,12 @@ class ReplicaStep(BatchLoss):
         gathers = not (self._loss_adds_up() and self._metrics_add_up())
         if gathers:
             self._refuse_if_pure("a loss, metric, compute_loss or compute_metrics of your own")
-            state = sum_of_all(state)
+            state = sum_over_replicas(state)
         scale, factor = tf.constant(1.0), tf.constant(1.0)
         if training and self.optimizer is not None:
             scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0), tf.float32)
             if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
-                factor = replicas() / sum_of_all(count_examples(data[0]))  # keeps numbers small in float16
+                factor = replicas() / sum_over_replicas(count_examples(data[0]))  # keeps numbers small in float16
         weights = [tf.convert_to_tensor(variable.value) for variable in self.trainable_variables]
         gradients, sums, whole = self._in_parts(weights, state if gathers else [], data, scale, factor, training)
 
@@ -49,8 +57,8 @@ class ReplicaStep(BatchLoss):
         packed, unpack = pack(sums)
         leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
         with tf.control_dependencies(leaves):  # at the end of the data, nothing is to be counted
-            reduced = sum_of_all(([gradient for gradient in gradients if gradient is not None], packed))
-        sums = unpack(reduced[1])
+            gradients, reduced = sum_over_replicas((gradients, packed))
+        sums = unpack(reduced)
         count = sums.get("count", 1.0)
         loss = (whole | sums)["loss"] if "total" not in sums else tf.math.divide_no_nan(sums["total"], count)
         step_values = {"loss": loss}
@@ -58,7 +66,7 @@ class ReplicaStep(BatchLoss):
             step_values["learning_rate"] = tf.cast(self.optimizer.learning_rate, tf.float32)
             self._assign_state(sums)
             share = tf.math.divide_no_nan(1.0, count * factor) if "total" in sums else None
-            self._apply(gradients, reduced[0], share)
+            self._apply(gradients, share)
 
         def track_losses():
             if self._loss_tracker is not None:
@@ -83,17 +91,16 @@ class ReplicaStep(BatchLoss):
                 step_values |= {name: value for name, value in self.get_metrics_result().items() if name != "loss"}
         return logs | {f"step/{name}": value for name, value in step_values.items()} | {"stop": sums["stop"]}
 
-    def _apply(self, gradients, reduced, share):
-        """The optimizer's step, by gradients of the whole batch; `reduced` are those that are not None."""
+    def _apply(self, gradients, share):
+        """The optimizer's step, by gradients of the whole batch."""
         if not self.trainable_variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
-        reduced = iter(reduced)
-        gradients = [None if gradient is None else next(reduced) for gradient in gradients]
         if share is not None:
-            gradients = [None if g is None else g * tf.cast(share, g.dtype) for g in gradients]
+            gradients = {index: gradient * tf.cast(share, gradient.dtype) for index, gradient in gradients.items()}
         with on_local_copies(self.optimizer, self.trainable_variables):
-            self.optimizer.apply(gradients, self.trainable_variables)
+            variables = self.trainable_variables
+            self.optimizer.apply([gradients.get(str(index)) for index in range(len(variables))], variables)
 
     def _assign_state(self, sums):
         """What layers have updated, as the mean over the batch's examples, to this replica's own copies."""
@@ -107,9 +114,9 @@ class ReplicaStep(BatchLoss):
         """See `_part`; of the `accumulate` parts of this replica's batch, gradients and sums are added up."""
         part = self._part
         if self.jit_compile:
-            part = self._jitted = getattr(self, "_jitted", None) or tf.function(
-                self._part, autograph=False, jit_compile=True
-            )
+            if self._jitted is None:
+                self._jitted = tf.function(self._part, autograph=False, jit_compile=True)
+            part = self._jitted
         if self.accumulate == 1 or not training:
             return part(weights, self._others(0), state, data, scale, factor, training)
         parts = keras.tree.map_structure(
@@ -122,15 +129,11 @@ class ReplicaStep(BatchLoss):
             own = keras.tree.map_structure(lambda t: None if t is None else t[number], parts)
             return part(weights, self._others(number), state, own, scale, factor, training)
 
-        first = numbered_part(tf.constant(0))
-        flat = [value for value in tf.nest.flatten(first) if value is not None]
-
         def add(totals, number):
-            values = [value for value in tf.nest.flatten(numbered_part(number)) if value is not None]
-            return [total + value for total, value in zip(totals, values, strict=True)]
+            return tf.nest.map_structure(tf.add, totals, numbered_part(number))
 
-        totals = iter(tf.foldl(add, tf.range(1, self.accumulate), initializer=flat, parallel_iterations=1))
-        return tf.nest.map_structure(lambda value: None if value is None else next(totals), first)
+        first, rest = numbered_part(tf.constant(0)), tf.range(1, self.accumulate)
+        return tf.foldl(add, rest, initializer=first, parallel_iterations=1)
 
     def _part(self, weights, others, state, data, scale, factor, training):
         """A part of a batch, without a change to any variable.
@@ -138,13 +141,12 @@ class ReplicaStep(BatchLoss):
         Args:
             weights, others, state: values of the model's trained and other variables, and of its metrics'.
             data: (x, y, sample_weight).
-            scale: of the loss whose gradient is taken.
-            factor: by which a single loss is multiplied too.
+            scale, factor: of the loss whose gradient is taken; the second of a single loss only.
             training: or evaluation.
 
         Returns:
-            Gradients, a list with None where there is none. A dict of what adds up over replicas. And what is the same
-            on all of them: `loss`, `batch`, and `metrics`, values of their variables, where it was needed.
+            Three dicts: gradients, by the index of the variable, where there is one; what adds up over replicas; and,
+            where needed, what is the same on all of them: `loss`, `batch`, and `metrics`, values of their variables.
         """
         x, y, sample_weight = data
         variables = self.trainable_variables + self.non_trainable_variables
@@ -181,7 +183,7 @@ class ReplicaStep(BatchLoss):
                     objective = whole["loss"]
                 objective *= tf.cast(scale, objective.dtype)
         gradients = tape.gradient(objective, weights) if training and weights else []
-        gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+        dense = {str(index): tf.convert_to_tensor(each) for index, each in enumerate(gradients) if each is not None}
         after = {id(v): scope.get_current_value(v) for v in [*variables, *metric_variables]}
         sums["state"] = {
             str(index): tf.cast(after[id(variable)], tf.float32) * examples
@@ -191,7 +193,7 @@ class ReplicaStep(BatchLoss):
         sums["metrics"] = self._metric_sums(given, after)
         if not self._metrics_add_up():
             whole["batch"] = (gather(x) if self._has_own("compute_metrics") else x, *gather((y, y_pred, sample_weight)))
-        return gradients, sums, whole
+        return dense, sums, whole
 
     def _others(self, part):
         """Values of the variables that are not trained, with seeds for one part of one replica's batch."""
@@ -201,3 +203,9 @@ class ReplicaStep(BatchLoss):
         return [
             seeds.get(id(variable), tf.convert_to_tensor(variable.value)) for variable in self.non_trainable_variables
         ]
+
+
+def count_examples(x) -> tf.Tensor:
+    """The number of examples in this replica's part of a batch, a float."""
+    first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    return tf.cast(first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0], tf.float32)

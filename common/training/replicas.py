@@ -1,58 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions over replicas, and several steps per call."""
+"""Sums and gathers over replicas, and what a replica does alone. Call all but `first_replica` in a replica's step."""
 
-import time
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-import numpy as np
+import keras
 import tensorflow as tf
-
-from common.training.losses import label_hits
+from keras.src.backend import get_keras_mask, set_keras_mask
+from tensorflow.python.distribute import distribute_lib
 
 MEANS = ("loss", "accuracy")  # over labels
 COUNTS = ("labels", "tokens", "slots")
 
 
-def batch_sums(x: dict, y: tf.Tensor, weight: tf.Tensor, logits: tf.Tensor, loss: tf.Tensor) -> dict[str, tf.Tensor]:
-    """One replica's part of a batch, as sums that can be added up over replicas; float32 scalars.
-
-    Args:
-        x: whose `padding_mask` is 1 for a token and 0 for padding.
-        y: labels, integers of any shape.
-        weight: of each label, in y's shape; 0 for padding.
-        logits: y's shape and classes.
-        loss: the sum of the labels' losses, by weight.
-
-    Returns:
-        `loss`; `accuracy`, the number of labels with the highest logit; `labels`,
-        the sum of weights; `tokens`, without padding; `slots`, token positions.
-    """
-    is_token = tf.cast(x["padding_mask"], tf.float32)
-    return {
-        "loss": loss,
-        "accuracy": tf.reduce_sum(label_hits(y, logits) * weight),
-        "labels": tf.reduce_sum(weight),
-        "tokens": tf.reduce_sum(is_token),
-        "slots": tf.cast(tf.size(is_token), tf.float32),
-    }
-
-
-def means_of(sums: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Loss and accuracy as means over the labels, the rest as it is."""
-    return {
-        name: tf.math.divide_no_nan(total, sums["labels"]) if name in MEANS else total for name, total in sums.items()
-    }
+def replicas() -> int:
+    """The number of replicas."""
+    return tf.distribute.get_strategy().num_replicas_in_sync
 
 
 def sum_over_replicas(values):
-    """Sums tensors over all replicas of all workers, in a single all-reduce. Call it in a replica's step."""
+    """Sums tensors over all replicas of all workers, in a single all-reduce."""
     # Dense, and on this replica's device, which collectives ask for.
     values = tf.nest.map_structure(lambda value: tf.identity(tf.convert_to_tensor(value)), values)
+    if replicas() == 1 or not tf.nest.flatten(values):
+        return values
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
 
 
 def gather_over_replicas(values):
-    """All-gathers tensors over all replicas of all workers, along the first axis. Call it in a replica's step.
+    """All-gathers tensors over all replicas of all workers, along the first axis.
 
     Those in bfloat16 become float32: TensorFlow's collectives, which workers and NCCL use, gather none.
     """
@@ -68,75 +45,100 @@ def first_replica(strategy: tf.distribute.Strategy, values):
     return tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], values)
 
 
-def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
-    """A function of (iterator, count, stop) that does `count` steps in one call, and gives each step's values.
+def gather(values: Any) -> Any:
+    """The tensors of all replicas, one after another, with their masks and in their dtypes; no gradient flows."""
 
-    Keras's own loop of several steps fails where replicas are reduced by collectives (`You must feed a value for
-    placeholder`).
+    def of_all(tensor):
+        if tensor is None:
+            return None
+        tensor, mask = tf.convert_to_tensor(tensor), get_keras_mask(tensor)
+        sent = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor  # which collectives do not gather
+        whole = gather_over_replicas(tf.stop_gradient(sent))
+        whole = tf.ensure_shape(tf.cast(whole, tensor.dtype), [None, *tensor.shape[1:]])
+        if mask is not None:
+            set_keras_mask(whole, of_all(mask))
+        return whole
 
-    Args:
-        step: of (iterator, stop); returns a dict of scalars, or of tensors of known shapes. `stop` is a float that the
-            step may reduce, so that all workers know when one was asked to stop.
+    return keras.tree.map_structure(of_all, values)
+
+
+def gather_around(values: Any) -> Any:
+    """As `gather`, but this replica's own part is the tensor itself, through which gradients flow."""
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    own = next(leaf for leaf in keras.tree.flatten(values) if leaf is not None)
+    sizes = gather(tf.shape(own)[:1])
+    start, end = tf.reduce_sum(sizes[:replica]), tf.reduce_sum(sizes[: replica + 1])
+
+    def put(own, whole):
+        if own is None:
+            return None
+        result = tf.concat([whole[:start], own, whole[end:]], axis=0)
+        if (mask := get_keras_mask(whole)) is not None:
+            set_keras_mask(result, mask)
+        return result
+
+    return keras.tree.map_structure(put, values, gather(values))
+
+
+def pack(values: Any) -> tuple[list[tf.Tensor], Any]:
+    """Makes one vector of the tensors in float32, of which there must be one, to be reduced at once.
 
     Returns:
-        The function; it returns a dict of float32 arrays [count, ...], with one more entry, `waited`: seconds that this
-        worker waited for its batches.
+        A list of tensors, and the function that gives the values of such a list again.
     """
-    shapes: dict[str, tf.TensorShape] = {}
+    flat = tf.nest.flatten(values)
+    small = [i for i, tensor in enumerate(flat) if tensor.dtype == tf.float32]
+    vector = tf.concat([tf.reshape(flat[i], [-1]) for i in small], axis=0)
+    packed = [vector, *[tensor for i, tensor in enumerate(flat) if i not in small]]
 
-    @tf.function(reduce_retracing=True, autograph=False)
-    def many_steps(iterator, count, stop):
-        def one_step(stop):
-            timed = _TimedIterator(iterator)
-            values = step(timed, stop) | {"waited": timed.seconds}
-            values = {name: tf.cast(value, tf.float32) for name, value in values.items()}
-            shapes.clear()
-            shapes.update(
-                {name: value.shape if value.shape.rank else tf.TensorShape([]) for name, value in values.items()}
-            )
-            return tf.concat([tf.reshape(value, [-1]) for value in values.values()], axis=0)
+    def unpack(packed):
+        parts = tf.split(packed[0], [flat[i].shape.num_elements() for i in small])
+        large = iter(packed[1:])
+        parts = {i: tf.reshape(part, flat[i].shape) for i, part in zip(small, parts, strict=True)}
+        return tf.nest.pack_sequence_as(values, [parts[i] if i in parts else next(large) for i in range(len(flat))])
 
-        # The flag is an element of the loop: captured by it, on its way to another device, it never arrives.
-        stops = tf.fill([count], stop)
-        return tf.map_fn(one_step, stops, fn_output_signature=tf.float32, parallel_iterations=1)
-
-    def run_steps(iterator, count, stop=0.0):
-        rows = many_steps(iterator, tf.constant(count), tf.constant(float(stop))).numpy()
-        ends = np.cumsum([shape.num_elements() for shape in shapes.values()])[:-1]
-        columns = np.split(rows, ends, axis=1)
-        return {
-            name: column.reshape(count, *shape) for (name, shape), column in zip(shapes.items(), columns, strict=True)
-        }
-
-    return run_steps
+    return packed, unpack
 
 
-class _TimedIterator:
-    """An iterator, in a graph, and the seconds that its batches were waited for."""
-
-    def __init__(self, iterator):
-        self._iterator = iterator
-        self.seconds = tf.constant(0.0, tf.float64)
-
-    def __next__(self):
-        began = _now()
-        with tf.control_dependencies([began]):
-            batch = next(self._iterator)
-        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            ended = _now()
-        self.seconds += ended - began
-        with tf.control_dependencies([ended]):  # else the clock may be read after what the batch sets off
-            return tf.nest.map_structure(_on_its_device, batch, expand_composites=True)
+def local_value(variable: keras.Variable) -> tf.Variable:
+    """This replica's own copy of a Keras variable; the variable itself, where there is but one."""
+    value = variable._value
+    return value._get() if isinstance(value, tf.distribute.DistributedValues) else value
 
 
-def _now() -> tf.Tensor:
-    from tensorflow.python.framework.config import is_op_determinism_enabled  # it has no public name
+@contextlib.contextmanager
+def no_strategy() -> Iterator[None]:
+    """While it lasts, Keras and TensorFlow see no strategy; nothing in it may reduce."""
+    distribute_lib._push_per_thread_mode(distribute_lib._DefaultReplicaThreadMode())
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
 
-    if is_op_determinism_enabled():  # in which TensorFlow's own clock raises
-        return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
-    return tf.timestamp()
 
+@contextlib.contextmanager
+def on_local_copies(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]) -> Iterator[None]:
+    """While it lasts, the optimizer and the variables are those of this replica alone.
 
-def _on_its_device(tensor: tf.Tensor) -> tf.Tensor:
-    with tf.device(tensor.device):
-        return tf.identity(tensor)
+    Every replica has the same gradient of the whole batch, so each updates its own copies, and all stay the same.
+    Clipping, accumulation over steps, moving averages and the scale of the loss are then what Keras computes on one
+    device: in a strategy, Keras asks the other replicas inside of a `tf.cond`, which fails (keras-team/keras#20582).
+    A strategy runs its replicas' threads one at a time from one reduction to the next, and here is none.
+    """
+    optimizers = [optimizer, *([optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else [])]
+    swapped = {id(v): v for v in [*optimizer.variables, *variables]}.values()
+    containers = [variable._value for variable in swapped]
+    strategies = [each._distribution_strategy for each in optimizers]
+    copies = [local_value(variable) for variable in swapped]
+    with no_strategy():
+        for variable, copy in zip(swapped, copies, strict=True):
+            variable._value = copy
+        for each in optimizers:
+            each._distribution_strategy = tf.distribute.get_strategy()
+        try:
+            yield
+        finally:
+            for variable, container in zip(swapped, containers, strict=True):
+                variable._value = container
+            for each, strategy in zip(optimizers, strategies, strict=True):
+                each._distribution_strategy = strategy

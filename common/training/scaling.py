@@ -4,16 +4,13 @@
 N replicas take N times the examples of one in each step, so that a step's time stays and an epoch has 1/N of the steps.
 The learning rate follows by one of these rules:
 
-- `linear`, times N: Goyal et al. 2017, "Accurate, Large Minibatch SGD", arXiv:1706.02677. For SGD, with a warm-up.
-- `sqrt`, times the square root of N: Krizhevsky 2014, "One weird trick for parallelizing convolutional neural
-  networks", arXiv:1404.5997; derived for Adam by Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive
-  Gradient Algorithms", arXiv:2205.10287; used with LAMB by You et al. 2019, arXiv:1904.00962.
+- `linear`, times N: Goyal et al. 2017, arXiv:1706.02677. For SGD, with a warm-up: one step of N times the examples
+  stands for N small ones, and N times the rate goes as far.
+- `sqrt`, times the square root of N: Krizhevsky 2014, arXiv:1404.5997; derived for Adam by Malladi et al. 2022,
+  arXiv:2205.10287; used with LAMB by You et al. 2019, arXiv:1904.00962. Adam divides by the gradient's size, which is
+  mostly noise; N times the examples make that √N times smaller, so that a step at the same rate goes √N times as far
+  along the mean gradient already, and √N times the rate does the rest.
 - `none`: as given.
-
-`auto` is linear for SGD and the square root for adaptive optimizers. One step of N times the examples stands for N
-small ones. SGD's step is the rate times the gradient: N times the rate goes as far. Adam divides by the gradient's
-size, which is mostly noise; N times the examples make that √N times smaller, so that a step at the same rate goes √N
-times as far along the mean gradient already, and √N times the rate does the rest. Linear scaling goes √N times too far.
 """
 
 import math

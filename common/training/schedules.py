@@ -43,9 +43,4 @@ class WarmUpPolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self):
         """The constructor's arguments."""
-        return {
-            "peak": self.peak,
-            "warmup_steps": self.warmup_steps,
-            "total_steps": self.total_steps,
-            "power": self.power,
-        }
+        return {name: getattr(self, name) for name in ("peak", "warmup_steps", "total_steps", "power")}

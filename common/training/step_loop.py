@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on all replicas, several in one call, for `trainer.py`."""
 
+import time
 import types
+from collections.abc import Callable
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from common.training.replica_step import ReplicaStep
-from common.training.replicas import first_replica, steps_in_one_call, sum_over_replicas
+from common.training.replicas import first_replica, sum_over_replicas
 
 
 class StepLoop(ReplicaStep):
@@ -117,12 +119,81 @@ def _own(data):
 
 def _split(values: dict) -> tuple[dict, dict]:
     """What all steps come to so far, and each step's own values."""
-    own = {name.removeprefix("step/"): value for name, value in values.items() if name.startswith("step/")}
-    if "waited" in values:
-        own["waited"] = values["waited"]
-    others = {f"step/{name}" for name in own} | {"stop", "waited"}
-    return {name: value for name, value in values.items() if name not in others}, own
+    of_step = {name for name in values if name.startswith("step/") or name == "waited"}
+    logs = {name: value for name, value in values.items() if name not in of_step | {"stop"}}
+    return logs, {name.removeprefix("step/"): values[name] for name in values if name in of_step}
 
 
 def _as_row(values: dict) -> dict:
     return {name: np.asarray(value)[None] for name, value in values.items()}
+
+
+def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
+    """A function of (iterator, count, stop) that does `count` steps in one call, and gives each step's values.
+
+    They are float32 arrays [count, ...], with one more entry, `waited`: seconds that this worker waited for its
+    batches. Keras's own loop of several steps fails where replicas are reduced by collectives (`You must feed a value
+    for placeholder`).
+
+    Args:
+        step: of (iterator, stop); returns a dict of scalars, or of tensors of known shapes. `stop` is a float that the
+            step may reduce, so that all workers know when one was asked to stop.
+    """
+    shapes: dict[str, tf.TensorShape] = {}
+
+    @tf.function(reduce_retracing=True, autograph=False)
+    def many_steps(iterator, count, stop):
+        def one_step(stop):
+            timed = _TimedIterator(iterator)
+            values = step(timed, stop) | {"waited": timed.seconds}
+            values = {name: tf.cast(value, tf.float32) for name, value in values.items()}
+            shapes.clear()
+            shapes.update(
+                {name: value.shape if value.shape.rank else tf.TensorShape([]) for name, value in values.items()}
+            )
+            return tf.concat([tf.reshape(value, [-1]) for value in values.values()], axis=0)
+
+        # The flag is an element of the loop: captured by it, on its way to another device, it never arrives.
+        stops = tf.fill([count], stop)
+        return tf.map_fn(one_step, stops, fn_output_signature=tf.float32, parallel_iterations=1)
+
+    def run_steps(iterator, count, stop=0.0):
+        rows = many_steps(iterator, tf.constant(count), tf.constant(float(stop))).numpy()
+        ends = np.cumsum([shape.num_elements() for shape in shapes.values()])[:-1]
+        columns = np.split(rows, ends, axis=1)
+        return {
+            name: column.reshape(count, *shape) for (name, shape), column in zip(shapes.items(), columns, strict=True)
+        }
+
+    return run_steps
+
+
+class _TimedIterator:
+    """An iterator, in a graph, and the seconds that its batches were waited for."""
+
+    def __init__(self, iterator):
+        self._iterator = iterator
+        self.seconds = tf.constant(0.0, tf.float64)
+
+    def __next__(self):
+        began = _now()
+        with tf.control_dependencies([began]):
+            batch = next(self._iterator)
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            ended = _now()
+        self.seconds += ended - began
+        with tf.control_dependencies([ended]):  # else the clock may be read after what the batch sets off
+            return tf.nest.map_structure(_on_its_device, batch, expand_composites=True)
+
+
+def _now() -> tf.Tensor:
+    from tensorflow.python.framework.config import is_op_determinism_enabled  # it has no public name
+
+    if is_op_determinism_enabled():  # in which TensorFlow's own clock raises
+        return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
+    return tf.timestamp()
+
+
+def _on_its_device(tensor: tf.Tensor) -> tf.Tensor:
+    with tf.device(tensor.device):
+        return tf.identity(tensor)

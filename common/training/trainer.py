@@ -16,12 +16,8 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, convert_to_n
 from common.training.noise import make_dropout_fast
 from common.training.optimizers import do_not_reduce_again
 from common.training.read_ahead import read_ahead
+from common.training.replicas import replicas, sum_over_replicas
 from common.training.step_loop import StepLoop
-from common.training.whole_batch import moments, replicas
-
-
-def _with_signature_of(method: Any) -> Any:
-    return functools.wraps(method)
 
 
 class Trainer(StepLoop):
@@ -29,14 +25,13 @@ class Trainer(StepLoop):
 
     steps_done = first_step = 0
     last_step: int | None = None
-    _steps_per_epoch: int | None = None
+    _steps_per_epoch: int | None = None  # while `fit` runs
+    _test_steps_left: int | None = None  # while `evaluate` runs
     _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
-    train_function: Any
-    test_function: Any
     predict_function: Any
     step_values: dict[str, np.ndarray] | None = None
 
-    @_with_signature_of(TensorFlowTrainer.compile)
+    @functools.wraps(TensorFlowTrainer.compile)
     def compile(self, *args, **kwargs):  # noqa: D102
         with self._scope():
             super().compile(*args, **kwargs)
@@ -49,7 +44,7 @@ class Trainer(StepLoop):
         else:
             super().compile_from_config(config)
 
-    @_with_signature_of(TensorFlowTrainer.fit)
+    @functools.wraps(TensorFlowTrainer.fit)
     def fit(self, *args, **kwargs):  # noqa: D102
         given = inspect.signature(super().fit).bind(*args, **kwargs).arguments
         steps = self._steps_per_epoch = given.get("steps_per_epoch")
@@ -67,26 +62,28 @@ class Trainer(StepLoop):
             with read_ahead(given, shuffle=given.get("shuffle", True)) as given:
                 return super().fit(**given)
         finally:
-            self._fit_iterator = False
+            self._fit_iterator, self._steps_per_epoch = False, None
 
-    @_with_signature_of(TensorFlowTrainer.evaluate)
+    @functools.wraps(TensorFlowTrainer.evaluate)
     def evaluate(self, *args, **kwargs):  # noqa: D102
         given = inspect.signature(super().evaluate).bind(*args, **kwargs).arguments
         self._test_steps_left = given.get("steps")
         given |= given.pop("kwargs", {})
-        with read_ahead(given) as given:
-            return super().evaluate(**given)
+        try:
+            with read_ahead(given) as given:
+                return super().evaluate(**given)
+        finally:
+            self._test_steps_left = None
 
-    @_with_signature_of(TensorFlowTrainer.predict)
+    @functools.wraps(TensorFlowTrainer.predict)
     def predict(self, *args, **kwargs):  # noqa: D102
         with read_ahead(inspect.signature(super().predict).bind(*args, **kwargs).arguments) as given:
             return super().predict(**given)
 
-    def make_train_function(self, force=False):
-        """The train function leaves each step's own values in `step_values`."""
-        if self.train_function is not None and not force:
-            return
-        run_steps = self._on_replicas(training=True)
+    def _make_function(self, step_function):
+        """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""
+        training = step_function == self.train_step
+        run_steps = self._on_replicas(training)
 
         def train_function(iterator):
             left = self._steps_left_of_epoch()
@@ -96,21 +93,13 @@ class Trainer(StepLoop):
                 self._fit_iterator._steps_seen -= self.steps_per_execution - steps
             return logs
 
-        self.train_function = train_function
-
-    def make_test_function(self, force=False):
-        """See `_on_replicas`."""
-        if self.test_function is not None and not force:
-            return
-        run_steps = self._on_replicas(training=False)
-
         def test_function(iterator):
             steps, logs, _ = run_steps(iterator, self._test_steps_left)
             if self._test_steps_left is not None:
                 self._test_steps_left -= steps
             return logs
 
-        self.test_function = test_function
+        return train_function if training else test_function
 
     def make_predict_function(self, force=False):
         """As Keras's; a model that is not built yet is built first, for XLA."""
@@ -130,16 +119,6 @@ class Trainer(StepLoop):
             return predict(data)
 
         self.predict_function = predict_function
-
-    def train_on_batch(self, *args, **kwargs):
-        """As Keras's; each replica takes a part of the batch."""
-        self._steps_per_epoch = None
-        return super().train_on_batch(*args, **kwargs)
-
-    def test_on_batch(self, *args, **kwargs):
-        """As Keras's; each replica takes a part of the batch."""
-        self._test_steps_left = None
-        return super().test_on_batch(*args, **kwargs)
 
     def predict_on_batch(self, x):
         """As Keras's; each replica takes a part of the batch."""
@@ -193,7 +172,6 @@ class Trainer(StepLoop):
             self._prepare()
 
     def _prepare(self):
-        own_step = type(self).train_step is not Trainer.train_step
         for layer in self._flatten_layers():
             if isinstance(layer, keras.layers.BatchNormalization):
                 layer._moments = functools.partial(_moments_of_whole_batch, layer, self)
@@ -202,17 +180,28 @@ class Trainer(StepLoop):
         make_dropout_fast(self)
         if self.optimizer is None:
             return
-        if not own_step:
+        if type(self).train_step is Trainer.train_step:
             do_not_reduce_again(self.optimizer)
         if self.built and not self.optimizer.built:
             self.optimizer.build(self.trainable_variables)
 
 
 def _moments_of_whole_batch(layer, model, inputs, mask):
+    """Mean and variance for each channel, as `BatchNormalization` takes them on one device."""
     if tf.distribute.in_cross_replica_context() or (replicas() == 1 and model.accumulate == 1):
         return type(layer)._moments(layer, inputs, mask)
     model._refuse_if_pure("BatchNormalization")
-    return moments(inputs, mask, layer._reduction_axes)
+    axes = layer._reduction_axes
+    if mask is None:
+        weights, epsilon = tf.ones_like(inputs), 0.0
+    else:
+        weights, epsilon = tf.cast(mask[..., None], inputs.dtype) * tf.ones_like(inputs), keras.config.epsilon()
+        inputs = tf.where(weights > 0, inputs, 0.0)
+    total, count = sum_over_replicas([tf.reduce_sum(each, axes, keepdims=True) for each in (inputs, weights)])
+    mean = total / (count + epsilon)
+    squares = sum_over_replicas(tf.reduce_sum(weights * tf.square(inputs - mean), axes, keepdims=True))
+    variance = squares / (count + epsilon)
+    return tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
 
 
 def _of_one_replica(spec):

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replica's step needs in an explicit loop: its noise, and the sums and means of a batch."""
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from common.training.losses import label_hits
+from common.training.noise import noise_seeds
+from common.training.replicas import MEANS
+
+
+@contextlib.contextmanager
+def noise_of_step(model: keras.Model, step: tf.Tensor) -> Iterator[None]:
+    """While it lasts, the model's layers draw the noise of that step and this replica. Use it in a replica's step."""
+    with keras.StatelessScope(state_mapping=list(noise_seeds(model, step))):
+        yield
+
+
+def batch_sums(x: dict, y: tf.Tensor, weight: tf.Tensor, logits: tf.Tensor, loss: tf.Tensor) -> dict[str, tf.Tensor]:
+    """One replica's part of a batch, as sums that can be added up over replicas; float32 scalars.
+
+    Args:
+        x: whose `padding_mask` is 1 for a token and 0 for padding.
+        y: labels, integers of any shape.
+        weight: of each label, in y's shape; 0 for padding.
+        logits: y's shape and classes.
+        loss: the sum of the labels' losses, by weight.
+
+    Returns:
+        `loss`; `accuracy`, the sum of the weights of labels with the highest logit; `labels`, the sum of all weights;
+        `tokens`, without padding; `slots`, token positions.
+    """
+    is_token = tf.cast(x["padding_mask"], tf.float32)
+    return {
+        "loss": loss,
+        "accuracy": tf.reduce_sum(label_hits(y, logits) * weight),
+        "labels": tf.reduce_sum(weight),
+        "tokens": tf.reduce_sum(is_token),
+        "slots": tf.cast(tf.size(is_token), tf.float32),
+    }
+
+
+def means_of(sums: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Loss and accuracy as means over the labels, the rest as it is."""
+    return {
+        name: tf.math.divide_no_nan(total, sums["labels"]) if name in MEANS else total for name, total in sums.items()
+    }
