@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.errors import UserError
-from common.run.command_line import fail, quiet_without_reader
+from common.run.command_line import fail, quiet_stderr, quiet_without_reader
 
 ROOT = Path(__file__).parent.parent
 GUIDE = """\
@@ -206,15 +206,11 @@ def main() -> None:
         case "fill-mask":
             preset = arguments.preset or last_preset()
             os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-            from common.run.quiet import quiet_stderr
-
             with quiet_stderr():
                 from common.model.fill_mask import print_filled_masks
             print_filled_masks(preset, arguments.sentences)
         case "export":
             os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-            from common.run.quiet import quiet_stderr
-
             with quiet_stderr():
                 from common.model.export import export_bert
             export_bert(arguments.preset, arguments.destination)

@@ -113,14 +113,6 @@ def all_on_this_machine() -> bool:
     return all(at_loopback(address) for job in tf_config()["cluster"].values() for address in job)
 
 
-def parameter_server_config(addresses: list[str], servers: int, index: int) -> dict[str, Any]:
-    """The `TF_CONFIG` of process `index`: the first is the chief, the last are servers, the others workers."""
-    first_server = len(addresses) - servers
-    jobs = {"chief": addresses[:1], "worker": addresses[1:first_server], "ps": addresses[first_server:]}
-    kind = "chief" if index == 0 else "worker" if index < first_server else "ps"
-    return {"cluster": jobs, "task": {"type": kind, "index": jobs[kind].index(addresses[index])}}
-
-
 def has_parameter_servers() -> bool:
     """Whether workers train asynchronously, on variables that parameter servers hold."""
     return "ps" in tf_config().get("cluster", {})
