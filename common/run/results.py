@@ -12,9 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from common.devices.cluster import num_workers
-from common.devices.peak import cpu_name
 from common.run.runs import PACKAGES
-from common.run.speed import peak_memory_mb
+from common.run.speed import cpu_name, peak_memory_mb
 from common.run.step_log import StepLog
 
 INPUT_BOUND = 0.1  # fraction of the time spent waiting for input from which the report calls a run input-bound
