@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -30,6 +30,7 @@ from common.errors import UserError
 HEARTBEAT_TIMEOUT = 15  # seconds without a heartbeat after which a worker is declared lost
 BOTH_IPS: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
 A_DAY = 24 * 3600 * 1000  # in milliseconds
+Result = TypeVar("Result")
 _exchanges = itertools.count()
 
 
@@ -110,19 +111,23 @@ def agree(facts: dict[str, Any], difference: str) -> None:
             raise UserError(f"worker {index} {difference}: {told}")
 
 
-def chief_alone(work: Callable[[], object]) -> None:
+def chief_alone(work: Callable[[], Result]) -> Result | None:
     """Has the chief do some work for all, such as writing files, while the other workers wait.
+
+    Returns:
+        The work's result on the chief; None on the others.
 
     Raises:
         UserError: on every worker, when the chief's work raised it.
     """
-    error = None
+    result, error = None, None
     if is_chief():
         try:
-            work()
+            result = work()
         except UserError as refused:
             error = str(refused)
     exchange({"error": error})
+    return result
 
 
 def _meet(seconds: float) -> None:

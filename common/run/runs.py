@@ -15,8 +15,8 @@ from typing import Any, TextIO
 import keras
 
 from common.data.order import Scaled
-from common.devices.cluster import is_chief, num_workers, worker_index
-from common.devices.rendezvous import agree, exchange
+from common.devices.cluster import is_chief, num_workers
+from common.devices.rendezvous import agree, chief_alone, exchange
 from common.errors import UserError
 from common.files import read_json, remove_unfinished, write_json
 from common.run.options import check_accumulate
@@ -74,9 +74,7 @@ class Run:
         return self.saved[name]
 
     def scale(self, config: Any, replicas: int, learning_rate: float, optimizer: str) -> Scaled:
-        """The batch and the learning rate for so many replicas.
-
-        A resumed run keeps its global batch and peak learning rate for any number of replicas; a new one records them.
+        """The batch and the learning rate for so many replicas; a resumed run keeps its global batch and peak rate.
 
         Args:
             config: of the recipe, with a `batch_size` for each replica and the rule `lr_scaling`.
@@ -105,12 +103,7 @@ class Run:
         return Scaled(batch_size, total, peak)
 
     def configure_keras(self, config: Any, width: int) -> None:
-        """Sets Keras's seed, and its dtype policy by `choose_precision`; a resumed run keeps the policy.
-
-        Args:
-            config: of the recipe.
-            width: of the model's layers.
-        """
+        """Sets Keras's seed, and its dtype policy for layers of that width; a resumed run keeps the policy."""
         keras.utils.set_random_seed(config.seed)
         policy = choose_precision(config.precision, getattr(config, "jit", False), width)
         keras.config.set_dtype_policy(self.keep("chosen_precision", policy))
@@ -133,9 +126,8 @@ class Run:
             UserError: when it is; on all workers.
         """
         own = {f"examples of {split}": size for split, size in sizes.items()}
-        agree(
-            own | {f"checksum of {split}": crc for split, crc in checksums.items()}, "has different data than the chief"
-        )
+        own |= {f"checksum of {split}": crc for split, crc in checksums.items()}
+        agree(own, "has different data than the chief")
         if sizes["train"] < self.saved["global_batch_size"]:
             raise UserError(
                 f"the data has {sizes['train']} training examples, too few for a global batch of "
@@ -172,31 +164,25 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
     workdir = Path(config.workdir)
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
     _refuse_other_workers(wanted)
-    run, token, error = None, uuid.uuid4().hex, None
-    if is_chief():
-        try:
-            run = _open(workdir, wanted, writes, token)
-        except UserError as refused:
-            error = str(refused)
-    token = exchange({"error": error, "token": token})[0]["token"]  # now the chief has opened it
-    if run is None:
-        run = _look_at(workdir, wanted, None)
-    shared = wanted.get("dry_run") or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
-    unseen = (
-        f"worker {worker_index()} does not see the chief's work directory {workdir}. "
-        "Give a --workdir on a shared file system"
-    )
-    exchange({"error": None if shared else unseen})
+    run = chief_alone(lambda: _open(workdir, wanted, writes)) or _look_at(workdir, wanted)
+    lock = workdir / ".lock"
+    seen = exchange({"token": lock.read_text() if lock.is_file() and not wanted.get("dry_run") else None})
+    for index, theirs in enumerate(seen):
+        if theirs != seen[0]:
+            raise UserError(
+                f"worker {index} does not see the chief's work directory {workdir}. "
+                "Give a --workdir on a shared file system"
+            )
     if run.results:
         print(f"The run in {workdir} is complete; --overwrite starts afresh.")
     return run
 
 
-def _open(workdir: Path, wanted: dict[str, Any], writes: Iterable[str], token: str) -> Run:
+def _open(workdir: Path, wanted: dict[str, Any], writes: Iterable[str]) -> Run:
     if wanted.get("dry_run"):
-        return _look_at(workdir, wanted, None)
+        return _look_at(workdir, wanted)
     refuse_other_files(workdir, writes)
-    lock = _locked(workdir, token)
+    lock = _locked(workdir)
     remove_unfinished(workdir)
     bring_back(workdir)
     if holds_run(workdir):
@@ -222,11 +208,21 @@ def _is_own(workdir: Path, wanted: dict[str, Any]) -> bool:
     return not complete and saved | wanted | {"workdir": saved["workdir"]} == saved
 
 
-def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None, noted: dict[str, Any] | None = None) -> Run:
+def _look_at(
+    workdir: Path, wanted: dict[str, Any], lock: TextIO | None = None, noted: dict[str, Any] | None = None
+) -> Run:
     noted = noted or {}
     if wanted.get("dry_run") or not (holds_run(workdir) and has_progress(workdir)):
         return Run(workdir, wanted | noted, None, lock)
-    return Run(workdir, _saved_config(workdir, wanted) | noted, read_json(workdir / "results.json"), lock)
+    saved = read_json(workdir / "config.json") or {}
+    different = [name for name in wanted if name not in FREE_OPTIONS and saved.get(name) != wanted[name]]
+    if different:
+        raise UserError(
+            f"{workdir} holds a run with different options: "
+            + ", ".join(f"{name} {saved.get(name)!r}, not {wanted[name]!r}" for name in different)
+            + ". Give another --workdir, or --overwrite to start afresh"
+        )
+    return Run(workdir, saved | noted, read_json(workdir / "results.json"), lock)
 
 
 def _refuse_other_workers(wanted: dict[str, Any]) -> None:
@@ -237,7 +233,8 @@ def _refuse_other_workers(wanted: dict[str, Any]) -> None:
     agree(own, "was started differently from the chief")
 
 
-def _locked(workdir: Path, token: str) -> TextIO:
+def _locked(workdir: Path) -> TextIO:
+    """The work directory's lock, with a token in it by which workers know that they see the same file."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = (workdir / ".lock").open("a+", errors="replace")
@@ -246,7 +243,7 @@ def _locked(workdir: Path, token: str) -> TextIO:
         if not re.fullmatch("([0-9a-f]{32})?", lock.read()):  # a token, as below
             raise UserError(f"{workdir}/.lock is not part of a run. Move it, or give another --workdir")
         lock.truncate(0)
-        lock.write(token)
+        lock.write(uuid.uuid4().hex)
         lock.flush()
     except BlockingIOError as error:
         raise UserError(f"another process is running in {workdir}. Wait for it, or give another --workdir") from error
@@ -255,15 +252,3 @@ def _locked(workdir: Path, token: str) -> TextIO:
             f"cannot write to the work directory {workdir} ({error.strerror}). Give another --workdir"
         ) from error
     return lock
-
-
-def _saved_config(workdir: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    saved = read_json(workdir / "config.json") or {}
-    different = [name for name in wanted if name not in FREE_OPTIONS and saved.get(name) != wanted[name]]
-    if different:
-        raise UserError(
-            f"{workdir} holds a run with different options: "
-            + ", ".join(f"{name} {saved.get(name)!r}, not {wanted[name]!r}" for name in different)
-            + ". Give another --workdir, or --overwrite to start afresh"
-        )
-    return saved
