@@ -23,19 +23,12 @@ class FitLog(StepLog, keras.callbacks.Callback):
     `train/`, `loss` and `accuracy` of each epoch under `validation/`, and the configuration as text.
 
     Args:
-        workdir: the run's folder.
-        config: shown as text in TensorBoard; a dict.
-        steps_per_epoch: steps over which an epoch's means are taken.
-        first_step, flops: of `StepLog`.
+        workdir, steps_per_epoch, first_step, flops: of `StepLog`.
+        config: the configuration.
     """
 
     def __init__(
-        self,
-        workdir: Path,
-        config: dict,
-        steps_per_epoch: int,
-        first_step: int = 0,
-        flops: ModelFlops = UNKNOWN,
+        self, workdir: Path, config: dict, steps_per_epoch: int, first_step: int = 0, flops: ModelFlops = UNKNOWN
     ):
         super().__init__(workdir, steps_per_epoch, first_step, flops)
         self._board = open_board(workdir, config, first_step)
@@ -132,13 +125,7 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
 
 
 def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.SummaryWriter:
-    """TensorBoard's writer to `tensorboard/`, with the configuration as text. Only the chief writes.
-
-    Args:
-        workdir: the run's folder.
-        config: a dict.
-        first_step: at which the text is logged.
-    """
+    """TensorBoard's writer to the run's `tensorboard/`, with the configuration as text. Only the chief writes."""
     if not is_chief():
         return tf.summary.create_noop_writer()
     board = tf.summary.create_file_writer(str(workdir / "tensorboard"))
@@ -148,10 +135,7 @@ def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.Summa
 
 
 class Profile(keras.callbacks.Callback):
-    """Traces some steps of `fit` for TensorBoard's profile tab.
-
-    It needs a model of `data_parallel`, which counts its steps. Steps of the same call are traced
-    together.
+    """Traces some steps of `fit` for TensorBoard's profile tab; steps of the same call are traced together.
 
     Args:
         workdir: the run's folder; the trace goes to `tensorboard/` there.
@@ -160,8 +144,7 @@ class Profile(keras.callbacks.Callback):
 
     def __init__(self, workdir: Path, steps: range):
         super().__init__()
-        self.logdir = str(workdir / "tensorboard")
-        self.steps = steps
+        self.logdir, self.steps = str(workdir / "tensorboard"), steps
         self._tracing = False
 
     def on_train_batch_begin(self, batch, logs=None):

@@ -59,11 +59,9 @@ def report(results: dict[str, Any]) -> str:
     """
     results = {name: math.nan if value is None else value for name, value in results.items()}
     rate = results["learning_rate"]
+    batch = f"global batch {results['global_batch_size']}, on {results['replicas']} replica(s)"
     rows = [
-        (
-            "steps",
-            f"{results['steps']}, global batch {results['global_batch_size']}, on {results['replicas']} replica(s)",
-        ),
+        ("steps", f"{results['steps']}, {batch}"),
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
         *_speed_rows(results),
         ("padding", f"{results['padding_fraction']:.2%}"),
@@ -73,9 +71,10 @@ def report(results: dict[str, Any]) -> str:
     for split, name in (("val", "validation"), ("test", "test")):
         if f"{split}_unigram_loss" in results:
             loss, unigram = results[f"{split}_loss"], results[f"{split}_unigram_loss"]
+            apart = f"{abs(unigram - loss):.3f} nats {'better' if loss < unigram else 'worse'}"
             rows += [
                 (f"{name} loss", f"{loss:.3f}, perplexity {results[f'{split}_perplexity']:.1f}"),
-                ("  unigram baseline", f"{unigram:.3f}: the model is {_apart(unigram - loss)}"),
+                ("  unigram baseline", f"{unigram:.3f}: the model is {apart}"),
                 (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}"),
             ]
         elif f"{split}_loss" in results:
@@ -105,10 +104,6 @@ def no_better(results: dict[str, Any]) -> bool:
         return not results["val_loss"] < results["val_unigram_loss"] - MARGINS["unigram_loss"]  # NaN is no better
     simple = [results[name] for name in results if re.fullmatch("val_(majority|length|bag_of_words)_accuracy", name)]
     return bool(simple) and results["val_accuracy"] <= max(simple) + MARGINS["accuracy"]
-
-
-def _apart(nats: float) -> str:
-    return f"{abs(nats):.3f} nats {'better' if nats > 0 else 'worse'}"
 
 
 def _speed_rows(results: dict[str, Any]) -> list[tuple[str, str]]:

@@ -56,14 +56,8 @@ def model_flops(
     """
     gpus = tf.config.list_physical_devices("GPU")
     devices = min(len(gpus), strategy.num_replicas_in_sync // num_workers()) if gpus else 1
-    per_token = flops_per_token(
-        backbone.hidden_dim,
-        backbone.intermediate_dim,
-        backbone.num_layers,
-        backbone.vocabulary_size,
-        seq_length,
-        mask_rate,
-    )
+    dimensions = (backbone.hidden_dim, backbone.intermediate_dim, backbone.num_layers, backbone.vocabulary_size)
+    per_token = flops_per_token(*dimensions, seq_length, mask_rate)
     return ModelFlops(per_token, num_workers() * devices * device_peak(keras.config.dtype_policy().compute_dtype))
 
 
@@ -122,9 +116,9 @@ def matmul_flops_per_second(dtype: str, seconds: float = SECONDS) -> float:
 
     @tf.function
     def multiply():
-        _, product = tf.while_loop(
-            lambda i, _: i < products, lambda i, left: (i + 1, tf.matmul(left, matrix)), (0, matrix)
-        )
+        product = matrix
+        for _ in tf.range(products):
+            product = tf.matmul(product, matrix)
         return tf.reduce_sum(product[0])
 
     multiply().numpy()  # compiles
