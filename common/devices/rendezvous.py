@@ -40,8 +40,7 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     If all have loopback addresses, it accepts connections from this machine only.
 
     Raises:
-        UserError: when a worker has not joined within `JOIN_TIMEOUT` seconds (an environment variable; 300), that is
-            not a whole number above 0, or this one's port is in use.
+        UserError: when a worker has not joined within `join_timeout` seconds, or this one's port is in use.
     """
     # TensorFlow has no public way to set the times.
     from tensorflow.python.distribute import collective_all_reduce_strategy as collective
@@ -76,17 +75,14 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
     Raises:
         UserError: with the first message that a worker passed as the fact `error`.
     """
-    if num_workers() == 1:
-        everyones = [facts]
-    else:
+    everyones = [facts]
+    if num_workers() > 1:
         from tensorflow.python.eager.context import context  # the key-value store of workers has no public name
 
-        number, store = next(_exchanges), context()
-        store.set_config_key_value(f"exchange/{number}/{worker_index()}", json.dumps(facts))
-        store.wait_at_barrier(f"exchange/{number}", A_DAY)
-        everyones = [
-            json.loads(store.get_config_key_value(f"exchange/{number}/{index}")) for index in range(num_workers())
-        ]
+        key, store = f"exchange/{next(_exchanges)}", context()
+        store.set_config_key_value(f"{key}/{worker_index()}", json.dumps(facts))
+        store.wait_at_barrier(key, A_DAY)
+        everyones = [json.loads(store.get_config_key_value(f"{key}/{index}")) for index in range(num_workers())]
     for theirs in everyones:
         if theirs.get("error"):
             raise UserError(theirs["error"])
@@ -94,14 +90,14 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def agree(facts: dict[str, Any], difference: str) -> None:
-    """Waits for all workers, and raises on each of them if one has different facts than the chief.
+    """Waits for all workers, and checks that each has the chief's facts.
 
     Args:
         facts: as for `exchange`.
-        difference: the message about such a worker, such as "was started differently from the chief".
+        difference: the message about another worker, such as "was started differently from the chief".
 
     Raises:
-        UserError: with the worker, and its facts and the chief's.
+        UserError: on all workers, with the first that differs, its facts and the chief's.
     """
     chiefs, *others = exchange(facts)
     for index, theirs in enumerate(others, 1):
@@ -187,12 +183,8 @@ def close_to_other_machines(port: int) -> None:
     except (OSError, AttributeError) as error:  # without leave; on another system than Linux
         closed, why = 0, str(error)
     if not closed:
-        print(
-            f"warning: port {port} is open to other machines, and any client may run code ({why}). "
-            "Block it with a firewall",
-            file=sys.stderr,
-            flush=True,
-        )
+        danger = f"port {port} is open to other machines, and any client may run code ({why})"
+        print(f"warning: {danger}. Block it with a firewall", file=sys.stderr, flush=True)
 
 
 def _listens(number: int, port: int) -> bool:
