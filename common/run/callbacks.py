@@ -76,8 +76,7 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
     """`Checkpoints` during `fit`: every so many steps, at each epoch's end, and on SIGTERM.
 
     After an epoch's last step, saving and stopping wait for the validation and for the callbacks before this one: pass
-    it to `fit` last. A run that is killed meanwhile repeats some steps, and then the validation and callbacks too; one
-    that is asked to stop stops after them.
+    it to `fit` last. A run that is killed meanwhile repeats some steps, and then the validation and callbacks too.
 
     Args:
         workdir: the run's folder.
@@ -90,7 +89,7 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
         self.set_model(model)
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
-        """As `Checkpoints.restore`; the model continues counting steps from there."""
+        """As `Checkpoints.restore`; the model counts its steps from there."""
         self.model.first_step = super().restore(init_fn)
         return self.model.first_step
 

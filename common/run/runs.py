@@ -19,17 +19,8 @@ from common.devices.cluster import is_chief, num_workers
 from common.devices.rendezvous import agree, chief_alone, exchange
 from common.errors import UserError
 from common.files import read_json, remove_unfinished, write_json
+from common.run import run_folder
 from common.run.options import check_accumulate
-from common.run.run_folder import (
-    afresh,
-    bring_back,
-    has_progress,
-    holds_run,
-    refuse_files_beside,
-    refuse_other_files,
-    set_aside,
-    writes_of,
-)
 from common.training.precision import choose_precision
 from common.training.scaling import learning_rate_factor, scaling_rule
 
@@ -39,8 +30,7 @@ LAUNCH_ID = "LAUNCH_ID"  # environment variable by which a launcher identifies t
 
 # Options that may differ when a run is resumed: they do not change what it computes.
 FREE_OPTIONS = (
-    *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps"),
-    *("push_to", "push_public"),
+    *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps", "push_to", "push_public"),
     *("replicas", "batch_size", "accumulate", "jit", "steps_per_execution", "steps_per_loop"),
 )
 
@@ -92,7 +82,8 @@ class Run:
         if total % replicas or config.batch_size not in (self.saved["batch_size"], total // replicas):
             raise UserError(
                 f"{self.workdir} holds a run with a global batch of {total}, which is not {replicas} replicas x "
-                f"{config.batch_size}. Give --replicas and --batch-size that make {total}, or {afresh(self.workdir)}"
+                f"{config.batch_size}. Give --replicas and --batch-size that make {total}, or "
+                + run_folder.afresh(self.workdir)
             )
         batch_size = total // replicas
         check_accumulate(getattr(config, "accumulate", 1), batch_size)
@@ -116,14 +107,11 @@ class Run:
         return results
 
     def check_data(self, sizes: dict[str, int], checksums: dict[str, int]) -> None:
-        """Rejects data that is too little, has changed since the run started, or differs between workers.
-
-        Args:
-            sizes: examples in each split.
-            checksums: of each split's data.
+        """Checks each split's number of examples, and the checksum of its data.
 
         Raises:
-            UserError: when it is; on all workers.
+            UserError: on all workers, when there is too little, or it has changed since the run started, or differs
+                between workers.
         """
         own = {f"examples of {split}": size for split, size in sizes.items()}
         own |= {f"checksum of {split}": crc for split, crc in checksums.items()}
@@ -138,7 +126,7 @@ class Run:
         if self.keep("data_checksums", checksums) != checksums:
             raise UserError(
                 f"the text or the vocabulary has changed since the run in {self.workdir} began. "
-                f"Restore it, or {afresh(self.workdir)}"
+                f"Restore it, or {run_folder.afresh(self.workdir)}"
             )
 
 
@@ -147,14 +135,13 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
 
     A run that ended before its first checkpoint, such as one rejected for its data, is started anew, even with other
     options. With `overwrite` set, so is any other, except one that the very same options started and that was
-    interrupted, and one that this launcher's workers started. With several workers, which must have joined, the chief
-    does it, and the others wait.
+    interrupted, and one that this launcher's workers started. Of several workers, which must have joined, the chief
+    does it.
 
     Args:
         recipe: the recipe's name.
         config: its `Config`, with the options `workdir` and `overwrite`.
-        writes: what it writes there besides the common files, by names of `run_folder.OF_SOME_RUNS`. `config.json`
-            records it, so that a run that replaces it leaves users' files alone.
+        writes: see `common.run.run_folder`; recorded, so that a run that replaces this one leaves users' files alone.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
@@ -181,38 +168,31 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
 def _open(workdir: Path, wanted: dict[str, Any], writes: Iterable[str]) -> Run:
     if wanted.get("dry_run"):
         return _look_at(workdir, wanted)
-    refuse_other_files(workdir, writes)
+    run_folder.refuse_other_files(workdir, writes)
     lock = _locked(workdir)
     remove_unfinished(workdir)
-    bring_back(workdir)
-    if holds_run(workdir):
-        refuse_files_beside(workdir, writes)
+    run_folder.bring_back(workdir)
+    if run_folder.holds_run(workdir):
+        run_folder.refuse_files_beside(workdir, writes)
         if wanted["overwrite"] and not _is_own(workdir, wanted):
-            set_aside(workdir)
-    noted = {"writes": sorted({*writes, *writes_of(workdir)}), "launch": os.environ.get(LAUNCH_ID)}
-    return _look_at(workdir, wanted, lock, noted)
+            run_folder.set_aside(workdir)
+    writes = sorted({*writes, *run_folder.writes_of(workdir)})
+    return _look_at(workdir, wanted, lock, writes=writes, launch=os.environ.get(LAUNCH_ID))
 
 
 def _is_own(workdir: Path, wanted: dict[str, Any]) -> bool:
-    """Whether this very command, which has `--overwrite`, started the run there, so that it resumes it.
-
-    The command may be given again by hand or by a scheduler, until the run is complete; or by its launcher, which
-    restarts it after a worker's death, even after the results were written.
-    """
+    """Whether this very command, which has `--overwrite`, started the run there, so that it resumes it."""
     saved = read_json(workdir / "config.json") or {}
-    if not has_progress(workdir):
+    if not run_folder.has_progress(workdir):
         return False
     if LAUNCH_ID in os.environ and saved.get("launch") == os.environ[LAUNCH_ID]:
-        return True
+        return True  # even a complete run: a launcher restarts all workers after one's death
     complete = read_json(workdir / "results.json") is not None
     return not complete and saved | wanted | {"workdir": saved["workdir"]} == saved
 
 
-def _look_at(
-    workdir: Path, wanted: dict[str, Any], lock: TextIO | None = None, noted: dict[str, Any] | None = None
-) -> Run:
-    noted = noted or {}
-    if wanted.get("dry_run") or not (holds_run(workdir) and has_progress(workdir)):
+def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None = None, **noted: Any) -> Run:
+    if wanted.get("dry_run") or not (run_folder.holds_run(workdir) and run_folder.has_progress(workdir)):
         return Run(workdir, wanted | noted, None, lock)
     saved = read_json(workdir / "config.json") or {}
     different = [name for name in wanted if name not in FREE_OPTIONS and saved.get(name) != wanted[name]]
