@@ -15,16 +15,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from common.devices.cluster import (
-    all_on_this_machine,
-    host_and_port,
-    is_chief,
-    join_timeout,
-    num_workers,
-    tf_config,
-    worker_index,
-    workers,
-)
+from common.devices import cluster
 from common.errors import UserError
 
 HEARTBEAT_TIMEOUT = 15  # seconds without a heartbeat after which a worker is declared lost
@@ -45,10 +36,10 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     # TensorFlow has no public way to set the times.
     from tensorflow.python.distribute import collective_all_reduce_strategy as collective
 
-    timeout = join_timeout()
+    timeout = cluster.join_timeout()
     jobs = [
         collective.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses))
-        for job, addresses in tf_config()["cluster"].items()
+        for job, addresses in cluster.tf_config()["cluster"].items()
         if job in ("chief", "worker")
     ]
     collective.context.context().configure_coordination_service(
@@ -62,7 +53,7 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     on_sigterm = signal.getsignal(signal.SIGTERM)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
     signal.signal(signal.SIGTERM, on_sigterm)  # TensorFlow has replaced the handler
-    close_to_other_machines(host_and_port(workers()[worker_index()])[1])
+    close_to_other_machines(cluster.host_and_port(cluster.workers()[cluster.worker_index()])[1])
     return strategy
 
 
@@ -76,13 +67,13 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
         UserError: with the first message that a worker passed as the fact `error`.
     """
     everyones = [facts]
-    if num_workers() > 1:
+    if cluster.num_workers() > 1:
         from tensorflow.python.eager.context import context  # the key-value store of workers has no public name
 
         key, store = f"exchange/{next(_exchanges)}", context()
-        store.set_config_key_value(f"{key}/{worker_index()}", json.dumps(facts))
+        store.set_config_key_value(f"{key}/{cluster.worker_index()}", json.dumps(facts))
         store.wait_at_barrier(key, A_DAY)
-        everyones = [json.loads(store.get_config_key_value(f"{key}/{index}")) for index in range(num_workers())]
+        everyones = [json.loads(store.get_config_key_value(f"{key}/{index}")) for index in range(cluster.num_workers())]
     for theirs in everyones:
         if theirs.get("error"):
             raise UserError(theirs["error"])
@@ -108,16 +99,13 @@ def agree(facts: dict[str, Any], difference: str) -> None:
 
 
 def chief_alone(work: Callable[[], Result]) -> Result | None:
-    """Has the chief do some work for all, such as writing files, while the other workers wait.
-
-    Returns:
-        The work's result on the chief; None on the others.
+    """Has the chief do some work for all, and returns its result; the other workers wait, and get None.
 
     Raises:
         UserError: on every worker, when the chief's work raised it.
     """
     result, error = None, None
-    if is_chief():
+    if cluster.is_chief():
         try:
             result = work()
         except UserError as refused:
@@ -128,10 +116,10 @@ def chief_alone(work: Callable[[], Result]) -> Result | None:
 
 def _meet(seconds: float) -> None:
     """Waits for all workers, each listening at its address: TensorFlow itself would wait silently."""
-    own, missing = workers()[worker_index()], set(workers())
-    host, port = host_and_port(own)
+    own, missing = cluster.workers()[cluster.worker_index()], set(cluster.workers())
+    host, port = cluster.host_and_port(own)
     try:
-        if all_on_this_machine():
+        if cluster.all_on_this_machine():
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server(place[:2], family=family)
         else:
@@ -160,18 +148,18 @@ def _greet(listening: socket.socket) -> None:
 
 def _answers(address: str) -> bool:
     try:
-        with socket.create_connection(host_and_port(address), timeout=1) as connection:
+        with socket.create_connection(cluster.host_and_port(address), timeout=1) as connection:
             return bool(connection.recv(1))  # gRPC sends first too; for a process that hangs, its machine only accepts
     except OSError:
         return False
 
 
 def close_to_other_machines(port: int) -> None:
-    """If all workers are on this machine, restricts TensorFlow's ports to loopback: any client may run code.
+    """Restricts TensorFlow's ports to loopback if all workers are on this machine; any client may run code.
 
     Warns on standard error if it cannot.
     """
-    if not all_on_this_machine():
+    if not cluster.all_on_this_machine():
         return
     closed, why = 0, "none of this process's sockets listens there"
     try:

@@ -133,8 +133,8 @@ def _use_only(gpus: list) -> None:
 
 def _split(device, count: int, memory_mb: int | None = None) -> list[str]:
     """Names of the first `count` logical devices of a physical one, which is split if it is not yet."""
-    logical = [tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)] * count
     if len(tf.config.get_logical_device_configuration(device) or []) < count:
+        logical = [tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)] * count
         try:
             tf.config.set_logical_device_configuration(device, logical)
         except RuntimeError as error:

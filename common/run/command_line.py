@@ -60,10 +60,8 @@ def quiet_without_reader() -> Iterator[None]:
         if error.errno != errno.ENOSPC:
             raise
         _drop(sys.stdout)
-        print(
-            f"error: {error}. Free some space and give the same command again: a run resumes from its last checkpoint",
-            file=sys.stderr,
-        )
+        advice = "Free some space and give the same command again: a run resumes from its last checkpoint"
+        print(f"error: {error}. {advice}", file=sys.stderr)
         raise SystemExit(1) from None
 
 
@@ -74,10 +72,8 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
     Args:
         config_class: a dataclass with one field per option; `batch_size` becomes `--batch-size`.
         recipe_doc: the recipe's docstring, shown by `--help`.
-        arguments: those after the recipe's name; None for this process's own.
-
-    With the process's own arguments, Ctrl-C asks the run to save and exit, as SIGTERM does; a second one ends the
-    process at once.
+        arguments: those after the recipe's name; None for this process's own. Ctrl-C then asks the run to save and
+            exit, as SIGTERM does; a second one ends the process at once.
 
     Raises:
         SystemExit: 0 after `--help` and a completion script; 2 after one line on standard error for invalid ones.
@@ -117,7 +113,7 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
 def run(main: Callable[[Config], None], config: Config) -> None:
     """Calls `main(config)`, and turns expected errors into a message and an exit status.
 
-    Exit status 2 after a `UserError`; 1 if the disk is full, or another worker has died or cannot be reached.
+    That is 2 after a `UserError`, and 1 if the disk is full, or another worker has died or cannot be reached.
     """
     try:
         main(config)

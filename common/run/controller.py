@@ -42,8 +42,7 @@ class Trainer:
     def train_step(self, iterator) -> dict[str, tf.Tensor]:
         """Does one step with `next(iterator)`, by `strategy.run`; traced into a graph.
 
-        Returns:
-            Scalars that are the same on all workers, such as the batch's loss.
+        Returns scalars that are the same on all workers, such as the batch's loss.
         """
         raise NotImplementedError
 
@@ -113,7 +112,7 @@ class Controller:
         global_step: steps done before, as returned by `Checkpoints.restore`.
         checkpoint_manager: saves after loops and evaluations when a checkpoint is due, and at the end.
         summary_dir: TensorBoard's folder; the trainer's results go to `train/`, the evaluator's to `validation/`.
-        summary_interval: steps between two training summaries; by default, one per loop.
+        summary_interval: steps between two training summaries, of which a loop has at most one.
         eval_actions: called after each evaluation, with the step and the evaluator's results; `tf.summary` writes to
             `summary_dir` then.
 
@@ -130,13 +129,13 @@ class Controller:
         global_step: int = 0,
         checkpoint_manager: Checkpoints | None = None,
         summary_dir: Path | None = None,
-        summary_interval: int | None = None,
+        summary_interval: int = 1,
         eval_actions: Sequence[Action] = (),
     ):
         self.trainer, self.evaluator = trainer, evaluator
         self.steps_per_loop, self.global_step = steps_per_loop, global_step
         self.checkpoint_manager, self.eval_actions = checkpoint_manager, eval_actions
-        self.summary_interval = summary_interval or 1
+        self.summary_interval = summary_interval
         writes = summary_dir and is_chief()
         self._board = tf.summary.create_file_writer(str(summary_dir)) if writes else tf.summary.create_noop_writer()
         self._steps_in_time = 1
@@ -148,10 +147,7 @@ class Controller:
     def train_and_evaluate(self, train_steps: int, eval_interval: int) -> Output:
         """Trains until `global_step` is `train_steps`, and evaluates every `eval_interval` steps, and at the end.
 
-        A resumed run evaluates after the same steps.
-
-        Returns:
-            The results of the last evaluation.
+        A resumed run evaluates after the same steps. Returns the results of the last evaluation.
         """
         return self._run(train_steps, eval_interval)
 
