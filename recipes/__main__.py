@@ -68,11 +68,11 @@ def recipe_path(name: str | None) -> Path:
 
 def list_recipes() -> None:
     """Prints each recipe's name, its docstring's first line, and the line that begins with `Time:`."""
-    width = shutil.get_terminal_size(fallback=(160, 24)).columns  # a file or a pipe gets each line whole
+    width = max(shutil.get_terminal_size(fallback=(160, 24)).columns, 40)  # a file or a pipe gets each line whole
     for name, path in recipes().items():
         doc = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
         for start, line in [(name, doc[0]), *(("", line) for line in doc if line.startswith("Time:"))]:
-            print(textwrap.fill(line, max(width, 40), initial_indent=f"{start:20} ", subsequent_indent=" " * 21))
+            print(textwrap.fill(line, width, initial_indent=f"{start:20} ", subsequent_indent=" " * 21))
 
 
 def modules_used(path: Path) -> set[Path]:

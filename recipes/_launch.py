@@ -36,9 +36,7 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
 
     0: done. 1: a worker died, and no restart is left. 2: the input is wrong. 143: stopped by a signal, after saving.
 
-    Args:
-        arguments: of `python -m recipes launch`.
-        recipe: its file.
+    `arguments` are those of `python -m recipes launch`; `recipe` is a file.
 
     Raises:
         UserError: when an option is out of bounds, the workers' ranks cannot be determined, or there are fewer GPUs
@@ -95,16 +93,12 @@ def places(arguments: argparse.Namespace) -> list[dict]:
     if arguments.workers is not None:
         if told or arguments.hosts:
             raise UserError("--workers starts all workers on this machine; leave it out when hosts are given")
-        if servers := arguments.parameter_servers:
-            chief, *others = free_addresses(1 + arguments.workers + servers)
-            jobs = {"chief": [chief], "worker": others[:-servers], "ps": others[-servers:]}
-            return [
-                {"cluster": jobs, "task": {"type": job, "index": index}}
-                for job, addresses in jobs.items()
-                for index in range(len(addresses))
-            ]
-        addresses = free_addresses(arguments.workers)
-        return [worker_config(addresses, i) for i in range(arguments.workers)]
+        sizes = {"worker": arguments.workers}
+        if arguments.parameter_servers:
+            sizes = {"chief": 1} | sizes | {"ps": arguments.parameter_servers}
+        free = iter(free_addresses(sum(sizes.values())))
+        jobs = {job: [next(free) for _ in range(size)] for job, size in sizes.items()}
+        return [{"cluster": jobs, "task": {"type": job, "index": i}} for job in jobs for i in range(sizes[job])]
     if arguments.parameter_servers:
         raise UserError(
             "--parameter-servers needs --workers; on many machines, set TF_CONFIG with chief, worker and ps"
@@ -148,8 +142,7 @@ class Workers:
         self.command, self.restarts_left, self.gpus = command, restarts, gpus
         self.logs = {index: logs / f"worker-{index}.log" for index in self.places}
         self.processes: dict[int, subprocess.Popen] = {}
-        self.screen = Screen(logs / "worker-0.log")
-        self.asked_to_stop = False
+        self.screen, self.asked_to_stop = Screen(logs / "worker-0.log"), False
         served = any("ps" in place["cluster"] for place in places)
         self.leading = [0] if served else list(self.places)  # those that run the recipe; all end with them
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -159,16 +152,16 @@ class Workers:
             self._start(index)
 
     def _start(self, index: int) -> None:
-        place, environment = self.places[index], {}
+        environment = os.environ | {"TF_CONFIG": json.dumps(self.places[index])}
         if self.gpus:  # a chief with parameter servers schedules steps, and servers hold variables: neither needs one
-            own = self.gpus[place["task"]["index"]] if place["task"]["type"] == "worker" else ""
-            environment = {"CUDA_VISIBLE_DEVICES": own}
+            task = self.places[index]["task"]
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[task["index"]] if task["type"] == "worker" else ""
         with self.logs[index].open("ab") as file:
             screen_ends = () if index else self.screen.open()
             output, errors = screen_ends or (file, file)
             self.processes[index] = subprocess.Popen(
                 self.command,
-                env=os.environ | environment | {"TF_CONFIG": json.dumps(place)},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
