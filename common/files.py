@@ -31,15 +31,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes atomically: a reader never finds half a file, not even after a power cut.
-
-    NaN and infinity are written as null.
-    """
+    """Writes JSON as `write_whole` does, with null for NaN and infinity."""
     write_whole(path, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a text as `write_json` does."""
+    """Writes atomically: a reader never finds half a file, not even after a power cut."""
     unfinished = path.with_name(path.name + UNFINISHED)
     unfinished.write_text(text, encoding="utf-8")
     flush(unfinished)  # or the new name could be on the disk before the text
@@ -48,11 +45,8 @@ def write_whole(path: Path, text: str) -> None:
 
 def flush(path: Path) -> None:
     """Waits until a file's content is on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -84,11 +84,7 @@ def check_bounds(options: argparse.Namespace, **least: int) -> None:
 
 
 def places(arguments: argparse.Namespace) -> list[dict]:
-    """The `TF_CONFIG` of each worker that this process starts.
-
-    Raises:
-        UserError: when the addresses are invalid, given twice, or not at all.
-    """
+    """The `TF_CONFIG` of each worker that this process starts; a `UserError` where the addresses are not right."""
     told = tf_config()
     if arguments.workers is not None:
         if told or arguments.hosts:

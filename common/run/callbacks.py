@@ -134,12 +134,7 @@ def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.Summa
 
 
 class Profile(keras.callbacks.Callback):
-    """Traces some steps of `fit` for TensorBoard's profile tab; steps of the same call are traced together.
-
-    Args:
-        workdir: the run's folder; the trace goes to `tensorboard/` there.
-        steps: to be traced, counted from 1.
-    """
+    """Traces steps of `fit`, counted from 1, for TensorBoard's profile tab; those of the same call together."""
 
     def __init__(self, workdir: Path, steps: range):
         super().__init__()

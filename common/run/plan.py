@@ -23,15 +23,13 @@ def print_plan(
         batches: of one replica, as `masking.mask_tokens` gives them.
         pieces: the vocabulary, from id to token.
 
-    Returns:
-        {}: there are no results.
+    Returns {}: there are no results.
     """
     batch, total_steps = next(iter(batches)), model.last_step
     print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
-    state, activations = (size / 2**20 for size in memory_of_a_replica(model, batch))
+    state, activations = (f"{size / 2**20:,.0f} MiB" for size in memory_of_a_replica(model, batch))
     print(
-        f"memory per replica: {state:,.0f} MiB for weights, gradients and optimizer state, "
-        f"about {activations:,.0f} MiB for activations"
+        f"memory per replica: {state} for weights, gradients and optimizer state, about {activations} for activations"
     )
     for split, (sequences, tokens) in sizes.items():
         print(f"{split}: {tokens:,} tokens in {sequences:,} sequences")

@@ -22,15 +22,10 @@ FEWEST = 5  # products, where they take longer
 
 
 class ModelFlops(NamedTuple):
-    """What model FLOPs utilisation (MFU) is computed from: Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 4.1.
+    """What MFU is computed from: Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 4.1."""
 
-    Attributes:
-        per_token: floating-point operations of training, per token.
-        peak: peak FLOP/s of all devices.
-    """
-
-    per_token: float
-    peak: float
+    per_token: float  # floating-point operations of training
+    peak: float  # FLOP/s of all devices
 
     def utilisation(self, tokens_per_second: float) -> float:
         """MFU at that throughput, as a fraction."""
@@ -46,13 +41,8 @@ def model_flops(
     """What a run's MFU is computed from.
 
     The peak is measured, where PaLM takes the vendor's: by matrix products in the model's compute dtype, once per
-    machine. All devices are assumed to be like this worker's first one; logical devices share one.
-
-    Args:
-        strategy: that trains.
-        backbone: KerasHub's, of BERT or RoBERTa.
-        seq_length: tokens in a sequence.
-        mask_rate: fraction of tokens for which a head computes logits over the vocabulary; 0 for a classifier.
+    machine. All devices are assumed to be like this worker's first one; logical devices share one. `mask_rate` is the
+    fraction of tokens for which a head computes logits over the vocabulary; 0 for a classifier.
     """
     gpus = tf.config.list_physical_devices("GPU")
     devices = min(len(gpus), strategy.num_replicas_in_sync // num_workers()) if gpus else 1
@@ -68,17 +58,10 @@ def flops_per_token(
 
     A product of a vector with an n x m matrix has 2 n m operations, and its backward pass twice as many: 6 for each
     weight (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Of a layer of width h and inner width i, these are
-    4 h^2 + 2 h i. Attention adds 12 h s a layer, for the scores and the mean of s values (Chowdhery et al. 2022, PaLM,
-    arXiv:2204.02311, appendix B). The head, h^2 and h for each of V tokens, is needed for masked tokens only. What is
-    not a matrix product (norms, gelu, softmax, the optimizer) is not counted, so devices do more than MFU shows.
-
-    Args:
-        width: h, of a layer.
-        inner_width: i.
-        num_layers: of the encoder.
-        vocabulary_size: V, tokens in the vocabulary.
-        seq_length: s, tokens that each attends to.
-        mask_rate: fraction of tokens that are masked.
+    4 h^2 + 2 h i. Attention adds 12 h s a layer, for the scores and the mean of s values, the sequence length
+    (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). The head, h^2 and h for each token of the vocabulary,
+    is needed for masked tokens only, a fraction `mask_rate`. What is not a matrix product (norms, gelu, softmax, the
+    optimizer) is not counted, so devices do more than MFU shows.
     """
     encoder = num_layers * (4 * width**2 + 2 * width * inner_width)
     head = width**2 + width * vocabulary_size

@@ -29,7 +29,7 @@ class StepLog:
         workdir: the run's folder.
         steps_per_epoch: steps over which an epoch's means are taken.
         first_step: steps done before.
-        flops: of `common.run.speed`, from which MFU is computed.
+        flops: from which MFU is computed.
 
     Attributes:
         first_step, flops: see above.
@@ -49,7 +49,7 @@ class StepLog:
         self.learning_rate: dict[str, float] = {}
         self.speed: dict[str, float] = {}
         self.seconds = self.tokens_per_second = self.input_wait_fraction = self._waited = 0.0
-        self._calls = self._timed_tokens = self._tokens = self._slots = 0
+        self._is_compiled, self._timed_tokens, self._tokens, self._slots = False, 0, 0, 0
         self._epoch, self._epoch_labels, self._epoch_totals = -1, 0, dict.fromkeys(MEANS, 0.0)
         if not is_chief():
             self._lines = Path(os.devnull).open("w")  # noqa: SIM115
@@ -106,13 +106,13 @@ class StepLog:
             "input_wait_fraction": waited / seconds,
             "peak_memory_mb": peak_memory_mb(),
         }
-        self._calls += 1
-        if self._calls > 1:
+        if self._is_compiled:
             self.seconds += seconds
             self._timed_tokens += tokens
             self._waited += waited
             self.tokens_per_second = self._timed_tokens / self.seconds
             self.input_wait_fraction = self._waited / self.seconds
+        self._is_compiled = True
         for i in range(len(values["loss"])):
             self.step += 1
             means = {name: float(values[name][i]) for name in (*MEANS, "learning_rate")}
