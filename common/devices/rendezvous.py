@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -163,11 +163,9 @@ def close_to_other_machines(port: int) -> None:
         return
     closed, why = 0, "none of this process's sockets listens there"
     try:
-        for number in map(int, os.listdir("/proc/self/fd")):
-            if _listens(number, port):
-                with socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
-                    ours.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
-                closed += 1
+        for listening in _listening_at(port):
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+            closed += 1
     except (OSError, AttributeError) as error:  # without leave; on another system than Linux
         closed, why = 0, str(error)
     if not closed:
@@ -175,7 +173,8 @@ def close_to_other_machines(port: int) -> None:
         print(f"warning: {danger}. Block it with a firewall", file=sys.stderr, flush=True)
 
 
-def _listens(number: int, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
-        return bool(ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and ours.getsockname()[1] == port
-    return False  # no socket
+def _listening_at(port: int) -> Iterator[socket.socket]:
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
+            if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and ours.getsockname()[1] == port:
+                yield ours
