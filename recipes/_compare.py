@@ -44,7 +44,7 @@ def last_loss(run: dict[str, Any]) -> float:
 
 def weights_of(workdir: Path) -> dict[str, Any]:
     """Every array of a run's preset, backbone and head, by its name."""
-    weights = {}
+    weights: dict[str, Any] = {}
     for path in sorted((workdir / "preset").glob("*.weights.h5")):
         with h5py.File(path) as file:
             names: list[str] = []
