@@ -55,16 +55,11 @@ def report(results: dict[str, Any]) -> str:
     """The results, of `train_and_evaluate` or from `results.json` with null for NaN and infinity, as lines of text."""
     results = {name: math.nan if value is None else value for name, value in results.items()}
     rate = results["learning_rate"]
-    waiting = results["input_wait_fraction"]
-    advice = ": input-bound; give it more cores or a faster disk" if waiting > INPUT_BOUND else ""
-    peak = f"{results['peak_flops_per_second'] / 1e12:,.2f} TFLOP/s, the measured peak"
     batch = f"global batch {results['global_batch_size']}, on {results['replicas']} replica(s)"
     rows = [
         ("steps", f"{results['steps']}, {batch}"),
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
-        ("  MFU", f"{results['mfu']:.0%} of {peak}"),
-        ("data stall", f"{waiting:.1%} of the time{advice}"),
-        ("peak memory", f"{results['peak_memory_mb']:,} MiB of host memory"),
+        *_speed_rows(results),
         ("padding", f"{results['padding_fraction']:.2%}"),
         ("learning rate", f"first {rate['first']:.2e}, peak {rate['peak']:.2e}, last {rate['last']:.2e}"),
         ("training loss", f"{results['train_loss']:.3f}, mean over the last epoch"),
@@ -105,3 +100,15 @@ def no_better(results: dict[str, Any]) -> bool:
         return not results["val_loss"] < results["val_unigram_loss"] - MARGINS["unigram_loss"]  # NaN is no better
     simple = [results[name] for name in results if re.fullmatch("val_(majority|length|bag_of_words)_accuracy", name)]
     return bool(simple) and results["val_accuracy"] <= max(simple) + MARGINS["accuracy"]
+
+
+def _speed_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
+    if "mfu" not in results:  # of a run from before these were measured
+        return []
+    waiting, peak = results["input_wait_fraction"], results["peak_flops_per_second"] / 1e12
+    advice = ": input-bound; give it more cores or a faster disk" if waiting > INPUT_BOUND else ""
+    return [
+        ("  MFU", f"{results['mfu']:.0%} of {peak:,.2f} TFLOP/s, the measured peak"),
+        ("data stall", f"{waiting:.1%} of the time{advice}"),
+        ("peak memory", f"{results['peak_memory_mb']:,} MiB of host memory"),
+    ]
