@@ -61,11 +61,9 @@ BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every tensor": 1e-5, "va
 
 
 def doctor(as_json: bool, workers: int) -> int:
-    """Prints the machine and a row for each check; returns the exit status, 1 where a check fails.
+    """Prints the machine and a row for each check, or one JSON object; returns the exit status, 1 where a check fails.
 
-    Args:
-        as_json: print one JSON object instead.
-        workers: worker processes that train together, also checked; 1 for no such check.
+    Training on so many workers is checked too; 1 for no such check.
 
     Raises:
         UserError: when the workers cannot share the batch, or there are fewer GPUs than workers.

@@ -36,8 +36,6 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
 
     0: done. 1: a worker died, and no restart is left. 2: the input is wrong. 143: stopped by a signal, after saving.
 
-    `arguments` are those of `python -m recipes launch`; `recipe` is a file.
-
     Raises:
         UserError: when an option is out of bounds, the workers' ranks cannot be determined, or there are fewer GPUs
             than workers.

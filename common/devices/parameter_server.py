@@ -47,7 +47,6 @@ def asynchronous_steps(
     Args:
         strategy: of `parameter_server_strategy`.
         do_step: from the step, an int64 scalar, to a dict of scalars; runs on a worker.
-        steps: to do.
         round_ends: a round ends after each step, counted from 1, that is a multiple of one of these.
 
     Yields:

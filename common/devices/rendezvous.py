@@ -58,10 +58,7 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
 
 
 def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Waits for all workers to call it, and returns the facts of all, by rank.
-
-    Args:
-        facts: serializable as JSON.
+    """Waits for all workers to call it, and returns the facts of all, serializable as JSON, by rank.
 
     Raises:
         UserError: with the first message that a worker passed as the fact `error`.
@@ -83,12 +80,9 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
 def agree(facts: dict[str, Any], difference: str) -> None:
     """Waits for all workers, and checks that each has the chief's facts.
 
-    Args:
-        facts: as for `exchange`.
-        difference: the message about another worker, such as "was started differently from the chief".
-
     Raises:
-        UserError: on all workers, with the first that differs, its facts and the chief's.
+        UserError: on all workers, with the first that differs, the `difference`, such as "was started differently from
+            the chief", and both facts.
     """
     chiefs, *others = exchange(facts)
     for index, theirs in enumerate(others, 1):

@@ -20,11 +20,7 @@ class FitLog(StepLog, keras.callbacks.Callback):
     """A `StepLog` of what `fit` does, in TensorBoard too; the progress bar shows tokens per second.
 
     In `tensorboard/` are `loss`, `accuracy`, `learning_rate` and the entries of `StepLog.speed` of each step under
-    `train/`, `loss` and `accuracy` of each epoch under `validation/`, and the configuration as text.
-
-    Args:
-        workdir, steps_per_epoch, first_step, flops: of `StepLog`.
-        config: the configuration.
+    `train/`, `loss` and `accuracy` of each epoch under `validation/`, and `config` as text.
     """
 
     def __init__(

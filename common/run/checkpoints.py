@@ -54,10 +54,7 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
-        """Restores the latest readable checkpoint, and returns its step; 0 if there is none.
-
-        Args:
-            init_fn: called if there is none, such as to load initial weights.
+        """Restores the latest readable checkpoint, and returns its step; without one, calls `init_fn` and returns 0.
 
         Raises:
             UserError: when there are checkpoints, and none is readable, or they are of a different model; when workers

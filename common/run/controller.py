@@ -26,10 +26,9 @@ Action = Callable[[int, Output], None]  # of the step and what the evaluation ga
 
 
 class Trainer:
-    """Trains. Subclass it and define `train_step`; build the optimizer, in the strategy's scope, before the first step.
+    """Trains on a distributed data set, which has as many batches as there will be steps, or is infinite.
 
-    Args:
-        dataset: with as many batches as there will be steps, or infinite; distributed.
+    Subclass it and define `train_step`; build the optimizer, in the strategy's scope, before the first step.
     """
 
     def __init__(self, dataset):
@@ -65,12 +64,7 @@ class Trainer:
 
 
 class Evaluator:
-    """Evaluates. Subclass it and define `eval_begin`, `eval_step` and `eval_end`.
-
-    Args:
-        dataset: of batches, distributed.
-        steps: batches of an evaluation.
-    """
+    """Evaluates so many steps of a distributed data set. Subclass it and define `eval_step` and `eval_end`."""
 
     def __init__(self, dataset, steps: int):
         self._dataset, self._steps = dataset, steps
@@ -116,8 +110,7 @@ class Controller:
         eval_actions: called after each evaluation, with the step and the evaluator's results; `tf.summary` writes to
             `summary_dir` then.
 
-    Attributes:
-        global_step: steps done.
+    The attribute `global_step` is the number of steps done.
     """
 
     def __init__(

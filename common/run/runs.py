@@ -37,19 +37,12 @@ FREE_OPTIONS = (
 
 @dataclasses.dataclass
 class Run:
-    """An open run.
-
-    Attributes:
-        workdir: its folder.
-        saved: the content of `config.json`: the options that it was started with, and values recorded since.
-        results: those of `results.json`, if the run is complete.
-        lock: held as long as the process lives; None if nothing may be written.
-    """
+    """An open run."""
 
     workdir: Path
-    saved: dict[str, Any]
-    results: dict[str, Any] | None
-    lock: TextIO | None
+    saved: dict[str, Any]  # content of `config.json`: the options that it was started with, and values recorded since
+    results: dict[str, Any] | None  # content of `results.json`, if the run is complete
+    lock: TextIO | None  # held as long as the process lives; None if nothing may be written
 
     def __post_init__(self):
         if self.lock:
