@@ -144,8 +144,7 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
     workdir = Path(config.workdir)
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
     _refuse_other_workers(wanted)
-    run = chief_alone(lambda: _open(workdir, wanted, writes)) or _look_at(workdir, wanted)
-    lock = workdir / ".lock"
+    opened, lock = chief_alone(lambda: _open(workdir, wanted, writes)), workdir / ".lock"
     seen = exchange({"token": lock.read_text() if lock.is_file() and not wanted.get("dry_run") else None})
     for index, theirs in enumerate(seen):
         if theirs != seen[0]:
@@ -153,6 +152,7 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
                 f"worker {index} does not see the chief's work directory {workdir}. "
                 "Give a --workdir on a shared file system"
             )
+    run = opened or _look_at(workdir, wanted)
     if run.results:
         print(f"The run in {workdir} is complete; --overwrite starts afresh.")
     return run
