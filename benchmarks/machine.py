@@ -59,7 +59,7 @@ def matmul(dtype: str) -> Callable[..., dict[str, float]]:
     Returns:
         A function whose result has `flops`, a second, of the fastest.
     """
-    from common.devices.peak import matmul_flops_per_second
+    from common.run.speed import matmul_flops_per_second
 
     def run(steps: int) -> dict[str, float]:
         began = time.perf_counter()

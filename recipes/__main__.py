@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.errors import UserError
-from common.run.command_line import fail, quiet_without_reader
+from common.run.command_line import fail, quiet_stderr, quiet_without_reader
 
 ROOT = Path(__file__).parent.parent
 GUIDE = """\
@@ -56,22 +56,23 @@ def recipe_path(name: str | None) -> Path:
     """A recipe's file.
 
     Raises:
-        UserError: when there is no recipe of that name.
+        UserError: when no name is given, or no recipe has it.
     """
+    known = recipes()
     if name is None:
-        raise UserError(f"give the name of a recipe first, one of: {' '.join(recipes())}")
-    if name not in recipes():
-        raise UserError(f"there is no recipe {name}. Choose one of: {' '.join(recipes())}")
-    return recipes()[name]
+        raise UserError(f"give the name of a recipe first, one of: {' '.join(known)}")
+    if name not in known:
+        raise UserError(f"there is no recipe {name}. Choose one of: {' '.join(known)}")
+    return known[name]
 
 
 def list_recipes() -> None:
     """Prints each recipe's name, its docstring's first line, and the line that begins with `Time:`."""
-    width = shutil.get_terminal_size(fallback=(160, 24)).columns  # a file or a pipe gets each line whole
+    width = max(shutil.get_terminal_size(fallback=(160, 24)).columns, 40)  # a file or a pipe gets each line whole
     for name, path in recipes().items():
         doc = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
         for start, line in [(name, doc[0]), *(("", line) for line in doc if line.startswith("Time:"))]:
-            print(textwrap.fill(line, max(width, 40), initial_indent=f"{start:20} ", subsequent_indent=" " * 21))
+            print(textwrap.fill(line, width, initial_indent=f"{start:20} ", subsequent_indent=" " * 21))
 
 
 def modules_used(path: Path) -> set[Path]:
@@ -156,13 +157,8 @@ def main() -> None:
     run.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options; --help lists them")
     start = commands.add_parser("launch", help="run a recipe on several workers")
     start.add_argument("--workers", type=int, metavar="N", help="start N workers on this machine")
-    start.add_argument(
-        "--parameter-servers",
-        type=int,
-        default=0,
-        metavar="P",
-        help="experimental: asynchronous training with P servers",
-    )
+    servers = "experimental: asynchronous training with P servers"
+    start.add_argument("--parameter-servers", type=int, default=0, metavar="P", help=servers)
     start.add_argument("--hosts", metavar="H1:PORT,H2:PORT", help="addresses of all workers, the chief's first")
     start.add_argument("--worker-index", type=int, metavar="I", help="index of this machine in --hosts, from 0")
     start.add_argument("--restarts", type=int, default=0, metavar="K", help="restart up to K times after a worker dies")
@@ -173,9 +169,9 @@ def main() -> None:
     copy.add_argument("name", metavar="NAME", help="the recipe")
     copy.add_argument("destination", metavar="DEST", type=Path, help="folder, created if missing")
     copy.add_argument("--force", action="store_true", help="overwrite existing files")
-    doctor = commands.add_parser("doctor", help="verify on this machine that training is exact")
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor.add_argument("--workers", type=int, default=1, metavar="N", help="also check training on N workers")
+    check = commands.add_parser("doctor", help="verify on this machine that training is exact")
+    check.add_argument("--json", action="store_true", help="print one JSON object")
+    check.add_argument("--workers", type=int, default=1, metavar="N", help="also check training on N workers")
     fill = commands.add_parser("fill-mask", help="fill [MASK] in sentences with a trained model")
     fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
     fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
@@ -184,6 +180,9 @@ def main() -> None:
     export.add_argument("destination", type=Path, help="folder, which must be empty or not exist")
     arguments = parser.parse_args()
 
+    if arguments.command in ("doctor", "fill-mask", "export"):  # as a recipe does for itself
+        os.environ["KERAS_BACKEND"] = "tensorflow"
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     match arguments.command:
         case None:
             print(GUIDE)
@@ -199,22 +198,15 @@ def main() -> None:
         case "cp":
             copy_recipe(arguments.name, arguments.destination, arguments.force)
         case "doctor":
-            os.environ["KERAS_BACKEND"] = "tensorflow"
-            from recipes._doctor import doctor as check
+            from recipes._doctor import doctor
 
-            raise SystemExit(check(arguments.json, arguments.workers))
+            raise SystemExit(doctor(arguments.json, arguments.workers))
         case "fill-mask":
             preset = arguments.preset or last_preset()
-            os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-            from common.run.quiet import quiet_stderr
-
             with quiet_stderr():
                 from common.model.fill_mask import print_filled_masks
             print_filled_masks(preset, arguments.sentences)
         case "export":
-            os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-            from common.run.quiet import quiet_stderr
-
             with quiet_stderr():
                 from common.model.export import export_bert
             export_bert(arguments.preset, arguments.destination)

@@ -5,11 +5,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
+
 
 def differences(run: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """Relative differences of two runs, by what is compared."""
-    import numpy as np
-
     ours, theirs = (weights_of(Path(each["config"]["workdir"])) for each in (run, other))
     # In theory the biases of attention's keys have no gradient: their values are rounding noise.
     theirs = {name: weight for name, weight in theirs.items() if not name.endswith("key_dense/vars/1") and weight.any()}
@@ -43,23 +44,17 @@ def last_loss(run: dict[str, Any]) -> float:
 
 def weights_of(workdir: Path) -> dict[str, Any]:
     """Every array of a run's preset, backbone and head, by its name."""
-    import h5py
-
-    weights = {}
+    weights: dict[str, Any] = {}
     for path in sorted((workdir / "preset").glob("*.weights.h5")):
         with h5py.File(path) as file:
-
-            def add(name, item, path=path):
-                if isinstance(item, h5py.Dataset):
-                    weights[f"{path.stem} {name}"] = item[()]
-
-            file.visititems(add)
+            names: list[str] = []
+            file.visit(names.append)
+            weights |= {f"{path.stem} {name}": file[name][()] for name in names if isinstance(file[name], h5py.Dataset)}
     return weights
 
 
 def board_difference(run: dict[str, Any]) -> float:
     """The largest difference of a loss in TensorBoard's file from `steps.jsonl`, both in float32."""
-    import numpy as np
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 

@@ -61,11 +61,9 @@ BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every tensor": 1e-5, "va
 
 
 def doctor(as_json: bool, workers: int) -> int:
-    """Prints the machine and a row for each check; returns the exit status, 1 where a check fails.
+    """Prints the machine and a row for each check, or one JSON object; returns the exit status, 1 where a check fails.
 
-    Args:
-        as_json: print one JSON object.
-        workers: worker processes that train together, also checked; 1 for no such check.
+    Training on so many workers is checked too; 1 for no such check.
 
     Raises:
         UserError: when the workers cannot share the batch, or there are fewer GPUs than workers.
@@ -139,15 +137,10 @@ def set_up() -> None:
 
 
 def train(name: str, options: dict[str, Any], workers: int) -> dict[str, Any]:
-    """Runs the recipe; the run named `resumed` is stopped by SIGTERM in the middle of an epoch, and resumed.
-
-    A run named after workers is started by the launcher.
-    """
+    """Runs the recipe: by the launcher if named after workers; if named `resumed`, stopped by SIGTERM, and resumed."""
     if "workers" in name:
         given = {"--" + option.replace("_", "-"): value for option, value in options.items() if value is not False}
-        words = [
-            word for option, value in given.items() for word in ([option] if value is True else [option, str(value)])
-        ]
+        words = [option if value is True else f"{option}={value}" for option, value in given.items()]
         command = [sys.executable, "-m", "recipes", "launch", "--workers", str(workers), "bert_mlm", *words]
         started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if started.returncode:
@@ -167,46 +160,34 @@ def train(name: str, options: dict[str, Any], workers: int) -> dict[str, Any]:
 
 def check(runs: dict[str, dict[str, Any]], ways: list[Way], off_board: float) -> list[dict[str, Any]]:
     """Rows with `check`, `measure`, `measured`, `bound` and `passed`."""
-    rows = []
-
-    def add(check: str, measure: str, measured: float, bound: float) -> None:
-        passed = measured <= bound
-        rows.append({"check": check, "measure": measure, "measured": measured, "bound": bound, "passed": passed})
-
+    found: list[tuple[str, str, float, float]] = []
     for optimizer in OPTIMIZERS:
         for name, _, options in ways:
             one, _, _ = ONE_DEVICE["pack" in options]
-            found = differences(runs[f"{name}, {optimizer}"], runs[f"{one}, {optimizer}"])
-            for what, bound in BOUNDS.items():
-                add(f"{name}, {optimizer}", what, found[what], bound)
-    plain = runs["2 replicas, adamw"]
-    bfloat16, float16 = runs["mixed_bfloat16"], runs["mixed_float16"]
-    add("bfloat16", "last loss against float32", relative(last_loss(bfloat16), last_loss(plain)), 0.01)
-    add("float16", "last loss against float32", relative(last_loss(float16), last_loss(plain)), 0.01)
+            apart = differences(runs[f"{name}, {optimizer}"], runs[f"{one}, {optimizer}"])
+            found += [(f"{name}, {optimizer}", what, apart[what], bound) for what, bound in BOUNDS.items()]
+    plain, resumed = runs["2 replicas, adamw"], runs["resumed"]
+    for precision in ("bfloat16", "float16"):
+        away = relative(last_loss(runs[f"mixed_{precision}"]), last_loss(plain))
+        found.append((precision, "last loss against float32", away, 0.01))
     steps = steps_of(plain)
     mean = sum(step["loss"] * step["labels"] for step in steps) / sum(step["labels"] for step in steps)
-    add("loss reported", "against the mean over all labels", relative(plain["train_loss"], mean), 1e-6)
     rate, warm_up = plain["learning_rate"], STEPS // 10
-    ends = {
-        "first": rate["peak"] / (warm_up + 1),
-        "peak": OPTIMIZERS["adamw"],
-        "last": rate["peak"] / (STEPS - warm_up),
-    }
-    add(
-        "learning rate",
-        "first, peak and last by the schedule",
-        max(relative(rate[end], ends[end]) for end in ends),
-        1e-6,
-    )
-    add("resumed", "weights, to the bit", differences(runs["resumed"], runs["not stopped"])["weights"], 0.0)
-    add(
-        "resumed",
-        "from a step before the last",
-        0.0 if (runs["resumed"]["resumed_from_step"] or STEPS) < STEPS else 1.0,
-        0.0,
-    )
-    add("TensorBoard", "its losses against steps.jsonl", off_board, 0.0)
-    return rows
+    peak = OPTIMIZERS["adamw"]
+    ends = {"first": rate["peak"] / (warm_up + 1), "peak": peak, "last": rate["peak"] / (STEPS - warm_up)}
+    off_schedule = max(relative(rate[end], ends[end]) for end in ends)
+    not_resumed = float((resumed["resumed_from_step"] or STEPS) >= STEPS)
+    found += [
+        ("loss reported", "against the mean over all labels", relative(plain["train_loss"], mean), 1e-6),
+        ("learning rate", "first, peak and last by the schedule", off_schedule, 1e-6),
+        ("resumed", "weights, to the bit", differences(resumed, runs["not stopped"])["weights"], 0.0),
+        ("resumed", "from a step before the last", not_resumed, 0.0),
+        ("TensorBoard", "its losses against steps.jsonl", off_board, 0.0),
+    ]
+    return [
+        {"check": check, "measure": measure, "measured": measured, "bound": bound, "passed": measured <= bound}
+        for check, measure, measured, bound in found
+    ]
 
 
 def describe_machine(gpus: list[str]) -> dict[str, str]:

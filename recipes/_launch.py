@@ -5,6 +5,7 @@ Only the workers import TensorFlow.
 """
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -18,9 +19,8 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.devices.cluster import is_address, parameter_server_config, tf_config, worker_config, worker_index
+from common.devices.cluster import is_address, tf_config, worker_config, worker_index
 from common.errors import UserError
-from common.run.command_line import check_bounds
 from recipes._gpus import gpu_shares
 from recipes._screen import Screen
 
@@ -28,17 +28,13 @@ TO_SAVE = 60  # seconds for workers that are asked to stop
 TO_FOLLOW = 2  # seconds for the others to end by themselves once one has failed
 STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # after saving, or if there was nothing to save
 LAST_LINES = 5  # of a dead worker's log that are shown
+MOST = 999_999  # of any option
 
 
 def launch(arguments: argparse.Namespace, recipe: Path) -> int:
     """Runs a recipe's workers until they are done, and returns the exit status.
 
     0: done. 1: a worker died, and no restart is left. 2: the input is wrong. 143: stopped by a signal, after saving.
-
-    Args:
-        arguments: of `python -m recipes launch`: `workers` and `parameter_servers`, or `hosts` and `worker_index` where
-            the environment does not give the rank; `restarts`; `join_timeout` in seconds; `options` of the recipe.
-        recipe: its file.
 
     Raises:
         UserError: when an option is out of bounds, the workers' ranks cannot be determined, or there are fewer GPUs
@@ -57,11 +53,16 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="workers-") as temporary:
         # TensorFlow writes generated code there, and a worker that is killed leaves it.
         os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout), "LAUNCH_ID": uuid.uuid4().hex}
-        logs = Path(temporary) if "--dry-run" in arguments.options else logs_folder(workdir)  # a dry run writes nothing
+        logs = Path(temporary) if "--dry-run" in arguments.options else workdir / "logs"  # a dry run writes nothing
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot write to the work directory {workdir} ({error.strerror}). Give another --workdir"
+            ) from error
         restarts_left = arguments.restarts + 1
         while restarts_left:
-            restarts_left -= 1
-            workers = Workers(places(arguments), command, logs, restarts_left, gpus)
+            workers = Workers(places(arguments), command, logs, restarts_left - 1, gpus)
             status, cause = workers.wait()
             restarts_left = workers.restarts_left
             if status != 1:
@@ -71,21 +72,27 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
     return 1
 
 
-def places(arguments: argparse.Namespace) -> list[dict]:
-    """The `TF_CONFIG` of each worker that this process starts.
+def check_bounds(options: argparse.Namespace, **least: int) -> None:
+    """Raises a `UserError` for the first option that is given and not between its least value and `MOST`."""
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and not bound <= value <= MOST:
+            must = f"least {bound}" if value < bound else f"most {MOST}"
+            raise UserError(f"--{name.replace('_', '-')} must be at {must}, not {value}")
 
-    Raises:
-        UserError: when they are invalid, given twice, or not at all.
-    """
+
+def places(arguments: argparse.Namespace) -> list[dict]:
+    """The `TF_CONFIG` of each worker that this process starts; a `UserError` where the addresses are not right."""
     told = tf_config()
     if arguments.workers is not None:
         if told or arguments.hosts:
             raise UserError("--workers starts all workers on this machine; leave it out when hosts are given")
-        if servers := arguments.parameter_servers:
-            addresses = free_addresses(1 + arguments.workers + servers)
-            return [parameter_server_config(addresses, servers, i) for i in range(len(addresses))]
-        addresses = free_addresses(arguments.workers)
-        return [worker_config(addresses, i) for i in range(arguments.workers)]
+        sizes = {"worker": arguments.workers}
+        if arguments.parameter_servers:
+            sizes = {"chief": 1} | sizes | {"ps": arguments.parameter_servers}
+        free = iter(free_addresses(sum(sizes.values())))
+        jobs = {job: [next(free) for _ in range(size)] for job, size in sizes.items()}
+        return [{"cluster": jobs, "task": {"type": job, "index": i}} for job in jobs for i in range(sizes[job])]
     if arguments.parameter_servers:
         raise UserError(
             "--parameter-servers needs --workers; on many machines, set TF_CONFIG with chief, worker and ps"
@@ -104,29 +111,11 @@ def places(arguments: argparse.Namespace) -> list[dict]:
     return [worker_config(hosts, arguments.worker_index)]
 
 
-def logs_folder(workdir: Path) -> Path:
-    """Creates the folder of the workers' logs.
-
-    Raises:
-        UserError: when it cannot be.
-    """
-    logs = workdir / "logs"
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot write to the work directory {workdir} ({error.strerror}). Give another --workdir"
-        ) from error
-    return logs
-
-
 def free_addresses(count: int) -> list[str]:
     """Loopback addresses with free ports."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
-    for s in sockets:
-        s.close()
-    return addresses
+    with contextlib.ExitStack() as until_all_are_found:
+        sockets = [until_all_are_found.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
 
 
 class Workers:
@@ -138,21 +127,16 @@ class Workers:
         places: the `TF_CONFIG` of each.
         command: the recipe's.
         logs: folder of `worker-I.log`, which are appended to.
-        restarts: of single workers.
+        restarts: of single workers; `restarts_left` is what is left of them.
         gpus: each worker's `CUDA_VISIBLE_DEVICES`; empty if each may use the same as this process.
-
-    Attributes:
-        restarts_left: of `restarts`.
     """
 
     def __init__(self, places: list[dict], command: list[str], logs: Path, restarts: int, gpus: list[str]):
         self.places = {worker_index(place): place for place in places}
-        self.command, self.restarts_left = command, restarts
-        self.gpus = gpus
+        self.command, self.restarts_left, self.gpus = command, restarts, gpus
         self.logs = {index: logs / f"worker-{index}.log" for index in self.places}
         self.processes: dict[int, subprocess.Popen] = {}
-        self.screen = Screen(logs / "worker-0.log")
-        self.asked_to_stop = False
+        self.screen, self.asked_to_stop = Screen(logs / "worker-0.log"), False
         served = any("ps" in place["cluster"] for place in places)
         self.leading = [0] if served else list(self.places)  # those that run the recipe; all end with them
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -162,16 +146,16 @@ class Workers:
             self._start(index)
 
     def _start(self, index: int) -> None:
-        place, environment = self.places[index], {}
+        environment = os.environ | {"TF_CONFIG": json.dumps(self.places[index])}
         if self.gpus:  # a chief with parameter servers schedules steps, and servers hold variables: neither needs one
-            own = self.gpus[place["task"]["index"]] if place["task"]["type"] == "worker" else ""
-            environment = {"CUDA_VISIBLE_DEVICES": own}
+            task = self.places[index]["task"]
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[task["index"]] if task["type"] == "worker" else ""
         with self.logs[index].open("ab") as file:
             screen_ends = () if index else self.screen.open()
             output, errors = screen_ends or (file, file)
             self.processes[index] = subprocess.Popen(
                 self.command,
-                env=os.environ | environment | {"TF_CONFIG": json.dumps(place)},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
@@ -197,7 +181,7 @@ class Workers:
         while self._running(self.leading) and time.monotonic() < deadline:
             self.screen.copy(0.1)
         failed = self._failed()
-        cause = self._cause(failed)
+        cause = self._cause(failed)  # before the kill
         self._kill_all()
         if stopped:
             return STOPPED[0], ""
@@ -216,9 +200,8 @@ class Workers:
             served = index not in self.leading and self.places[index]["task"]["type"] == "worker"
             if served and status != 2 and self.restarts_left and not self.asked_to_stop:
                 self.restarts_left -= 1
-                print(
-                    f"\n{self._cause({index: status})}{self.restarts_left} restart(s) left", file=sys.stderr, flush=True
-                )
+                cause = self._cause({index: status})
+                print(f"\n{cause}{self.restarts_left} restart(s) left", file=sys.stderr, flush=True)
                 self._start(index)
 
     def _running(self, indices: Iterable[int]) -> list[subprocess.Popen]:

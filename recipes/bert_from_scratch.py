@@ -25,7 +25,7 @@ from typing import Literal
 from common.data.corpora import check_corpus
 from common.model.push_target import check_push_to
 from common.model.sizes import check_model, check_vocabulary_size
-from common.run.command_line import parse, run
+from common.run.command_line import parse, quiet_stderr, run
 from common.run.options import FitOptions, step_range
 
 
@@ -64,8 +64,6 @@ class Config(FitOptions):
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
     CONFIG = parse(Config, __doc__)
-
-from common.run.quiet import quiet_stderr
 
 with quiet_stderr():
     import keras

@@ -22,7 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import dataclass
 
 from common.run.classifier_options import ClassifierOptions
-from common.run.command_line import parse, run
+from common.run.command_line import parse, quiet_stderr, run
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,6 @@ class Config(ClassifierOptions):
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
     CONFIG = parse(Config, __doc__)
-
-from common.run.quiet import quiet_stderr
 
 with quiet_stderr():
     import keras

@@ -235,7 +235,7 @@ def test_ten_thousand_files(tmp_path):
 PEAK_MEMORY = """
 import resource, sys
 from common.data.corpora import open_corpus
-from common.run.quiet import quiet_stderr
+from common.run.command_line import quiet_stderr
 from common.data.wordpiece import train_wordpieces
 with quiet_stderr():
     from common.data.packing import make_sequences

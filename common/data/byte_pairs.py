@@ -14,9 +14,9 @@ from typing import ClassVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from common.caching import cached_file
 from common.data.corpora import Documents
 from common.data.wordpiece import UNKNOWN, SpecialTokens, WordPieces
+from common.files import cached_file
 
 # That of Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783), which KerasHub has for every byte-pair tokenizer.
 SPLIT = (

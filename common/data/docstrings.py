@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from common.caching import cached_file
+from common.files import cached_file
 
 PACKAGES = ("keras", "keras_hub", "numpy")
 HELD_OUT = 10  # one module in this many is for validation

@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 from tokenizers import Tokenizer
 
-from common.caching import cached_file
 from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.corpora import NEEDED_SPLITS, Documents
 from common.data.order import NO_EXAMPLE
 from common.errors import UserError
+from common.files import cached_file
 
 DOCUMENTS_AT_ONCE = 256  # tokenised in one call, on all cores
 BUCKETS = (32, 64, 128, 256, 512)

@@ -16,11 +16,7 @@ from common.errors import UserError
 
 PORT = 8888  # of workers started by a scheduler
 JOBS = ("chief", "worker", "ps")
-WORKERS_TOLD_IN = {
-    "TF_CONFIG",
-    "SLURM_STEP_NUM_TASKS",
-    "JOB_SERVICE",
-}  # one of these is set if there are several workers
+WORKERS_TOLD_IN = {"TF_CONFIG", "SLURM_STEP_NUM_TASKS", "JOB_SERVICE"}  # one is set if there are several workers
 
 
 def tf_config() -> dict[str, Any]:
@@ -43,12 +39,12 @@ def tf_config() -> dict[str, Any]:
     try:
         config = json.loads(os.environ.get("TF_CONFIG") or "{}")
         if config != {}:
-            jobs, task = config["cluster"], config["task"]
-            if task["type"] not in JOBS:
-                raise ValueError(f"a task of type {task['type']!r}, where there are {', '.join(JOBS)}")
-            if not 0 <= task["index"] < len(jobs[task["type"]]):
-                raise ValueError(f"there is no {task['type']} {task['index']}")
-            if wrong := [address for job in jobs.values() for address in job if not is_address(address)]:
+            jobs, job, index = config["cluster"], config["task"]["type"], config["task"]["index"]
+            if job not in JOBS:
+                raise ValueError(f"a task of type {job!r}, where there are {', '.join(JOBS)}")
+            if not 0 <= index < len(jobs[job]):
+                raise ValueError(f"there is no {job} {index}")
+            if wrong := [address for addresses in jobs.values() for address in addresses if not is_address(address)]:
                 raise ValueError(f"{wrong[0]!r} is not host:port")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -59,11 +55,7 @@ def tf_config() -> dict[str, Any]:
 
 
 def join_timeout() -> int:
-    """Seconds within which all workers must have joined, by `JOIN_TIMEOUT`.
-
-    Raises:
-        UserError: when that is no whole number above 0.
-    """
+    """Seconds within which all workers must have joined, by the environment variable `JOIN_TIMEOUT`; 300 by default."""
     return whole_number("JOIN_TIMEOUT", 300)
 
 
@@ -71,7 +63,7 @@ def whole_number(variable: str, default: int) -> int:
     """The value of an environment variable; the default if it is empty or not set.
 
     Raises:
-        UserError: when that is no whole number above 0.
+        UserError: when it is no whole number from 1 to 999999.
     """
     text = os.environ.get(variable) or str(default)
     if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
@@ -113,14 +105,6 @@ def all_on_this_machine() -> bool:
     return all(at_loopback(address) for job in tf_config()["cluster"].values() for address in job)
 
 
-def parameter_server_config(addresses: list[str], servers: int, index: int) -> dict[str, Any]:
-    """The `TF_CONFIG` of process `index`: the first is the chief, the last are servers, the others workers."""
-    first_server = len(addresses) - servers
-    jobs = {"chief": addresses[:1], "worker": addresses[1:first_server], "ps": addresses[first_server:]}
-    kind = "chief" if index == 0 else "worker" if index < first_server else "ps"
-    return {"cluster": jobs, "task": {"type": kind, "index": jobs[kind].index(addresses[index])}}
-
-
 def has_parameter_servers() -> bool:
     """Whether workers train asynchronously, on variables that parameter servers hold."""
     return "ps" in tf_config().get("cluster", {})
@@ -142,9 +126,8 @@ def worker_index(config: dict[str, Any] | None = None) -> int:
     config = tf_config() if config is None else config
     if not config:
         return 0
-    order = [job for job in JOBS if job in config["cluster"]]
-    before = order[: order.index(config["task"]["type"])]
-    return sum(len(config["cluster"][job]) for job in before) + config["task"]["index"]
+    before = JOBS[: JOBS.index(config["task"]["type"])]
+    return sum(len(config["cluster"].get(job, [])) for job in before) + config["task"]["index"]
 
 
 def is_chief() -> bool:

@@ -47,7 +47,6 @@ def asynchronous_steps(
     Args:
         strategy: of `parameter_server_strategy`.
         do_step: from the step, an int64 scalar, to a dict of scalars; runs on a worker.
-        steps: to do.
         round_ends: a round ends after each step, counted from 1, that is a multiple of one of these.
 
     Yields:
@@ -55,11 +54,11 @@ def asynchronous_steps(
     """
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     do_step = tf.function(do_step)
-    first = steps.start
-    while first < steps.stop:
-        end = min(steps.stop, *((first // every + 1) * every for every in round_ends))
-        promised = [coordinator.schedule(do_step, args=(tf.constant(step, tf.int64),)) for step in range(first, end)]
-        coordinator.join()
-        done = coordinator.fetch(promised)
-        yield {name: np.array([values[name] for values in done]) for name in done[0]}
-        first = end
+    promised = []
+    for step in steps:
+        promised.append(coordinator.schedule(do_step, args=(tf.constant(step, tf.int64),)))
+        if step + 1 == steps.stop or any((step + 1) % every == 0 for every in round_ends):
+            coordinator.join()
+            done = coordinator.fetch(promised)
+            yield {name: np.array([values[name] for values in done]) for name in done[0]}
+            promised = []

@@ -10,26 +10,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from common.devices.cluster import (
-    all_on_this_machine,
-    host_and_port,
-    is_chief,
-    join_timeout,
-    num_workers,
-    tf_config,
-    worker_index,
-    workers,
-)
+from common.devices import cluster
 from common.errors import UserError
 
 HEARTBEAT_TIMEOUT = 15  # seconds without a heartbeat after which a worker is declared lost
 BOTH_IPS: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
 A_DAY = 24 * 3600 * 1000  # in milliseconds
+Result = TypeVar("Result")
 _exchanges = itertools.count()
 
 
@@ -39,16 +31,15 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     If all have loopback addresses, it accepts connections from this machine only.
 
     Raises:
-        UserError: when a worker has not joined within `JOIN_TIMEOUT` seconds (an environment variable; 300), that is
-            not a whole number above 0, or this one's port is in use.
+        UserError: when a worker has not joined within `join_timeout` seconds, or this one's port is in use.
     """
     # TensorFlow has no public way to set the times.
     from tensorflow.python.distribute import collective_all_reduce_strategy as collective
 
-    timeout = join_timeout()
+    timeout = cluster.join_timeout()
     jobs = [
         collective.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses))
-        for job, addresses in tf_config()["cluster"].items()
+        for job, addresses in cluster.tf_config()["cluster"].items()
         if job in ("chief", "worker")
     ]
     collective.context.context().configure_coordination_service(
@@ -62,30 +53,24 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     on_sigterm = signal.getsignal(signal.SIGTERM)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
     signal.signal(signal.SIGTERM, on_sigterm)  # TensorFlow has replaced the handler
-    close_to_other_machines(host_and_port(workers()[worker_index()])[1])
+    close_to_other_machines(cluster.host_and_port(cluster.workers()[cluster.worker_index()])[1])
     return strategy
 
 
 def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Waits for all workers to call it, and returns the facts of all, by rank.
-
-    Args:
-        facts: serializable as JSON.
+    """Waits for all workers to call it, and returns the facts of all, serializable as JSON, by rank.
 
     Raises:
         UserError: with the first message that a worker passed as the fact `error`.
     """
-    if num_workers() == 1:
-        everyones = [facts]
-    else:
+    everyones = [facts]
+    if cluster.num_workers() > 1:
         from tensorflow.python.eager.context import context  # the key-value store of workers has no public name
 
-        number, store = next(_exchanges), context()
-        store.set_config_key_value(f"exchange/{number}/{worker_index()}", json.dumps(facts))
-        store.wait_at_barrier(f"exchange/{number}", A_DAY)
-        everyones = [
-            json.loads(store.get_config_key_value(f"exchange/{number}/{index}")) for index in range(num_workers())
-        ]
+        key, store = f"exchange/{next(_exchanges)}", context()
+        store.set_config_key_value(f"{key}/{cluster.worker_index()}", json.dumps(facts))
+        store.wait_at_barrier(key, A_DAY)
+        everyones = [json.loads(store.get_config_key_value(f"{key}/{index}")) for index in range(cluster.num_workers())]
     for theirs in everyones:
         if theirs.get("error"):
             raise UserError(theirs["error"])
@@ -93,14 +78,11 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def agree(facts: dict[str, Any], difference: str) -> None:
-    """Waits for all workers, and raises on each of them if one has different facts than the chief.
-
-    Args:
-        facts: as for `exchange`.
-        difference: the message about such a worker, such as "was started differently from the chief".
+    """Waits for all workers, and checks that each has the chief's facts.
 
     Raises:
-        UserError: with the worker, and its facts and the chief's.
+        UserError: on all workers, with the first that differs, the `difference`, such as "was started differently from
+            the chief", and both facts.
     """
     chiefs, *others = exchange(facts)
     for index, theirs in enumerate(others, 1):
@@ -110,27 +92,28 @@ def agree(facts: dict[str, Any], difference: str) -> None:
             raise UserError(f"worker {index} {difference}: {told}")
 
 
-def chief_alone(work: Callable[[], object]) -> None:
-    """Has the chief do some work for all, such as writing files, while the other workers wait.
+def chief_alone(work: Callable[[], Result]) -> Result | None:
+    """Has the chief do some work for all, and returns its result; the other workers wait, and get None.
 
     Raises:
         UserError: on every worker, when the chief's work raised it.
     """
-    error = None
-    if is_chief():
+    result, error = None, None
+    if cluster.is_chief():
         try:
-            work()
+            result = work()
         except UserError as refused:
             error = str(refused)
     exchange({"error": error})
+    return result
 
 
 def _meet(seconds: float) -> None:
     """Waits for all workers, each listening at its address: TensorFlow itself would wait silently."""
-    own, missing = workers()[worker_index()], set(workers())
-    host, port = host_and_port(own)
+    own, missing = cluster.workers()[cluster.worker_index()], set(cluster.workers())
+    host, port = cluster.host_and_port(own)
     try:
-        if all_on_this_machine():
+        if cluster.all_on_this_machine():
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server(place[:2], family=family)
         else:
@@ -159,38 +142,33 @@ def _greet(listening: socket.socket) -> None:
 
 def _answers(address: str) -> bool:
     try:
-        with socket.create_connection(host_and_port(address), timeout=1) as connection:
+        with socket.create_connection(cluster.host_and_port(address), timeout=1) as connection:
             return bool(connection.recv(1))  # gRPC sends first too; for a process that hangs, its machine only accepts
     except OSError:
         return False
 
 
 def close_to_other_machines(port: int) -> None:
-    """If all workers are on this machine, restricts TensorFlow's ports to loopback: any client may run code.
+    """Restricts TensorFlow's ports to loopback if all workers are on this machine; any client may run code.
 
     Warns on standard error if it cannot.
     """
-    if not all_on_this_machine():
+    if not cluster.all_on_this_machine():
         return
     closed, why = 0, "none of this process's sockets listens there"
     try:
-        for number in map(int, os.listdir("/proc/self/fd")):
-            if _listens(number, port):
-                with socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
-                    ours.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
-                closed += 1
+        for listening in _listening_at(port):
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+            closed += 1
     except (OSError, AttributeError) as error:  # without leave; on another system than Linux
         closed, why = 0, str(error)
     if not closed:
-        print(
-            f"warning: port {port} is open to other machines, and any client may run code ({why}). "
-            "Block it with a firewall",
-            file=sys.stderr,
-            flush=True,
-        )
+        danger = f"port {port} is open to other machines, and any client may run code ({why})"
+        print(f"warning: {danger}. Block it with a firewall", file=sys.stderr, flush=True)
 
 
-def _listens(number: int, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
-        return bool(ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and ours.getsockname()[1] == port
-    return False  # no socket
+def _listening_at(port: int) -> Iterator[socket.socket]:
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
+            if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and ours.getsockname()[1] == port:
+                yield ours

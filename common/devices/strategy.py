@@ -35,14 +35,18 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
 
     Args:
         replicas: replicas on this machine; 0 for the default of the devices found.
-        deterministic: see `compute_deterministically`.
+        deterministic: bit-reproducible on GPUs too, with full float32 precision; on CPUs it always is. By default, a
+            GPU sums in an order that depends on its threads, and multiplies float32 matrices in TF32, with a mantissa
+            of 10 bits. An operation without a deterministic implementation then raises
+            `tf.errors.UnimplementedError`. It cannot be undone in the same process.
 
     Raises:
         UserError: when the machine does not have that many replicas, there is no TPU at `TPU_NAME`, or there are
             parameter servers, for which a recipe with a suitable loop uses `common.devices.parameter_server`.
     """
     if deterministic:
-        compute_deterministically()
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+        tf.config.experimental.enable_op_determinism()
     gpus = tf.config.list_physical_devices("GPU")
     if has_parameter_servers():
         raise UserError(
@@ -56,18 +60,14 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
             )
         _use_only(gpus[: replicas or None])
         keep_freed_memory()
-        communication = tf.distribute.experimental.CommunicationImplementation
+        library = tf.distribute.experimental.CommunicationImplementation
         return join(
-            tf.distribute.experimental.CommunicationOptions(
-                implementation=communication.NCCL if gpus else communication.RING
-            )
+            tf.distribute.experimental.CommunicationOptions(implementation=library.NCCL if gpus else library.RING)
         )
-    if os.environ.get("TPU_NAME"):
+    if name := os.environ.get("TPU_NAME"):
         try:
-            resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(os.environ["TPU_NAME"])
-            return tf.distribute.TPUStrategy(resolver)
+            return tf.distribute.TPUStrategy(tf.distribute.cluster_resolver.TPUClusterResolver.connect(name))
         except (tf.errors.OpError, ValueError, RuntimeError, OSError) as error:
-            name = os.environ["TPU_NAME"]
             raise UserError(f"no TPU at TPU_NAME={name} ({first_line(error)}). Give another, or unset it") from error
     if len(gpus) > 1 and replicas > len(gpus):
         raise UserError(
@@ -79,18 +79,6 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
         _use_only(gpus[: replicas or None])
         return _mirrored([f"GPU:{i}" for i in range(replicas or len(gpus))], tf.distribute.NcclAllReduce())
     return _mirrored(_split(tf.config.list_physical_devices("CPU")[0], replicas or 2))
-
-
-def compute_deterministically() -> None:
-    """Makes TensorFlow bit-reproducible on GPUs too, with full float32 precision; on CPUs it is.
-
-    By default, a GPU sums in an order that depends on its threads, and multiplies float32 matrices in TF32, with a
-    mantissa of 10 bits. An operation without a deterministic implementation raises `tf.errors.UnimplementedError`. It
-    cannot be undone in the same process.
-    https://www.tensorflow.org/api_docs/python/tf/config/experimental/enable_op_determinism
-    """
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-    tf.config.experimental.enable_op_determinism()
 
 
 def distribute(
@@ -113,9 +101,13 @@ def distribute(
             experimental_fetch_to_device=False,
         )
 
+    # Parallel calls and prefetching are what the pipeline's code says, and deleting an iterator waits for nothing.
+    no_autotune = tf.data.Options()
+    no_autotune.autotune.enabled = False
+
     def batches_of(context: tf.distribute.InputContext) -> tf.data.Dataset:
         batches = make_batches(*arguments, num_shards=context.num_input_pipelines, shard=context.input_pipeline_id)
-        return batches.with_options(_no_autotune())
+        return batches.with_options(no_autotune)
 
     return strategy.distribute_datasets_from_function(batches_of, options)
 
@@ -131,13 +123,6 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def _no_autotune() -> tf.data.Options:
-    # Parallel calls and prefetching are then what the pipeline's code says, and deleting an iterator waits for nothing.
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return options
-
-
 def _use_only(gpus: list) -> None:
     """Hides the other GPUs: TensorFlow reserves all memory of each GPU that it sees."""
     if len(gpus) > len(tf.config.get_visible_devices("GPU")):
@@ -148,8 +133,8 @@ def _use_only(gpus: list) -> None:
 
 def _split(device, count: int, memory_mb: int | None = None) -> list[str]:
     """Names of the first `count` logical devices of a physical one, which is split if it is not yet."""
-    logical = [tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)] * count
     if len(tf.config.get_logical_device_configuration(device) or []) < count:
+        logical = [tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)] * count
         try:
             tf.config.set_logical_device_configuration(device, logical)
         except RuntimeError as error:

@@ -20,22 +20,11 @@ class FitLog(StepLog, keras.callbacks.Callback):
     """A `StepLog` of what `fit` does, in TensorBoard too; the progress bar shows tokens per second.
 
     In `tensorboard/` are `loss`, `accuracy`, `learning_rate` and the entries of `StepLog.speed` of each step under
-    `train/`, `loss` and `accuracy` of each epoch under `validation/`, and the configuration as text.
-
-    Args:
-        workdir: the run's folder.
-        config: shown as text in TensorBoard; a dict.
-        steps_per_epoch: steps over which an epoch's means are taken.
-        first_step, flops: of `StepLog`.
+    `train/`, `loss` and `accuracy` of each epoch under `validation/`, and `config` as text.
     """
 
     def __init__(
-        self,
-        workdir: Path,
-        config: dict,
-        steps_per_epoch: int,
-        first_step: int = 0,
-        flops: ModelFlops = UNKNOWN,
+        self, workdir: Path, config: dict, steps_per_epoch: int, first_step: int = 0, flops: ModelFlops = UNKNOWN
     ):
         super().__init__(workdir, steps_per_epoch, first_step, flops)
         self._board = open_board(workdir, config, first_step)
@@ -83,8 +72,7 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
     """`Checkpoints` during `fit`: every so many steps, at each epoch's end, and on SIGTERM.
 
     After an epoch's last step, saving and stopping wait for the validation and for the callbacks before this one: pass
-    it to `fit` last. A run that is killed meanwhile repeats some steps, and then the validation and callbacks too; one
-    that is asked to stop stops after them.
+    it to `fit` last. A run that is killed meanwhile repeats some steps, and then the validation and callbacks too.
 
     Args:
         workdir: the run's folder.
@@ -97,7 +85,7 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
         self.set_model(model)
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
-        """As `Checkpoints.restore`; the model continues counting steps from there."""
+        """As `Checkpoints.restore`; the model counts its steps from there."""
         self.model.first_step = super().restore(init_fn)
         return self.model.first_step
 
@@ -132,13 +120,7 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
 
 
 def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.SummaryWriter:
-    """TensorBoard's writer to `tensorboard/`, with the configuration as text. Only the chief writes.
-
-    Args:
-        workdir: the run's folder.
-        config: a dict.
-        first_step: at which the text is logged.
-    """
+    """TensorBoard's writer to the run's `tensorboard/`, with the configuration as text. Only the chief writes."""
     if not is_chief():
         return tf.summary.create_noop_writer()
     board = tf.summary.create_file_writer(str(workdir / "tensorboard"))
@@ -148,20 +130,11 @@ def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.Summa
 
 
 class Profile(keras.callbacks.Callback):
-    """Traces some steps of `fit` for TensorBoard's profile tab.
-
-    It needs a model of `data_parallel`, which counts its steps. Steps of the same call are traced
-    together.
-
-    Args:
-        workdir: the run's folder; the trace goes to `tensorboard/` there.
-        steps: to be traced, counted from 1.
-    """
+    """Traces steps of `fit`, counted from 1, for TensorBoard's profile tab; those of the same call together."""
 
     def __init__(self, workdir: Path, steps: range):
         super().__init__()
-        self.logdir = str(workdir / "tensorboard")
-        self.steps = steps
+        self.logdir, self.steps = str(workdir / "tensorboard"), steps
         self._tracing = False
 
     def on_train_batch_begin(self, batch, logs=None):

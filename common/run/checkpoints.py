@@ -28,12 +28,11 @@ KEEP = 3
 class Checkpoints:
     """Saves a run every so many steps, and on SIGTERM.
 
-    Schedulers send SIGTERM some time before they kill. As a context manager, it handles SIGTERM: `with checkpoints:`.
-    A loop that finds `told_to_stop` finishes its step and calls `save_and_leave`; with several workers, all must do so
-    after the same step.
+    Schedulers send SIGTERM some time before they kill. In a block `with checkpoints:`, it sets `told_to_stop`; a loop
+    then finishes its step and calls `save_and_leave`, with several workers all after the same step.
 
     Args:
-        workdir: the run's folder; checkpoints go to `checkpoints/` there; the last three are kept.
+        workdir: the run's folder, of whose checkpoints the last three are kept.
         every: steps between two checkpoints.
         objects: by name, what is saved: the model, and the optimizer once it is built.
 
@@ -44,12 +43,9 @@ class Checkpoints:
 
     def __init__(self, workdir: Path, every: int, **objects):
         super().__init__()
-        self.workdir, self.every = workdir, every
-        self.saved_step = 0
-        self.told_to_stop = False
-        self.folder = workdir / "checkpoints"
-        self._objects = objects
-        self._checkpoint = tf.train.Checkpoint(**objects)
+        self.workdir, self.folder, self.every = workdir, workdir / "checkpoints", every
+        self.saved_step, self.told_to_stop = 0, False
+        self._objects, self._checkpoint = objects, tf.train.Checkpoint(**objects)
         self._damaged: list[int] = []
 
     def steps(self) -> list[int]:
@@ -58,10 +54,7 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
-        """Restores the latest readable checkpoint, and returns its step; 0 if there is none.
-
-        Args:
-            init_fn: called if there is none, such as to load initial weights.
+        """Restores the latest readable checkpoint, and returns its step; without one, calls `init_fn` and returns 0.
 
         Raises:
             UserError: when there are checkpoints, and none is readable, or they are of a different model; when workers
@@ -81,10 +74,8 @@ class Checkpoints:
                 ) from error
             except (tf.errors.OpError, IndexError) as error:
                 self._damaged.append(step)
-                print(
-                    f"The checkpoint {self._prefix(step)} is damaged ({type(error).__name__}): "
-                    "falling back to the previous one."
-                )
+                damage = f"is damaged ({type(error).__name__}): falling back to the previous one."
+                print(f"The checkpoint {self._prefix(step)} {damage}")
         else:
             if self._damaged:
                 raise UserError(f"no checkpoint in {self.folder} can be read: {afresh(self.workdir)}")
@@ -95,9 +86,9 @@ class Checkpoints:
         return self.saved_step
 
     def save(self, step: int) -> None:
-        """Writes a checkpoint atomically. A full disk is reported, and leaves the last good one.
+        """Writes a checkpoint atomically, and deletes the run that `--overwrite` moved aside.
 
-        The run that `--overwrite` moved aside is deleted then.
+        A full disk is reported, and leaves the last good checkpoint.
         """
         if step == self.saved_step or not is_chief():
             return
@@ -128,11 +119,7 @@ class Checkpoints:
             self.save(step)
 
     def save_and_leave(self, step: int) -> None:
-        """Saves, and exits with status 143.
-
-        Raises:
-            SystemExit: 143.
-        """
+        """Saves, and raises `SystemExit` with status 143."""
         self.save(step)
         exchange({})  # the others wait until the chief has saved
         by = "Ctrl-C" if command_line.ctrl_c_pressed else "SIGTERM"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of every recipe: its options are the fields of the recipe's `Config`.
+"""The command line of every recipe, whose options are the fields of its `Config`, and what it shows on the terminal.
 
 Nothing here imports TensorFlow, so that `--help` and invalid options respond at once.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import errno
@@ -14,6 +13,7 @@ import re
 import select
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Config = TypeVar("Config", bound="DataclassInstance")
-MOST = 999_999  # upper bound of any option of a launcher
 ctrl_c_pressed = False  # so that a run can report what stopped it: Ctrl-C raises SIGTERM
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 
@@ -35,9 +34,8 @@ LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "Can
 def quiet_without_reader() -> Iterator[None]:
     """Exits silently, as on SIGPIPE, when the reader of its output has gone: `... --help | head`.
 
-    SIGPIPE itself, which Python ignores, would also end it at a socket whose other end has closed.
-
-    If standard output is closed, output is dropped; characters that its encoding lacks are printed as `?`.
+    SIGPIPE itself would also end it at a socket whose other end has closed. If standard output is closed, output is
+    dropped; characters that its encoding lacks are printed as `?`.
 
     Raises:
         SystemExit: 141; 1 after one line on standard error if the disk is full.
@@ -62,10 +60,8 @@ def quiet_without_reader() -> Iterator[None]:
         if error.errno != errno.ENOSPC:
             raise
         _drop(sys.stdout)
-        print(
-            f"error: {error}. Free some space and give the same command again: a run resumes from its last checkpoint",
-            file=sys.stderr,
-        )
+        advice = "Free some space and give the same command again: a run resumes from its last checkpoint"
+        print(f"error: {error}. {advice}", file=sys.stderr)
         raise SystemExit(1) from None
 
 
@@ -76,10 +72,8 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
     Args:
         config_class: a dataclass with one field per option; `batch_size` becomes `--batch-size`.
         recipe_doc: the recipe's docstring, shown by `--help`.
-        arguments: those after the recipe's name; None for this process's own.
-
-    With the process's own arguments, Ctrl-C asks the run to save and exit, as SIGTERM does; a second one ends the
-    process at once.
+        arguments: those after the recipe's name; None for this process's own. Ctrl-C then asks the run to save and
+            exit, as SIGTERM does; a second one ends the process at once.
 
     Raises:
         SystemExit: 0 after `--help` and a completion script; 2 after one line on standard error for invalid ones.
@@ -119,7 +113,7 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
 def run(main: Callable[[Config], None], config: Config) -> None:
     """Calls `main(config)`, and turns expected errors into a message and an exit status.
 
-    Exit status 2 after a `UserError`; 1 if the disk is full, or another worker has died or cannot be reached.
+    That is 2 after a `UserError`, and 1 if the disk is full, or another worker has died or cannot be reached.
     """
     try:
         main(config)
@@ -137,23 +131,32 @@ def run(main: Callable[[Config], None], config: Config) -> None:
         os._exit(1)  # a regular exit waits for the lost worker for some 20 seconds, and keeps the port and the lock
 
 
-def check_bounds(options: argparse.Namespace, **least: int) -> None:
-    """Checks that options of a launcher, if given, are between the `least` of each and `MOST`.
-
-    Raises:
-        UserError: for the first that is not.
-    """
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if value is not None and not bound <= value <= MOST:
-            must = f"least {bound}" if value < bound else f"most {MOST}"
-            raise UserError(f"--{name.replace('_', '-')} must be at {must}, not {value}")
-
-
 def fail(message: object) -> NoReturn:
     """Ends the process with one line on standard error and exit status 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Captures standard error, including C++ output; prints it only if the block fails.
+
+    TensorFlow 2.21's C++ logs during its import do not obey `TF_CPP_MIN_LOG_LEVEL` (tensorflow/tensorflow#100442).
+    """
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held_back:
+        os.dup2(held_back.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held_back.seek(0)
+            os.write(stderr, held_back.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def _ask_to_stop(*_: object) -> None:

@@ -6,7 +6,6 @@ The interface follows Orbit (https://github.com/tensorflow/models/tree/master/or
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,10 +26,9 @@ Action = Callable[[int, Output], None]  # of the step and what the evaluation ga
 
 
 class Trainer:
-    """Trains. Subclass it and define `train_step`; build the optimizer, in the strategy's scope, before the first step.
+    """Trains on a distributed data set, which has as many batches as there will be steps, or is infinite.
 
-    Args:
-        dataset: with as many batches as there will be steps, or infinite; distributed.
+    Subclass it and define `train_step`; build the optimizer, in the strategy's scope, before the first step.
     """
 
     def __init__(self, dataset):
@@ -43,21 +41,17 @@ class Trainer:
     def train_step(self, iterator) -> dict[str, tf.Tensor]:
         """Does one step with `next(iterator)`, by `strategy.run`; traced into a graph.
 
-        Returns:
-            Scalars that are the same on all workers, such as the batch's loss.
+        Returns scalars that are the same on all workers, such as the batch's loss.
         """
         raise NotImplementedError
 
     def train_loop_end(self, values: dict[str, np.ndarray], seconds: float) -> Output:
-        """Called after each loop of steps.
+        """What is logged and written to TensorBoard after a loop of steps; by default, the means over them.
 
         Args:
             values: what `train_step` returned: for each scalar a vector with one value per step of the loop; and
                 `waited`, the seconds that each step waited for its batch.
             seconds: duration of the loop.
-
-        Returns:
-            What is logged and written to TensorBoard; by default, the means over the steps.
         """
         return {name: float(vector.mean()) for name, vector in values.items()}
 
@@ -70,12 +64,7 @@ class Trainer:
 
 
 class Evaluator:
-    """Evaluates. Subclass it and define `eval_begin`, `eval_step` and `eval_end`.
-
-    Args:
-        dataset: of batches, distributed.
-        steps: batches of an evaluation.
-    """
+    """Evaluates so many steps of a distributed data set. Subclass it and define `eval_step` and `eval_end`."""
 
     def __init__(self, dataset, steps: int):
         self._dataset, self._steps = dataset, steps
@@ -84,15 +73,11 @@ class Evaluator:
         """Called before an evaluation."""
 
     def eval_step(self, iterator) -> Any:
-        """Evaluates `next(iterator)`, by `strategy.run`; traced into a graph. Its results go to `eval_end`."""
+        """Evaluates `next(iterator)`, by `strategy.run`; traced into a graph."""
         raise NotImplementedError
 
     def eval_end(self, outputs: list[Any]) -> Output:
-        """Called after an evaluation with the results of `eval_step`, a list with one entry per batch.
-
-        Returns:
-            What is logged, written to TensorBoard, and passed to the actions.
-        """
+        """From what `eval_step` returned for each batch, what is logged, shown in TensorBoard and given to actions."""
         raise NotImplementedError
 
     def evaluate(self) -> Output:
@@ -121,12 +106,11 @@ class Controller:
         global_step: steps done before, as returned by `Checkpoints.restore`.
         checkpoint_manager: saves after loops and evaluations when a checkpoint is due, and at the end.
         summary_dir: TensorBoard's folder; the trainer's results go to `train/`, the evaluator's to `validation/`.
-        summary_interval: steps between two training summaries; by default, one per loop.
+        summary_interval: steps between two training summaries, of which a loop has at most one.
         eval_actions: called after each evaluation, with the step and the evaluator's results; `tf.summary` writes to
             `summary_dir` then.
 
-    Attributes:
-        global_step: steps done.
+    The attribute `global_step` is the number of steps done.
     """
 
     def __init__(
@@ -138,35 +122,27 @@ class Controller:
         global_step: int = 0,
         checkpoint_manager: Checkpoints | None = None,
         summary_dir: Path | None = None,
-        summary_interval: int | None = None,
+        summary_interval: int = 1,
         eval_actions: Sequence[Action] = (),
     ):
         self.trainer, self.evaluator = trainer, evaluator
-        self.steps_per_loop = steps_per_loop
+        self.steps_per_loop, self.global_step = steps_per_loop, global_step
         self.checkpoint_manager, self.eval_actions = checkpoint_manager, eval_actions
-        self.summary_interval = summary_interval or 1
+        self.summary_interval = summary_interval
         writes = summary_dir and is_chief()
         self._board = tf.summary.create_file_writer(str(summary_dir)) if writes else tf.summary.create_noop_writer()
-        self.global_step = global_step
         self._steps_in_time = 1
 
     def train(self, steps: int) -> None:
         """Trains until `global_step` is `steps`."""
-        self._run(steps, lambda step: False)
+        self._run(steps, None)
 
     def train_and_evaluate(self, train_steps: int, eval_interval: int) -> Output:
         """Trains until `global_step` is `train_steps`, and evaluates every `eval_interval` steps, and at the end.
 
-        A resumed run evaluates after the same steps.
-
-        Returns:
-            The results of the last evaluation.
+        A resumed run evaluates after the same steps. Returns the results of the last evaluation.
         """
-
-        def evaluates(step: int) -> bool:
-            return step % eval_interval == 0 or step == train_steps
-
-        return self._run(train_steps, evaluates, eval_interval) or {}
+        return self._run(train_steps, eval_interval)
 
     def evaluate(self) -> Output:
         """Evaluates once, and calls the actions."""
@@ -182,20 +158,20 @@ class Controller:
                 action(self.global_step, output)
         return output
 
-    def _run(self, steps: int, evaluates: Callable[[int], bool], eval_interval: int = sys.maxsize) -> Output | None:
+    def _run(self, steps: int, eval_interval: int | None) -> Output:
         output = None
         with self.checkpoint_manager or contextlib.nullcontext():
             while self.global_step < steps:
                 before = self.global_step
-                ends = ((before // every + 1) * every for every in (self.steps_per_loop, eval_interval))
+                ends = ((before // every + 1) * every for every in (self.steps_per_loop, eval_interval or steps))
                 seconds = self._train_loop(min(steps, before + self._steps_in_time, *ends) - before)
-                if evaluates(self.global_step):
+                if eval_interval and (self.global_step % eval_interval == 0 or self.global_step == steps):
                     output = self.evaluate()
                 # After the evaluation, which a resumed run would not repeat.
                 self._end_loop(before, steps, seconds)
-        if output is None and evaluates(steps):
+        if eval_interval and output is None:
             output = self.evaluate()
-        return output
+        return output or {}
 
     def _train_loop(self, num_steps: int) -> float:
         assert self.trainer, "the Controller was given no trainer"
@@ -211,7 +187,7 @@ class Controller:
 
     def _end_loop(self, before: int, last: int, seconds: float) -> None:
         checkpoints = self.checkpoint_manager
-        told = checkpoints is not None and checkpoints.told_to_stop
+        told = bool(checkpoints and checkpoints.told_to_stop)
         workers = exchange({"stop": told, "seconds": seconds / (self.global_step - before)})
         self._steps_in_time = max(int(LOOP_SECONDS / max(theirs["seconds"] for theirs in workers)), 1)
         if checkpoints is None:
@@ -232,10 +208,7 @@ class Controller:
 def when_best(metric: str, action: Action, record: Path) -> Action:
     """An action that calls another when a metric is higher than ever before. Only the chief acts.
 
-    Args:
-        metric: its name in the evaluator's results.
-        action: to call.
-        record: a JSON file with the best value and its step, for a resumed run.
+    `record` is a JSON file with the best value and its step, for a resumed run.
     """
 
     def act(step: int, output: Output) -> None:

@@ -14,24 +14,23 @@ from common.training.scaling import LearningRateScaling
 
 Precision = Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"]
 
-# The least value of each option that has one; the options below are fractions and rates.
-AT_LEAST = {
-    "batch_size": 1,
-    "epochs": 1,
-    "checkpoint_every": 1,
-    "steps_per_loop": 1,
-    "accumulate": 1,
-    "steps_per_execution": 1,
-    "replicas": 0,
-    "max_steps": 0,
-    "shards": 0,
-    "seed": 0,
-    "seq_length": 3,  # [CLS], a token, [SEP]
-    "vocabulary_size": 100,
+MOST = 2**31 - 1
+# The least and the most of each option that has bounds: NumPy takes no larger seed, and the others would run out of
+# memory or time before an error.
+BOUNDS = {
+    "batch_size": (1, 2**20),
+    "epochs": (1, MOST),
+    "checkpoint_every": (1, MOST),
+    "steps_per_loop": (1, MOST),
+    "accumulate": (1, MOST),
+    "steps_per_execution": (1, MOST),
+    "replicas": (0, 2**10),
+    "max_steps": (0, MOST),
+    "shards": (0, 2**16),
+    "seed": (0, 2**32 - 1),
+    "seq_length": (3, 2**16),  # [CLS], a token, [SEP]
+    "vocabulary_size": (100, MOST),
 }
-# The most of each: NumPy takes no larger seed, and the others would run out of memory or time before an error.
-AT_MOST = {"seed": 2**32 - 1, "replicas": 2**10, "batch_size": 2**20, "seq_length": 2**16, "shards": 2**16}
-MOST = 2**31 - 1  # of any other
 SHARES = ("mask_rate", "dropout", "warmup")
 RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power")
 
@@ -69,11 +68,7 @@ class FitOptions(RunOptions):
 
 
 def step_range(text: str) -> range:
-    """The steps that `A-B` names, from A to B; none for an empty text.
-
-    Raises:
-        UserError: when it is neither.
-    """
+    """The steps that `A-B` names, from A to B; none for an empty text. Raises a `UserError` for any other."""
     if not text:
         return range(0)
     found = re.fullmatch(r"(\d+)-(\d+)", text)
@@ -83,11 +78,7 @@ def step_range(text: str) -> range:
 
 
 def check_accumulate(parts: int, batch_size: int) -> None:
-    """Checks that a replica's batch can be computed in that many equal parts.
-
-    Raises:
-        UserError: when it cannot.
-    """
+    """Raises a `UserError` if a replica's batch cannot be computed in that many equal parts."""
     if batch_size % parts:
         raise UserError(
             f"--accumulate {parts} does not divide the batch of {batch_size} on each replica. "
@@ -98,8 +89,7 @@ def check_accumulate(parts: int, batch_size: int) -> None:
 def _check(options: dict[str, Any]) -> None:
     if WORKERS_TOLD_IN & os.environ.keys():
         join_timeout()
-    for name, least in AT_LEAST.items():
-        most = AT_MOST.get(name, MOST)
+    for name, (least, most) in BOUNDS.items():
         _require(options.get(name, least) >= least, options, name, f"at least {least}")
         _require(options.get(name, least) <= most, options, name, f"at most {most}")
     for name in SHARES:

@@ -12,11 +12,7 @@ BAR = 40  # columns of the highest learning rate
 
 
 def print_plan(
-    model: keras.Model,
-    schedule: Callable,
-    sizes: dict[str, tuple[int, int]],
-    batches: Iterable,
-    pieces: list[str],
+    model: keras.Model, schedule: Callable, sizes: dict[str, tuple[int, int]], batches: Iterable, pieces: list[str]
 ) -> dict:
     """Prints memory per replica, tokens, the learning-rate schedule, and a sequence as the model sees it.
 
@@ -27,15 +23,13 @@ def print_plan(
         batches: of one replica, as `masking.mask_tokens` gives them.
         pieces: the vocabulary, from id to token.
 
-    Returns:
-        {}: there are no results.
+    Returns {}: there are no results.
     """
     batch, total_steps = next(iter(batches)), model.last_step
     print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
-    state, activations = (size / 2**20 for size in memory_of_a_replica(model, batch))
+    state, activations = (f"{size / 2**20:,.0f} MiB" for size in memory_of_a_replica(model, batch))
     print(
-        f"memory per replica: {state:,.0f} MiB for weights, gradients and optimizer state, "
-        f"about {activations:,.0f} MiB for activations"
+        f"memory per replica: {state} for weights, gradients and optimizer state, about {activations} for activations"
     )
     for split, (sequences, tokens) in sizes.items():
         print(f"{split}: {tokens:,} tokens in {sequences:,} sequences")
@@ -56,9 +50,7 @@ def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
     the backward pass, are 16 s b h + 2 a s^2 b numbers a layer (batch b, length s, width h, a heads), after
     Korthikanti et al. 2022, arXiv:2205.05198, section 4.1; logits, their softmax and its gradient 3 b slots vocabulary.
 
-    Args:
-        model: compiled, with a BERT backbone.
-        batch: one replica's `(x, y, sample_weight)`.
+    The model is compiled, with a BERT backbone; the batch is one replica's `(x, y, sample_weight)`.
     """
     kept = [*model.variables, *model.trainable_variables, *model.optimizer.variables]
     state = sum(4 * math.prod(variable.shape) for variable in kept)

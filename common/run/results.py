@@ -12,9 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from common.devices.cluster import num_workers
-from common.devices.peak import cpu_name
 from common.run.runs import PACKAGES
-from common.run.speed import peak_memory_mb
+from common.run.speed import cpu_name, peak_memory_mb
 from common.run.step_log import StepLog
 
 INPUT_BOUND = 0.1  # fraction of the time spent waiting for input from which the report calls a run input-bound
@@ -53,18 +52,12 @@ def training_results(
 
 
 def report(results: dict[str, Any]) -> str:
-    """The results as text, one line each.
-
-    Args:
-        results: of `train_and_evaluate`, or as `results.json` has them, with null for NaN and infinity.
-    """
+    """The results, of `train_and_evaluate` or from `results.json` with null for NaN and infinity, as lines of text."""
     results = {name: math.nan if value is None else value for name, value in results.items()}
     rate = results["learning_rate"]
+    batch = f"global batch {results['global_batch_size']}, on {results['replicas']} replica(s)"
     rows = [
-        (
-            "steps",
-            f"{results['steps']}, global batch {results['global_batch_size']}, on {results['replicas']} replica(s)",
-        ),
+        ("steps", f"{results['steps']}, {batch}"),
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
         *_speed_rows(results),
         ("padding", f"{results['padding_fraction']:.2%}"),
@@ -74,9 +67,10 @@ def report(results: dict[str, Any]) -> str:
     for split, name in (("val", "validation"), ("test", "test")):
         if f"{split}_unigram_loss" in results:
             loss, unigram = results[f"{split}_loss"], results[f"{split}_unigram_loss"]
+            apart = f"{abs(unigram - loss):.3f} nats {'better' if loss < unigram else 'worse'}"
             rows += [
                 (f"{name} loss", f"{loss:.3f}, perplexity {results[f'{split}_perplexity']:.1f}"),
-                ("  unigram baseline", f"{unigram:.3f}: the model is {_apart(unigram - loss)}"),
+                ("  unigram baseline", f"{unigram:.3f}: the model is {apart}"),
                 (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}"),
             ]
         elif f"{split}_loss" in results:
@@ -108,17 +102,13 @@ def no_better(results: dict[str, Any]) -> bool:
     return bool(simple) and results["val_accuracy"] <= max(simple) + MARGINS["accuracy"]
 
 
-def _apart(nats: float) -> str:
-    return f"{abs(nats):.3f} nats {'better' if nats > 0 else 'worse'}"
-
-
 def _speed_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
     if "mfu" not in results:  # of a run from before these were measured
         return []
-    waiting = results["input_wait_fraction"]
+    waiting, peak = results["input_wait_fraction"], results["peak_flops_per_second"] / 1e12
     advice = ": input-bound; give it more cores or a faster disk" if waiting > INPUT_BOUND else ""
     return [
-        ("  MFU", f"{results['mfu']:.0%} of {results['peak_flops_per_second'] / 1e12:,.2f} TFLOP/s, the measured peak"),
+        ("  MFU", f"{results['mfu']:.0%} of {peak:,.2f} TFLOP/s, the measured peak"),
         ("data stall", f"{waiting:.1%} of the time{advice}"),
         ("peak memory", f"{results['peak_memory_mb']:,} MiB of host memory"),
     ]

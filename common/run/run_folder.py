@@ -9,6 +9,8 @@ moment leaves one of these:
     .replaced/ without config.json    one part of the old run is here, the other where it was
     .replaced/ with config.json       all of the old run is here; beside it is what the new run's config.json notes
     .discarded/                       the old run, half deleted
+
+Every `writes` is what a run writes there besides the common files, by names of `OF_SOME_RUNS`.
 """
 
 import contextlib
@@ -65,7 +67,7 @@ def afresh(workdir: Path) -> str:
 
 
 def writes_of(workdir: Path) -> list[str]:
-    """What the run there writes besides the common files, by names of `OF_SOME_RUNS`; none if there is no run."""
+    """The `writes` of the run there; none if there is no run."""
     if not (workdir / "config.json").exists():
         return []
     return (read_json(workdir / "config.json") or {}).get("writes", list(OF_SOME_RUNS))  # 0.1.0 did not record it
@@ -74,16 +76,11 @@ def writes_of(workdir: Path) -> list[str]:
 def refuse_other_files(workdir: Path, writes: Iterable[str]) -> None:
     """Refuses to start a run in a directory that has a file or folder that it would write, but no run.
 
-    Args:
-        workdir: the work directory.
-        writes: what the run writes besides the common files, by names of `OF_SOME_RUNS`.
-
     Raises:
         UserError: when it does; when the place of a run moved aside is taken by something else.
     """
-    aside = [workdir / REPLACED, workdir / DISCARDED]
     if holds_run(workdir) or holds_run(workdir / REPLACED):
-        if others := [path for folder in aside for path in _never_moved(folder)]:
+        if others := [*_never_moved(workdir / REPLACED), *_never_moved(workdir / DISCARDED)]:
             raise UserError(f"{others[0]} is in the way, and not part of a run. Move it, or give another --workdir")
         return
     names = {pattern.split("/")[0] for pattern in _patterns(writes)} | {REPLACED, DISCARDED}
@@ -96,14 +93,7 @@ def refuse_other_files(workdir: Path, writes: Iterable[str]) -> None:
 
 
 def refuse_files_beside(workdir: Path, writes: Iterable[str]) -> None:
-    """Refuses to replace a run where the new one would write a file that the old run did not.
-
-    Args:
-        workdir, writes: as for `refuse_other_files`.
-
-    Raises:
-        UserError: when there is such a file.
-    """
+    """Raises a `UserError` if a run that replaces the one there would write a file that the old run did not."""
     runs = {*_written(workdir, writes_of(workdir))}
     beside = [path.relative_to(workdir) for path in _written(workdir, writes) if path not in runs]
     if there := [str(path) for path in beside if path.parts[0] not in _made_before(workdir)]:
@@ -112,17 +102,8 @@ def refuse_files_beside(workdir: Path, writes: Iterable[str]) -> None:
         )
 
 
-def is_set_aside(workdir: Path) -> bool:
-    """Whether a run there was moved aside, until the first checkpoint of the one that replaces it."""
-    return (workdir / REPLACED).is_dir()
-
-
 def set_aside(workdir: Path) -> None:
-    """Moves the files of the run there to `.replaced/`.
-
-    Raises:
-        UserError: when it cannot be moved.
-    """
+    """Moves the files of the run there to `.replaced/`. Raises a `UserError` if it cannot."""
     replaced = workdir / REPLACED
     replaced.mkdir()
     try:
@@ -136,8 +117,7 @@ def set_aside(workdir: Path) -> None:
 def bring_back(workdir: Path) -> None:
     """Restores a run that was moved aside, if its replacement ended before its first checkpoint.
 
-    Raises:
-        UserError: when a file that neither run wrote is in the way.
+    Raises a `UserError` if a file that neither run wrote is in the way.
     """
     shutil.rmtree(workdir / DISCARDED, ignore_errors=True)
     replaced = workdir / REPLACED
@@ -161,7 +141,7 @@ def bring_back(workdir: Path) -> None:
 
 def discard_replaced(workdir: Path) -> None:
     """Deletes the run that was moved aside, if there is one."""
-    if is_set_aside(workdir):
+    if (workdir / REPLACED).is_dir():
         os.replace(workdir / REPLACED, workdir / DISCARDED)  # at once: half of a run must not come back
         shutil.rmtree(workdir / DISCARDED, ignore_errors=True)  # what is left, the next start deletes
 

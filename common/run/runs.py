@@ -15,21 +15,12 @@ from typing import Any, TextIO
 import keras
 
 from common.data.order import Scaled
-from common.devices.cluster import is_chief, num_workers, worker_index
-from common.devices.rendezvous import agree, exchange
+from common.devices.cluster import is_chief, num_workers
+from common.devices.rendezvous import agree, chief_alone, exchange
 from common.errors import UserError
 from common.files import read_json, remove_unfinished, write_json
+from common.run import run_folder
 from common.run.options import check_accumulate
-from common.run.run_folder import (
-    afresh,
-    bring_back,
-    has_progress,
-    holds_run,
-    refuse_files_beside,
-    refuse_other_files,
-    set_aside,
-    writes_of,
-)
 from common.training.precision import choose_precision
 from common.training.scaling import learning_rate_factor, scaling_rule
 
@@ -39,27 +30,19 @@ LAUNCH_ID = "LAUNCH_ID"  # environment variable by which a launcher identifies t
 
 # Options that may differ when a run is resumed: they do not change what it computes.
 FREE_OPTIONS = (
-    *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps"),
-    *("push_to", "push_public"),
+    *("workdir", "data", "overwrite", "dry_run", "checkpoint_every", "profile_steps", "push_to", "push_public"),
     *("replicas", "batch_size", "accumulate", "jit", "steps_per_execution", "steps_per_loop"),
 )
 
 
 @dataclasses.dataclass
 class Run:
-    """An open run.
-
-    Attributes:
-        workdir: its folder.
-        saved: the content of `config.json`: the options that it was started with, and values recorded since.
-        results: those of `results.json`, if the run is complete.
-        lock: held as long as the process lives; None if nothing may be written.
-    """
+    """An open run."""
 
     workdir: Path
-    saved: dict[str, Any]
-    results: dict[str, Any] | None
-    lock: TextIO | None
+    saved: dict[str, Any]  # content of `config.json`: the options that it was started with, and values recorded since
+    results: dict[str, Any] | None  # content of `results.json`, if the run is complete
+    lock: TextIO | None  # held as long as the process lives; None if nothing may be written
 
     def __post_init__(self):
         if self.lock:
@@ -74,9 +57,7 @@ class Run:
         return self.saved[name]
 
     def scale(self, config: Any, replicas: int, learning_rate: float, optimizer: str) -> Scaled:
-        """The batch and the learning rate for so many replicas.
-
-        A resumed run keeps its global batch and peak learning rate for any number of replicas; a new one records them.
+        """The batch and the learning rate for so many replicas; a resumed run keeps its global batch and peak rate.
 
         Args:
             config: of the recipe, with a `batch_size` for each replica and the rule `lr_scaling`.
@@ -94,7 +75,8 @@ class Run:
         if total % replicas or config.batch_size not in (self.saved["batch_size"], total // replicas):
             raise UserError(
                 f"{self.workdir} holds a run with a global batch of {total}, which is not {replicas} replicas x "
-                f"{config.batch_size}. Give --replicas and --batch-size that make {total}, or {afresh(self.workdir)}"
+                f"{config.batch_size}. Give --replicas and --batch-size that make {total}, or "
+                + run_folder.afresh(self.workdir)
             )
         batch_size = total // replicas
         check_accumulate(getattr(config, "accumulate", 1), batch_size)
@@ -105,12 +87,7 @@ class Run:
         return Scaled(batch_size, total, peak)
 
     def configure_keras(self, config: Any, width: int) -> None:
-        """Sets Keras's seed, and its dtype policy by `choose_precision`; a resumed run keeps the policy.
-
-        Args:
-            config: of the recipe.
-            width: of the model's layers.
-        """
+        """Sets Keras's seed, and its dtype policy for layers of that width; a resumed run keeps the policy."""
         keras.utils.set_random_seed(config.seed)
         policy = choose_precision(config.precision, getattr(config, "jit", False), width)
         keras.config.set_dtype_policy(self.keep("chosen_precision", policy))
@@ -123,19 +100,15 @@ class Run:
         return results
 
     def check_data(self, sizes: dict[str, int], checksums: dict[str, int]) -> None:
-        """Rejects data that is too little, has changed since the run started, or differs between workers.
-
-        Args:
-            sizes: examples in each split.
-            checksums: of each split's data.
+        """Checks each split's number of examples, and the checksum of its data.
 
         Raises:
-            UserError: when it is; on all workers.
+            UserError: on all workers, when there is too little, or it has changed since the run started, or differs
+                between workers.
         """
         own = {f"examples of {split}": size for split, size in sizes.items()}
-        agree(
-            own | {f"checksum of {split}": crc for split, crc in checksums.items()}, "has different data than the chief"
-        )
+        own |= {f"checksum of {split}": crc for split, crc in checksums.items()}
+        agree(own, "has different data than the chief")
         if sizes["train"] < self.saved["global_batch_size"]:
             raise UserError(
                 f"the data has {sizes['train']} training examples, too few for a global batch of "
@@ -146,7 +119,7 @@ class Run:
         if self.keep("data_checksums", checksums) != checksums:
             raise UserError(
                 f"the text or the vocabulary has changed since the run in {self.workdir} began. "
-                f"Restore it, or {afresh(self.workdir)}"
+                f"Restore it, or {run_folder.afresh(self.workdir)}"
             )
 
 
@@ -155,14 +128,13 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
 
     A run that ended before its first checkpoint, such as one rejected for its data, is started anew, even with other
     options. With `overwrite` set, so is any other, except one that the very same options started and that was
-    interrupted, and one that this launcher's workers started. With several workers, which must have joined, the chief
-    does it, and the others wait.
+    interrupted, and one that this launcher's workers started. Of several workers, which must have joined, the chief
+    does it.
 
     Args:
         recipe: the recipe's name.
         config: its `Config`, with the options `workdir` and `overwrite`.
-        writes: what it writes there besides the common files, by names of `run_folder.OF_SOME_RUNS`. `config.json`
-            records it, so that a run that replaces it leaves users' files alone.
+        writes: see `common.run.run_folder`; recorded, so that a run that replaces this one leaves users' files alone.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
@@ -172,61 +144,58 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
     workdir = Path(config.workdir)
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
     _refuse_other_workers(wanted)
-    run, token, error = None, uuid.uuid4().hex, None
-    if is_chief():
-        try:
-            run = _open(workdir, wanted, writes, token)
-        except UserError as refused:
-            error = str(refused)
-    token = exchange({"error": error, "token": token})[0]["token"]  # now the chief has opened it
-    if run is None:
-        run = _look_at(workdir, wanted, None)
-    shared = wanted.get("dry_run") or (workdir / ".lock").is_file() and (workdir / ".lock").read_text() == token
-    unseen = (
-        f"worker {worker_index()} does not see the chief's work directory {workdir}. "
-        "Give a --workdir on a shared file system"
-    )
-    exchange({"error": None if shared else unseen})
+    opened, lock = chief_alone(lambda: _open(workdir, wanted, writes)), workdir / ".lock"
+    seen = exchange({"token": lock.read_text() if lock.is_file() and not wanted.get("dry_run") else None})
+    for index, theirs in enumerate(seen):
+        if theirs != seen[0]:
+            raise UserError(
+                f"worker {index} does not see the chief's work directory {workdir}. "
+                "Give a --workdir on a shared file system"
+            )
+    run = opened or _look_at(workdir, wanted)
     if run.results:
         print(f"The run in {workdir} is complete; --overwrite starts afresh.")
     return run
 
 
-def _open(workdir: Path, wanted: dict[str, Any], writes: Iterable[str], token: str) -> Run:
+def _open(workdir: Path, wanted: dict[str, Any], writes: Iterable[str]) -> Run:
     if wanted.get("dry_run"):
-        return _look_at(workdir, wanted, None)
-    refuse_other_files(workdir, writes)
-    lock = _locked(workdir, token)
+        return _look_at(workdir, wanted)
+    run_folder.refuse_other_files(workdir, writes)
+    lock = _locked(workdir)
     remove_unfinished(workdir)
-    bring_back(workdir)
-    if holds_run(workdir):
-        refuse_files_beside(workdir, writes)
+    run_folder.bring_back(workdir)
+    if run_folder.holds_run(workdir):
+        run_folder.refuse_files_beside(workdir, writes)
         if wanted["overwrite"] and not _is_own(workdir, wanted):
-            set_aside(workdir)
-    noted = {"writes": sorted({*writes, *writes_of(workdir)}), "launch": os.environ.get(LAUNCH_ID)}
-    return _look_at(workdir, wanted, lock, noted)
+            run_folder.set_aside(workdir)
+    writes = sorted({*writes, *run_folder.writes_of(workdir)})
+    return _look_at(workdir, wanted, lock, writes=writes, launch=os.environ.get(LAUNCH_ID))
 
 
 def _is_own(workdir: Path, wanted: dict[str, Any]) -> bool:
-    """Whether this very command, which has `--overwrite`, started the run there, so that it resumes it.
-
-    The command may be given again by hand or by a scheduler, until the run is complete; or by its launcher, which
-    restarts it after a worker's death, even after the results were written.
-    """
+    """Whether this very command, which has `--overwrite`, started the run there, so that it resumes it."""
     saved = read_json(workdir / "config.json") or {}
-    if not has_progress(workdir):
+    if not run_folder.has_progress(workdir):
         return False
     if LAUNCH_ID in os.environ and saved.get("launch") == os.environ[LAUNCH_ID]:
-        return True
+        return True  # even a complete run: a launcher restarts all workers after one's death
     complete = read_json(workdir / "results.json") is not None
     return not complete and saved | wanted | {"workdir": saved["workdir"]} == saved
 
 
-def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None, noted: dict[str, Any] | None = None) -> Run:
-    noted = noted or {}
-    if wanted.get("dry_run") or not (holds_run(workdir) and has_progress(workdir)):
+def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None = None, **noted: Any) -> Run:
+    if wanted.get("dry_run") or not (run_folder.holds_run(workdir) and run_folder.has_progress(workdir)):
         return Run(workdir, wanted | noted, None, lock)
-    return Run(workdir, _saved_config(workdir, wanted) | noted, read_json(workdir / "results.json"), lock)
+    saved = read_json(workdir / "config.json") or {}
+    different = [name for name in wanted if name not in FREE_OPTIONS and saved.get(name) != wanted[name]]
+    if different:
+        raise UserError(
+            f"{workdir} holds a run with different options: "
+            + ", ".join(f"{name} {saved.get(name)!r}, not {wanted[name]!r}" for name in different)
+            + ". Give another --workdir, or --overwrite to start afresh"
+        )
+    return Run(workdir, saved | noted, read_json(workdir / "results.json"), lock)
 
 
 def _refuse_other_workers(wanted: dict[str, Any]) -> None:
@@ -237,7 +206,8 @@ def _refuse_other_workers(wanted: dict[str, Any]) -> None:
     agree(own, "was started differently from the chief")
 
 
-def _locked(workdir: Path, token: str) -> TextIO:
+def _locked(workdir: Path) -> TextIO:
+    """The work directory's lock, with a token in it by which workers know that they see the same file."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = (workdir / ".lock").open("a+", errors="replace")
@@ -246,7 +216,7 @@ def _locked(workdir: Path, token: str) -> TextIO:
         if not re.fullmatch("([0-9a-f]{32})?", lock.read()):  # a token, as below
             raise UserError(f"{workdir}/.lock is not part of a run. Move it, or give another --workdir")
         lock.truncate(0)
-        lock.write(token)
+        lock.write(uuid.uuid4().hex)
         lock.flush()
     except BlockingIOError as error:
         raise UserError(f"another process is running in {workdir}. Wait for it, or give another --workdir") from error
@@ -255,15 +225,3 @@ def _locked(workdir: Path, token: str) -> TextIO:
             f"cannot write to the work directory {workdir} ({error.strerror}). Give another --workdir"
         ) from error
     return lock
-
-
-def _saved_config(workdir: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    saved = read_json(workdir / "config.json") or {}
-    different = [name for name in wanted if name not in FREE_OPTIONS and saved.get(name) != wanted[name]]
-    if different:
-        raise UserError(
-            f"{workdir} holds a run with different options: "
-            + ", ".join(f"{name} {saved.get(name)!r}, not {wanted[name]!r}" for name in different)
-            + ". Give another --workdir, or --overwrite to start afresh"
-        )
-    return saved

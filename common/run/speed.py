@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model FLOPs utilisation (MFU) of training a BERT, and peak memory."""
+"""Model FLOPs utilisation (MFU) of training a BERT: its FLOPs, and the devices' peak; and peak memory."""
 
+import contextlib
 import math
+import os
+import platform
 import resource
 import sys
+import time
+from pathlib import Path
 from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from common.devices.cluster import num_workers
-from common.devices.peak import device_peak
+from common.files import cached_file
+
+SECONDS = 0.7  # for which products are repeated; the fastest counts
+FEWEST = 5  # products, where they take longer
 
 
 class ModelFlops(NamedTuple):
-    """What model FLOPs utilisation (MFU) is computed from: Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 4.1.
+    """What MFU is computed from: Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 4.1."""
 
-    Attributes:
-        per_token: floating-point operations of training, per token.
-        peak: peak FLOP/s of all devices.
-    """
-
-    per_token: float
-    peak: float
+    per_token: float  # floating-point operations of training
+    peak: float  # FLOP/s of all devices
 
     def utilisation(self, tokens_per_second: float) -> float:
         """MFU at that throughput, as a fraction."""
@@ -38,24 +41,13 @@ def model_flops(
     """What a run's MFU is computed from.
 
     The peak is measured, where PaLM takes the vendor's: by matrix products in the model's compute dtype, once per
-    machine. All devices are assumed to be like this worker's first one; logical devices share one.
-
-    Args:
-        strategy: that trains.
-        backbone: KerasHub's, of BERT or RoBERTa.
-        seq_length: tokens in a sequence.
-        mask_rate: fraction of tokens for which a head computes logits over the vocabulary; 0 for a classifier.
+    machine. All devices are assumed to be like this worker's first one; logical devices share one. `mask_rate` is the
+    fraction of tokens for which a head computes logits over the vocabulary; 0 for a classifier.
     """
     gpus = tf.config.list_physical_devices("GPU")
     devices = min(len(gpus), strategy.num_replicas_in_sync // num_workers()) if gpus else 1
-    per_token = flops_per_token(
-        backbone.hidden_dim,
-        backbone.intermediate_dim,
-        backbone.num_layers,
-        backbone.vocabulary_size,
-        seq_length,
-        mask_rate,
-    )
+    dimensions = (backbone.hidden_dim, backbone.intermediate_dim, backbone.num_layers, backbone.vocabulary_size)
+    per_token = flops_per_token(*dimensions, seq_length, mask_rate)
     return ModelFlops(per_token, num_workers() * devices * device_peak(keras.config.dtype_policy().compute_dtype))
 
 
@@ -66,21 +58,80 @@ def flops_per_token(
 
     A product of a vector with an n x m matrix has 2 n m operations, and its backward pass twice as many: 6 for each
     weight (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Of a layer of width h and inner width i, these are
-    4 h^2 + 2 h i. Attention adds 12 h s a layer, for the scores and the mean of s values (Chowdhery et al. 2022, PaLM,
-    arXiv:2204.02311, appendix B). The head, h^2 and h for each of V tokens, is needed for masked tokens only. What is
-    not a matrix product (norms, gelu, softmax, the optimizer) is not counted, so devices do more than MFU shows.
-
-    Args:
-        width: h, of a layer.
-        inner_width: i.
-        num_layers: of the encoder.
-        vocabulary_size: V, tokens in the vocabulary.
-        seq_length: s, tokens that each attends to.
-        mask_rate: fraction of tokens that are masked.
+    4 h^2 + 2 h i. Attention adds 12 h s a layer, for the scores and the mean of s values, the sequence length
+    (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). The head, h^2 and h for each token of the vocabulary,
+    is needed for masked tokens only, a fraction `mask_rate`. What is not a matrix product (norms, gelu, softmax, the
+    optimizer) is not counted, so devices do more than MFU shows.
     """
     encoder = num_layers * (4 * width**2 + 2 * width * inner_width)
     head = width**2 + width * vocabulary_size
     return 6 * encoder + 12 * num_layers * width * seq_length + 6 * mask_rate * head
+
+
+def device_peak(dtype: str) -> float:
+    """`matmul_flops_per_second`, cached for this machine."""
+    tf32 = tf.config.experimental.tensor_float_32_execution_enabled()  # on GPUs, float32 in fewer bits
+    key = (device_name(), str(num_cores()), dtype, f"TF32 {tf32}", tf.__version__)
+
+    def measure(path: Path) -> None:
+        path.write_text(str(matmul_flops_per_second(dtype)))
+
+    with contextlib.suppress(OSError):  # the disk is full: the peak is measured each time
+        return float(cached_file("peak", key, measure).read_text())
+    return matmul_flops_per_second(dtype)
+
+
+def matmul_flops_per_second(dtype: str, seconds: float = SECONDS) -> float:
+    """FLOP/s of the first device, by the fastest product of two large square matrices.
+
+    A product of n x n matrices has 2 n^3 operations. On a CPU, the time is CPU time divided by the number of cores: the
+    load of other processes does not count. On a GPU, a call does many products in sequence, as launching a call takes
+    longer than computing one product.
+
+    Args:
+        dtype: `float32`, `bfloat16` or `float16`.
+        seconds: for which products are repeated, after one that is not timed, and at least `FEWEST` times.
+    """
+    gpu = bool(tf.config.list_physical_devices("GPU"))
+    size, products, cores = (4096, 50, 1) if gpu else (2048, 1, num_cores())
+    clock = time.perf_counter if gpu else time.process_time
+    matrix = tf.cast(tf.random.stateless_normal([size, size], seed=[0, 0]) / math.sqrt(size), dtype)
+
+    @tf.function
+    def multiply():
+        product = matrix
+        for _ in tf.range(products):
+            product = tf.matmul(product, matrix)
+        return tf.reduce_sum(product[0])
+
+    multiply().numpy()  # compiles
+    taken: list[float] = []
+    began = time.perf_counter()
+    while len(taken) < FEWEST or time.perf_counter() - began < seconds:
+        before = clock()
+        multiply().numpy()
+        taken.append((clock() - before) / cores)
+    return products * 2 * size**3 / min(taken)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def device_name() -> str:
+    """The model of the first GPU, or of the CPU where there is none."""
+    gpus = tf.config.list_physical_devices("GPU")
+    return tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU") if gpus else cpu_name()
+
+
+def cpu_name() -> str:
+    """The CPU's model, by Linux's `/proc/cpuinfo`."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def peak_memory_mb() -> float:

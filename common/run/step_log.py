@@ -29,7 +29,7 @@ class StepLog:
         workdir: the run's folder.
         steps_per_epoch: steps over which an epoch's means are taken.
         first_step: steps done before.
-        flops: of `common.run.speed`, from which MFU is computed.
+        flops: from which MFU is computed.
 
     Attributes:
         first_step, flops: see above.
@@ -44,13 +44,12 @@ class StepLog:
 
     def __init__(self, workdir: Path, steps_per_epoch: int, first_step: int = 0, flops: ModelFlops = UNKNOWN):
         super().__init__()
-        self.workdir, self.flops = workdir, flops
-        self.speed: dict[str, float] = {}
+        self.workdir, self.steps_per_epoch, self.flops = workdir, steps_per_epoch, flops
         self.first_step = self.step = first_step
-        self.steps_per_epoch = steps_per_epoch
         self.learning_rate: dict[str, float] = {}
+        self.speed: dict[str, float] = {}
         self.seconds = self.tokens_per_second = self.input_wait_fraction = self._waited = 0.0
-        self._calls = self._timed_tokens = self._tokens = self._slots = 0
+        self._is_compiled, self._timed_tokens, self._tokens, self._slots = False, 0, 0, 0
         self._epoch, self._epoch_labels, self._epoch_totals = -1, 0, dict.fromkeys(MEANS, 0.0)
         if not is_chief():
             self._lines = Path(os.devnull).open("w")  # noqa: SIM115
@@ -82,8 +81,7 @@ class StepLog:
     @property
     def epoch(self) -> dict[str, float]:
         """See the class."""
-        labels = self._epoch_labels or math.nan
-        return {name: total / labels for name, total in self._epoch_totals.items()}
+        return {name: total / (self._epoch_labels or math.nan) for name, total in self._epoch_totals.items()}
 
     @property
     def padding_fraction(self) -> float:
@@ -91,7 +89,7 @@ class StepLog:
         return 1 - self._tokens / self._slots
 
     def record(self, values: dict[str, np.ndarray], seconds: float) -> dict[str, float]:
-        """Writes the lines of the steps of one call, and returns their means.
+        """Writes the lines of the steps of one call.
 
         Args:
             values: a vector for each entry of a line but `step`, with one value per step; and `waited`, seconds that
@@ -108,13 +106,13 @@ class StepLog:
             "input_wait_fraction": waited / seconds,
             "peak_memory_mb": peak_memory_mb(),
         }
-        self._calls += 1
-        if self._calls > 1:
+        if self._is_compiled:
             self.seconds += seconds
             self._timed_tokens += tokens
             self._waited += waited
             self.tokens_per_second = self._timed_tokens / self.seconds
             self.input_wait_fraction = self._waited / self.seconds
+        self._is_compiled = True
         for i in range(len(values["loss"])):
             self.step += 1
             means = {name: float(values[name][i]) for name in (*MEANS, "learning_rate")}
@@ -133,8 +131,8 @@ class StepLog:
         for name in self._epoch_totals:
             self._epoch_totals[name] += line[name] * line["labels"]
         rate = line["learning_rate"]
-        past = self.learning_rate
-        self.learning_rate = {"first": past.get("first", rate), "peak": max(past.get("peak", rate), rate), "last": rate}
+        first, peak = (self.learning_rate.get(name, rate) for name in ("first", "peak"))
+        self.learning_rate = {"first": first, "peak": max(peak, rate), "last": rate}
         self._tokens += line["tokens"]
         self._slots += line["slots"]
 

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common.devices.cluster import worker_config
 from common.errors import UserError
-from common.run.command_line import check_bounds, fail
+from common.run.command_line import fail
+from recipes._launch import check_bounds
 
 
 @ray.remote(max_concurrency=2)  # so that `stop` can be called while `run` waits
@@ -59,11 +60,8 @@ def train(count: int, cpus: float, gpus: float, launch_id: str, words: list[str]
     group = placement_group([{"CPU": cpus, "GPU": gpus}] * count, strategy)
     print(f"waiting for {count} workers of {cpus:g} CPU(s) and {gpus:g} GPU(s) each, {strategy}", flush=True)
     ray.get(group.ready())
-    options = {"num_cpus": cpus, "num_gpus": gpus}
-    workers = [
-        Worker.options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote()
-        for i in range(count)
-    ]
+    on_nodes = [PlacementGroupSchedulingStrategy(group, i) for i in range(count)]
+    workers = [Worker.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=node).remote() for node in on_nodes]
     try:
         addresses = ray.get([worker.address.remote() for worker in workers])
         runs = [
@@ -89,9 +87,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, required=True, metavar="N")
     parser.add_argument("--cpus", type=float, default=1, metavar="N", help="CPUs per worker (1)")
     parser.add_argument("--gpus", type=float, default=0, metavar="N", help="GPUs per worker: all of a node (0)")
-    parser.add_argument(
-        "--restarts", type=int, default=0, metavar="K", help="restart up to K times after a worker dies"
-    )
+    parser.add_argument("--restarts", type=int, default=0, metavar="K", help="up to K times after a worker dies (0)")
     parser.add_argument("recipe")
     parser.add_argument("options", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()

@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -7,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from common.caching import cached_file
+from common.files import cached_file, write_json
 
 ROOT = Path(__file__).parent.parent
 # Makes a file slowly, and says so.
 PROGRAM = """
 import sys, time
-from common.caching import cached_file
+from common.files import cached_file, write_json
 
 def make(path):
     path.write_text("half")
@@ -83,3 +84,25 @@ def test_without_a_folder_to_write_to_a_file_lives_as_long_as_the_process(home, 
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("making\nwhole\nwhole\n", "")
     assert not list(tmp_path.iterdir())
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    write_json(tmp_path / "a.json", {"old": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"new": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
+
+
+def test_what_is_no_number_is_null_which_every_reader_of_json_knows(tmp_path):
+    results = {"val_loss": float("nan"), "val_perplexity": float("inf"), "rate": {"peak": -float("inf")}, "steps": [1]}
+    write_json(tmp_path / "a.json", results)
+    wanted = {"val_loss": None, "val_perplexity": None, "rate": {"peak": None}, "steps": [1]}
+    assert json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail) == wanted
+
+
+def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), done.append(os.fstat(fd).st_ino)))
+    monkeypatch.setattr(os, "replace", lambda source, target: (replace(source, target), done.append("replaced")))
+    write_json(tmp_path / "a.json", {})
+    assert done == [(tmp_path / "a.json").stat().st_ino, "replaced"]
