@@ -9,9 +9,9 @@ and a line that is a link alone, a cell too:
     [install](generate.py)                           the cell that installs the project where it is missing
 
 A recipe's parts are its `docstring`, `environment` (all before `Config`), `Config`, `imports` (all before the first
-function), its functions by name, and the blocks of `train_and_evaluate`, which blank lines divide, by number; all of them
-must be there, in their order. What a recipe does where it is run as a program is left out, with `main`: a notebook makes
-its own `Config`.
+function), its functions by name, and in place of `train_and_evaluate` its blocks, which blank lines divide, by number;
+all of them must be there, in their order. What a recipe does where it is run as a program is left out, with `main`: a
+notebook makes its own `Config`.
 
 Without `--execute`, outputs are kept where the code is what it was, comments aside, and removed where it is not.
 """
@@ -75,7 +75,8 @@ def recipe_parts(recipe: Path) -> dict[str, str]:
 def blocks_of(body: str) -> list[list[str]]:
     """The lines of each block of a function's body, as cells: blank lines between its statements divide them.
 
-    Each `if` that returns is left out, and the last `return` is an expression.
+    Each `if` that returns is left out, and the last `return` is an expression. A cell that ends with an expression gets
+    a semicolon, so that its value is not shown.
     """
     lines, blocks, end = body.splitlines(), [[]], 0
     for statement in ast.parse(body).body:
@@ -85,7 +86,11 @@ def blocks_of(body: str) -> list[list[str]]:
             blocks[-1] += lines[end : statement.end_lineno]
         end = statement.end_lineno
     blocks[-1][-1] = blocks[-1][-1].replace("return ", "", 1)
-    return [block for block in blocks if block]
+    blocks = [block for block in blocks if block]
+    for block in blocks:
+        if isinstance(ast.parse("\n".join(block)).body[-1], ast.Expr):
+            block[-1] += ";"
+    return blocks
 
 
 def generate(narrative: Path) -> nbformat.NotebookNode:
