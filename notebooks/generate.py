@@ -4,12 +4,14 @@
 `NAME.md` is a notebook's narrative, and its only source. Text becomes a Markdown cell; a block of Python, a code cell;
 and a line that is a link alone, a cell too:
 
-    [make_datasets](../recipes/bert_mlm.py)    that part of the recipe, read from its file
-    [install](generate.py)                     the cell that installs the project where it is missing
+    [make_datasets](../recipes/bert_mlm.py)          that part of the recipe, read from its file
+    [train_and_evaluate 1](../recipes/bert_mlm.py)   the first block of that function
+    [install](generate.py)                           the cell that installs the project where it is missing
 
 A recipe's parts are its `docstring`, `environment` (all before `Config`), `Config`, `imports` (all before the first
-function), and its functions by name; all of them must be there, in their order. What a recipe does where it is run as a
-program is left out: a notebook makes its own `Config`.
+function), its functions by name, and in place of `train_and_evaluate` its blocks, which blank lines divide, by number;
+all of them must be there, in their order. What a recipe does where it is run as a program is left out, with `main`: a
+notebook makes its own `Config`.
 
 Without `--execute`, outputs are kept where the code is what it was, comments aside, and removed where it is not.
 """
@@ -19,6 +21,7 @@ import ast
 import os
 import re
 import tempfile
+import textwrap
 from pathlib import Path
 
 import nbformat
@@ -30,8 +33,8 @@ FOLDER = ROOT / "notebooks"
 # The project's public address. While nobody has put it here, no notebook has a button that opens it in Colab.
 REPOSITORY = "https://github.com/OWNER/keras-data-parallel-recipes"
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-LINK = re.compile(r"\[(\w+)\]\((\S+\.py)\)")
-LINK_LINE = re.compile(r"^(\[\w+\]\(\S+\.py\))$", re.MULTILINE)
+LINK = re.compile(r"\[(\w+(?: \d+)?)\]\((\S+\.py)\)")
+LINK_LINE = re.compile(r"^(\[\w+(?: \d+)?\]\(\S+\.py\))$", re.MULTILINE)
 INSTALL = f'''\
 # Installs the recipes where they are missing, as on Colab. Elsewhere it does nothing.
 import importlib.util
@@ -60,10 +63,34 @@ def recipe_parts(recipe: Path) -> dict[str, str]:
     parts = {"docstring": [ast.get_docstring(ast.parse(source))]}
     for statement in statements:
         name = getattr(statement, "name", "imports" if "Config" in parts else "environment")
-        if not isinstance(statement, ast.If):  # if __name__ == "__main__"
+        if name == "train_and_evaluate":
+            body = textwrap.dedent("\n".join(lines[statement.body[0].end_lineno : statement.end_lineno]))
+            parts |= {f"{name} {number}": block for number, block in enumerate(blocks_of(body), start=1)}
+        elif name != "main" and not isinstance(statement, ast.If):  # if __name__ == "__main__"
             parts.setdefault(name, []).extend(lines[end : statement.end_lineno])
         end = statement.end_lineno
     return {name: "\n".join(part).strip("\n") for name, part in parts.items()}
+
+
+def blocks_of(body: str) -> list[list[str]]:
+    """The lines of each block of a function's body, as cells: blank lines between its statements divide them.
+
+    Each `if` that returns is left out, and the last `return` is an expression. A cell that ends with an expression gets
+    a semicolon, so that its value is not shown.
+    """
+    lines, blocks, end = body.splitlines(), [[]], 0
+    for statement in ast.parse(body).body:
+        if not lines[end]:
+            blocks.append([])
+        if not (isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return)):
+            blocks[-1] += lines[end : statement.end_lineno]
+        end = statement.end_lineno
+    blocks[-1][-1] = blocks[-1][-1].replace("return ", "", 1)
+    blocks = [block for block in blocks if block]
+    for block in blocks:
+        if isinstance(ast.parse("\n".join(block)).body[-1], ast.Expr):
+            block[-1] += ";"
+    return blocks
 
 
 def generate(narrative: Path) -> nbformat.NotebookNode:

@@ -120,13 +120,13 @@ def masked_batches(
     return sequences.batch(scaled.batch_size, drop_remainder=True).map(make_batch, num_parallel_calls=2).prefetch(8)
 
 
-def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model:
-    """A compiled `BertMaskedLM` or `RobertaMaskedLM`. Call it inside the strategy's scope."""
+def build_model(config: Config, vocabulary: Vocabulary, schedule, last_step: int | None = None) -> keras.Model:
+    """A compiled `BertMaskedLM` or `RobertaMaskedLM`, trained up to `last_step`. Call it in the strategy's scope."""
     model = masked_lm_from_size(config.model, vocabulary, config.dropout, config.seq_length)
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay, config.clip_norm)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
     model.compile(optimizer, loss, jit_compile=config.jit, steps_per_execution=config.steps_per_execution)
-    model.accumulate = config.accumulate
+    model.accumulate, model.last_step = config.accumulate, last_step
     return model
 
 
@@ -144,19 +144,19 @@ def train_and_evaluate(config: Config) -> dict:
     rule = MaskingRule.of(shards.vocabulary, config.mask_rate)
     batches = functools.partial(masked_batches, config, shards, rule, scaled)
     steps = {split: steps_in_shards(shards.files(split), scaled.global_batch_size) for split in shards.sizes()}
-    total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
-    warmup_steps = int(config.warmup * total_steps)
-    schedule = WarmUpPolynomialDecay(scaled.learning_rate, warmup_steps, total_steps, config.decay_power)
+    total = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
+    schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total), total, config.decay_power)
 
     with strategy.scope():
-        model = build_model(config, shards.vocabulary, schedule)
-    model.last_step = total_steps
+        model = build_model(config, shards.vocabulary, schedule, total)
     if config.dry_run:
         return print_plan(model, schedule, shards.count_tokens(), batches("train"), shards.vocabulary.pieces)
+
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
     flops = model_flops(strategy, model.backbone, config.seq_length, config.mask_rate)
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), flops)
     save = functools.partial(save_preset, model, shards.vocabulary, config.seq_length)
+
     with Publish(config.push_to, config.push_public, run.workdir, save) as publish:
         model.fit(
             distribute(strategy, batches, "train", log.step),

@@ -117,8 +117,8 @@ def masked_batches(
     return positions.map(make_batch, num_parallel_calls=2).prefetch(8)
 
 
-def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model:
-    """A compiled `BertMaskedLM`. Call it inside the strategy's scope."""
+def build_model(config: Config, vocabulary: Vocabulary, schedule, last_step: int | None = None) -> keras.Model:
+    """A compiled `BertMaskedLM`, which `fit` trains up to `last_step`. Call it inside the strategy's scope."""
     if config.preset:
         model = masked_lm_from_preset(config.preset, config.dropout)
     else:
@@ -126,7 +126,7 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule) -> keras.Model
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay, config.clip_norm)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
     model.compile(optimizer, loss, jit_compile=config.jit, steps_per_execution=config.steps_per_execution)
-    model.accumulate = config.accumulate
+    model.accumulate, model.last_step = config.accumulate, last_step
     return model
 
 
@@ -143,18 +143,20 @@ def train_and_evaluate(config: Config) -> dict:
     run.check_data({split: len(part) for split, part in sequences.items()}, checksums(sequences))
     rule = MaskingRule.of(vocabulary, config.mask_rate)
     batches = functools.partial(masked_batches, config, sequences, rule, scaled)
+
     steps = {split: steps_per_epoch(len(part), scaled.global_batch_size) for split, part in sequences.items()}
     total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
 
     with strategy.scope():
-        model = build_model(config, vocabulary, schedule)
-    model.last_step = total_steps
+        model = build_model(config, vocabulary, schedule, total_steps)
     if config.dry_run:
         return print_plan(model, schedule, count_tokens(sequences, rule.pad_id), batches("train"), vocabulary.pieces)
+
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
     flops = model_flops(strategy, model.backbone, config.seq_length, config.mask_rate)
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), flops)
+
     model.fit(
         distribute(strategy, batches, "train", log.step),
         epochs=config.epochs,
@@ -170,6 +172,7 @@ def train_and_evaluate(config: Config) -> dict:
     for split in [split for split in sequences if split != "train"]:
         scores = model.evaluate(distribute(strategy, batches, split), steps=steps[split], verbose=0, return_dict=True)
         results |= language_model_scores(split, scores, unigram_loss(counts, batches(split), rule.never_masked))
+
     save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
     return run.finish(results)
 

@@ -42,7 +42,6 @@ with quiet_stderr():
     import tensorflow as tf
 
 from common.data.glue import open_examples
-from common.data.order import Scaled
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import train_wordpieces
 from common.devices.strategy import distribute, make_strategy
@@ -113,24 +112,23 @@ class GlueTrainer(Trainer):
 class GlueEvaluator(Evaluator):
     """The logits of every example of a split, once, and their scores."""
 
-    def __init__(self, strategy, model: keras.Model, data: EncodedTexts, split: str, scaled: Scaled):
+    def __init__(self, strategy, model: keras.Model, data: EncodedTexts, split: str, scaled):
         steps = data.steps(split, scaled)
         super().__init__(distribute(strategy, data.batches, split, scaled, range(steps)), steps)
         self.strategy, self.model, self.data, self.split = strategy, model, data, split
 
     def eval_step(self, iterator):
         """See `Evaluator`."""
-
-        def replica_step(x, examples):
-            return gather_over_replicas((examples, self.model(x, training=False)))
-
-        return first_replica(self.strategy, self.strategy.run(replica_step, args=next(iterator)))
+        return first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
 
     def eval_end(self, outputs) -> dict[str, float]:
         """See `Evaluator`."""
         self.logits = in_order(outputs, len(self.data.ids[self.split]))
         draw_confusion(self.data.texts, self.split, self.logits)
         return scores_of(self.data.texts, self.split, self.logits)
+
+    def _replica_step(self, x, examples):
+        return gather_over_replicas((examples, self.model(x, training=False)))
 
 
 def train_and_evaluate(config: Config) -> dict:
@@ -144,17 +142,19 @@ def train_and_evaluate(config: Config) -> dict:
 
     data = make_datasets(config)
     run.check_data(data.sizes(), data.checksums())
-    epoch_steps = data.steps("train", scaled)
-    total_steps = min(epoch_steps * config.epochs, config.max_steps or sys.maxsize)
+
+    steps = data.steps("train", scaled)  # in an epoch
+    total_steps = min(steps * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
+
     with strategy.scope():
         model = build_model(config, data, schedule)
+
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=model.optimizer)
-    flops = model_flops(strategy, model.backbone, config.seq_length)
-    log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), flops)
+    log = StepLog(run.workdir, steps, checkpoints.restore(), model_flops(strategy, model.backbone, config.seq_length))
     log.announce(model, total_steps)
-    steps = range(log.step, total_steps)
-    batches = distribute(strategy, data.labelled_batches, "train", scaled, steps, config.seed)
+
+    batches = distribute(strategy, data.labelled_batches, "train", scaled, range(log.step, total_steps), config.seed)
     evaluators = {split: GlueEvaluator(strategy, model, data, split, scaled) for split in data.ids if split != "train"}
     save = functools.partial(save_preset, model, data.vocabulary, config.seq_length)
     controller = Controller(
@@ -166,7 +166,7 @@ def train_and_evaluate(config: Config) -> dict:
         summary_dir=run.workdir / "tensorboard",
         eval_actions=[when_best("val_accuracy", lambda *_: save(run.workdir / "best"), run.workdir / "best.json")],
     )
-    controller.train_and_evaluate(total_steps, eval_interval=epoch_steps)
+    controller.train_and_evaluate(total_steps, eval_interval=steps)
 
     if "test" in evaluators:
         evaluators["test"].evaluate()

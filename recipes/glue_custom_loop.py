@@ -89,6 +89,7 @@ def train_and_evaluate(config: Config) -> dict:
     asynchronous = has_parameter_servers()  # experimental
     make = parameter_server_strategy if asynchronous else make_strategy
     strategy = make(config.replicas, config.deterministic)  # (1) the devices
+    eval_strategy = tf.distribute.get_strategy() if asynchronous else strategy  # the chief evaluates alone
     run = open_run("glue_custom_loop", config, writes=("predictions",))
     if run.results:
         return run.results
@@ -97,9 +98,11 @@ def train_and_evaluate(config: Config) -> dict:
 
     data = make_datasets(config)
     run.check_data(data.sizes(), data.checksums())
+
     epoch_steps = data.steps("train", scaled)
     total_steps = min(epoch_steps * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
+
     with strategy.scope():  # (2) a copy of every variable for each replica
         model = build_model(config, data, schedule)
     optimizer = model.optimizer
@@ -118,8 +121,6 @@ def train_and_evaluate(config: Config) -> dict:
             return means_of(sums) | {"learning_rate": learning_rate}
 
         return first_replica(strategy, strategy.run(replica_step, args=batch))  # (5) on every replica
-
-    eval_strategy = tf.distribute.get_strategy() if asynchronous else strategy  # the chief evaluates alone
 
     @tf.function
     def predict_step(batch):
@@ -181,6 +182,7 @@ def train_and_evaluate(config: Config) -> dict:
     logits = {split: predict(split) for split in data.ids if split != "train"}
     results = training_results("glue_custom_loop", config, strategy, scaled.global_batch_size, log)
     results |= classifier_results(data.texts, logits, data.vocabulary)
+
     write_all_predictions(run.workdir / "predictions", data.texts, logits)
     save_preset(model, data.vocabulary, config.seq_length, run.workdir / "preset")
     return run.finish(results)

@@ -1,8 +1,11 @@
 """The notebooks: what is committed is what is generated, it has been run, and it still runs."""
 
 import ast
+import dataclasses
+import importlib
 import json
 import re
+import textwrap
 
 import nbformat
 import pytest
@@ -11,6 +14,7 @@ from notebooks import generate
 from tests.conftest import ROOT
 
 NAMES = list(generate.narratives())
+RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("[a-z]*.py"))}
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])/(?:home|root|tmp|usr|opt|var|work|content|Users|private)/|[A-Z]:\\")
 
 
@@ -58,23 +62,72 @@ def test_a_notebook_was_run_and_shows_no_noise(name):
     assert (generate.FOLDER / f"{name}.ipynb").stat().st_size < 400_000
 
 
-def test_a_recipe_in_parts_is_the_whole_recipe():
-    """All its statements but those of a program, once, in their order."""
-    for path in (ROOT / "recipes").glob("[a-z]*.py"):
-        parts = generate.recipe_parts(path)
-        whole = ast.parse(path.read_text())
-        kept = [node for node in whole.body[1:] if not isinstance(node, ast.If)]
-        joined = ast.parse("\n".join(text for name, text in parts.items() if name != "docstring"))
-        assert [*map(ast.dump, joined.body)] == [*map(ast.dump, kept)]
-        assert parts["docstring"] == ast.get_docstring(whole)
-        for comment in re.findall(r"^ *# .*", "\n".join(parts.values()), re.MULTILINE):
-            assert comment in path.read_text()
+@pytest.mark.parametrize("path", RECIPES.values(), ids=RECIPES)
+def test_a_recipe_in_parts_is_the_whole_recipe(path):
+    """All its statements but those of a program and early returns, once, in their order."""
+    parts = generate.recipe_parts(path)
+    whole = ast.parse(path.read_text())
+    kept = []
+    for node in whole.body[1:]:
+        if getattr(node, "name", None) == "train_and_evaluate":
+            kept += node.body[1:]
+        elif getattr(node, "name", None) != "main":
+            kept.append(node)
+    program = re.compile(r"if (__name__ ==|.*\n    return)")
+    written = [code for code in map(ast.unparse, kept) if not program.match(code)]
+    joined = ast.parse("\n".join(text for name, text in parts.items() if name != "docstring"))
+    shown = [ast.unparse(node) for node in joined.body]
+    assert shown[:-1] == written[:-1]
+    assert shown[-1] == written[-1].replace("return ", "")
+    assert parts["docstring"] == ast.get_docstring(whole)
+    for comment in re.findall(r"^ *# .*", "\n".join(parts.values()), re.MULTILINE):
+        assert comment in path.read_text()
+
+
+@pytest.mark.parametrize("path", RECIPES.values(), ids=RECIPES)
+def test_each_block_of_a_recipe_is_a_cell_after_words_of_its_own(path):
+    blocks = [text for name, text in generate.recipe_parts(path).items() if name.startswith("train_and_evaluate ")]
+    cells = generate.generate(generate.narratives()[path.stem]).cells
+    places = [i for i, cell in enumerate(cells) if cell.source in blocks]
+    assert [cells[i].source for i in places] == blocks
+    assert all(cells[i - 1].cell_type == "markdown" for i in places)
+    for block in blocks:
+        compile(block, path.name, "exec")  # no return is left
+
+
+def test_blank_lines_between_statements_divide_a_body():
+    body = """
+        a = 1
+        if a:
+            return None
+
+        def f(x):
+
+            return x
+
+        # Why.
+        g(
+            a,
+        )
+
+        with a:
+            return f(a)  # at last
+    """
+    assert generate.blocks_of(textwrap.dedent(body).strip()) == [
+        ["a = 1"],
+        ["", "def f(x):", "", "    return x"],
+        ["", "# Why.", "g(", "    a,", ");"],
+        ["", "with a:", "    f(a)  # at last"],
+    ]
 
 
 @pytest.fixture
 def narrative(tmp_path):
     """Writes a narrative beside a small recipe, and gives its notebook."""
-    recipe = '"""Doc."""\nimport os\n\n\nclass Config:\n    pass\n\n\nimport sys\n\n\n# Why.\ndef main():\n    pass\n'
+    recipe = (
+        '"""Doc."""\nimport os\n\n\nclass Config:\n    pass\n\n\nimport sys\n\n\n# Why.\ndef build_model():\n    pass\n'
+    )
+    recipe += '\n\ndef train_and_evaluate():\n    """Doc."""\n    x = 1\n\n    return x\n\n\ndef main():\n    pass\n'
     (tmp_path / "recipe.py").write_text(recipe)
 
     def notebook(text):
@@ -84,7 +137,7 @@ def narrative(tmp_path):
     return notebook
 
 
-PARTS = ("docstring", "environment", "Config", "imports", "main")
+PARTS = ("docstring", "environment", "Config", "imports", "build_model", "train_and_evaluate 1", "train_and_evaluate 2")
 
 
 def test_text_blocks_and_links_become_cells(narrative):
@@ -99,14 +152,16 @@ def test_text_blocks_and_links_become_cells(narrative):
         ("code", "import os"),
         ("code", "class Config:\n    pass"),
         ("code", "import sys"),
-        ("code", "# Why.\ndef main():\n    pass"),
+        ("code", "# Why.\ndef build_model():\n    pass"),
+        ("code", "x = 1"),
+        ("code", "x;"),
         ("code", generate.INSTALL),
     ]
 
 
-@pytest.mark.parametrize("parts", [PARTS[:-1], PARTS[::-1], (*PARTS, "fit")], ids=["one missing", "order", "unknown"])
+@pytest.mark.parametrize("parts", [PARTS[:-1], PARTS[::-1], (*PARTS, "main")], ids=["one missing", "order", "unknown"])
 def test_a_narrative_has_all_parts_of_a_recipe_in_their_order(narrative, parts):
-    with pytest.raises(ValueError, match="main"):
+    with pytest.raises(ValueError, match="train_and_evaluate 2"):
         narrative("\n".join(f"[{part}](recipe.py)" for part in parts))
 
 
@@ -129,22 +184,28 @@ def test_colab_is_offered_only_where_it_finds_the_notebook(narrative, monkeypatc
     assert address in narrative("# Title").cells[0].source
 
 
+def what_is_computed(results):
+    measured = {"seconds", "tokens_per_second", "mfu", "peak_flops_per_second", "input_wait_fraction", "peak_memory_mb"}
+    return {name: value for name, value in results.items() if name not in {*measured, "config"}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs(name, small, monkeypatch):
-    del small["workdir"]  # the notebook's own, in a folder that is removed
-    config = (ROOT / f"recipes/{name}.py") if (ROOT / f"recipes/{name}.py").exists() else ROOT / "recipes/bert_mlm.py"
-    options = {
-        statement.target.id
-        for node in ast.parse(config.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == "Config"
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign)
-    }
+def test_a_notebook_runs_and_gives_the_results_of_its_recipe(name, small, monkeypatch):
+    recipe = importlib.import_module(f"recipes.{name if name in RECIPES else 'bert_mlm'}")
+    options = {field.name for field in dataclasses.fields(recipe.Config)} - {"workdir"}
+    if name not in RECIPES:
+        options.remove("max_steps")  # as many as it takes to kill a worker on the way
     tiny = {name: value for name, value in small.items() if name in options}
     monkeypatch.setenv("NOTEBOOK_OPTIONS", json.dumps(tiny))
     files = {path: path.stat().st_mtime_ns for path in generate.FOLDER.iterdir()}
     notebook = generate.generate(generate.narratives()[name])
+    if name in RECIPES:
+        notebook.cells.append(nbformat.v4.new_code_cell("print(json.dumps(results))"))
     generate.execute(notebook, timeout=200)
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
     assert {path: path.stat().st_mtime_ns for path in generate.FOLDER.iterdir()} == files
+    if name in RECIPES:
+        results = json.loads(notebook.cells[-1].outputs[0].text)
+        expected = recipe.train_and_evaluate(recipe.Config(**tiny, workdir=small["workdir"]))
+        assert what_is_computed(results) == what_is_computed(json.loads(json.dumps(expected)))
