@@ -69,7 +69,7 @@ def pipeline(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]
     """A function that reads and masks so many batches, for one device."""
     from benchmarks import ours
 
-    _, _, batches = ours.set_up(ours.Config(**options, epochs=ours.FOR_EVER, replicas=1), batch_size, 1e-4)
+    _, _, batches = ours.set_up(ours.configured(**options, replicas=1), batch_size, 1e-4)
 
     def run(steps: int) -> dict[str, float]:
         iterator, tokens = iter(batches(0)(num_shards=1, shard=0)), 0
@@ -89,7 +89,7 @@ def waiter(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]:
 
     from benchmarks import ours
 
-    strategy, model, batches = ours.set_up(ours.Config(**options, epochs=ours.FOR_EVER), batch_size, 1e-4)
+    strategy, model, batches = ours.set_up(ours.configured(**options), batch_size, 1e-4)
 
     @tf.function(autograph=False, reduce_retracing=True)
     def train(batch):

@@ -80,7 +80,7 @@ def peak(shards: str, batch_size: int, **options: Any) -> Callable[[], dict[str,
             import functools
 
             scratch = {name: value for name, value in options.items() if name != "vocabulary"}
-            config = bert_from_scratch.Config(**scratch, epochs=ours.FOR_EVER)
+            config = bert_from_scratch.Config(**ours.AS_OTHERS | scratch, epochs=ours.FOR_EVER)
             written = bert_from_scratch.open_shards(shards)
             strategy = ours.make_strategy(1)
             with strategy.scope():
@@ -88,9 +88,11 @@ def peak(shards: str, batch_size: int, **options: Any) -> Callable[[], dict[str,
 
             def batches(first_step: int):
                 scaled = bert_from_scratch.Scaled(batch_size, batch_size)
-                return functools.partial(bert_from_scratch.masked_batches, config, written, scaled, "train", first_step)
+                rule = bert_from_scratch.MaskingRule.of(written.vocabulary)
+                given = config, written, rule, scaled, "train", first_step
+                return functools.partial(bert_from_scratch.masked_batches, *given)
         else:
-            config = ours.Config(**options, epochs=ours.FOR_EVER)
+            config = ours.configured(**options)
             strategy, model, batches = ours.set_up(config, batch_size, 1e-4)
         ours.fit(model, strategy, batches, STEPS, [])
         return {"peak_mb": peak_memory_mb()}

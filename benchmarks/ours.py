@@ -15,6 +15,8 @@ from common.devices.strategy import distribute, make_strategy
 from recipes.bert_mlm import Config, Scaled, build_model, make_datasets, masked_batches
 
 FOR_EVER = 10**6  # epochs
+# What the other sides of a comparison do, where the recipe's own defaults differ.
+AS_OTHERS = {"seq_length": 128, "mask_rate": 0.15, "optimizer": "adamw"}
 
 
 def trainer(batch_size: int, rate: float = 1e-4, **options: Any) -> Callable[..., dict[str, Any]]:
@@ -25,7 +27,7 @@ def trainer(batch_size: int, rate: float = 1e-4, **options: Any) -> Callable[...
         rate: learning rate, of every step.
         options: of `bert_mlm`.
     """
-    config = Config(**options, epochs=FOR_EVER)
+    config = configured(**options)
     strategy, model, batches = set_up(config, batch_size, rate)
     reduced = sum(4 * np.prod(weight.shape) for weight in model.trainable_variables)
 
@@ -35,6 +37,11 @@ def trainer(batch_size: int, rate: float = 1e-4, **options: Any) -> Callable[...
         return {"steps": steps, "seconds": clock.seconds, "tokens": clock.tokens, "bytes_reduced": int(reduced)}
 
     return run
+
+
+def configured(**options: Any) -> Config:
+    """The recipe's `Config` for an endless run with these options, else with what the other sides do."""
+    return Config(**AS_OTHERS | {"epochs": FOR_EVER} | options)
 
 
 def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Strategy, keras.Model, Callable]:
@@ -55,7 +62,7 @@ def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Str
     replicas = strategy.num_replicas_in_sync
     if batch_size % replicas:
         raise ValueError(f"{replicas} replicas cannot share a batch of {batch_size}")
-    rule = MaskingRule.of(vocabulary, config.mask_rate)
+    rule = MaskingRule.of(vocabulary)
     with strategy.scope():
         model = build_model(config, vocabulary, schedule)
 

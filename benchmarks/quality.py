@@ -96,7 +96,7 @@ def trainer(side: str, folder: str, steps: int, rate: float, dropout: float, **w
     from common.training.schedules import WarmUpPolynomialDecay
 
     options = words | {"precision": "float32", "dropout": dropout}
-    config = ours.Config(**options, epochs=ours.FOR_EVER)
+    config = ours.configured(**options)
     if side == OURS:
         schedule = WarmUpPolynomialDecay(rate, steps // 10, steps) if steps else rate
         strategy, model, batches = ours.set_up(config, BATCHES[OURS], schedule)
@@ -127,7 +127,7 @@ def _validation(model, config) -> Callable[[], float]:
     from recipes.bert_mlm import Scaled, make_datasets, masked_batches
 
     vocabulary, sequences = make_datasets(config)
-    rule = MaskingRule.of(vocabulary, config.mask_rate)
+    rule = MaskingRule.of(vocabulary)
     batches = list(masked_batches(config, sequences, rule, Scaled(32, 32), "validation").take(VALIDATION))
 
     @tf.function(reduce_retracing=True)

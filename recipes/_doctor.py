@@ -38,13 +38,14 @@ OPTIONS = {
     "vocabulary_size": 305,
     "seq_length": 25,  # 20 steps of 8, the last of a single sequence
     "lr_scaling": "none",
-    "learning_rate": 1e-3,
+    "optimizer": "muon",
+    "learning_rate": 5e-3,
     "clip_norm": 0.0,  # clipping would hide a wrong scale of the gradient
     "epochs": 1,
     "precision": "float32",
 }
 GLOBAL_BATCH = 8
-OPTIMIZERS = {"adamw": 1e-3, "sgd": 0.1}
+OPTIMIZERS = {"muon": 5e-3, "sgd": 0.1}
 Way = tuple[str, int, dict[str, Any]]  # a configuration that must match one device: a name, replicas, options
 # One line per sequence, padded within its batch: the lines of a program are of all lengths.
 LINES = {"pack": "none", "corpus": __file__, "seq_length": 64, "max_steps": STEPS}
@@ -91,7 +92,7 @@ def doctor(as_json: bool, workers: int) -> int:
             jobs = make_jobs(Path(folder), ways, deterministic=bool(gpus))
             promised = {name: pool.submit(train, name, options, workers) for name, options in jobs.items()}
             runs = {name: run.result() for name, run in promised.items()}
-            off_board = pool.submit(board_difference, runs["2 replicas, adamw"])
+            off_board = pool.submit(board_difference, runs["2 replicas, muon"])
             checks = check(runs, ways, off_board.result())
     passed = all(row["passed"] for row in checks)
     seconds = round(time.perf_counter() - began, 1)
@@ -166,14 +167,14 @@ def check(runs: dict[str, dict[str, Any]], ways: list[Way], off_board: float) ->
             one, _, _ = ONE_DEVICE["pack" in options]
             apart = differences(runs[f"{name}, {optimizer}"], runs[f"{one}, {optimizer}"])
             found += [(f"{name}, {optimizer}", what, apart[what], bound) for what, bound in BOUNDS.items()]
-    plain, resumed = runs["2 replicas, adamw"], runs["resumed"]
+    plain, resumed = runs["2 replicas, muon"], runs["resumed"]
     for precision in ("bfloat16", "float16"):
         away = relative(last_loss(runs[f"mixed_{precision}"]), last_loss(plain))
         found.append((precision, "last loss against float32", away, 0.01))
     steps = steps_of(plain)
     mean = sum(step["loss"] * step["labels"] for step in steps) / sum(step["labels"] for step in steps)
     rate, warm_up = plain["learning_rate"], STEPS // 10
-    peak = OPTIMIZERS["adamw"]
+    peak = OPTIMIZERS["muon"]
     ends = {"first": rate["peak"] / (warm_up + 1), "peak": peak, "last": rate["peak"] / (STEPS - warm_up)}
     off_schedule = max(relative(rate[end], ends[end]) for end in ends)
     not_resumed = float((resumed["resumed_from_step"] or STEPS) >= STEPS)

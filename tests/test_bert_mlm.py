@@ -230,7 +230,7 @@ def test_memory_of_a_replica_counts_what_a_step_keeps(small):
     config = bert_mlm.Config(**small)
     vocabulary, sequences = bert_mlm.make_datasets(config)
     model = bert_mlm.build_model(config, vocabulary, 0.1)
-    rule = bert_mlm.MaskingRule.of(vocabulary, 0.15)
+    rule = bert_mlm.MaskingRule.of(vocabulary)
     batch = next(iter(bert_mlm.masked_batches(config, sequences, rule, bert_mlm.Scaled(8, 8), "train")))
     state, activations = memory_of_a_replica(model, batch)
     pooler = 64 * 64 + 64  # has no gradient and no moments
@@ -278,7 +278,7 @@ def test_the_validation_masks_are_those_of_the_unigram_baseline(finished):
     """Hand count: the labels of every validation sequence, each once, by the frequencies in training."""
     config = bert_mlm.Config(**finished["config"])
     sequences = sequences_of(config)
-    rule = bert_mlm.MaskingRule.of(bert_mlm.make_datasets(config)[0], 0.15)
+    rule = bert_mlm.MaskingRule.of(bert_mlm.make_datasets(config)[0])
     counts = np.bincount(sequences["train"].ravel(), minlength=300).astype(float)
     counts[list(rule.never_masked)] = 0
     probability = (counts + 1) / (counts.sum() + 300)

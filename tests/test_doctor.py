@@ -49,7 +49,7 @@ FAULTS = {
             "divide_no_nan(1.0, count * factor)",
             'divide_no_nan(1.0, unpack(packed)["count"] * replicas())',
         ),
-        ("2 replicas, adamw", "2 replicas, sgd", "4 replicas, sgd", "2 replicas, jit, adamw", "2 replicas, jit, sgd"),
+        ("2 replicas, muon", "2 replicas, sgd", "4 replicas, sgd", "2 replicas, jit, muon", "2 replicas, jit, sgd"),
     ),
     "a sequence's masks depend on how far it is padded": (
         (
@@ -57,7 +57,7 @@ FAULTS = {
             "uniform_noise(seeds, 3 * length)",
             "tf.reverse(uniform_noise(seeds, 3 * length), [1])",
         ),
-        ("2 replicas, one line per sequence, adamw", "2 replicas, one line per sequence, sgd"),
+        ("2 replicas, one line per sequence, muon", "2 replicas, one line per sequence, sgd"),
     ),
     "a run goes on a step too early": (
         (

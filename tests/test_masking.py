@@ -6,7 +6,7 @@ from common.data.masking import MaskingRule, mask_tokens, uniform_noise
 from common.data.wordpiece import WordPieces
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(995))]
-RULE = MaskingRule.of(WordPieces(VOCABULARY, lowercase=True, strip_accents=True), rate=0.15)
+RULE = MaskingRule.of(WordPieces(VOCABULARY, lowercase=True, strip_accents=True))
 
 
 def batch(rows=200, length=128, tokens=126):

@@ -68,7 +68,7 @@ def fit(small, callbacks, epochs=2):
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = bert_mlm.build_model(config, vocabulary, 1e-3)
-    rule = bert_mlm.MaskingRule.of(vocabulary, 0.15)
+    rule = bert_mlm.MaskingRule.of(vocabulary)
 
     def batches(split):
         few = {name: part[:32] for name, part in sequences.items()}

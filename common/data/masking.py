@@ -8,6 +8,8 @@ import tensorflow as tf
 from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.wordpiece import WordPieces
 
+EVALUATION_RATE = 0.15  # BERT's, whatever the rate in training is: so losses of any two models compare
+
 
 @dataclass(frozen=True)
 class MaskingRule:
@@ -18,18 +20,17 @@ class MaskingRule:
     pad_id: int
     never_masked: tuple[int, ...]  # ids: padding, start, end, and unknown words, from which nothing is learned
     segments: bool = True  # whether the model takes segment ids, as BERT does
-    rate: float = 0.15  # fraction of a sequence's tokens that are chosen
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary, rate: float) -> "MaskingRule":
+    def of(cls, vocabulary: Vocabulary) -> "MaskingRule":
         """The rule for a model with this vocabulary: BERT, or RoBERTa, which has no segments."""
         ids = special_ids(vocabulary)
         mask_id = ids.pop("mask")
         segments = isinstance(vocabulary, WordPieces)
-        return cls(len(vocabulary.pieces), mask_id, ids["pad"], tuple(ids.values()), segments, rate)
+        return cls(len(vocabulary.pieces), mask_id, ids["pad"], tuple(ids.values()), segments)
 
 
-def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
+def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule, rate: float = EVALUATION_RATE):
     """Chooses tokens, hides them, and keeps them as labels.
 
     Of the chosen, 80 % become [MASK], 10 % a random token, 10 % stay. A sequence with n tokens that may be chosen has
@@ -39,6 +40,8 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
     Args:
         ids: int32 [batch, length], padded with `rule.pad_id`.
         seeds: int64 [batch, 2], of `mask_seeds`.
+        rule: which tokens are masked, and how.
+        rate: fraction of a sequence's tokens that are chosen.
 
     Returns:
         `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM` with slots = round(rate * length), at least one:
@@ -47,14 +50,14 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule):
         0.0 for an unused slot.
     """
     length = tf.shape(ids)[1]
-    slots = tf.maximum(_round(rule.rate * tf.cast(length, tf.float32)), 1)
+    slots = tf.maximum(_round(rate * tf.cast(length, tf.float32)), 1)
     # A position's numbers are the same whatever the length is: how far a sequence is padded depends on its neighbours.
     noise = tf.reshape(uniform_noise(seeds, 3 * length), [-1, length, 3])
     priority, choice, replacement = tf.unstack(noise, axis=2)
 
     may_be_chosen = tf.reduce_all(ids[..., None] != tf.constant(rule.never_masked), axis=-1)
     candidates = tf.reduce_sum(tf.cast(may_be_chosen, tf.int32), axis=1)
-    chosen = tf.minimum(tf.maximum(_round(rule.rate * tf.cast(candidates, tf.float32)), 1), candidates)
+    chosen = tf.minimum(tf.maximum(_round(rate * tf.cast(candidates, tf.float32)), 1), candidates)
     order = tf.argsort(tf.where(may_be_chosen, priority, 2.0), axis=1)[:, :slots]  # the chosen come first
     used = tf.range(slots) < chosen[:, None]
     positions = tf.where(used, order, 0)

@@ -4,6 +4,7 @@
 from typing import Any
 
 import keras_hub
+import numpy as np
 
 from common.data.byte_pairs import BytePairs, Vocabulary
 from common.data.wordpiece import WordPieces
@@ -12,8 +13,15 @@ from common.model.huggingface import in_huggingface_form, read_vocabulary
 from common.model.sizes import dimensions
 
 
+POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
+
+
 def backbone_from_size(size: str, vocabulary: Vocabulary, dropout: float, seq_length: int) -> keras_hub.models.Backbone:
     """An encoder with random weights: BERT for word pieces, RoBERTa for byte pairs.
+
+    Its position embeddings, trained as all weights, begin as the sinusoids of Vaswani et al. 2017, arXiv:1706.03762,
+    section 3.5. With them, a token's neighbour is found by one rotation in all places, and a model attends to it after
+    some hundreds of steps; from BERT's noise, each position has to be learned by itself.
 
     Args:
         size: of `sizes.py`.
@@ -22,12 +30,21 @@ def backbone_from_size(size: str, vocabulary: Vocabulary, dropout: float, seq_le
         seq_length: tokens per sequence; the encoder has at least 512 positions.
     """
     kind = keras_hub.models.BertBackbone if isinstance(vocabulary, WordPieces) else keras_hub.models.RobertaBackbone
-    return kind(
+    backbone = kind(
         vocabulary_size=len(vocabulary.pieces),
         **dimensions(size),
         dropout=dropout,
         max_sequence_length=max(512, seq_length),
     )
+    (positions,) = [v for v in backbone.trainable_variables if v.path.endswith("position_embedding/embeddings")]
+    positions.assign(POSITION_SCALE * sinusoids(*positions.shape))
+    return backbone
+
+
+def sinusoids(positions: int, width: int) -> np.ndarray:
+    """Sines, then cosines, of every position by wavelengths from 2 pi to 20,000 pi positions; [positions, width]."""
+    angles = np.arange(positions)[:, None] / 10_000 ** (np.arange(0, width, 2) / width)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :width]
 
 
 def from_preset(kind: Any, preset: str, **kwargs):

@@ -35,7 +35,8 @@ def make_optimizer(
         case "adamw":
             optimizer = AdamW(schedule, weight_decay=weight_decay, beta_2=0.98, epsilon=1e-6, **clip)
         case "muon":
-            adam = {"adam_weight_decay": weight_decay, "adam_beta_2": 0.98, "epsilon": 1e-6}
+            # At Muon's own rates, embeddings would outgrow what else is learned of a token.
+            adam = {"adam_lr_ratio": 0.4, "adam_weight_decay": weight_decay, "adam_beta_2": 0.98, "epsilon": 1e-6}
             optimizer = Muon(schedule, weight_decay=weight_decay, exclude_layers=HEADS, **adam, **clip)
         case "lamb":
             optimizer = Lamb(schedule, weight_decay=weight_decay, epsilon=1e-6, **clip)
