@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from common.run.plan import memory_of_a_replica
+from common.training.optimizers import Muon
 from common.training.schedules import WarmUpPolynomialDecay
 from recipes import bert_mlm
 
@@ -107,7 +108,7 @@ def test_the_optimizer_follows_the_schedule(finished):
     for step in (0, 3, 7):
         optimizer.iterations.assign(step)
         assert float(optimizer.learning_rate) == float(schedule(step))
-    assert isinstance(optimizer, keras.optimizers.AdamW)
+    assert isinstance(optimizer, Muon)
 
 
 def test_weight_decay_spares_biases_and_norms(finished):
@@ -223,7 +224,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(small, wikitext, capsys):
     assert f"{parameters:,} parameters in float32; 6 steps" in plan
     rates = [float(line.split()[1]) for line in plan.split("learning rate by step:\n")[1].splitlines()[:6]]
     np.testing.assert_allclose(rates, [step["learning_rate"] for step in steps_of(results)], rtol=0.01)
-    assert plan.count("«") - 1 == round(0.15 * 30) and "    [CLS]" in plan
+    assert plan.count("«") - 1 == round(0.3 * 30) and "    [CLS]" in plan
 
 
 def test_memory_of_a_replica_counts_what_a_step_keeps(small):
@@ -236,9 +237,10 @@ def test_memory_of_a_replica_counts_what_a_step_keeps(small):
     pooler = 64 * 64 + 64  # has no gradient and no moments
     counters = 2  # of steps, and the rate
     seeds = 2 * sum(v.name == "seed_generator_state" for v in model.variables)
-    assert state == 4 * (4 * (model.count_params() - pooler) + pooler + counters + seeds)
+    of_muon = 4 * 64 * 64 + 2 * 64 * 256  # kernels, which have one moment
+    assert state == 4 * (4 * (model.count_params() - pooler) - of_muon + pooler + counters + seeds)
     one_layer = 16 * 32 * 8 * 64 + 2 * 1 * 32**2 * 8
-    assert activations == 4 * (one_layer + 3 * 8 * 5 * len(vocabulary.pieces))
+    assert activations == 4 * (one_layer + 3 * 8 * 10 * len(vocabulary.pieces))
 
 
 @pytest.mark.slow
@@ -298,7 +300,7 @@ def test_the_command_prints_a_report_and_nothing_else(small):
     )
     assert (done.returncode, done.stderr) == (0, "")
     for expected in (
-        "peak learning rate: 0.000989949, sqrt scaling of 0.0007",
+        "peak learning rate: 0.00707107, sqrt scaling of 0.005",
         "validation loss",
         "unigram baseline",
         "[MASK]",
@@ -333,6 +335,6 @@ def test_the_default_run_learns(tmp_path):
         [sys.executable, "-m", "recipes", "run", "bert_mlm", "--workdir", str(tmp_path)], cwd=ROOT, check=True
     )
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["val_loss"] <= results["val_unigram_loss"] - 0.4
+    assert results["val_loss"] <= results["val_unigram_loss"] - 1.9
     assert results["learning_rate"]["last"] < 0.02 * results["learning_rate"]["peak"]
     assert results["padding_fraction"] < 0.01

@@ -10,7 +10,7 @@ import pytest
 from common.data.byte_pairs import train_byte_pairs
 from common.data.wordpiece import train_wordpieces
 from common.errors import UserError
-from common.model.backbones import model_width, preset_vocabulary
+from common.model.backbones import model_width, preset_vocabulary, sinusoids
 from common.model.classifier import make_classifier
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
 from common.model.saving import save_preset
@@ -91,3 +91,17 @@ def test_without_room_on_the_disk_nothing_is_written(saved, tmp_path, monkeypatc
     assert error.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=size + 2**20))
     save_preset(model, vocabulary, 32, tmp_path / "preset")
+
+
+def test_positions_begin_as_sinusoids():
+    """By the formula; and from each position to the next, by one rotation, which is what they are there for."""
+    table = sinusoids(40, 6)
+    for place, column, value in [(7, 0, np.sin(7)), (7, 3, np.cos(7)), (7, 1, np.sin(7 / 10_000 ** (1 / 3)))]:
+        assert table[place, column] == pytest.approx(value)
+    rotation, *_ = np.linalg.lstsq(table[:-1], table[1:], rcond=None)
+    np.testing.assert_allclose(table[:-1] @ rotation, table[1:], atol=1e-9)
+    np.testing.assert_allclose(rotation @ rotation.T, np.eye(6), atol=1e-9)
+    for train in KINDS:
+        model = masked_lm_from_size("nano", train(documents, 300), 0.2, 32)
+        (positions,) = [v for v in model.weights if v.path.endswith("position_embedding/embeddings")]
+        np.testing.assert_allclose(positions, 0.14 * sinusoids(512, 64), atol=1e-6)

@@ -142,8 +142,10 @@ def test_muon_takes_a_kernel_as_one_matrix(shape, matrix):
     ],
 )
 def test_muon_leaves_all_but_the_kernels_of_hidden_layers_to_adamw(shape, name, layer):
-    ours, adamw = (muon_steps(shape, lambda n=n: make_optimizer(n, 0.01, 0.1), name, layer) for n in ("muon", "adamw"))
-    np.testing.assert_array_equal(ours, adamw)
+    ours = muon_steps(shape, lambda: make_optimizer("muon", 0.01, 0.1), name, layer)
+    # 0.4 of Muon's rate, which leaves the decay as it is.
+    adamw = muon_steps(shape, lambda: make_optimizer("adamw", 0.004, 0.25), name, layer)
+    np.testing.assert_allclose(ours, adamw, rtol=1e-6, atol=1e-9)
 
 
 def test_a_step_of_muon_has_singular_values_near_one():

@@ -12,7 +12,6 @@ from common.errors import UserError, first_line
 from common.model.huggingface import in_huggingface_form, read_vocabulary
 from common.model.sizes import dimensions
 
-
 POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
 
 
