@@ -35,10 +35,9 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
 
     Args:
         replicas: replicas on this machine; 0 for the default of the devices found.
-        deterministic: bit-reproducible on GPUs too, with full float32 precision; on CPUs it always is. By default, a
-            GPU sums in an order that depends on its threads, and multiplies float32 matrices in TF32, with a mantissa
-            of 10 bits. An operation without a deterministic implementation then raises
-            `tf.errors.UnimplementedError`. It cannot be undone in the same process.
+        deterministic: bit-reproducible on GPUs too, as on CPUs, in full float32 precision: by default, a GPU sums in
+            an order that depends on its threads, and multiplies in TF32, with a mantissa of 10 bits. An operation
+            without a deterministic implementation then raises `tf.errors.UnimplementedError`. It cannot be undone.
 
     Raises:
         UserError: when the machine does not have that many replicas, there is no TPU at `TPU_NAME`, or there are

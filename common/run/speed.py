@@ -58,7 +58,7 @@ def flops_per_token(
 
     A product of a vector with an n x m matrix has 2 n m operations, and its backward pass twice as many: 6 for each
     weight (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Of a layer of width h and inner width i, these are
-    4 h^2 + 2 h i. Attention adds 12 h s a layer, for the scores and the mean of s values, the sequence length
+    4 h^2 + 2 h i. In sequences of s tokens, attention adds 12 h s a layer, for the scores and the mean of the values
     (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). The head, h^2 and h for each token of the vocabulary,
     is needed for masked tokens only, a fraction `mask_rate`. What is not a matrix product (norms, gelu, softmax, the
     optimizer) is not counted, so devices do more than MFU shows.
