@@ -73,8 +73,11 @@ AT_ONCE = [
     ("--mask-rate 0", "--mask-rate must be above 0; got 0"),
     ("--mask-rate 1.5", "--mask-rate must be in [0, 1); got 1.5"),
     ("--precision fp8", "Expected one of ('auto', 'float32', 'mixed_bfloat16', 'mixed_float16')"),
-    ("--accumulate 3", "--accumulate 3 does not divide the batch of 16 on each replica. Choose one of 1, 2, 4, 8, 16"),
-    ("--optimizer adam", "Expected one of ('adamw', 'lamb', 'sgd')"),
+    (
+        "--accumulate 3",
+        "--accumulate 3 does not divide the batch of 32 on each replica. Choose one of 1, 2, 4, 8, 16, 32",
+    ),
+    ("--optimizer adam", "Expected one of ('muon', 'adamw', 'lamb', 'sgd')"),
     ("--profile-steps 9-3", "--profile-steps must be a range of steps, such as 10-20; got 9-3"),
     (
         "--corpus missing.txt",
@@ -87,7 +90,7 @@ AT_ONCE = [
     ("--vocabulary missing.txt", "cannot read the vocabulary missing.txt"),
     ("--vocabulary {files}/no_mask.txt", "lacks [MASK]; give a BERT WordPiece file"),
     ("--preset {files}/no_text", "is not a BERT preset; give a folder made by save_to_preset"),
-    ("--preset {files}/preset", "--seq-length 128 is more than the 64 positions of the preset"),
+    ("--preset {files}/preset --seq-length 128", "--seq-length 128 is more than the 64 positions of the preset"),
     ("--workdir {files} --preset {files}/preset", "/preset is inside the work directory"),
     ("--workdir {files} --corpus {files}/loop/good.txt", "/good.txt is inside the work directory"),
     ("--corpus {files} --workdir {files}/loop/run", "a run's too. Give a --workdir outside it"),
@@ -111,7 +114,7 @@ GLUE = [
     ("--workdir {files} --task own --data {files}/good.csv", "/good.csv is inside the work directory"),
     ("--preset {files}/untold", "has no tokenizer.json, the tokenizer its model was trained with"),
     ("--preset {files}/mixed_up", "has 6 tokens, but the preset's model has a vocabulary size of 9: they do"),
-    ("--preset {files}/preset", "--seq-length 128 is more than the 64 positions of the preset"),
+    ("--preset {files}/preset --seq-length 128", "--seq-length 128 is more than the 64 positions of the preset"),
     ("--preset bert_tiny_en_uncased --model base", "leave out --model, or --preset"),
 ]
 
@@ -138,7 +141,7 @@ LATER = [
     ),
     ("--preset bert_tiny_en_uncased", "Give a KerasHub name, which needs a network on first use, or a folder"),
     ("--corpus wikitext-2", "cannot fetch Salesforce/wikitext from the Hugging Face Hub"),
-    ("--corpus {files}/good.txt", "too few for a global batch of 32. Give more data, or a smaller --batch-size"),
+    ("--corpus {files}/good.txt", "too few for a global batch of 64. Give more data, or a smaller --batch-size"),
     ("--corpus {files}/cjk.txt --vocabulary {files}/ascii.txt", "the vocabulary has none of the text's words. Give"),
     ("--workdir {files}/good.txt/run", "cannot write to the work directory"),
     ("--workdir {files}/other_run --overwrite", "other_run holds config.json, but no run: its config.json is missing"),
