@@ -26,7 +26,7 @@ from common.data.corpora import check_corpus
 from common.model.push_target import check_push_to
 from common.model.sizes import check_model, check_vocabulary_size
 from common.run.command_line import parse, quiet_stderr, run
-from common.run.options import FitOptions, step_range
+from common.run.options import FitOptions, set_learning_rate, step_range
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Config(FitOptions):
     seq_length: int = 64  # tokens per sequence
     mask_rate: float = 0.3  # fraction of tokens that are masked in training; 0.15 in validation, for any
     batch_size: int = 32  # sequences per replica in a step
-    learning_rate: float = 7e-3  # peak learning rate for one replica
+    learning_rate: float | None = None  # peak learning rate for one replica; default: 7e-3, without muon 7e-4
     warmup: float = 0.1  # fraction of all steps that are warm-up
     decay_power: float = 1.0  # power of the polynomial decay of the learning rate; 1: linear
     optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"
@@ -60,6 +60,7 @@ class Config(FitOptions):
         check_corpus(self.corpus, self.workdir)
         check_push_to(self.push_to, self.push_public)
         check_vocabulary_size(self.architecture, self.vocabulary_size)
+        set_learning_rate(self)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once

@@ -6,6 +6,7 @@
     python -m recipes run bert_mlm --preset bert_base_en_uncased --learning-rate 5e-5 --corpus my_texts/
 
 Time: 2 min on 2 cores. Metric: validation loss, against the unigram baseline.
+
 Text becomes word pieces in sequences of one length; 30 % of them are masked, anew in every epoch, and the model learns
 to predict them. Each replica takes an equal part of every batch, and a step applies the summed gradients. One file for
 one device, all GPUs of a machine, and many machines: the strategy decides.
@@ -25,7 +26,7 @@ from typing import Literal
 from common.data.corpora import check_corpus
 from common.model.sizes import check_model
 from common.run.command_line import parse, quiet_stderr, run
-from common.run.options import FitOptions, step_range
+from common.run.options import FitOptions, set_learning_rate, step_range
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Config(FitOptions):
     pack: Literal["full", "none"] = "full"  # full: no padding; none: one line per sequence, padded within its batch
     mask_rate: float = 0.3  # fraction of tokens that are masked in training; 0.15 in validation, for any
     batch_size: int = 32  # sequences per replica in a step
-    learning_rate: float = 0.0  # peak learning rate for one replica; 0: 7e-3, or from a preset 1e-4
+    learning_rate: float | None = None  # peak for one replica; default: 7e-3, 7e-4 without muon, 1e-4 from a preset
     warmup: float = 0.1  # fraction of all steps that are warm-up
     optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"
     weight_decay: float = 0.01  # not applied to biases and layer norms
@@ -55,8 +56,7 @@ class Config(FitOptions):
         super().__post_init__()
         check_model(self.preset, self.model, self.seq_length, self.vocabulary)
         check_corpus(self.corpus, self.workdir)
-        if not self.learning_rate:  # a step that fits random weights would destroy a preset's
-            object.__setattr__(self, "learning_rate", 1e-4 if self.preset else 7e-3)
+        set_learning_rate(self, self.preset)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once

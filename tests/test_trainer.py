@@ -82,6 +82,21 @@ def test_what_is_done_is_not_done_again_and_the_next_fit_is_a_new_one():
     assert heard[:2] == ["epoch 0", (0, 1, False)] and model.steps_done == 4
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_an_epoch_after_one_whose_data_ran_out_has_all_its_steps_again():
+    """Fourteen steps of data, and six asked for beyond them, as Keras on one device counts them."""
+
+    def steps(model):
+        told = Told()
+        model.fit(X, Y, batch_size=4, steps_per_epoch=20, epochs=3, shuffle=False, verbose=0, callbacks=[told])
+        return [heard if isinstance(heard, str) else heard[0] for heard in told.heard]
+
+    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    plain.compile("sgd", "mse")
+    plain.steps_done = plain.at_epoch_end = None
+    assert steps(make_model()) == steps(plain)
+
+
 def test_an_initial_epoch_is_keras_own():
     heard, _ = fit(make_model(), epochs=3, initial_epoch=2)
     assert [told for told in heard if isinstance(told, str)] == ["epoch 2", "evaluated"]
@@ -99,3 +114,31 @@ def test_it_must_know_how_long_an_epoch_is():
     model.last_step = 3
     with pytest.raises(ValueError, match="needs steps_per_epoch"):
         model.fit(X, Y, verbose=0)
+
+
+class LooksUpAgain(keras.Model):
+    """Its own loss reads a table, whose gradient is one of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(10, 4)
+
+    def call(self, x):
+        return self.table(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean((y_pred - 1) ** 2) + keras.ops.mean(self.table(x) ** 2)
+
+
+def test_a_loss_of_ones_own_may_look_up_an_embedding():
+    ids = np.arange(12).reshape(4, 3) % 10
+
+    def trained(replicas):
+        keras.utils.set_random_seed(0)
+        with make_strategy(replicas).scope():
+            model = data_parallel(LooksUpAgain)()
+            model.compile(keras.optimizers.SGD(0.1))
+        model.fit(ids, ids, batch_size=4, verbose=0)
+        return model.get_weights()[0]
+
+    np.testing.assert_allclose(trained(2), trained(1), atol=1e-7)

@@ -122,13 +122,13 @@ class Controller:
         global_step: int = 0,
         checkpoint_manager: Checkpoints | None = None,
         summary_dir: Path | None = None,
-        summary_interval: int = 1,
+        summary_interval: int | None = None,
         eval_actions: Sequence[Action] = (),
     ):
         self.trainer, self.evaluator = trainer, evaluator
         self.steps_per_loop, self.global_step = steps_per_loop, global_step
         self.checkpoint_manager, self.eval_actions = checkpoint_manager, eval_actions
-        self.summary_interval = summary_interval
+        self.summary_interval = summary_interval or 1
         writes = summary_dir and is_chief()
         self._board = tf.summary.create_file_writer(str(summary_dir)) if writes else tf.summary.create_noop_writer()
         self._steps_in_time = 1

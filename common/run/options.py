@@ -67,6 +67,16 @@ class FitOptions(RunOptions):
     dry_run: bool = False  # print the plan, train nothing, write nothing
 
 
+def set_learning_rate(config: Any, preset: str = "") -> None:
+    """Sets the `learning_rate` of a recipe's options that was not given, by their `optimizer`.
+
+    From a preset it is small: a step that fits random weights would destroy those of a preset.
+    """
+    if config.learning_rate is None:
+        rate = 1e-4 if preset else 7e-3 if config.optimizer == "muon" else 7e-4
+        object.__setattr__(config, "learning_rate", rate)  # the options are frozen
+
+
 def step_range(text: str) -> range:
     """The steps that `A-B` names, from A to B; none for an empty text. Raises a `UserError` for any other."""
     if not text:
@@ -96,8 +106,8 @@ def _check(options: dict[str, Any]) -> None:
         _require(0 <= options.get(name, 0) < 1, options, name, "in [0, 1)")
     _require(options.get("mask_rate", 1) > 0, options, "mask_rate", "above 0")
     for name in RATES:
-        value = options.get(name, 0)
-        _require(math.isfinite(value) and value >= 0, options, name, "a finite number, 0 or more")
+        value = options.get(name)
+        _require(value is None or (math.isfinite(value) and value >= 0), options, name, "a finite number, 0 or more")
     step_range(options.get("profile_steps", ""))
     check_accumulate(options.get("accumulate", 1), options["batch_size"])
     for name in ("workdir", "corpus"):

@@ -56,7 +56,7 @@ class Run:
                 write_json(self.workdir / "config.json", self.saved)
         return self.saved[name]
 
-    def scale(self, config: Any, replicas: int, learning_rate: float, optimizer: str) -> Scaled:
+    def scale(self, config: Any, replicas: int, learning_rate: Any, optimizer: str) -> Scaled:
         """The batch and the learning rate for so many replicas; a resumed run keeps its global batch and peak rate.
 
         Args:

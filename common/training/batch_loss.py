@@ -74,7 +74,7 @@ class BatchLoss(TensorFlowTrainer):
 
         @tf.custom_gradient
         def shared(weight):
-            return tf.identity(weight), lambda gradient: gradient / count
+            return tf.identity(weight), lambda gradient: tf.convert_to_tensor(gradient) / count
 
         metric_variables = self._metric_variables()
         weights_shared = zip(self.trainable_variables, map(shared, weights), strict=True)

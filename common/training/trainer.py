@@ -25,7 +25,7 @@ class Trainer(StepLoop):
 
     steps_done = first_step = 0
     last_step: int | None = None
-    _steps_per_epoch: int | None = None  # while `fit` runs
+    _epoch_end: int | None = None  # the step, while `fit` runs and was told `steps_per_epoch`
     _test_steps_left: int | None = None  # while `evaluate` runs
     _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
     predict_function: Any
@@ -47,7 +47,7 @@ class Trainer(StepLoop):
     @functools.wraps(TensorFlowTrainer.fit)
     def fit(self, *args, **kwargs):  # noqa: D102
         given = inspect.signature(super().fit).bind(*args, **kwargs).arguments
-        steps = self._steps_per_epoch = given.get("steps_per_epoch")
+        steps = given.get("steps_per_epoch")
         self.steps_done, self.first_step = self.first_step, 0
         if steps is None and (self.steps_done or self.last_step):
             raise ValueError("where fit begins or ends in the middle of an epoch, it needs steps_per_epoch")
@@ -62,7 +62,7 @@ class Trainer(StepLoop):
             with read_ahead(given, shuffle=given.get("shuffle", True)) as given:
                 return super().fit(**given)
         finally:
-            self._fit_iterator, self._steps_per_epoch = False, None
+            self._fit_iterator, self._epoch_end = False, None
 
     @functools.wraps(TensorFlowTrainer.evaluate)
     def evaluate(self, *args, **kwargs):  # noqa: D102
@@ -128,24 +128,23 @@ class Trainer(StepLoop):
     @property
     def at_epoch_end(self):
         """See `data_parallel`."""
-        if self._steps_per_epoch is None:
-            return False
-        return self.steps_done == self.last_step or self.steps_done % self._steps_per_epoch == 0
+        return self.steps_done == self._epoch_end
 
     def _steps_left_of_epoch(self):
         """Steps until `fit` evaluates; None where it was not told how many an epoch has."""
-        if self._steps_per_epoch is None:
-            return None
-        left = self._steps_per_epoch - self.steps_done % self._steps_per_epoch
-        return min(left, (self.last_step or sys.maxsize) - self.steps_done)
+        return None if self._epoch_end is None else self._epoch_end - self.steps_done
 
     def _begin_epochs_where_they_are(self, epoch_iterator):
-        """Has Keras's loop begin in the middle of an epoch, and end in one."""
-        enumerate_whole = epoch_iterator._enumerate_iterator
+        """Has Keras's loop begin its first epoch in the middle, and end its last one there.
+
+        An epoch may also end sooner, with the data; the next one has all its steps again.
+        """
+        enumerate_whole, steps = epoch_iterator._enumerate_iterator, epoch_iterator.steps_per_epoch
 
         def enumerate_rest():
-            done = self.steps_done % (self._steps_per_epoch or 1)
-            epoch_iterator.steps_per_epoch = self._steps_left_of_epoch()
+            done = self.steps_done % steps if self._epoch_end is None else 0
+            self._epoch_end = min(self.steps_done - done + steps, self.last_step or sys.maxsize)
+            epoch_iterator.steps_per_epoch = self._epoch_end - self.steps_done
             for first, last, iterator in enumerate_whole():
                 yield done + first, done + last, iterator
 
@@ -164,7 +163,7 @@ class Trainer(StepLoop):
         if iterator is not None:
             if self._fit_iterator is None:
                 self._fit_iterator = iterator
-                if self._steps_per_epoch is not None:
+                if iterator.steps_per_epoch is not None:
                     self._begin_epochs_where_they_are(iterator)
             data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)
         with self._scope():
