@@ -278,7 +278,7 @@ def test_parameter_servers_survive_a_worker(small, tmp_path):
         rows = [(f"a {word} film, number {i}", word) for i in range(100) for word in ("good", "bad")]
         with (reviews / f"{split}.csv").open("w", newline="") as file:
             csv.writer(file).writerows([("review", "said"), *rows])
-    options = small | {"epochs": 6, "data": str(reviews), "text_columns": "review", "label_column": "said"}
+    options = small | {"epochs": 9, "data": str(reviews), "text_columns": "review", "label_column": "said"}
     launched = subprocess.Popen(
         command(glue_custom_loop, options, tmp_path / "run", *words),
         stdout=subprocess.PIPE,
@@ -293,7 +293,7 @@ def test_parameter_servers_survive_a_worker(small, tmp_path):
     output, _ = launched.communicate(timeout=200)
     assert launched.returncode == 0 and "worker 2 was killed by SIGKILL" in output and "0 restart(s) left" in output
     results = json.loads((tmp_path / "run/results.json").read_text())
-    assert [step["step"] for step in steps_of(results)] == list(range(1, 25 * 6 + 1))
+    assert [step["step"] for step in steps_of(results)] == list(range(1, 25 * 9 + 1))
     assert results["train_loss"] < 0.3
 
 
