@@ -144,6 +144,14 @@ def test_summaries(tmp_path):
     assert steps == train | {"validation/closeness": [4, 8]}
 
 
+def test_without_an_interval_every_loop_has_a_summary(tmp_path):
+    _, controller = make(tmp_path, steps_per_loop=2, summary_interval=None)
+    controller.train(4)
+    board = EventAccumulator(str(tmp_path / "tensorboard"), {"tensors": 0})
+    board.Reload()
+    assert [event.step for event in board.Tensors("train/loss")] == [1, 2, 4]  # the first loop is timed
+
+
 def test_a_kill_after_a_checkpoint_takes_nothing_from_tensorboard(tmp_path):
     def tags_in(folder):  # while the writer has it open, as a process that is killed would leave it
         board = EventAccumulator(str(folder), {"tensors": 0})

@@ -19,8 +19,8 @@ def backbone_from_size(size: str, vocabulary: Vocabulary, dropout: float, seq_le
     """An encoder with random weights: BERT for word pieces, RoBERTa for byte pairs.
 
     Its position embeddings, trained as all weights, begin as the sinusoids of Vaswani et al. 2017, arXiv:1706.03762,
-    section 3.5. With them, a token's neighbour is found by one rotation in all places, and a model attends to it after
-    some hundreds of steps; from BERT's noise, each position has to be learned by itself.
+    section 3.5. With them, a token's neighbour is found by one rotation in all places; from BERT's noise, each position
+    has to be learned by itself.
 
     Args:
         size: of `sizes.py`.

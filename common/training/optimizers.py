@@ -35,7 +35,7 @@ def make_optimizer(
         case "adamw":
             optimizer = AdamW(schedule, weight_decay=weight_decay, beta_2=0.98, epsilon=1e-6, **clip)
         case "muon":
-            # At Muon's own rates, embeddings would outgrow what else is learned of a token.
+            # What AdamW trains, embeddings above all, learns with lower rates than Muon's kernels.
             adam = {"adam_lr_ratio": 0.4, "adam_weight_decay": weight_decay, "adam_beta_2": 0.98, "epsilon": 1e-6}
             optimizer = Muon(schedule, weight_decay=weight_decay, exclude_layers=HEADS, **adam, **clip)
         case "lamb":
