@@ -11,6 +11,7 @@ NAMES = {
     "input": "the input pipeline alone, and how long a step waits for it",
     "trainer_tests": "Keras's own tests of its trainer in a strategy's scope, by Keras and by ours",
     "conformance": "each feature of Keras on 1, 2 and 4 replicas, against plain Keras on one device",
+    "techniques": "what helps a small model learn: one change at a time to the defaults of bert_mlm",
     "quality": "validation loss by time, beside the published Keras example",
 }
 

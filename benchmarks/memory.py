@@ -88,8 +88,7 @@ def peak(shards: str, batch_size: int, **options: Any) -> Callable[[], dict[str,
 
             def batches(first_step: int):
                 scaled = bert_from_scratch.Scaled(batch_size, batch_size)
-                rule = bert_from_scratch.MaskingRule.of(written.vocabulary)
-                given = config, written, rule, scaled, "train", first_step
+                given = config, written, scaled, "train", first_step
                 return functools.partial(bert_from_scratch.masked_batches, *given)
         else:
             config = ours.configured(**options)

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.clock import WARM, Clock
-from common.data.masking import MaskingRule
 from common.devices.strategy import distribute, make_strategy
 from recipes.bert_mlm import Config, Scaled, build_model, make_datasets, masked_batches
 
@@ -62,13 +61,12 @@ def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Str
     replicas = strategy.num_replicas_in_sync
     if batch_size % replicas:
         raise ValueError(f"{replicas} replicas cannot share a batch of {batch_size}")
-    rule = MaskingRule.of(vocabulary)
     with strategy.scope():
         model = build_model(config, vocabulary, schedule)
 
     def batches(first_step: int, split: str = "train") -> Callable[..., tf.data.Dataset]:
         scaled = Scaled(batch_size // replicas, batch_size)
-        return functools.partial(masked_batches, config, sequences, rule, scaled, split, first_step)
+        return functools.partial(masked_batches, config, vocabulary, sequences, scaled, split, first_step)
 
     return strategy, model, batches
 

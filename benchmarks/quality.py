@@ -123,12 +123,10 @@ def _validation(model, config) -> Callable[[], float]:
     import keras
     import tensorflow as tf
 
-    from common.data.masking import MaskingRule
     from recipes.bert_mlm import Scaled, make_datasets, masked_batches
 
     vocabulary, sequences = make_datasets(config)
-    rule = MaskingRule.of(vocabulary)
-    batches = list(masked_batches(config, sequences, rule, Scaled(32, 32), "validation").take(VALIDATION))
+    batches = list(masked_batches(config, vocabulary, sequences, Scaled(32, 32), "validation").take(VALIDATION))
 
     @tf.function(reduce_retracing=True)
     def total(x, y, weight):

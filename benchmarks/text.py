@@ -50,8 +50,7 @@ def writer(folder: str, **options: Any) -> Callable[[], dict[str, int]]:
         vocabulary, sequences = make_datasets(Config(**options))
         Path(folder, "vocab.txt").write_text("".join(f"{piece}\n" for piece in vocabulary.pieces), encoding="utf-8")
         np.save(Path(folder, "sequences.npy"), sequences["train"].numpy())
-        pad = vocabulary.pieces.index(vocabulary.special.pad)
-        number, tokens = count_tokens(sequences, pad)["train"]
+        number, tokens = count_tokens(sequences, vocabulary)["train"]
         return {"pieces": len(vocabulary.pieces), "sequences": number, "tokens": tokens}
 
     return write

@@ -8,7 +8,7 @@
 Time: 2 min on 2 cores. Metric: validation loss, against the unigram baseline.
 
 A vocabulary is trained on the corpus; all text becomes one row of tokens, cut into sequences of one length and written,
-once, as shards. Training reads them in an order drawn anew for every epoch, and masks 30 % of the tokens.
+once, as shards. Training reads them in a new order in every epoch, and masks 30 % of the tokens.
 """
 
 import functools
@@ -39,7 +39,7 @@ class Config(FitOptions):
     shards: int = 0  # TFRecord files per split; 0: 8, or as many as keep each under 64 MB
     architecture: Literal["bert", "roberta"] = "bert"  # with its tokenizer: WordPiece, or byte-level BPE
     vocabulary_size: int = 4096  # tokens in the vocabulary
-    model: str = "tiny"  # nano | tiny | mini | small | medium | base | large, or a JSON file of dimensions
+    model: str | None = None  # nano | tiny | mini | small | medium | base | large, or a JSON file; default: tiny
     seq_length: int = 64  # tokens per sequence
     mask_rate: float = 0.3  # fraction of tokens that are masked in training; 0.15 in validation, for any
     batch_size: int = 32  # sequences per replica in a step
@@ -50,7 +50,7 @@ class Config(FitOptions):
     weight_decay: float = 0.01  # not applied to biases and layer norms
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as BERT's; 0: no clipping
     dropout: float = 0.0  # the papers' is 0.1; with few epochs, a model learns more without
-    epochs: int = 4
+    epochs: int = 3
     push_to: str = ""  # hf://user/name: upload the model after each epoch, in the background; private, if new
     push_public: bool = False  # create that repository as public
 
@@ -85,11 +85,12 @@ from common.model.model_card import model_card
 from common.model.publish import Publish
 from common.model.saving import save_preset
 from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
 from common.run.results import report, training_results
 from common.run.runs import open_run
 from common.run.speed import model_flops
-from common.scores.language_model import language_model_scores, unigram_loss
+from common.scores.language_model import language_model_scores
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
@@ -107,11 +108,11 @@ def make_datasets(config: Config) -> Shards:
 
 
 def masked_batches(
-    config: Config, shards: Shards, rule: MaskingRule, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
+    config: Config, shards: Shards, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
 ) -> tf.data.Dataset:
     """One reader's batches (x, y, sample_weight), of a replica's size: a pure function of the seed and the step."""
-    training = split == "train"
-    epochs, seed = (config.epochs, config.seed) if training else (1, None)
+    training, rule = split == "train", MaskingRule.of(shards.vocabulary)
+    epochs, seed = (tf.int64.max, config.seed) if training else (1, None)
 
     def make_batch(epochs, examples, records):
         ids = decode_sequences(records, config.seq_length, rule.pad_id)
@@ -122,9 +123,9 @@ def masked_batches(
     return sequences.batch(scaled.batch_size, drop_remainder=True).map(make_batch, num_parallel_calls=2).prefetch(8)
 
 
-def build_model(config: Config, vocabulary: Vocabulary, schedule, last_step: int | None = None) -> keras.Model:
+def build_model(config: Config, vocabulary: Vocabulary, schedule=0.0, last_step: int | None = None) -> keras.Model:
     """A compiled `BertMaskedLM` or `RobertaMaskedLM`, trained up to `last_step`. Call it in the strategy's scope."""
-    model = masked_lm_from_size(config.model, vocabulary, config.dropout, config.seq_length)
+    model = masked_lm_from_size(config.model or "tiny", vocabulary, config.dropout, config.seq_length)
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay, config.clip_norm)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
     model.compile(optimizer, loss, jit_compile=config.jit, steps_per_execution=config.steps_per_execution)
@@ -135,34 +136,34 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule, last_step: int
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, config.deterministic)
-    run = open_run("bert_from_scratch", config, writes=("model_card", "tokens", "data", "snapshots"))
+    run = open_run("bert_from_scratch", config, ["model_card", "tokens", "snapshots"] + ["data"] * (not config.data))
     if run.results:
         return run.results
-    run.configure_keras(config, model_width("", config.model))
+    config = choose_size(config, run)
+    run.configure_keras(config, model_width("", config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 
     shards = make_datasets(config)
     run.check_data(shards.sizes(), shards.checksums())
-    rule = MaskingRule.of(shards.vocabulary)
-    batches = functools.partial(masked_batches, config, shards, rule, scaled)
+    batches = functools.partial(masked_batches, config, shards, scaled)
     steps = {split: steps_in_shards(shards.files(split), scaled.global_batch_size) for split in shards.sizes()}
-    total = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
+    build = functools.partial(build_model, config, shards.vocabulary)
+    total = count_steps(config, run, strategy, steps, build, batches)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total), total, config.decay_power)
 
     with strategy.scope():
-        model = build_model(config, shards.vocabulary, schedule, total)
+        model = build(schedule, total)
     if config.dry_run:
         return print_plan(model, schedule, shards.count_tokens(), batches("train"), shards.vocabulary.pieces)
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
-    flops = model_flops(strategy, model.backbone, config.seq_length, config.mask_rate)
-    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), flops)
+    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))
     save = functools.partial(save_preset, model, shards.vocabulary, config.seq_length)
 
     with Publish(config.push_to, config.push_public, run.workdir, save) as publish:
         model.fit(
             distribute(strategy, batches, "train", log.step),
-            epochs=config.epochs,
+            epochs=-(-total // steps["train"]),
             steps_per_epoch=steps["train"],
             validation_data=distribute(strategy, batches, "validation"),
             validation_steps=steps["validation"],
@@ -173,8 +174,7 @@ def train_and_evaluate(config: Config) -> dict:
         for split in [split for split in steps if split != "train"]:
             data = distribute(strategy, batches, split)
             scores = model.evaluate(data, steps=steps[split], verbose=0, return_dict=True)
-            unigram = unigram_loss(shards.token_counts(), batches(split), rule.never_masked)
-            results |= language_model_scores(split, scores, unigram)
+            results |= language_model_scores(split, scores, batches(split), shards.token_counts(), shards.vocabulary)
         save(run.workdir / "preset", card=model_card(results))
         return run.finish(results)
 

@@ -7,9 +7,8 @@
 
 Time: 2 min on 2 cores. Metric: validation loss, against the unigram baseline.
 
-Text becomes word pieces in sequences of one length; 30 % of them are masked, anew in every epoch, and the model learns
-to predict them. Each replica takes an equal part of every batch, and a step applies the summed gradients. One file for
-one device, all GPUs of a machine, and many machines: the strategy decides.
+Text becomes word pieces in sequences of one length; 30 % are masked, anew in every epoch, and the model learns to
+predict them. Each replica takes an equal part of every batch, and a step applies the summed gradients.
 """
 
 import functools
@@ -24,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from common.data.corpora import check_corpus
-from common.model.sizes import check_model
+from common.model.sizes import Size, check_model
 from common.run.command_line import parse, quiet_stderr, run
 from common.run.options import FitOptions, set_learning_rate, step_range
 
@@ -36,8 +35,7 @@ class Config(FitOptions):
     workdir: str = "runs/bert_mlm"  # work directory: results, logs, checkpoints, preset
     corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | a text file or folder
     preset: str = ""  # KerasHub name, or folder made by save_to_preset, to start from; empty: random weights
-    # BERT size, with random weights; default: tiny, unless a preset is given
-    model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = None
+    model: Size | None = None  # BERT's size, with random weights; default: tiny, unless a preset is given
     vocabulary: str = ""  # WordPiece file, one word piece per line; empty: trained on the corpus
     vocabulary_size: int = 4096  # word pieces in a trained vocabulary
     seq_length: int = 64  # tokens per sequence
@@ -50,7 +48,7 @@ class Config(FitOptions):
     weight_decay: float = 0.01  # not applied to biases and layer norms
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as BERT's; 0: no clipping
     dropout: float = 0.0  # BERT's is 0.1; with few epochs, a model learns more without
-    epochs: int = 4
+    epochs: int = 3
 
     def __post_init__(self):
         super().__post_init__()
@@ -78,11 +76,12 @@ from common.model.fill_mask import print_filled_masks
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
 from common.model.saving import save_preset
 from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
 from common.run.results import report, training_results
 from common.run.runs import open_run
 from common.run.speed import model_flops
-from common.scores.language_model import count_ids, language_model_scores, unigram_loss
+from common.scores.language_model import count_ids, language_model_scores
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
@@ -101,12 +100,13 @@ def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:
 
 
 def masked_batches(
-    config: Config, sequences, rule: MaskingRule, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
+    config: Config, vocabulary, sequences, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
 ) -> tf.data.Dataset:
     """One shard's batches (x, y, sample_weight), of a replica's size each: a pure function of the seed and the step."""
+    rule = MaskingRule.of(vocabulary)
     examples, training = len(sequences[split]), split == "train"
     global_batch = scaled.global_batch_size
-    last_step = steps_per_epoch(examples, global_batch) * (config.epochs if training else 1)
+    end = tf.int64.max if training else steps_per_epoch(examples, global_batch) * global_batch
 
     def make_batch(positions):
         epochs, numbers = locate(positions, examples, global_batch, config.seed if training else None)
@@ -114,12 +114,12 @@ def masked_batches(
         rate = config.mask_rate if training else EVALUATION_RATE
         return mask_tokens(ids, mask_seeds(config.seed, epochs if training else None, numbers), rule, rate)
 
-    positions = tf.data.Dataset.range(first_step * global_batch, last_step * global_batch)
+    positions = tf.data.Dataset.range(first_step * global_batch, end)
     positions = positions.shard(num_shards, shard).batch(scaled.batch_size, drop_remainder=True)
     return positions.map(make_batch, num_parallel_calls=2).prefetch(8)
 
 
-def build_model(config: Config, vocabulary: Vocabulary, schedule, last_step: int | None = None) -> keras.Model:
+def build_model(config: Config, vocabulary: Vocabulary, schedule=0.0, last_step: int | None = None) -> keras.Model:
     """A compiled `BertMaskedLM`, which `fit` trains up to `last_step`. Call it inside the strategy's scope."""
     if config.preset:
         model = masked_lm_from_preset(config.preset, config.dropout)
@@ -138,30 +138,30 @@ def train_and_evaluate(config: Config) -> dict:
     run = open_run("bert_mlm", config)
     if run.results:
         return run.results
+    config = choose_size(config, run)
     run.configure_keras(config, model_width(config.preset, config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 
     vocabulary, sequences = make_datasets(config)
     run.check_data({split: len(part) for split, part in sequences.items()}, checksums(sequences))
-    rule = MaskingRule.of(vocabulary)
-    batches = functools.partial(masked_batches, config, sequences, rule, scaled)
-
+    batches = functools.partial(masked_batches, config, vocabulary, sequences, scaled)
     steps = {split: steps_per_epoch(len(part), scaled.global_batch_size) for split, part in sequences.items()}
-    total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
+
+    build = functools.partial(build_model, config, vocabulary)
+    total_steps = count_steps(config, run, strategy, steps, build, batches)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
 
     with strategy.scope():
-        model = build_model(config, vocabulary, schedule, total_steps)
+        model = build(schedule, total_steps)
     if config.dry_run:
-        return print_plan(model, schedule, count_tokens(sequences, rule.pad_id), batches("train"), vocabulary.pieces)
+        return print_plan(model, schedule, count_tokens(sequences, vocabulary), batches("train"), vocabulary.pieces)
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
-    flops = model_flops(strategy, model.backbone, config.seq_length, config.mask_rate)
-    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), flops)
+    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))
 
     model.fit(
         distribute(strategy, batches, "train", log.step),
-        epochs=config.epochs,
+        epochs=-(-total_steps // steps["train"]),
         steps_per_epoch=steps["train"],
         validation_data=distribute(strategy, batches, "validation"),
         validation_steps=steps["validation"],
@@ -170,10 +170,10 @@ def train_and_evaluate(config: Config) -> dict:
     )
 
     results = training_results("bert_mlm", config, strategy, scaled.global_batch_size, log)
-    counts = count_ids(sequences["train"].numpy(), len(vocabulary.pieces))
     for split in [split for split in sequences if split != "train"]:
         scores = model.evaluate(distribute(strategy, batches, split), steps=steps[split], verbose=0, return_dict=True)
-        results |= language_model_scores(split, scores, unigram_loss(counts, batches(split), rule.never_masked))
+        counts = count_ids(sequences["train"], vocabulary)
+        results |= language_model_scores(split, scores, batches(split), counts, vocabulary)
 
     save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
     return run.finish(results)

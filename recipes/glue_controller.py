@@ -151,7 +151,7 @@ def train_and_evaluate(config: Config) -> dict:
         model = build_model(config, data, schedule)
 
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=model.optimizer)
-    log = StepLog(run.workdir, steps, checkpoints.restore(), model_flops(strategy, model.backbone, config.seq_length))
+    log = StepLog(run.workdir, steps, checkpoints.restore(), model_flops(model, config))
     log.announce(model, total_steps)
 
     batches = distribute(strategy, data.labelled_batches, "train", scaled, range(log.step, total_steps), config.seed)

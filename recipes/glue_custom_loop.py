@@ -135,7 +135,7 @@ def train_and_evaluate(config: Config) -> dict:
 
     board = open_board(run.workdir, asdict(config), 0)
     checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=optimizer)
-    flops = model_flops(strategy, model.backbone, config.seq_length)
+    flops = model_flops(model, config)
     log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), flops)
     log.announce(model, total_steps)
     steps = range(log.step, total_steps)

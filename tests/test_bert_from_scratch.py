@@ -89,10 +89,9 @@ def test_an_epoch_reads_every_token_once_and_replicas_change_nothing(options, tm
 def test_validation_masks_by_a_rate_of_its_own(options):
     config = bert_from_scratch.Config(**options)
     shards = bert_from_scratch.make_datasets(config)
-    rule = bert_from_scratch.MaskingRule.of(shards.vocabulary)
     for split, slots in (("train", 10), ("validation", 5)):  # 30 % and 15 % of 32
         scaled = bert_from_scratch.Scaled(4, 4)
-        _, labels, _ = next(iter(bert_from_scratch.masked_batches(config, shards, rule, scaled, split)))
+        _, labels, _ = next(iter(bert_from_scratch.masked_batches(config, shards, scaled, split)))
         assert labels.shape == (4, slots)
 
 

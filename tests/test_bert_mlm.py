@@ -231,8 +231,7 @@ def test_memory_of_a_replica_counts_what_a_step_keeps(small):
     config = bert_mlm.Config(**small)
     vocabulary, sequences = bert_mlm.make_datasets(config)
     model = bert_mlm.build_model(config, vocabulary, 0.1)
-    rule = bert_mlm.MaskingRule.of(vocabulary)
-    batch = next(iter(bert_mlm.masked_batches(config, sequences, rule, bert_mlm.Scaled(8, 8), "train")))
+    batch = next(iter(bert_mlm.masked_batches(config, vocabulary, sequences, bert_mlm.Scaled(8, 8), "train")))
     state, activations = memory_of_a_replica(model, batch)
     pooler = 64 * 64 + 64  # has no gradient and no moments
     counters = 2  # of steps, and the rate

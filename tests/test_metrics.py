@@ -1,20 +1,36 @@
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.special
 import sklearn.metrics
 
+from common.data.byte_pairs import BytePairs
+from common.data.wordpiece import WordPieces
 from common.scores.classification import classification_scores, confusion_matrix
-from common.scores.language_model import count_ids, perplexity, unigram_loss
+from common.scores.language_model import count_ids, language_model_scores, perplexity, unigram_loss
 
 
 def test_unigram_loss_against_a_hand_count():
     training = np.array([[0, 3, 3, 3], [0, 4, 3, 5]])
     # Of ids 3, 3, 3, 4, 3, 5 (0 does not count), with one added to each of six: 3 has 5/12, 4 has 2/12, 2 has 1/12.
-    batches = [(None, np.array([[3, 4, 5]]), np.array([[1, 1, 0]])), (None, np.array([2, 3]), np.ones(2))]
+    targets = np.array([3, 4, 2, 3])
     expected = -(2 * math.log(5 / 12) + math.log(2 / 12) + math.log(1 / 12)) / 4
-    assert unigram_loss(count_ids(training, 6), batches, never_targets=[0]) == pytest.approx(expected)
+    counts = count_ids(training, SimpleNamespace(pieces=range(6)))
+    assert unigram_loss(counts, targets, never_targets=[0]) == pytest.approx(expected)
+
+
+def test_bits_per_character_do_not_depend_on_the_vocabulary():
+    """Hand count: 1 nat for each of 4 tokens, over the letters that they stand for; a token of weight 0 is none."""
+    words = WordPieces([*WordPieces.special, "ab", "##cde", "f"], lowercase=True, strip_accents=True)
+    pairs = BytePairs([*BytePairs.special, "ab", "Ġcde", "f", "ĠÃ", "¼Ċ"], [])
+    for vocabulary, targets, letters in ((words, [5, 6, 7, 7], 7), (pairs, [5, 6, 8, 9], 6)):
+        batches = [(None, np.array([targets, [5] * 4]), np.array([[1] * 4, [0] * 4]))]
+        counts = np.ones(len(vocabulary.pieces), int)
+        scores = language_model_scores("test", {"loss": 1.0, "accuracy": 0.5}, batches, counts, vocabulary)
+        assert scores["test_bits_per_character"] == pytest.approx(4 / letters / math.log(2))
+        assert scores["test_unigram_loss"] == pytest.approx(math.log(len(counts) + sum(counts) - 5) - math.log(2))
 
 
 def test_perplexity():

@@ -63,7 +63,8 @@ def test_padding_is_cut_to_the_next_bucket(longest, length):
 
 def test_tokens_are_counted_without_padding():
     splits = {"train": tf.constant([[1, 2, 0], [3, 0, 0]]), "validation": tf.constant([[5, 5, 5]])}
-    assert count_tokens(splits, pad_id=0) == {"train": (2, 3), "validation": (1, 3)}
+    vocabulary = WordPieces([*WordPieces.special, "a"], lowercase=True, strip_accents=True)
+    assert count_tokens(splits, vocabulary) == {"train": (2, 3), "validation": (1, 3)}
 
 
 @pytest.mark.parametrize(("pieces", "dtype"), [(2**16, np.uint16), (2**16 + 1, np.int32)])

@@ -68,11 +68,11 @@ def fit(small, callbacks, epochs=2):
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = bert_mlm.build_model(config, vocabulary, 1e-3)
-    rule = bert_mlm.MaskingRule.of(vocabulary)
 
     def batches(split):
         few = {name: part[:32] for name, part in sequences.items()}
-        return bert_mlm.distribute(strategy, bert_mlm.masked_batches, config, few, rule, bert_mlm.Scaled(8, 16), split)
+        arguments = config, vocabulary, few, bert_mlm.Scaled(8, 16), split
+        return bert_mlm.distribute(strategy, bert_mlm.masked_batches, *arguments)
 
     Path(config.workdir).mkdir()
     save = functools.partial(save_preset, model, vocabulary, 32)

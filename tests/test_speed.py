@@ -17,7 +17,7 @@ from common.files import finite
 from common.model.sizes import dimensions
 from common.run import speed
 from common.run.results import report
-from common.scores.language_model import language_model_scores
+from common.scores.language_model import perplexity
 from common.training.step_loop import steps_in_one_call
 
 
@@ -25,7 +25,8 @@ from common.training.step_loop import steps_in_one_call
 def test_the_peak_is_that_of_the_cores_which_logical_devices_share(monkeypatch, replicas):
     monkeypatch.setattr(speed, "device_peak", lambda dtype: {"float32": 1e12}[dtype])
     backbone = SimpleNamespace(**dimensions("tiny"), vocabulary_size=500)
-    flops = speed.model_flops(make_strategy(replicas), backbone, 128, 0.15)
+    model = SimpleNamespace(backbone=backbone, distribute_strategy=make_strategy(replicas))
+    flops = speed.model_flops(model, SimpleNamespace(seq_length=128, mask_rate=0.15))
     assert flops == (speed.flops_per_token(128, 512, 2, 500, 128, 0.15), 1e12)
     assert flops.utilisation(0.5 * 1e12 / flops.per_token) == pytest.approx(0.5)
 
@@ -190,7 +191,7 @@ def test_a_report_says_where_a_run_is_input_bound(waiting, told):
     ("loss", "told"), [(6.071, True), (6.054, True), (6.04, True), (5.9, False), (math.nan, True), (1e9, True)]
 )
 def test_a_report_says_where_a_language_model_does_not_beat_the_unigram_baseline(loss, told):
-    scores = language_model_scores("validation", {"loss": loss, "accuracy": 0.1}, 6.054)
+    scores = {"val_loss": loss, "val_accuracy": 0.1, "val_perplexity": perplexity(loss), "val_unigram_loss": 6.054}
     text = report(finite(results_of_a_run(**scores)))  # as they are read again from results.json
     assert ("the model does not beat its baseline" in text and "--learning-rate" in text) == told
     assert "  unigram baseline   6.054: the model is 0.017 nats worse" in text or loss != 6.071

@@ -24,6 +24,9 @@ SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# Letters of GPT-2's alphabet that stand for white space, and for bytes of a character in UTF-8 after its first one.
+NOT_COUNTED = {*"ĠĊĉč", *map(chr, range(161, 192)), *map(chr, range(290, 324))}
+
 
 @dataclass(frozen=True)
 class BytePairs:
@@ -53,6 +56,13 @@ Vocabulary = WordPieces | BytePairs
 def special_ids(vocabulary: Vocabulary) -> dict[str, int]:
     """The ids of the special tokens, by the names of `SpecialTokens`."""
     return {name: vocabulary.pieces.index(piece) for name, piece in vocabulary.special._asdict().items()}
+
+
+def count_characters(vocabulary: Vocabulary) -> list[int]:
+    """How many characters each id stands for, white space not counted; a special token, those of its name."""
+    if isinstance(vocabulary, WordPieces):
+        return [len(piece.removeprefix("##")) for piece in vocabulary.pieces]
+    return [sum(letter not in NOT_COUNTED for letter in piece) for piece in vocabulary.pieces]
 
 
 def train_byte_pairs(documents: Documents, size: int) -> BytePairs:

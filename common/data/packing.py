@@ -97,8 +97,9 @@ def checksums(sequences: dict[str, tf.Tensor]) -> dict[str, int]:
     return {split: zlib.crc32(part.numpy()) for split, part in sequences.items()}
 
 
-def count_tokens(sequences: dict[str, tf.Tensor], pad_id: int) -> dict[str, tuple[int, int]]:
+def count_tokens(sequences: dict[str, tf.Tensor], vocabulary: Vocabulary) -> dict[str, tuple[int, int]]:
     """The number of sequences in each split, and of tokens in them, without padding."""
+    pad_id = special_ids(vocabulary)["pad"]
     return {split: (len(part), int(np.count_nonzero(part.numpy() != pad_id))) for split, part in sequences.items()}
 
 

@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 from common.data.wordpiece import load_wordpieces
 from common.errors import UserError
@@ -18,6 +19,7 @@ SIZES = {
     "base": (12, 768),
     "large": (24, 1024),
 }
+Size = Literal["nano", "tiny", "mini", "small", "medium", "base", "large"]
 DIMENSIONS = ("num_layers", "num_heads", "hidden_dim", "intermediate_dim")
 
 

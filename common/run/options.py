@@ -32,7 +32,7 @@ BOUNDS = {
     "vocabulary_size": (100, MOST),
 }
 SHARES = ("mask_rate", "dropout", "warmup")
-RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power")
+RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power", "minutes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,7 @@ class RunOptions:
 class FitOptions(RunOptions):
     """Options of recipes that train with Keras's `fit`."""
 
+    minutes: float = 0.0  # time of training, by the speed measured: sets steps, not --epochs, and --model if not given
     accumulate: int = 1  # gradient accumulation: parts of a replica's batch, to save memory; the batch stays
     jit: bool = False  # compile each replica's forward and backward pass with XLA
     steps_per_execution: int = 1  # steps per call; a signal to stop takes effect at its end
@@ -108,6 +109,8 @@ def _check(options: dict[str, Any]) -> None:
     for name in RATES:
         value = options.get(name)
         _require(value is None or (math.isfinite(value) and value >= 0), options, name, "a finite number, 0 or more")
+    if options.get("minutes") and options["max_steps"]:
+        raise UserError("--minutes chooses the steps: leave out --max-steps, or --minutes")
     step_range(options.get("profile_steps", ""))
     check_accumulate(options.get("accumulate", 1), options["batch_size"])
     for name in ("workdir", "corpus"):

@@ -73,6 +73,8 @@ def report(results: dict[str, Any]) -> str:
                 ("  unigram baseline", f"{unigram:.3f}: the model is {apart}"),
                 (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}"),
             ]
+            if bits := results.get(f"{split}_bits_per_character"):  # not in a run from before it was measured
+                rows.append(("  bits per character", f"{bits:.3f}"))
         elif f"{split}_loss" in results:
             rows += [
                 (f"{name} loss", f"{results[f'{split}_loss']:.3f}"),

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -35,19 +35,22 @@ class ModelFlops(NamedTuple):
 UNKNOWN = ModelFlops(0.0, math.inf)
 
 
-def model_flops(
-    strategy: tf.distribute.Strategy, backbone: keras.Model, seq_length: int, mask_rate: float = 0.0
-) -> ModelFlops:
+def model_flops(model: keras.Model, config: Any) -> ModelFlops:
     """What a run's MFU is computed from.
 
     The peak is measured, where PaLM takes the vendor's: by matrix products in the model's compute dtype, once per
-    machine. All devices are assumed to be like this worker's first one; logical devices share one. `mask_rate` is the
-    fraction of tokens for which a head computes logits over the vocabulary; 0 for a classifier.
+    machine. All devices are assumed to be like this worker's first one; logical devices share one.
+
+    Args:
+        model: with a BERT as its `backbone`, made inside the strategy's scope.
+        config: with a `seq_length`, and for a language model a `mask_rate`, of tokens for which the head computes
+            logits over the vocabulary.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    devices = min(len(gpus), strategy.num_replicas_in_sync // num_workers()) if gpus else 1
-    dimensions = (backbone.hidden_dim, backbone.intermediate_dim, backbone.num_layers, backbone.vocabulary_size)
-    per_token = flops_per_token(*dimensions, seq_length, mask_rate)
+    devices = min(len(gpus), model.distribute_strategy.num_replicas_in_sync // num_workers()) if gpus else 1
+    bert, mask_rate = model.backbone, getattr(config, "mask_rate", 0.0)
+    dimensions = (bert.hidden_dim, bert.intermediate_dim, bert.num_layers, bert.vocabulary_size)
+    per_token = flops_per_token(*dimensions, config.seq_length, mask_rate)
     return ModelFlops(per_token, num_workers() * devices * device_peak(keras.config.dtype_policy().compute_dtype))
 
 

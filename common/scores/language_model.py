@@ -6,8 +6,36 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from common.data.byte_pairs import Vocabulary, count_characters, special_ids
 
-def unigram_loss(counts: np.ndarray, batches: Iterable[tuple], never_targets: Iterable[int] = ()) -> float:
+
+def language_model_scores(
+    split: str, scores: dict[str, float], batches: Iterable[tuple], counts: np.ndarray, vocabulary: Vocabulary
+) -> dict[str, float]:
+    """Entries `val_loss` (for the split `validation`), `val_perplexity` and so on; losses in nats per token.
+
+    `bits_per_character` compares models with different vocabularies: the loss in bits, over the mean characters of the
+    tokens to predict, white space not counted.
+
+    Args:
+        split: of which they are.
+        scores: of the model on it, with its `loss` and `accuracy`.
+        batches: that it was evaluated on, (x, y, sample_weight); the ids in y with a weight are the tokens to predict.
+        counts: see `unigram_loss`.
+        vocabulary: of the ids.
+    """
+    targets = np.concatenate([np.asarray(y)[np.asarray(weight) > 0] for _, y, weight in batches])
+    own = {
+        "loss": scores["loss"],
+        "accuracy": scores["accuracy"],
+        "perplexity": perplexity(scores["loss"]),
+        "bits_per_character": scores["loss"] / math.log(2) / np.mean(np.array(count_characters(vocabulary))[targets]),
+        "unigram_loss": unigram_loss(counts, targets, special_ids(vocabulary).values()),
+    }
+    return {entry(split, name): float(value) for name, value in own.items()}
+
+
+def unigram_loss(counts: np.ndarray, targets: np.ndarray, never_targets: Iterable[int] = ()) -> float:
     """The unigram baseline: mean loss, in nats per token, of predicting each token by its frequency in training.
 
     This is what the best model without context would reach; a language model has learned nothing until it is below.
@@ -16,37 +44,26 @@ def unigram_loss(counts: np.ndarray, batches: Iterable[tuple], never_targets: It
 
     Args:
         counts: how often each id occurs in training, [vocabulary size]; see `count_ids`.
-        batches: (x, y, sample_weight), of whose ids y with a weight the loss is the mean.
+        targets: ids to predict, a vector.
         never_targets: ids that are not counted in training, as they are never targets: padding and the like.
     """
     counts = np.array(counts)
     counts[list(never_targets)] = 0
     log_probability = np.log((counts + 1) / (counts.sum() + len(counts)))
-    targets = np.concatenate([np.asarray(y)[np.asarray(weight) > 0] for _, y, weight in batches])
     return float(-log_probability[targets].mean())
 
 
-def count_ids(sequences: np.ndarray, vocabulary_size: int) -> np.ndarray:
-    """How often each id occurs, int64 [vocabulary_size], in ids [sequences, length]."""
-    counts = np.zeros(vocabulary_size, np.int64)
+def count_ids(sequences: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+    """How often each id of a vocabulary occurs in sequences, ids [sequences, length]; int64 [vocabulary size]."""
+    counts = np.zeros(len(vocabulary.pieces), np.int64)
     for start in range(0, len(sequences), 4096):
-        counts += np.bincount(sequences[start : start + 4096].ravel(), minlength=vocabulary_size)
+        counts += np.bincount(np.ravel(sequences[start : start + 4096]), minlength=len(counts))
     return counts
 
 
 def perplexity(loss: float) -> float:
     """exp(loss), with the loss in nats per token; infinity if it overflows."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def language_model_scores(split: str, scores: dict[str, float], unigram: float) -> dict[str, float]:
-    """Entries `val_loss` (for the split `validation`), `val_accuracy` and so on; losses in nats per masked token.
-
-    Of a split's `scores`, `loss` and `accuracy` are taken; `unigram` is its `unigram_loss`.
-    """
-    own = {name: scores[name] for name in ("loss", "accuracy")}
-    own |= {"perplexity": perplexity(scores["loss"]), "unigram_loss": unigram}
-    return {entry(split, name): value for name, value in own.items()}
 
 
 def entry(split: str, name: str) -> str:
