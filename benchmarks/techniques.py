@@ -47,7 +47,7 @@ TECHNIQUES = (
     Technique("LAMB", {"optimizer": "lamb", "learning_rate": RATE}),
     Technique("learning rate times 0.7", {"learning_rate": RATE * 0.7}),
     Technique("learning rate times 1.4", {"learning_rate": RATE * 1.4}),
-    Technique("Muon: each attention head a matrix of its own", change="muon", arguments={"by_head": True}),
+    Technique("Muon: all attention heads as one matrix", change="muon", arguments={"one_matrix": True}),
     Technique("Muon for the head's dense layer too", change="muon", arguments={"exclude_layers": ["logits"]}),
     Technique("Muon: momentum 0.9", change="muon", arguments={"momentum": 0.9}),
     Technique("Muon: 3 Newton-Schulz iterations", change="muon", arguments={"ns_steps": 3}),
@@ -184,7 +184,7 @@ def _means(losses: list[float]) -> Iterator[float]:
     return (statistics.mean(losses[start : start + size]) for start in range(0, len(losses), size))
 
 
-def muon(recipe, by_head: bool = False, **settings) -> None:
+def muon(recipe, one_matrix: bool = False, **settings) -> None:
     """Muon with other settings."""
     import tensorflow as tf
 
@@ -194,17 +194,15 @@ def muon(recipe, by_head: bool = False, **settings) -> None:
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs | settings)
 
-        def _muon_update_step(self, gradient, variable, lr, m):
-            if not by_head or len(variable.shape) == 2:
-                super()._muon_update_step(gradient, variable, lr, m)
-                return
-            self.assign_add(m, gradient + m * (self.momentum - 1))
-            heads = 1 if variable.shape[0] == variable.shape[1] * variable.shape[2] else 0  # else the output's
-            updates = [
-                self.lr_adjust(lr * self.zeropower_via_newtonschulz5(matrix, self.ns_steps))
-                for matrix in tf.unstack(gradient + m * self.momentum, axis=heads)
-            ]
-            self.assign_sub(variable, tf.stack(updates, axis=heads))
+        def zeropower_via_newtonschulz5(self, x, steps):
+            if not one_matrix or len(x.shape) == 2:
+                return super().zeropower_via_newtonschulz5(x, steps)
+            heads, rows, columns = x.shape
+            if rows < columns:  # the output's
+                return tf.reshape(super().zeropower_via_newtonschulz5(tf.reshape(x, [-1, columns]), steps), x.shape)
+            whole = tf.reshape(tf.transpose(x, [1, 0, 2]), [rows, -1])
+            update = super().zeropower_via_newtonschulz5(whole, steps)
+            return tf.transpose(tf.reshape(update, [rows, heads, columns]), [1, 0, 2])
 
     optimizers.Muon = Muon
 
@@ -212,8 +210,6 @@ def muon(recipe, by_head: bool = False, **settings) -> None:
 def initial(recipe, positions: float = 0.0, kernels: bool = False) -> None:
     """Position embeddings from noise of that standard deviation, or kernels by 1/sqrt(inputs)."""
     import numpy as np
-
-    from common.training.optimizers import matrix_shape
 
     make = recipe.masked_lm_from_size
 
@@ -223,10 +219,15 @@ def initial(recipe, positions: float = 0.0, kernels: bool = False) -> None:
             if positions and variable.path.endswith("position_embedding/embeddings"):
                 variable.assign(np.random.normal(scale=positions, size=variable.shape))
             if kernels and variable.path.endswith("kernel"):
-                variable.assign(np.random.normal(scale=matrix_shape(variable.shape)[0] ** -0.5, size=variable.shape))
+                variable.assign(np.random.normal(scale=_inputs(variable.shape) ** -0.5, size=variable.shape))
         return model
 
     recipe.masked_lm_from_size = masked_lm_from_size
+
+
+def _inputs(shape) -> int:
+    """Of a dense kernel, or of one of KerasHub's attention: a query's [width, heads, columns], or an output's."""
+    return shape[0] * shape[1] if len(shape) == 3 and shape[0] < shape[2] else shape[0]
 
 
 def untied(recipe) -> None:

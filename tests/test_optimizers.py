@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from common.devices.strategy import make_strategy
-from common.training.optimizers import do_not_reduce_again, make_optimizer, matrix_shape
+from common.training.optimizers import do_not_reduce_again, make_optimizer, matrix_axes
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lamb", "sgd"])
@@ -106,8 +106,9 @@ def test_adamw_is_that_of_keras(replicas):
         np.testing.assert_allclose(mine, other, rtol=1e-6)
 
 
-# The kernel's shape as KerasHub has it, and as one matrix: a query's, an output's, a dense layer's, a single head's.
-KERNELS = [((6, 2, 3), (6, 6)), ((2, 3, 6), (6, 6)), ((4, 12), (4, 12)), ((12, 4), (12, 4)), ((6, 1, 6), (6, 6))]
+# The kernel's shape as KerasHub has it, and the axis of its heads: a query's, an output's, Gemma's query's, one of a
+# single head, and one of as many heads as each has columns.
+KERNELS = [((6, 2, 3), 1), ((2, 3, 6), 0), ((2, 6, 3), 0), ((6, 1, 6), 1), ((9, 3, 3), 1), ((3, 3, 9), 0)]
 
 
 def muon_steps(shape, make, name="kernel", layer="attention"):
@@ -123,12 +124,34 @@ def muon_steps(shape, make, name="kernel", layer="attention"):
     return np.array(variable)
 
 
-@pytest.mark.parametrize(("shape", "matrix"), KERNELS, ids=str)
-def test_muon_takes_a_kernel_as_one_matrix(shape, matrix):
-    assert matrix_shape(shape) == matrix
+@pytest.mark.parametrize("shape", [(4, 12), (12, 4)])
+def test_muon_takes_a_dense_kernel_as_kerass_does(shape):
     ours = muon_steps(shape, lambda: make_optimizer("muon", 0.01, 0.1))
-    theirs = muon_steps(matrix, lambda: keras.optimizers.Muon(0.01, weight_decay=0.1))
-    np.testing.assert_allclose(ours.reshape(matrix), theirs, rtol=1e-6)
+    theirs = muon_steps(shape, lambda: keras.optimizers.Muon(0.01, weight_decay=0.1))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "heads"), KERNELS, ids=str)
+def test_muon_takes_each_head_as_a_matrix_of_its_own(shape, heads):
+    def trained(parts, optimizer):
+        variables = [keras.Variable(value, name="kernel") for value in parts(values)]
+        optimizer.build(variables)
+        for step in range(3):
+            gradients = parts(np.array(tf.random.stateless_normal(shape, [step, 0])))
+            optimizer.apply([tf.constant(gradient) for gradient in gradients], variables)
+        return [np.array(variable) for variable in variables]
+
+    def by_head(kernel):
+        return np.moveaxis(kernel, heads, 0)
+
+    values = np.linspace(-1, 1, math.prod(shape), dtype=np.float32).reshape(shape)
+    (ours,) = trained(lambda kernel: [kernel], make_optimizer("muon", 0.01, 0.1))
+    theirs = trained(by_head, keras.optimizers.Muon(0.01, weight_decay=0.1))
+    np.testing.assert_allclose(by_head(ours), theirs, rtol=1e-6)
+
+
+def test_muon_takes_each_place_of_a_convolution_as_a_matrix():
+    assert matrix_axes((3, 3, 16, 8)) == [0, 1, 3, 2] and matrix_axes((5, 8, 16)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -150,10 +173,10 @@ def test_muon_leaves_all_but_the_kernels_of_hidden_layers_to_adamw(shape, name, 
 
 def test_a_step_of_muon_has_singular_values_near_one():
     """The step is 0.01 x 0.2 x the square root of the longer side; the iterations leave 0.7 to 1.2."""
-    before = np.linspace(-1, 1, 6 * 8, dtype=np.float32).reshape(6, 2, 4)
+    before = np.linspace(-1, 1, 6 * 8, dtype=np.float32).reshape(6, 8)
     variable = keras.Variable(before, name="kernel")
     optimizer = make_optimizer("muon", 0.01, 0.0)
     optimizer.build([variable])
-    optimizer.apply([tf.random.stateless_normal([6, 2, 4], [0, 1])], [variable])
-    values = np.linalg.svd((np.array(variable) - before).reshape(6, 8) / (0.01 * 0.2 * 8**0.5), compute_uv=False)
+    optimizer.apply([tf.random.stateless_normal([6, 8], [0, 1])], [variable])
+    values = np.linalg.svd((np.array(variable) - before) / (0.01 * 0.2 * 8**0.5), compute_uv=False)
     assert values.min() > 0.65 and values.max() < 1.25

@@ -43,9 +43,8 @@ def choose_size(config: Config, run: Run) -> Config:
         ratios[size] = flops / flops_per_token(*shape) / (layers * (4 * width**2 + 2 * width * inner))
     enough = [size for size, ratio in ratios.items() if ratio >= TOKENS_PER_WEIGHT]
     size = run.keep("chosen_model", exchange({"size": (enough or ["nano"])[-1]})[0]["size"])
-    print(
-        f"--minutes {config.minutes:g}: --model {size}, about {ratios[size]:.1f} tokens for each weight of its layers"
-    )
+    seen = f"about {ratios[size]:.1f} tokens for each weight of its layers"
+    print(f"--minutes {config.minutes:g}: --model {size}, which sees {seen}", flush=True)
     return dataclasses.replace(config, model=size)
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 OptimizerName = Literal["adamw", "muon", "lamb", "sgd"]
@@ -64,33 +65,58 @@ class Muon(keras.optimizers.Muon):
     learning rate, about AdamW's, so that one rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 
     Keras's own leaves every kernel of more than two dimensions to AdamW, so those of KerasHub's attention, silently.
-    Here such a kernel is one matrix, of all heads; see `matrix_shape`.
+    Here each head of such a kernel is a matrix of its own; see `matrix_axes`.
     """
 
     def _should_use_adamw(self, variable):
         if not variable.path.endswith("kernel"):  # a bias of attention has two dimensions
             return True
-        return super()._should_use_adamw(SimpleNamespace(path=variable.path, shape=matrix_shape(variable.shape)))
+        return super()._should_use_adamw(SimpleNamespace(path=variable.path, shape=variable.shape[:2]))
+
+    def _distributed_tf_update_step(self, distribution, grads_and_vars, learning_rate):
+        """As Keras's. On one replica alone, as in `data_parallel`, all kernels are updated at once."""
+        rest = list(grads_and_vars)
+        if not tf.distribute.has_strategy():
+            velocities = [self.adam_velocities[self._get_variable_index(variable)] for _, variable in rest]
+            kernels = [pair for pair, velocity in zip(rest, velocities, strict=True) if velocity is None]
+            rest = [pair for pair, velocity in zip(rest, velocities, strict=True) if velocity is not None]
+            self._update_kernels(kernels, learning_rate)
+        super()._distributed_tf_update_step(distribution, rest, learning_rate)
 
     def _muon_update_step(self, gradient, variable, lr, m):
-        self.assign_add(m, gradient + m * (self.momentum - 1))
-        direction = gradient + m * self.momentum if self.nesterov else m
-        matrix = tf.reshape(direction, matrix_shape(variable.shape))
-        update = self.lr_adjust(lr * self.zeropower_via_newtonschulz5(matrix, self.ns_steps))
-        self.assign_sub(variable, tf.reshape(update, variable.shape))
+        self._update_kernels([(gradient, variable)], lr)
+
+    def _update_kernels(self, grads_and_vars, learning_rate):
+        directions: dict[tuple[int, ...], list[tf.Tensor]] = {}  # by the matrices' shape
+        for gradient, variable in grads_and_vars:
+            momentum = self.momentums[self._get_variable_index(variable)]
+            self.assign_add(momentum, gradient + momentum * (self.momentum - 1))
+            direction = gradient + momentum * self.momentum if self.nesterov else tf.convert_to_tensor(momentum)
+            matrices = tf.transpose(direction, matrix_axes(variable.shape))
+            shape = tuple(matrices.shape[-2:])
+            directions.setdefault(shape, []).append(tf.reshape(matrices, [-1, *shape]))
+        updates = {}
+        for shape, parts in directions.items():
+            update = self.zeropower_via_newtonschulz5(tf.concat(parts, axis=0), self.ns_steps)
+            scale = learning_rate * (self.rms_rate * math.sqrt(max(shape)) if self.rms_rate else 1.0)
+            updates[shape] = iter(tf.split(update * scale, [part.shape[0] for part in parts]))
+        for _, variable in grads_and_vars:
+            axes = matrix_axes(variable.shape)
+            ordered = [variable.shape[axis] for axis in axes]
+            update = tf.reshape(next(updates[tuple(ordered[-2:])]), ordered)
+            self.assign_sub(variable, tf.transpose(update, np.argsort(axes)))
 
     def _adamw_update_step(self, gradient, variable, learning_rate, m, v):
         _adam_step(self, gradient, variable, learning_rate, m, v, self.adam_beta_1, self.adam_beta_2)
 
 
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a kernel of two or more dimensions as a single matrix: the split that is nearest to a square.
+def matrix_axes(shape: Sequence[int]) -> list[int]:
+    """The axes of a kernel in an order in which it is a stack of matrices, [..., rows, columns], with rows <= columns.
 
-    In KerasHub's attention, this parts inputs from outputs: a query's kernel [width, heads, width of a head] has its
-    split after the first dimension, and that of the output, [heads, width of a head, width], after the second.
+    They are sorted by size. So the first ones, which count matrices, are heads in attention, [width, heads, width of a
+    head] or [heads, width of a head, width], and places in a convolution.
     """
-    splits = [(math.prod(shape[:axis]), math.prod(shape[axis:])) for axis in range(1, len(shape))]
-    return min(splits, key=sum)
+    return sorted(range(len(shape)), key=lambda axis: (shape[axis], axis))
 
 
 class Lamb(keras.optimizers.Lamb):

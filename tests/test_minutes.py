@@ -1,0 +1,63 @@
+"""`--minutes`, for bert_mlm and bert_from_scratch."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from common.model.sizes import SIZES
+from common.run import minutes
+from common.run.runs import Run
+from recipes import bert_from_scratch, bert_mlm
+
+
+def losses(workdir):
+    return [json.loads(line)["loss"] for line in Path(workdir, "steps.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("recipe", [bert_mlm, pytest.param(bert_from_scratch, marks=pytest.mark.slow)])
+def test_a_run_of_some_seconds_takes_them_and_is_that_of_its_steps(recipe, small, tmp_path, capsys):
+    options = {name: value for name, value in small.items() if name not in ("epochs", "max_steps")}
+    results = recipe.train_and_evaluate(recipe.Config(**options | {"minutes": 0.2}))  # 12 seconds
+    steps = results["steps"]
+    assert f"--minutes 0.2: {steps:,} steps" in capsys.readouterr().out
+    assert steps > 50 and 2 < results["seconds"] < 18
+    assert results["learning_rate"]["last"] < 0.1 * results["learning_rate"]["peak"]  # the schedule is at its end
+    given = {"workdir": str(tmp_path / "given"), "max_steps": steps, "epochs": steps}
+    recipe.train_and_evaluate(recipe.Config(**options | given))
+    assert losses(tmp_path / "given") == losses(options["workdir"])
+
+
+def test_a_resumed_run_keeps_its_size_and_its_steps(tmp_path, monkeypatch):
+    config = bert_mlm.Config(workdir=str(tmp_path), minutes=2)
+    run = Run(tmp_path, {"chosen_model": "mini", "chosen_steps": 77}, None, None)
+    monkeypatch.setattr(minutes, "device_peak", lambda dtype: 1e6)
+    assert minutes.choose_size(config, run).model == "mini"
+    assert minutes.count_steps(config, run, None, {"train": 10}, None, None) == 77
+
+
+def test_the_size_is_the_largest_that_sees_enough(tmp_path, monkeypatch, capsys):
+    def chosen(peak, **options):
+        monkeypatch.setattr(minutes, "device_peak", lambda dtype: peak)
+        config = bert_mlm.Config(workdir=str(tmp_path), **{"minutes": 1} | options)
+        return minutes.choose_size(config, Run(tmp_path, {}, None, None)).model
+
+    sizes = [chosen(10.0**power) for power in range(6, 20)]
+    assert list(dict.fromkeys(sizes)) == list(SIZES) or set(sizes) >= {"nano", "tiny", "large"}
+    assert sizes == sorted(sizes, key=list(SIZES).index)
+    # Hand count for tiny: 393,216 weights in its layers, and for a token of 64 these and the head's 30 %, six-fold.
+    weights = 2 * (4 * 128**2 + 2 * 128 * 512)
+    flops = 6 * weights + 12 * 2 * 128 * 64 + 6 * 0.3 * (128**2 + 128 * 4096)
+    enough = minutes.TOKENS_PER_WEIGHT * weights * flops / 60 / minutes.UTILISATION
+    assert (chosen(enough * 0.999), chosen(enough * 1.001)) == ("nano", "tiny")
+    assert (chosen(enough * 1.001, minutes=2), chosen(enough * 0.999 / 2, minutes=2)) == ("tiny", "nano")
+    assert chosen(1e6, model="small") == "small"
+    assert chosen(1e19, minutes=0) is None
+    capsys.readouterr()
+
+
+def test_without_minutes_the_steps_are_those_of_the_epochs_or_fewer():
+    for max_steps, steps in ((0, 30), (7, 7), (50, 30)):
+        config = SimpleNamespace(minutes=0, epochs=3, max_steps=max_steps)
+        assert minutes.count_steps(config, None, None, {"train": 10}, None, None) == steps
