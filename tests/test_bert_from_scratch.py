@@ -45,6 +45,15 @@ def command(options, *words):
     return [sys.executable, "-m", "recipes", *words, "bert_from_scratch", *options]
 
 
+def test_a_users_folder_data_stays_where_the_shards_are_elsewhere(options, tmp_path):
+    elsewhere = {"data": str(tmp_path / "shards"), "max_steps": 1}
+    theirs = Path(train(options, **elsewhere)["config"]["workdir"], "data/notes.txt")
+    theirs.parent.mkdir()
+    theirs.write_text("mine")
+    train(options, **elsewhere, seed=1, overwrite=True)
+    assert theirs.read_text() == "mine"
+
+
 @pytest.mark.parametrize("architecture", ["bert", pytest.param("roberta", marks=pytest.mark.slow)])
 def test_text_becomes_a_model_that_fills_masks(architecture, options, tmp_path):
     size = tmp_path / "size.json"
