@@ -44,14 +44,13 @@ def test_the_size_is_the_largest_that_sees_enough(tmp_path, monkeypatch, capsys)
         return minutes.choose_size(config, Run(tmp_path, {}, None, None)).model
 
     sizes = [chosen(10.0**power) for power in range(6, 20)]
-    assert list(dict.fromkeys(sizes)) == list(SIZES) or set(sizes) >= {"nano", "tiny", "large"}
-    assert sizes == sorted(sizes, key=list(SIZES).index)
-    # Hand count for tiny: 393,216 weights in its layers, and for a token of 64 these and the head's 30 %, six-fold.
-    weights = 2 * (4 * 128**2 + 2 * 128 * 512)
-    flops = 6 * weights + 12 * 2 * 128 * 64 + 6 * 0.3 * (128**2 + 128 * 4096)
-    enough = minutes.TOKENS_PER_WEIGHT * weights * flops / 60 / minutes.UTILISATION
-    assert (chosen(enough * 0.999), chosen(enough * 1.001)) == ("nano", "tiny")
-    assert (chosen(enough * 1.001, minutes=2), chosen(enough * 0.999 / 2, minutes=2)) == ("tiny", "nano")
+    assert sizes == sorted(sizes, key=list(SIZES).index) and {sizes[0], sizes[-1]} == {"tiny", "large"}
+    # Hand count for mini: the weights of its layers, and for a token of 64 these and 30 % of the head's, six-fold.
+    weights = 4 * (4 * 256**2 + 2 * 256 * 1024)
+    flops = 6 * weights + 12 * 4 * 256 * 64 + 6 * 0.3 * (256**2 + 256 * 4096)
+    enough = 20 * weights * flops / 60 / minutes.UTILISATION
+    assert (chosen(enough * 0.999), chosen(enough * 1.001)) == ("tiny", "mini")
+    assert (chosen(enough * 1.001 / 2, minutes=2), chosen(enough * 0.999 / 2, minutes=2)) == ("mini", "tiny")
     assert chosen(1e6, model="small") == "small"
     assert chosen(1e19, minutes=0) is None
     capsys.readouterr()

@@ -20,7 +20,7 @@ from common.run.runs import Run
 from common.run.speed import device_peak, flops_per_token
 
 Config = TypeVar("Config", bound=FitOptions)
-TOKENS_PER_WEIGHT = 3.0  # of the encoder; a model that sees fewer ends higher than the next smaller size
+TOKENS_PER_WEIGHT = 20  # of the layers: at which compute is best spent, by Hoffmann et al. 2022, arXiv:2203.15556
 UTILISATION = 0.35  # MFU, before it is measured
 SECONDS = 3.0  # for which steps are measured, about
 FEW_STEPS = 3  # from which it is told how many these are
@@ -30,19 +30,19 @@ VALIDATION = 1 / 3  # time of a step of validation, in training steps: it has no
 def choose_size(config: Config, run: Run) -> Config:
     """The options, with the `model` for `config.minutes` where they name none; a resumed run keeps it.
 
-    It is the largest one that sees `TOKENS_PER_WEIGHT`, at the speed that the device's peak lets expect.
+    It is the largest one that sees `TOKENS_PER_WEIGHT`, at the speed that the device's peak lets expect; at least tiny.
     """
     if not config.minutes or config.model or getattr(config, "preset", ""):
         return config
     gpus = len(tf.config.list_physical_devices("GPU"))
     flops = UTILISATION * device_peak("float32") * max(gpus, 1) * num_workers() * 60 * config.minutes
     ratios = {}  # tokens for each weight
-    for size in SIZES:
+    for size in [size for size in SIZES if size != "nano"]:
         layers, _, width, inner = dimensions(size).values()
         shape = (width, inner, layers, config.vocabulary_size, config.seq_length, config.mask_rate)
         ratios[size] = flops / flops_per_token(*shape) / (layers * (4 * width**2 + 2 * width * inner))
     enough = [size for size, ratio in ratios.items() if ratio >= TOKENS_PER_WEIGHT]
-    size = run.keep("chosen_model", exchange({"size": (enough or ["nano"])[-1]})[0]["size"])
+    size = run.keep("chosen_model", exchange({"size": (enough or ["tiny"])[-1]})[0]["size"])
     seen = f"about {ratios[size]:.1f} tokens for each weight of its layers"
     print(f"--minutes {config.minutes:g}: --model {size}, which sees {seen}", flush=True)
     return dataclasses.replace(config, model=size)
