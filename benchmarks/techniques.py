@@ -24,8 +24,8 @@ from benchmarks.machine import RESULTS, ROOT, cores, machine, write_results
 from benchmarks.text import temporary_folder
 from benchmarks.workers import Worker, together
 
-BATCH = 64  # sequences in a step of the default run, which has 2 replicas
-RATE = 7e-3 * math.sqrt(2)
+BATCH = 32  # sequences in a step of the default run, which has 2 replicas
+RATE = 5e-3 * math.sqrt(2)
 POINTS = 60  # of a curve
 
 

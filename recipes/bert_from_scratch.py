@@ -42,8 +42,8 @@ class Config(FitOptions):
     model: str | None = None  # nano | tiny | mini | small | medium | base | large, or a JSON file; default: tiny
     seq_length: int = 64  # tokens per sequence
     mask_rate: float = 0.3  # fraction of tokens that are masked in training; 0.15 in validation, for any
-    batch_size: int = 32  # sequences per replica in a step
-    learning_rate: float | None = None  # peak learning rate for one replica; default: 7e-3, without muon 7e-4
+    batch_size: int = 16  # sequences per replica in a step
+    learning_rate: float | None = None  # peak learning rate for one replica; default: 5e-3, without muon 5e-4
     warmup: float = 0.1  # fraction of all steps that are warm-up
     decay_power: float = 1.0  # power of the polynomial decay of the learning rate; 1: linear
     optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"

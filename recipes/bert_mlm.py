@@ -41,8 +41,8 @@ class Config(FitOptions):
     seq_length: int = 64  # tokens per sequence
     pack: Literal["full", "none"] = "full"  # full: no padding; none: one line per sequence, padded within its batch
     mask_rate: float = 0.3  # fraction of tokens that are masked in training; 0.15 in validation, for any
-    batch_size: int = 32  # sequences per replica in a step
-    learning_rate: float | None = None  # peak for one replica; default: 7e-3, 7e-4 without muon, 1e-4 from a preset
+    batch_size: int = 16  # sequences per replica in a step
+    learning_rate: float | None = None  # peak for one replica; default: 5e-3, 5e-4 without muon, 1e-4 from a preset
     warmup: float = 0.1  # fraction of all steps that are warm-up
     optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"
     weight_decay: float = 0.01  # not applied to biases and layer norms

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,11 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
     if gpus:
         _use_only(gpus[: replicas or None])
         return _mirrored([f"GPU:{i}" for i in range(replicas or len(gpus))], tf.distribute.NcclAllReduce())
+    if (replicas or 2) >= num_cores():
+        # Replicas that share a core slow each other down where each divides its operations over all cores: a step of
+        # BERT-tiny on two replicas and two cores takes 13 % less time so.
+        with contextlib.suppress(RuntimeError):  # TensorFlow is initialized, and keeps its threads
+            tf.config.threading.set_intra_op_parallelism_threads(1)
     return _mirrored(_split(tf.config.list_physical_devices("CPU")[0], replicas or 2))
 
 
@@ -109,6 +115,11 @@ def distribute(
         return batches.with_options(no_autotune)
 
     return strategy.distribute_datasets_from_function(batches_of, options)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:

@@ -74,7 +74,7 @@ def set_learning_rate(config: Any, preset: str = "") -> None:
     From a preset it is small: a step that fits random weights would destroy those of a preset.
     """
     if config.learning_rate is None:
-        rate = 1e-4 if preset else 7e-3 if config.optimizer == "muon" else 7e-4
+        rate = 1e-4 if preset else 5e-3 if config.optimizer == "muon" else 5e-4
         object.__setattr__(config, "learning_rate", rate)  # the options are frozen
 
 

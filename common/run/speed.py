@@ -3,7 +3,6 @@
 
 import contextlib
 import math
-import os
 import platform
 import resource
 import sys
@@ -15,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from common.devices.cluster import num_workers
+from common.devices.strategy import num_cores
 from common.files import cached_file
 
 SECONDS = 0.7  # for which products are repeated; the fastest counts
@@ -115,11 +115,6 @@ def matmul_flops_per_second(dtype: str, seconds: float = SECONDS) -> float:
         multiply().numpy()
         taken.append((clock() - before) / cores)
     return products * 2 * size**3 / min(taken)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def device_name() -> str:
