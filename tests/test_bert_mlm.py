@@ -323,11 +323,11 @@ def test_the_command_prints_a_report_and_nothing_else(small):
 
 
 def test_a_presets_learning_rate_is_a_small_one():
-    assert bert_mlm.Config().learning_rate == 7e-3
+    assert bert_mlm.Config().learning_rate == 5e-3
     assert bert_mlm.Config(preset="bert_base_en_uncased").learning_rate == 1e-4
     for rate in (0.0, 2e-4):
         assert bert_mlm.Config(preset="bert_base_en_uncased", learning_rate=rate).learning_rate == rate
-    assert bert_mlm.Config(optimizer="adamw").learning_rate == 7e-4
+    assert bert_mlm.Config(optimizer="adamw").learning_rate == 5e-4
 
 
 def test_options_are_a_frozen_dataclass():

@@ -91,7 +91,8 @@ def _seconds(model: keras.Model, batches: tf.distribute.DistributedDataset) -> t
         model.fit(batches, steps_per_epoch=steps, verbose=0)
         return time.perf_counter() - began
 
-    first, few = fit(1), fit(FEW_STEPS) / FEW_STEPS
-    steps = exchange({"steps": max(FEW_STEPS, math.ceil(SECONDS / few))})[0]["steps"]  # the same on all workers
-    step = fit(steps) / steps
-    return first - step, step
+    first, few = fit(1), fit(FEW_STEPS)
+    wanted = max(FEW_STEPS, math.ceil(SECONDS * FEW_STEPS / few))
+    more = exchange({"steps": wanted})[0]["steps"]  # the same on all workers
+    step = (fit(FEW_STEPS + more) - few) / more  # without the time that `fit` takes to begin
+    return first - few + (FEW_STEPS - 1) * step, step
