@@ -18,9 +18,7 @@ RECIPES = {
     "bert_mlm": ("masked-language-model training with Keras `fit`", ""),
     "bert_from_scratch": (
         "from raw text: tokenizer, TFRecord shards, BERT or RoBERTa, publishing",
-        # Made before the defaults of today.
-        "--corpus wikitext-2 --vocabulary-size 8192 --epochs 20 --optimizer adamw --learning-rate 1e-3 "
-        "--lr-scaling linear --clip-norm 0 --seq-length 128 --batch-size 16 --mask-rate 0.15 --jit",
+        "--corpus wikitext-2 --vocabulary-size 8192 --seq-length 128 --minutes 26",
     ),
     "glue_controller": ("fine-tuning on sentences or pairs of them, driven by a Controller as in Orbit", ""),
     "glue_custom_loop": ("the same job as one explicit loop: `GradientTape`, `strategy.run`, a sum over replicas", ""),

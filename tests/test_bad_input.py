@@ -75,7 +75,7 @@ AT_ONCE = [
     ("--precision fp8", "Expected one of ('auto', 'float32', 'mixed_bfloat16', 'mixed_float16')"),
     (
         "--accumulate 3",
-        "--accumulate 3 does not divide the batch of 32 on each replica. Choose one of 1, 2, 4, 8, 16, 32",
+        "--accumulate 3 does not divide the batch of 16 on each replica. Choose one of 1, 2, 4, 8, 16",
     ),
     ("--optimizer adam", "Expected one of ('muon', 'adamw', 'lamb', 'sgd')"),
     ("--profile-steps 9-3", "--profile-steps must be a range of steps, such as 10-20; got 9-3"),
@@ -141,7 +141,7 @@ LATER = [
     ),
     ("--preset bert_tiny_en_uncased", "Give a KerasHub name, which needs a network on first use, or a folder"),
     ("--corpus wikitext-2", "cannot fetch Salesforce/wikitext from the Hugging Face Hub"),
-    ("--corpus {files}/good.txt", "too few for a global batch of 64. Give more data, or a smaller --batch-size"),
+    ("--corpus {files}/good.txt", "too few for a global batch of 32. Give more data, or a smaller --batch-size"),
     ("--corpus {files}/cjk.txt --vocabulary {files}/ascii.txt", "the vocabulary has none of the text's words. Give"),
     ("--workdir {files}/good.txt/run", "cannot write to the work directory"),
     ("--workdir {files}/other_run --overwrite", "other_run holds config.json, but no run: its config.json is missing"),

@@ -299,7 +299,7 @@ def test_the_command_prints_a_report_and_nothing_else(small):
     )
     assert (done.returncode, done.stderr) == (0, "")
     for expected in (
-        "peak learning rate: 0.00989949, sqrt scaling of 0.007",
+        "peak learning rate: 0.00707107, sqrt scaling of 0.005",
         "validation loss",
         "unigram baseline",
         "[MASK]",

@@ -310,6 +310,8 @@ def test_the_recipes_table_shows_the_runs_of_its_commands():
     for name, found in shown.items():
         config = RECIPES[name].Config(**found["config"])
         same = dataclasses.replace(config, workdir=RECIPES[name].Config.workdir)
+        if config.minutes:  # which chooses the size
+            same = dataclasses.replace(same, model=None)
         assert same == parse(RECIPES[name].Config, "", shlex.split(readme.RECIPES[name][1]))
     lm = {"seconds": 60.4, "val_loss": 4.0, "val_unigram_loss": 6.5}
     classifier = {
