@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,11 +15,9 @@ from common.devices.cluster import num_workers
 from common.devices.rendezvous import exchange
 from common.devices.strategy import distribute
 from common.model.sizes import SIZES, dimensions
-from common.run.options import FitOptions
 from common.run.runs import Run
 from common.run.speed import device_peak, flops_per_token
 
-Config = TypeVar("Config", bound=FitOptions)
 TOKENS_PER_WEIGHT = 20  # of the layers: at which compute is best spent, by Hoffmann et al. 2022, arXiv:2203.15556
 UTILISATION = 0.35  # MFU, before it is measured
 SECONDS = 3.0  # for which steps are measured, about
@@ -27,7 +25,7 @@ FEW_STEPS = 3  # from which it is told how many these are
 VALIDATION = 1 / 3  # time of a step of validation, in training steps: it has no backward pass
 
 
-def choose_size(config: Config, run: Run) -> Config:
+def choose_size(config: Any, run: Run) -> Any:
     """The options, with the `model` for `config.minutes` where they name none; a resumed run keeps it.
 
     It is the largest one that sees `TOKENS_PER_WEIGHT`, at the speed that the device's peak lets expect; at least tiny.
@@ -49,7 +47,7 @@ def choose_size(config: Config, run: Run) -> Config:
 
 
 def count_steps(
-    config: FitOptions,
+    config: Any,
     run: Run,
     strategy: tf.distribute.Strategy,
     steps: dict[str, int],
@@ -62,7 +60,7 @@ def count_steps(
     compiling once more, of the steps, and of a validation after each epoch.
 
     Args:
-        config: the options.
+        config: the options, of a language model.
         run: in which the steps for `minutes` are recorded.
         strategy: in whose scope the model is built.
         steps: of an epoch of each split.
