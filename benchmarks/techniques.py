@@ -14,6 +14,7 @@ import math
 import queue
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,7 +104,8 @@ def main(arguments: argparse.Namespace) -> None:
     path = RESULTS / "techniques.json"
     runs = json.loads(path.read_text())["runs"] if arguments.resume else []
     done = {(run["technique"], run["seed"]) for run in runs}
-    jobs = [(each, seed) for seed in range(5) for each in chosen if seed < max(arguments.seeds, each.seeds)]
+    seeds = range(max(arguments.seeds, *(each.seeds for each in chosen)))
+    jobs = [(each, seed) for seed in seeds for each in chosen if seed < max(arguments.seeds, each.seeds)]
     jobs = [(each, seed) for each, seed in jobs if (each.name, seed) not in done]
     free: queue.Queue[int] = queue.Queue()
     for core in cores():
@@ -119,11 +121,12 @@ def main(arguments: argparse.Namespace) -> None:
         finally:
             free.put(core)
         print(f"{technique.name}, seed {seed}: {run['below']:.3f} nats below", file=sys.stderr, flush=True)
-        runs.append({"technique": technique.name, "seed": seed} | run)
-        if not arguments.quick:
-            write_results("techniques", results)
+        with writing:
+            runs.append({"technique": technique.name, "seed": seed} | run)
+            if not arguments.quick:
+                write_results("techniques", results)
 
-    results = {"machine": machine(), "runs": runs}
+    results, writing = {"machine": machine(), "runs": runs}, threading.Lock()
     with ThreadPoolExecutor(len(cores())) as pool:
         list(pool.map(measure, jobs))
     print(table(results), flush=True)
@@ -194,15 +197,16 @@ def muon(recipe, one_matrix: bool = False, **settings) -> None:
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs | settings)
 
-        def zeropower_via_newtonschulz5(self, x, steps):
-            if not one_matrix or len(x.shape) == 2:
-                return super().zeropower_via_newtonschulz5(x, steps)
-            heads, rows, columns = x.shape
-            if rows < columns:  # the output's
-                return tf.reshape(super().zeropower_via_newtonschulz5(tf.reshape(x, [-1, columns]), steps), x.shape)
-            whole = tf.reshape(tf.transpose(x, [1, 0, 2]), [rows, -1])
-            update = super().zeropower_via_newtonschulz5(whole, steps)
-            return tf.transpose(tf.reshape(update, [rows, heads, columns]), [1, 0, 2])
+        def _update_kernels(self, grads_and_vars, learning_rate):
+            if not one_matrix:
+                super()._update_kernels(grads_and_vars, learning_rate)
+                return
+            for gradient, variable in grads_and_vars:
+                momentum = self.momentums[self._get_variable_index(variable)]
+                self.assign_add(momentum, gradient + momentum * (self.momentum - 1))
+                matrix = tf.reshape(gradient + momentum * self.momentum, [_inputs(variable.shape), -1])
+                update = self.lr_adjust(learning_rate * self.zeropower_via_newtonschulz5(matrix, self.ns_steps))
+                self.assign_sub(variable, tf.reshape(update, variable.shape))
 
     optimizers.Muon = Muon
 

@@ -26,7 +26,7 @@ from common.data.corpora import check_corpus
 from common.model.push_target import check_push_to
 from common.model.sizes import check_model, check_vocabulary_size
 from common.run.command_line import parse, quiet_stderr, run
-from common.run.options import FitOptions, set_learning_rate, step_range
+from common.run.options import FitOptions, set_defaults, step_range
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Config(FitOptions):
     weight_decay: float = 0.01  # not applied to biases and layer norms
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as BERT's; 0: no clipping
     dropout: float = 0.0  # the papers' is 0.1; with few epochs, a model learns more without
-    epochs: int = 3
+    epochs: int | None = None  # default: 3, unless --minutes is given
     push_to: str = ""  # hf://user/name: upload the model after each epoch, in the background; private, if new
     push_public: bool = False  # create that repository as public
 
@@ -60,7 +60,7 @@ class Config(FitOptions):
         check_corpus(self.corpus, self.workdir)
         check_push_to(self.push_to, self.push_public)
         check_vocabulary_size(self.architecture, self.vocabulary_size)
-        set_learning_rate(self)
+        set_defaults(self)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
@@ -139,7 +139,7 @@ def train_and_evaluate(config: Config) -> dict:
     run = open_run("bert_from_scratch", config, ["model_card", "tokens", "snapshots"] + ["data"] * (not config.data))
     if run.results:
         return run.results
-    config = choose_size(config, run)
+    config = choose_size(config, run, strategy)
     run.configure_keras(config, model_width("", config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 

@@ -25,7 +25,7 @@ from typing import Literal
 from common.data.corpora import check_corpus
 from common.model.sizes import Size, check_model
 from common.run.command_line import parse, quiet_stderr, run
-from common.run.options import FitOptions, set_learning_rate, step_range
+from common.run.options import FitOptions, set_defaults, step_range
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Config(FitOptions):
     weight_decay: float = 0.01  # not applied to biases and layer norms
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as BERT's; 0: no clipping
     dropout: float = 0.0  # BERT's is 0.1; with few epochs, a model learns more without
-    epochs: int = 3
+    epochs: int | None = None  # default: 3, unless --minutes is given
 
     def __post_init__(self):
         super().__post_init__()
         check_model(self.preset, self.model, self.seq_length, self.vocabulary)
         check_corpus(self.corpus, self.workdir)
-        set_learning_rate(self, self.preset)
+        set_defaults(self, self.preset)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
@@ -138,7 +138,7 @@ def train_and_evaluate(config: Config) -> dict:
     run = open_run("bert_mlm", config)
     if run.results:
         return run.results
-    config = choose_size(config, run)
+    config = choose_size(config, run, strategy)
     run.configure_keras(config, model_width(config.preset, config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 

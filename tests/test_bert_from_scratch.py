@@ -45,6 +45,11 @@ def command(options, *words):
     return [sys.executable, "-m", "recipes", *words, "bert_from_scratch", *options]
 
 
+def test_the_folder_of_the_shards_may_be_named_as_it_is_by_default(tmp_path):
+    config = bert_from_scratch.Config(workdir=str(tmp_path), data=f"{tmp_path}/../{tmp_path.name}/data")
+    assert config == bert_from_scratch.Config(workdir=str(tmp_path))
+
+
 def test_a_users_folder_data_stays_where_the_shards_are_elsewhere(options, tmp_path):
     elsewhere = {"data": str(tmp_path / "shards"), "max_steps": 1}
     theirs = Path(train(options, **elsewhere)["config"]["workdir"], "data/notes.txt")

@@ -1,11 +1,14 @@
 """`--minutes`, for bert_mlm and bert_from_scratch."""
 
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from common.devices.strategy import make_strategy
+from common.errors import UserError
 from common.model.sizes import SIZES
 from common.run import minutes
 from common.run.runs import Run
@@ -21,7 +24,7 @@ def test_a_run_of_some_seconds_takes_them_and_is_that_of_its_steps(recipe, small
     options = {name: value for name, value in small.items() if name not in ("epochs", "max_steps")}
     results = recipe.train_and_evaluate(recipe.Config(**options | {"minutes": 0.2}))  # 12 seconds
     steps = results["steps"]
-    assert f"--minutes 0.2: {steps:,} steps" in capsys.readouterr().out
+    assert f"--minutes 0.2: {steps:,} steps, " in capsys.readouterr().out
     assert steps > 50 and 2 < results["seconds"] < 18
     assert results["learning_rate"]["last"] < 0.1 * results["learning_rate"]["peak"]  # the schedule is at its end
     given = {"workdir": str(tmp_path / "given"), "max_steps": steps, "epochs": steps}
@@ -33,15 +36,15 @@ def test_a_resumed_run_keeps_its_size_and_its_steps(tmp_path, monkeypatch):
     config = bert_mlm.Config(workdir=str(tmp_path), minutes=2)
     run = Run(tmp_path, {"chosen_model": "mini", "chosen_steps": 77}, None, None)
     monkeypatch.setattr(minutes, "device_peak", lambda dtype: 1e6)
-    assert minutes.choose_size(config, run).model == "mini"
+    assert minutes.choose_size(config, run, make_strategy(1)).model == "mini"
     assert minutes.count_steps(config, run, None, {"train": 10}, None, None) == 77
 
 
 def test_the_size_is_the_largest_that_sees_enough(tmp_path, monkeypatch, capsys):
     def chosen(peak, **options):
         monkeypatch.setattr(minutes, "device_peak", lambda dtype: peak)
-        config = bert_mlm.Config(workdir=str(tmp_path), **{"minutes": 1} | options)
-        return minutes.choose_size(config, Run(tmp_path, {}, None, None)).model
+        config = bert_mlm.Config(workdir=str(tmp_path / "run"), **{"minutes": 1} | options)
+        return minutes.choose_size(config, Run(tmp_path, {}, None, None), make_strategy(1)).model
 
     sizes = [chosen(10.0**power) for power in range(6, 20)]
     assert sizes == sorted(sizes, key=list(SIZES).index) and {sizes[0], sizes[-1]} == {"tiny", "large"}
@@ -53,7 +56,43 @@ def test_the_size_is_the_largest_that_sees_enough(tmp_path, monkeypatch, capsys)
     assert (chosen(enough * 1.001 / 2, minutes=2), chosen(enough * 0.999 / 2, minutes=2)) == ("mini", "tiny")
     assert chosen(1e6, model="small") == "small"
     assert chosen(1e19, minutes=0) is None
+    file = tmp_path / "vocabulary.txt"
+    file.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(30_000))]))
+    assert (chosen(enough * 1.01), chosen(enough * 1.01, vocabulary=str(file))) == ("mini", "tiny")
     capsys.readouterr()
+
+
+def test_the_time_is_that_of_compiling_the_steps_and_whole_validations():
+    """Hand count: a step of 1 s, epochs of 10 steps, validations of 6, which take 2 s; 5 s for compiling."""
+    measured = {"compiling": 5.0, "step": 1.0, "train": 10, "validation": 6}
+    ends = {4: 0, 5: 0, 7.5: 0, 8: 1, 16: 9, 17: 10, 18.9: 10, 19.5: 10, 20: 11, 29: 20, 32: 21}
+    assert {seconds: minutes.steps_in(seconds, **measured) for seconds in ends} == ends
+
+
+def test_a_time_too_short_for_a_step_is_refused(small):
+    options = {name: value for name, value in small.items() if name not in ("epochs", "max_steps")}
+    with pytest.raises(
+        UserError, match=r"--minutes 0.001 has no time for a step and a validation: 0\.\d+ s each, after"
+    ):
+        bert_mlm.train_and_evaluate(bert_mlm.Config(**options | {"minutes": 0.001}))
+    for given in ({"epochs": 2}, {"max_steps": 2}):
+        with pytest.raises(UserError, match="--minutes chooses the steps: leave out"):
+            bert_mlm.Config(minutes=1, **given)
+
+
+def test_the_model_that_was_timed_is_gone_before_another_is_made(small, monkeypatch):
+    models = weakref.WeakSet()
+
+    def build_model(*arguments):
+        assert not models
+        models.add(model := build(*arguments))
+        return model
+
+    build = bert_mlm.build_model
+    monkeypatch.setattr(bert_mlm, "build_model", build_model)
+    monkeypatch.setattr(minutes, "SECONDS", 0.1)
+    options = {name: value for name, value in small.items() if name not in ("epochs", "max_steps")}
+    bert_mlm.train_and_evaluate(bert_mlm.Config(**options | {"minutes": 0.2, "dry_run": True}))
 
 
 def test_without_minutes_the_steps_are_those_of_the_epochs_or_fewer():

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from common.devices.strategy import make_strategy
+from common.training import optimizers
 from common.training.optimizers import do_not_reduce_again, make_optimizer, matrix_axes
 
 
@@ -107,8 +108,17 @@ def test_adamw_is_that_of_keras(replicas):
 
 
 # The kernel's shape as KerasHub has it, and the axis of its heads: a query's, an output's, Gemma's query's, one of a
-# single head, and one of as many heads as each has columns.
-KERNELS = [((6, 2, 3), 1), ((2, 3, 6), 0), ((2, 6, 3), 0), ((6, 1, 6), 1), ((9, 3, 3), 1), ((3, 3, 9), 0)]
+# single head, and some of as many heads as each has columns, or more.
+KERNELS = [
+    ((6, 2, 3), 1),
+    ((2, 3, 6), 0),
+    ((2, 6, 3), 0),
+    ((6, 1, 6), 1),
+    ((8, 4, 2), 1),
+    ((4, 2, 8), 0),
+    ((9, 3, 3), 1),
+    ((3, 3, 9), 0),
+]
 
 
 def muon_steps(shape, make, name="kernel", layer="attention"):
@@ -150,8 +160,37 @@ def test_muon_takes_each_head_as_a_matrix_of_its_own(shape, heads):
     np.testing.assert_allclose(by_head(ours), theirs, rtol=1e-6)
 
 
+@pytest.mark.parametrize("limit", [2**23, 50, 1])
+def test_kernels_of_one_shape_are_updated_each_by_its_own_gradient(limit, monkeypatch):
+    monkeypatch.setattr(optimizers, "STACK", limit)
+    shapes = [(6, 2, 3), (4, 12), (2, 3, 6), (12, 4), (6, 2, 3), (4, 12)]
+
+    def trained(make, groups):
+        values = {}
+        for group in groups:
+            variables = [keras.Variable(np.full(shapes[i], 0.1 * i, np.float32), name="kernel") for i in group]
+            optimizer = make()
+            optimizer.build(variables)
+            for step in range(2):
+                gradients = [tf.random.stateless_normal(shapes[i], [step, i]) for i in group]
+                optimizer.apply(gradients, variables)
+            values |= dict(zip(group, map(np.array, variables), strict=True))
+        return values
+
+    def make():
+        return make_optimizer("muon", 0.01, 0.1)
+
+    together, alone = trained(make, [range(6)]), trained(make, [[i] for i in range(6)])
+    for i in range(6):
+        np.testing.assert_allclose(together[i], alone[i], rtol=1e-6)
+
+
 def test_muon_takes_each_place_of_a_convolution_as_a_matrix():
-    assert matrix_axes((3, 3, 16, 8)) == [0, 1, 3, 2] and matrix_axes((5, 8, 16)) == [0, 1, 2]
+    assert (
+        matrix_axes((3, 3, 16, 8)) == [0, 1, 3, 2]
+        and matrix_axes((7, 7, 3, 64)) == [0, 1, 2, 3]
+        and matrix_axes((5, 8, 16)) == [0, 1, 2]
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,17 @@ print([tokenizer.id_to_token(int(i)) for i in logits.argsort()[::-1][:5]])
 NAMES = {"bert": "BERT", "roberta": "RoBERTa"}
 # Options that say how the model was trained. The others say where, which is private.
 OPTIONS = (
-    *("architecture", "model", "vocabulary_size", "seq_length", "mask_rate", "dropout", "epochs", "batch_size"),
+    *(
+        "architecture",
+        "model",
+        "vocabulary_size",
+        "seq_length",
+        "mask_rate",
+        "dropout",
+        "epochs",
+        "minutes",
+        "batch_size",
+    ),
     *("learning_rate", "lr_scaling", "warmup", "optimizer", "weight_decay", "clip_norm", "precision", "seed"),
 )
 

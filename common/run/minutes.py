@@ -2,7 +2,7 @@
 """A run of a given time, `--minutes`: how large a model, and how many steps."""
 
 import dataclasses
-import math
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -11,34 +11,38 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from common.data.wordpiece import load_wordpieces
 from common.devices.cluster import num_workers
 from common.devices.rendezvous import exchange
 from common.devices.strategy import distribute
+from common.errors import UserError
 from common.model.sizes import SIZES, dimensions
 from common.run.runs import Run
 from common.run.speed import device_peak, flops_per_token
 
 TOKENS_PER_WEIGHT = 20  # of the layers: at which compute is best spent, by Hoffmann et al. 2022, arXiv:2203.15556
 UTILISATION = 0.35  # MFU, before it is measured
-SECONDS = 3.0  # for which steps are measured, about
-FEW_STEPS = 3  # from which it is told how many these are
+WARM = 2  # calls that are not timed; the first compiles
+SECONDS = 3.0  # for which steps are timed
 VALIDATION = 1 / 3  # time of a step of validation, in training steps: it has no backward pass
 
 
-def choose_size(config: Any, run: Run) -> Any:
+def choose_size(config: Any, run: Run, strategy: tf.distribute.Strategy) -> Any:
     """The options, with the `model` for `config.minutes` where they name none; a resumed run keeps it.
 
-    It is the largest one that sees `TOKENS_PER_WEIGHT`, at the speed that the device's peak lets expect; at least tiny.
+    It is the largest one that sees `TOKENS_PER_WEIGHT`, at the speed that the devices' peak lets expect; at least tiny.
     """
     if not config.minutes or config.model or getattr(config, "preset", ""):
         return config
-    gpus = len(tf.config.list_physical_devices("GPU"))
+    file = getattr(config, "vocabulary", "")
+    pieces = len(load_wordpieces(file).pieces) if file else config.vocabulary_size
+    gpus = min(len(tf.config.list_physical_devices("GPU")), strategy.num_replicas_in_sync // num_workers())
     flops = UTILISATION * device_peak("float32") * max(gpus, 1) * num_workers() * 60 * config.minutes
     ratios = {}  # tokens for each weight
     for size in [size for size in SIZES if size != "nano"]:
         layers, _, width, inner = dimensions(size).values()
-        shape = (width, inner, layers, config.vocabulary_size, config.seq_length, config.mask_rate)
-        ratios[size] = flops / flops_per_token(*shape) / (layers * (4 * width**2 + 2 * width * inner))
+        per_token = flops_per_token(width, inner, layers, pieces, config.seq_length, config.mask_rate)
+        ratios[size] = flops / per_token / (layers * (4 * width**2 + 2 * width * inner))
     enough = [size for size, ratio in ratios.items() if ratio >= TOKENS_PER_WEIGHT]
     size = run.keep("chosen_model", exchange({"size": (enough or ["tiny"])[-1]})[0]["size"])
     seen = f"about {ratios[size]:.1f} tokens for each weight of its layers"
@@ -56,8 +60,8 @@ def count_steps(
 ) -> int:
     """The steps of the run: those of `epochs`, or `max_steps` if fewer; or for `minutes`, which a resumed run keeps.
 
-    For these, a model that is built for it trains for some seconds, and is thrown away. The time to come is that of
-    compiling once more, of the steps, and of a validation after each epoch.
+    For these, a model that is built for it trains for some seconds, in a dry run too, and is thrown away. The time to
+    come is that of compiling once more, of the steps, and of a validation after each epoch.
 
     Args:
         config: the options, of a language model.
@@ -66,31 +70,60 @@ def count_steps(
         steps: of an epoch of each split.
         build: makes a compiled model.
         batches: as for `distribute`, of each split.
+
+    Raises:
+        UserError: when there is no time for a step.
     """
     if not config.minutes:
         return min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
     if "chosen_steps" not in run.saved:
         with strategy.scope():
-            model = build()
-        compiling, step = _seconds(model, distribute(strategy, batches, "train"))
+            clock = _Clock(build())
+        clock.run(distribute(strategy, batches, "train"))
+        measured = exchange({"compiling": clock.compiling, "step": clock.step})[0]  # the chief's
+        del clock
+        gc.collect()  # or the model would be there beside the one that is trained
         keras.utils.set_random_seed(config.seed)
-        with_validation = step * (1 + VALIDATION * steps["validation"] / steps["train"])
-        chosen = max(1, int((60 * config.minutes - compiling) / with_validation))
-        run.keep("chosen_steps", exchange({"steps": chosen})[0]["steps"])
-        print(f"--minutes {config.minutes:g}: {chosen:,} steps, each of which takes {step:.3f} s here", flush=True)
+        chosen = steps_in(60 * config.minutes, **measured, **steps)
+        told = "{step:.3f} s each, after {compiling:.1f} s for compiling".format_map(measured)
+        if not chosen:
+            raise UserError(f"--minutes {config.minutes:g} has no time for a step and a validation: {told}. Give more")
+        print(f"--minutes {config.minutes:g}: {chosen:,} steps, {told}", flush=True)
+        run.keep("chosen_steps", chosen)
     return run.saved["chosen_steps"]
 
 
-def _seconds(model: keras.Model, batches: tf.distribute.DistributedDataset) -> tuple[float, float]:
-    """How many seconds the compilation takes, and a step."""
+def steps_in(seconds: float, compiling: float, step: float, train: int, validation: int, **_: int) -> int:
+    """How many steps there are in that time, with a whole validation after each epoch and after the last step.
 
-    def fit(steps: int) -> float:
-        began = time.perf_counter()
-        model.fit(batches, steps_per_epoch=steps, verbose=0)
-        return time.perf_counter() - began
+    Args:
+        seconds: the time.
+        compiling, step: seconds for compiling, and for a step.
+        train, validation: steps of an epoch, and of a validation.
+    """
+    validating = VALIDATION * step * validation
+    epochs, rest = divmod(max(0.0, seconds - compiling), train * step + validating)
+    return int(epochs) * train + max(0, int((rest - validating) / step))
 
-    first, few = fit(1), fit(FEW_STEPS)
-    wanted = max(FEW_STEPS, math.ceil(SECONDS * FEW_STEPS / few))
-    more = exchange({"steps": wanted})[0]["steps"]  # the same on all workers
-    step = (fit(FEW_STEPS + more) - few) / more  # without the time that `fit` takes to begin
-    return first - few + (FEW_STEPS - 1) * step, step
+
+class _Clock(keras.callbacks.Callback):
+    """Trains a model until `SECONDS` of its steps are timed."""
+
+    def __init__(self, model: keras.Model):
+        super().__init__()
+        self.trained, self.ends, self.done = model, [time.perf_counter()], [0]
+
+    def run(self, batches: tf.distribute.DistributedDataset) -> None:
+        """Leaves the seconds for `compiling`, and for a `step`."""
+        self.trained.fit(batches, steps_per_epoch=sys.maxsize, callbacks=[self], verbose=0)
+        self.step = (self.ends[-1] - self.ends[WARM]) / (self.done[-1] - self.done[WARM])
+        self.compiling = max(0.0, self.ends[1] - self.ends[0] - self.step)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        timed = self.ends[-1] - self.ends[min(WARM, len(self.ends) - 1)]
+        self.model.told_to_stop = timed >= SECONDS  # in the step's reduction, so that all workers stop together
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ends.append(time.perf_counter())
+        self.done.append(self.model.steps_done)
+        self.model.stop_training = self.model.all_told_to_stop

@@ -60,7 +60,7 @@ class RunOptions:
 class FitOptions(RunOptions):
     """Options of recipes that train with Keras's `fit`."""
 
-    minutes: float = 0.0  # time of training, by the speed measured: sets steps, not --epochs, and --model if not given
+    minutes: float | None = None  # time of training, by the speed measured: sets the steps, and --model if not given
     accumulate: int = 1  # gradient accumulation: parts of a replica's batch, to save memory; the batch stays
     jit: bool = False  # compile each replica's forward and backward pass with XLA
     steps_per_execution: int = 1  # steps per call; a signal to stop takes effect at its end
@@ -68,14 +68,18 @@ class FitOptions(RunOptions):
     dry_run: bool = False  # print the plan, train nothing, write nothing
 
 
-def set_learning_rate(config: Any, preset: str = "") -> None:
-    """Sets the `learning_rate` of a recipe's options that was not given, by their `optimizer`.
+def set_defaults(config: Any, preset: str = "") -> None:
+    """Sets what was not given of a language model's options: `epochs`, and `learning_rate` by the `optimizer`.
 
     From a preset it is small: a step that fits random weights would destroy those of a preset.
     """
+    if config.epochs is None and not config.minutes:
+        object.__setattr__(config, "epochs", 3)  # the options are frozen
+    if getattr(config, "data", "") and Path(config.data).resolve() == Path(config.workdir, "data").resolve():
+        object.__setattr__(config, "data", "")  # which means the same
     if config.learning_rate is None:
         rate = 1e-4 if preset else 5e-3 if config.optimizer == "muon" else 5e-4
-        object.__setattr__(config, "learning_rate", rate)  # the options are frozen
+        object.__setattr__(config, "learning_rate", rate)
 
 
 def step_range(text: str) -> range:
@@ -101,16 +105,17 @@ def _check(options: dict[str, Any]) -> None:
     if WORKERS_TOLD_IN & os.environ.keys():
         join_timeout()
     for name, (least, most) in BOUNDS.items():
-        _require(options.get(name, least) >= least, options, name, f"at least {least}")
-        _require(options.get(name, least) <= most, options, name, f"at most {most}")
+        value = least if options.get(name) is None else options[name]
+        _require(value >= least, options, name, f"at least {least}")
+        _require(value <= most, options, name, f"at most {most}")
     for name in SHARES:
         _require(0 <= options.get(name, 0) < 1, options, name, "in [0, 1)")
     _require(options.get("mask_rate", 1) > 0, options, "mask_rate", "above 0")
     for name in RATES:
         value = options.get(name)
         _require(value is None or (math.isfinite(value) and value >= 0), options, name, "a finite number, 0 or more")
-    if options.get("minutes") and options["max_steps"]:
-        raise UserError("--minutes chooses the steps: leave out --max-steps, or --minutes")
+    if options.get("minutes") and (options["max_steps"] or options.get("epochs")):
+        raise UserError("--minutes chooses the steps: leave out --epochs and --max-steps, or --minutes")
     step_range(options.get("profile_steps", ""))
     check_accumulate(options.get("accumulate", 1), options["batch_size"])
     for name in ("workdir", "corpus"):

@@ -14,8 +14,9 @@ def language_model_scores(
 ) -> dict[str, float]:
     """Entries `val_loss` (for the split `validation`), `val_perplexity` and so on; losses in nats per token.
 
-    `bits_per_character` compares models with different vocabularies: the loss in bits, over the mean characters of the
-    tokens to predict, white space not counted.
+    `bits_per_character` is the loss in bits, over the mean characters of the tokens to predict, without white space. It
+    compares vocabularies of one kind, if roughly: a masked token of a smaller one has more of its own word as context,
+    and word pieces count the letters of normalised text.
 
     Args:
         split: of which they are.

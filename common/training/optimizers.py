@@ -3,6 +3,7 @@
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Literal
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 OptimizerName = Literal["adamw", "muon", "lamb", "sgd"]
 HEADS = ["logits", "mlm_head"]  # in the paths of the output layers of KerasHub's tasks
+STACK = 2**23  # numbers in a stack of kernels, about; each takes some five times its memory while a step lasts
 
 
 def make_optimizer(
@@ -87,23 +89,26 @@ class Muon(keras.optimizers.Muon):
         self._update_kernels([(gradient, variable)], lr)
 
     def _update_kernels(self, grads_and_vars, learning_rate):
-        directions: dict[tuple[int, ...], list[tf.Tensor]] = {}  # by the matrices' shape
+        stacks: dict[tuple, list[tf.Tensor]] = {}  # by the matrices' shape, and a number
+        places: list[tuple] = []
+        numbers: Counter[tuple[int, ...]] = Counter()
         for gradient, variable in grads_and_vars:
             momentum = self.momentums[self._get_variable_index(variable)]
             self.assign_add(momentum, gradient + momentum * (self.momentum - 1))
             direction = gradient + momentum * self.momentum if self.nesterov else tf.convert_to_tensor(momentum)
             matrices = tf.transpose(direction, matrix_axes(variable.shape))
             shape = tuple(matrices.shape[-2:])
-            directions.setdefault(shape, []).append(tf.reshape(matrices, [-1, *shape]))
+            numbers[shape] += math.prod(variable.shape)
+            places.append((shape, numbers[shape] // STACK))
+            stacks.setdefault(places[-1], []).append(tf.reshape(matrices, [-1, *shape]))
         updates = {}
-        for shape, parts in directions.items():
+        for (shape, number), parts in stacks.items():
             update = self.zeropower_via_newtonschulz5(tf.concat(parts, axis=0), self.ns_steps)
             scale = learning_rate * (self.rms_rate * math.sqrt(max(shape)) if self.rms_rate else 1.0)
-            updates[shape] = iter(tf.split(update * scale, [part.shape[0] for part in parts]))
-        for _, variable in grads_and_vars:
+            updates[shape, number] = iter(tf.split(update * scale, [part.shape[0] for part in parts]))
+        for (_, variable), place in zip(grads_and_vars, places, strict=True):
             axes = matrix_axes(variable.shape)
-            ordered = [variable.shape[axis] for axis in axes]
-            update = tf.reshape(next(updates[tuple(ordered[-2:])]), ordered)
+            update = tf.reshape(next(updates[place]), [variable.shape[axis] for axis in axes])
             self.assign_sub(variable, tf.transpose(update, np.argsort(axes)))
 
     def _adamw_update_step(self, gradient, variable, learning_rate, m, v):
@@ -113,10 +118,12 @@ class Muon(keras.optimizers.Muon):
 def matrix_axes(shape: Sequence[int]) -> list[int]:
     """The axes of a kernel in an order in which it is a stack of matrices, [..., rows, columns], with rows <= columns.
 
-    They are sorted by size. So the first ones, which count matrices, are heads in attention, [width, heads, width of a
-    head] or [heads, width of a head, width], and places in a convolution.
+    Of three axes, which attention has, the one that counts heads is the second, if the first is the longest: [width,
+    heads, width of a head]. Else it is the first: [heads, width of a head, width], and [heads, width, width of a head].
+    In a convolution, all axes but the last two count places.
     """
-    return sorted(range(len(shape)), key=lambda axis: (shape[axis], axis))
+    axes = [1, 0, 2] if len(shape) == 3 and shape[0] == max(shape) else list(range(len(shape)))
+    return [*axes[:-2], *sorted(axes[-2:], key=lambda axis: (shape[axis], axis))]
 
 
 class Lamb(keras.optimizers.Lamb):
