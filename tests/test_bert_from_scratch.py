@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -45,9 +46,13 @@ def command(options, *words):
     return [sys.executable, "-m", "recipes", *words, "bert_from_scratch", *options]
 
 
-def test_the_folder_of_the_shards_may_be_named_as_it_is_by_default(tmp_path):
-    config = bert_from_scratch.Config(workdir=str(tmp_path), data=f"{tmp_path}/../{tmp_path.name}/data")
-    assert config == bert_from_scratch.Config(workdir=str(tmp_path))
+def test_overwrite_replaces_shards_in_the_work_directory_named_or_not(options, tmp_path, wikitext):
+    other = shutil.copytree(wikitext, tmp_path / "other")
+    (other / "wiki.valid.tokens").write_text((wikitext / "wiki.test.tokens").read_text())
+    named = {"data": f"{options['workdir']}/data", "max_steps": 1}
+    train(options, **named)
+    train(options, **named, overwrite=True, corpus=str(other))
+    train(options, max_steps=1, overwrite=True)
 
 
 def test_a_users_folder_data_stays_where_the_shards_are_elsewhere(options, tmp_path):

@@ -75,8 +75,6 @@ def set_defaults(config: Any, preset: str = "") -> None:
     """
     if config.epochs is None and not config.minutes:
         object.__setattr__(config, "epochs", 3)  # the options are frozen
-    if getattr(config, "data", "") and Path(config.data).resolve() == Path(config.workdir, "data").resolve():
-        object.__setattr__(config, "data", "")  # which means the same
     if config.learning_rate is None:
         rate = 1e-4 if preset else 5e-3 if config.optimizer == "muon" else 5e-4
         object.__setattr__(config, "learning_rate", rate)

@@ -135,6 +135,7 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
         recipe: the recipe's name.
         config: its `Config`, with the options `workdir` and `overwrite`.
         writes: see `common.run.run_folder`; recorded, so that a run that replaces this one leaves users' files alone.
+            Without `data`, where `config.data` is another folder than that of the work directory.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
@@ -142,6 +143,8 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
             workers were started with different options, code or packages, or do not share the folder.
     """
     workdir = Path(config.workdir)
+    if getattr(config, "data", "") and Path(config.data).resolve() != (workdir / "data").resolve():
+        writes = [name for name in writes if name != "data"]
     wanted = {"recipe": recipe, **dataclasses.asdict(config)}
     _refuse_other_workers(wanted)
     opened, lock = chief_alone(lambda: _open(workdir, wanted, writes)), workdir / ".lock"
