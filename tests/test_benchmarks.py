@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import benchmarks.input
-from benchmarks import memory, quality, scaling, throughput, trainer_tests
+from benchmarks import memory, quality, scaling, techniques, throughput, trainer_tests
 from benchmarks.hosts import ADDRESSES, on, shape, two_hosts
 from benchmarks.links import Link, Reduction, fit_link
 from benchmarks.machine import machine
@@ -209,6 +209,29 @@ def test_a_benchmark_runs(wikitext):
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| --- " in done.stdout
+
+
+@pytest.mark.slow
+def test_techniques_are_runs_of_the_recipe_with_one_thing_in_another_way():
+    command = [sys.executable, "-m", "benchmarks", "techniques", "--quick", "--only", "first half"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("**the defaults**", "half the batch in the first half", "sequences of 32 in the first half"):
+        assert f"| {name} | 1 | " in done.stdout
+
+
+def test_techniques_are_ranked_by_their_means_with_the_spread_over_seeds():
+    def run(name, seed, bits):
+        values = {"below": 4 - bits, "processor_seconds": 10 * bits, "peak_memory_mb": 100}
+        return {"technique": name, "seed": seed, "bits_per_character": bits} | values
+
+    base = techniques.DEFAULT.name
+    rows = [run(base, 0, 2.0), run(base, 1, 2.2), run("worse", 0, 2.1), run("worse", 1, 2.3), run("better", 0, 1.05)]
+    assert techniques.table({"runs": rows}).splitlines()[2:] == [
+        "| better | 1 | 2.950 | 1.050 | 0.50 | 1.00 |",
+        f"| **{base}** | 2 | 1.900 ± 0.141 | 2.100 ± 0.141 | 1.00 | 1.00 |",
+        "| worse | 2 | 1.800 ± 0.141 | 2.200 ± 0.141 | 1.05 | 1.00 |",
+    ]
 
 
 def test_every_benchmark_has_its_options():
