@@ -7,7 +7,6 @@ run has a core to itself, and as many run at once as there are cores. Writes doc
 
 import argparse
 import contextlib
-import functools
 import io
 import json
 import math
@@ -35,7 +34,7 @@ class Technique(NamedTuple):
 
     name: str
     options: dict[str, Any] = {}  # of the recipe
-    change: str = ""  # a function of this module, that puts something else in the place of the recipe's functions
+    change: str = ""  # a function of `benchmarks.changes`
     arguments: dict[str, Any] = {}  # of that function
     seeds: int = 0  # at least so many
 
@@ -138,11 +137,12 @@ def trainer(
     name: str, options: dict[str, Any], change: str, arguments: dict[str, Any], seeds: int, seed: int
 ) -> Callable[[], dict[str, Any]]:
     """A function that does one run of the recipe; see `benchmarks.workers`."""
+    from benchmarks import changes
     from recipes import bert_mlm
 
     defaults = {"replicas": 1, "batch_size": BATCH, "learning_rate": RATE, "seed": seed}
     if change:
-        globals()[change](bert_mlm, **arguments)
+        getattr(changes, change)(bert_mlm, **arguments)
     bert_mlm.FitLog = Timed = _timed(bert_mlm.FitLog)
 
     def run() -> dict[str, Any]:
@@ -185,150 +185,6 @@ def _timed(log: type) -> type:
 def _means(losses: list[float]) -> Iterator[float]:
     size = max(1, len(losses) // POINTS)
     return (statistics.mean(losses[start : start + size]) for start in range(0, len(losses), size))
-
-
-def muon(recipe, one_matrix: bool = False, **settings) -> None:
-    """Muon with other settings."""
-    import tensorflow as tf
-
-    from common.training import optimizers
-
-    class Muon(optimizers.Muon):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs | settings)
-
-        def _update_kernels(self, grads_and_vars, learning_rate):
-            if not one_matrix:
-                super()._update_kernels(grads_and_vars, learning_rate)
-                return
-            for gradient, variable in grads_and_vars:
-                momentum = self.momentums[self._get_variable_index(variable)]
-                self.assign_add(momentum, gradient + momentum * (self.momentum - 1))
-                matrix = tf.reshape(gradient + momentum * self.momentum, [_inputs(variable.shape), -1])
-                update = self.lr_adjust(learning_rate * self.zeropower_via_newtonschulz5(matrix, self.ns_steps))
-                self.assign_sub(variable, tf.reshape(update, variable.shape))
-
-    optimizers.Muon = Muon
-
-
-def initial(recipe, positions: float = 0.0, kernels: bool = False) -> None:
-    """Position embeddings from noise of that standard deviation, or kernels by 1/sqrt(inputs)."""
-    import numpy as np
-
-    make = recipe.masked_lm_from_size
-
-    def masked_lm_from_size(*args):
-        model = make(*args)
-        for variable in model.trainable_variables:
-            if positions and variable.path.endswith("position_embedding/embeddings"):
-                variable.assign(np.random.normal(scale=positions, size=variable.shape))
-            if kernels and variable.path.endswith("kernel"):
-                variable.assign(np.random.normal(scale=_inputs(variable.shape) ** -0.5, size=variable.shape))
-        return model
-
-    recipe.masked_lm_from_size = masked_lm_from_size
-
-
-def _inputs(shape) -> int:
-    """Of a dense kernel, or of one of KerasHub's attention: a query's [width, heads, columns], or an output's."""
-    return shape[0] * shape[1] if len(shape) == 3 and shape[0] < shape[2] else shape[0]
-
-
-def untied(recipe) -> None:
-    """An output layer with weights of its own."""
-    from keras_hub.src.models.bert import bert_masked_lm
-
-    tied = bert_masked_lm.MaskedLMHead
-    bert_masked_lm.MaskedLMHead = lambda token_embedding, **kwargs: tied(token_embedding=None, **kwargs)
-
-
-def batches(recipe, rates: list[float] = (0.3, 0.3), shorter: bool = False) -> None:
-    """Other training batches: a mask rate that changes by the line, or first sequences of half the length."""
-    import tensorflow as tf
-
-    own = recipe.masked_batches
-
-    def masked_batches(config, vocabulary, sequences, scaled, split, *first_step, **shard):
-        if split != "train":
-            return own(config, vocabulary, sequences, scaled, split, *first_step, **shard)
-        rule = recipe.MaskingRule.of(vocabulary)
-        examples, size = len(sequences[split]), scaled.global_batch_size
-        last = recipe.steps_per_epoch(examples, size) * config.epochs * size
-
-        def make_batch(positions, halved):
-            epochs, numbers = recipe.locate(positions, examples, size, config.seed)
-            ids = recipe.read_sequences(sequences[split], numbers, rule.pad_id, trim=False)
-            if halved:
-                ids, epochs = tf.reshape(ids, [-1, config.seq_length // 2]), tf.repeat(epochs, 2)
-                numbers = tf.repeat(numbers, 2) * 2 + tf.tile(tf.constant([0, 1], tf.int64), [size])
-            rate = rates[0] + (rates[1] - rates[0]) * tf.cast(positions[0] / last, tf.float32)
-            return recipe.mask_tokens(ids, recipe.mask_seeds(config.seed, epochs, numbers), rule, rate)
-
-        middle = last // size // 2 * size if shorter else 0
-        parts = [
-            tf.data.Dataset.range(*part).batch(size).map(functools.partial(make_batch, halved=halved)).prefetch(8)
-            for part, halved in (((0, middle), True), ((middle, last), False))
-        ]
-        return parts[0].concatenate(parts[1])
-
-    recipe.masked_batches = masked_batches
-
-
-def ramp(recipe) -> None:
-    """Half the batch, twice as often, for the first half of the text."""
-    import tensorflow as tf
-
-    own, whole_steps = recipe.masked_batches, recipe.steps_per_epoch
-
-    def steps_per_epoch(examples, size):
-        steps = whole_steps(examples, size)
-        return steps if examples < 5000 else steps * 3 // 2  # validation has fewer
-
-    def masked_batches(config, vocabulary, sequences, scaled, split, *first_step, **shard):
-        data = own(config, vocabulary, sequences, scaled, split, *first_step, **shard)
-        if split != "train":
-            return data
-        middle = whole_steps(len(sequences[split]), scaled.global_batch_size) * config.epochs // 2
-
-        def halves(*batch):
-            return tf.data.Dataset.from_tensor_slices(
-                tf.nest.map_structure(lambda leaf: tf.stack(tf.split(leaf, 2)), batch)
-            )
-
-        return data.take(middle).flat_map(halves).concatenate(data.skip(middle))
-
-    recipe.masked_batches, recipe.steps_per_epoch = masked_batches, steps_per_epoch
-
-
-def schedule(recipe, name: str) -> None:
-    """Another decay of the learning rate."""
-    import keras
-
-    def cosine(peak, warmup, total):
-        return keras.optimizers.schedules.CosineDecay(0.0, total - warmup, warmup_target=peak, warmup_steps=warmup)
-
-    class Stable(keras.optimizers.schedules.LearningRateSchedule):
-        def __init__(self, peak, warmup, total):
-            self.peak, self.warmup, self.total = peak, warmup, total
-
-        def __call__(self, step):
-            step = keras.ops.cast(step, "float32")
-            left = (self.total - step) / (0.3 * self.total)
-            return self.peak * keras.ops.minimum(1.0, keras.ops.minimum((step + 1) / (self.warmup + 1), left))
-
-    recipe.WarmUpPolynomialDecay = {"cosine": cosine, "stable": Stable}[name]
-
-
-def z_loss(recipe) -> None:
-    """A penalty on the logits' log of the sum of exponentials, in the gradient alone: the loss stays comparable."""
-    import tensorflow as tf
-
-    class WithZ(recipe.CrossEntropy):
-        def call(self, y_true, y_pred):
-            z = 1e-4 * tf.reduce_logsumexp(y_pred, axis=-1) ** 2
-            return super().call(y_true, y_pred) + z - tf.stop_gradient(z)
-
-    recipe.CrossEntropy = WithZ
 
 
 def table(results: dict[str, Any]) -> str:

@@ -18,6 +18,18 @@ def test_the_cpu_is_split(asked, given):
     assert make_strategy(asked).num_replicas_in_sync == given
 
 
+@pytest.mark.parametrize(("cores", "replicas", "threads"), [(2, 0, 1), (4, 2, 0)])
+def test_replicas_that_share_cores_take_one_thread_each(cores, replicas, threads):
+    """In a new process, as TensorFlow takes no other number later; 0 is its default, all cores."""
+    program = (
+        "import tensorflow as tf; from common.devices import strategy; "
+        f"strategy.num_cores = lambda: {cores}; strategy.make_strategy({replicas}); "
+        "print(tf.config.threading.get_intra_op_parallelism_threads())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{threads}\n"
+
+
 def test_more_than_can_be_split_now():
     with pytest.raises(UserError, match="ask for 8 replicas in a new process"):
         make_strategy(8)

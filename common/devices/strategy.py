@@ -79,8 +79,7 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
         _use_only(gpus[: replicas or None])
         return _mirrored([f"GPU:{i}" for i in range(replicas or len(gpus))], tf.distribute.NcclAllReduce())
     if (replicas or 2) >= num_cores():
-        # Replicas that share a core slow each other down where each divides its operations over all cores: a step of
-        # BERT-tiny on two replicas and two cores takes 13 % less time so.
+        # Replicas that share cores slow each other down if each divides its operations over all of them.
         with contextlib.suppress(RuntimeError):  # TensorFlow is initialized, and keeps its threads
             tf.config.threading.set_intra_op_parallelism_threads(1)
     return _mirrored(_split(tf.config.list_physical_devices("CPU")[0], replicas or 2))

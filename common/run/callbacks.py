@@ -49,7 +49,7 @@ class FitLog(StepLog, keras.callbacks.Callback):
         shown = {name: values[name] for name in (*MEANS, "learning_rate")}
         shown |= {name: [value] * len(values["loss"]) for name, value in self.speed.items()}
         for i in range(len(values["loss"])):
-            # One event: `tf.summary.scalar` takes ten times as long. Protobuf's messages in a row are one message.
+            # One event, not one for each scalar, which takes longer. Protobuf's messages in a row are one message.
             scalars = [scalar_pb(f"train/{name}", vector[i]) for name, vector in shown.items()]
             event = b"".join(scalar.SerializeToString() for scalar in scalars)
             with self._board.as_default(step=self.step - len(values["loss"]) + i + 1):

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 OptimizerName = Literal["adamw", "muon", "lamb", "sgd"]
 HEADS = ["logits", "mlm_head"]  # in the paths of the output layers of KerasHub's tasks
-STACK = 2**23  # numbers in a stack of kernels, about; each takes some five times its memory while a step lasts
+STACK = 2**23  # numbers in a stack of kernels, about; a step takes several times its memory
 
 
 def make_optimizer(
