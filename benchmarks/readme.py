@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import benchmarks.input
-from benchmarks import conformance, memory, quality, scaling_report, throughput, trainer_tests
+from benchmarks import conformance, memory, quality, scaling_report, techniques, throughput, trainer_tests
 from common.run.results import report
 
 ROOT = Path(__file__).parent.parent
@@ -182,6 +182,7 @@ MEASURED = {
     "memory": with_machine(memory.table),
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),
+    "techniques": with_machine(techniques.table),
     "conformance": with_machine(conformance.table),
 }
 

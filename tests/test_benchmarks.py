@@ -117,9 +117,16 @@ def sample_results():
             "corpus": "x",
             "runs": [options | {"side": s, "curve": c} for s, c in curves.items()],
         },
+        "techniques": {"runs": [sample_run(techniques.DEFAULT.name, 0, 2.0), sample_run("AdamW", 0, 2.5)]},
         "conformance": {"rows": {"LoRA": {"1": 0.0, "2": 1e-7, "4": "leave out LoRA"}}},
     }
     return {name: result | {"machine": machine()} for name, result in results.items()}
+
+
+def sample_run(technique, seed, bits):
+    """A run of a technique."""
+    values = {"below": 4 - bits, "processor_seconds": 10 * bits, "peak_memory_mb": 100, "curve": [9.0, 2 * bits]}
+    return {"technique": technique, "seed": seed, "bits_per_character": bits} | values
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -131,6 +138,7 @@ def test_the_readme_says_what_was_measured(name):
         "memory": ["| 8 | 128 | 1,000, in shards | 900 MiB |"],
         "input": ["1,000 sequences/s", "| one device | 100.0 ms | 1.00 ms | 1.0% | +10.0% |"],
         "quality": ["ours reaches it after 120 s, 10.0 times faster"],
+        "techniques": ["| AdamW | 1 | 1.500 | 2.500 | 1.25 | 1.00 |"],
         "conformance": [
             "| feature | 1 replica | 2 replicas |",
             "| LoRA | 0.0e+00 | 1.0e-07 | refused: leave out LoRA |",
@@ -168,6 +176,7 @@ def test_pictures_are_drawn(tmp_path):
     results = sample_results()
     scaling.draw(results["scaling"], tmp_path / "scaling.png")
     quality.draw(results["quality"], tmp_path / "quality.png")
+    techniques.draw(results["techniques"], tmp_path / "techniques.png")
     assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
 
 
@@ -221,12 +230,9 @@ def test_techniques_are_runs_of_the_recipe_with_one_thing_in_another_way():
 
 
 def test_techniques_are_ranked_by_their_means_with_the_spread_over_seeds():
-    def run(name, seed, bits):
-        values = {"below": 4 - bits, "processor_seconds": 10 * bits, "peak_memory_mb": 100}
-        return {"technique": name, "seed": seed, "bits_per_character": bits} | values
-
     base = techniques.DEFAULT.name
-    rows = [run(base, 0, 2.0), run(base, 1, 2.2), run("worse", 0, 2.1), run("worse", 1, 2.3), run("better", 0, 1.05)]
+    runs = ((base, 0, 2.0), (base, 1, 2.2), ("worse", 0, 2.1), ("worse", 1, 2.3), ("better", 0, 1.05))
+    rows = [sample_run(*run) for run in runs]
     assert techniques.table({"runs": rows}).splitlines()[2:] == [
         "| better | 1 | 2.950 | 1.050 | 0.50 | 1.00 |",
         f"| **{base}** | 2 | 1.900 ± 0.141 | 2.100 ± 0.141 | 1.00 | 1.00 |",

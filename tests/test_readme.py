@@ -357,6 +357,9 @@ def tiny(command, workdir):
     if words[2] not in ("run", "launch") or "--help" in words:
         return words
     name = next(word for word in words if word in RECIPES)
+    if "--minutes" in words:
+        at = words.index("--minutes")
+        del words[at : at + 2]
     words += ["--max-steps", "2", "--seq-length", "32", "--workdir", workdir]
     words += ["--batch-size", "4" if name.startswith("bert") else "64"]
     if "--preset" not in words:
