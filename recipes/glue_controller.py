@@ -5,7 +5,7 @@
     python -m recipes run glue_controller --task mrpc --preset bert_base_en_uncased --batch-size 16
     python -m recipes run glue_controller --task own --data reviews.csv --text-columns review --label-column stars
 
-Time: 2 min on 2 cores. Metric: accuracy and F1 on the validation split, against a bag-of-words baseline.
+Time: 2 min on 2 cores. Metric: GLUE's for the task, on the validation split, against a bag-of-words baseline.
 
 A Trainer defines a training step, an Evaluator an evaluation; the Controller alternates between them, logs and saves
 checkpoints. The recipe `glue_custom_loop` is the same job as one explicit loop.
@@ -64,7 +64,7 @@ from common.training.schedules import WarmUpPolynomialDecay
 
 def make_datasets(config: Config) -> EncodedTexts:
     """The texts, by splits, and their token ids."""
-    texts = open_examples(config.task, config.data, config.text_columns, config.label_column)
+    texts = open_examples(config.task, config.data, config.text_columns, config.label_column, config.regression)
     if config.preset:
         vocabulary = preset_vocabulary(config.preset)
     else:
@@ -74,10 +74,11 @@ def make_datasets(config: Config) -> EncodedTexts:
 
 def build_model(config: Config, data: EncodedTexts, schedule) -> keras.Model:
     """A compiled `BertTextClassifier`. Call it inside the strategy's scope."""
-    size, classes = config.model or "tiny", len(data.texts.classes)
-    model = make_classifier(config.preset, size, data.vocabulary, classes, config.dropout, config.seq_length)
+    size = config.model or "tiny"
+    model = make_classifier(config.preset, size, data.vocabulary, data.texts, config.dropout, config.seq_length)
     # The loss is a sum: a step divides it, once, by the number of labels in the whole batch.
-    model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), CrossEntropy())
+    loss = CrossEntropy() if data.texts.classes else keras.losses.MeanSquaredError("sum")
+    model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), loss)
     return model
 
 
@@ -164,7 +165,7 @@ def train_and_evaluate(config: Config) -> dict:
         global_step=log.step,
         checkpoint_manager=checkpoints,
         summary_dir=run.workdir / "tensorboard",
-        eval_actions=[when_best("val_accuracy", lambda *_: save(run.workdir / "best"), run.workdir / "best.json")],
+        eval_actions=[when_best(f"val_{data.texts.metrics[0]}", lambda *_: save(run.workdir / "best"), run.workdir)],
     )
     controller.train_and_evaluate(total_steps, eval_interval=steps)
 

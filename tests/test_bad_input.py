@@ -37,6 +37,7 @@ def files(tmp_path_factory):
     (folder / "mixed_up/tokenizer.json").write_text("{}")
     (folder / "mixed_up/assets/tokenizer/vocabulary.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n")
     (folder / "good.csv").write_text("text,stars\nfine,1\nbad,0\n")
+    (folder / "said.csv").write_text("text,said\nfine,1\nawful,bad\n")
     (folder / "reviews.csv").write_text('text,stars\nfine,1\n"bad,0\n')
     (folder / "other_run").mkdir()
     (folder / "other_run/config.json").write_text(json.dumps({"recipe": "glue", "seed": 7}))
@@ -103,7 +104,12 @@ AT_ONCE = [
 
 # The same for both recipes that fine-tune; tests/test_glue.py has what can be wrong in their files.
 GLUE = [
-    ("--task cola", "Expected one of ('roles', 'mrpc', 'sst2', 'own')"),
+    ("--task wnli", "Expected one of ('roles', 'cola', 'mrpc', 'qnli', 'rte', 'sst2', 'stsb', 'own')"),
+    ("--task mrpc --regression", "--regression is for your own files: give --task own, or leave it out"),
+    (
+        "--task own --data {files}/said.csv --text-columns text --label-column said --regression",
+        'said.csv, line 3: said must be a finite number; got "bad"',
+    ),
     ("--task mrpc --data missing", "there is no folder missing"),
     ("--task own --data {files}/reviews.csv", "give --text-columns and --label-column"),
     (

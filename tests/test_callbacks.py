@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -13,6 +14,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from common.devices.cluster import worker_config
 from common.run.callbacks import FitCheckpoints, FitLog, Profile
 from common.run.speed import ModelFlops
+from common.training.replicas import COUNTS
 from tests.test_conformance import no_autotune
 from tests.test_data_parallel import LENGTH, SLOTS, examples, make_model, weights_after
 
@@ -43,6 +45,17 @@ class Seen(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.logs.append(dict(logs))
+
+
+def test_regression_has_no_accuracy(tmp_path):
+    log = FitLog(tmp_path, {}, EPOCH)
+    values = dict.fromkeys(("loss", "learning_rate", "waited", *COUNTS), np.array([1.0, 2.0]))
+    log.set_model(SimpleNamespace(step_values=values))
+    log.on_train_batch_begin(0)
+    log.on_train_batch_end(0, dict.fromkeys(COUNTS, 2.0))
+    log.on_train_end()
+    seen = board(tmp_path)
+    assert seen["train/loss"] == {1: 1.0, 2: 2.0} and "train/accuracy" not in seen
 
 
 @pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -234,9 +234,7 @@ def test_init_fn_is_called_where_there_is_nothing_to_go_on_from(tmp_path):
 def test_when_best_remembers(tmp_path):
     saved = []
     for step, closeness in enumerate([-3.0, -1.0, -2.0, -1.0, -0.5]):
-        action = when_best(
-            "closeness", lambda step, output: saved.append(step), tmp_path / "best.json"
-        )  # a new process
+        action = when_best("closeness", lambda step, output: saved.append(step), tmp_path)  # a new process
         action(step, {"closeness": closeness, "other": math.nan})
     assert saved == [0, 1, 4]
     assert json.loads((tmp_path / "best.json").read_text()) == {"step": 4, "closeness": -0.5}

@@ -1,13 +1,17 @@
 import json
 import re
+import typing
 
 import datasets
 import pytest
 
-from common.data import glue
-from common.data.glue import open_examples, write_predictions
+from common.data import glue_tasks
+from common.data.glue import open_examples
+from common.data.glue_tasks import TASKS
 from common.data.labelled import HELD_OUT
 from common.errors import UserError
+from common.run.classifier_options import ClassifierOptions
+from common.scores.metrics import METRICS
 
 # In GLUE's own form: a byte-order mark, and quotation marks that stand for themselves, also alone at a field's start.
 MRPC = {
@@ -22,6 +26,29 @@ SST2 = {
     "dev.tsv": "sentence\tlabel\nit 's slow . \t0\n",
     "test.tsv": "index\tsentence\n0\tuneasy mishmash\n1\tfun\n",
 }
+COLA = {  # without names of columns, but in the test split
+    "train.tsv": 'gj04\t1\t\tSheila said " yes .\nks08\t0\t*\t"They slept John .\n',
+    "dev.tsv": "gj04\t1\t\tThe sailors rode the breeze .\n",
+    "test.tsv": "index\tsentence\n0\tBill whistled .\n1\tIt by .\n",
+}
+RTE = {
+    "train.tsv": 'index\tsentence1\tsentence2\tlabel\n0\t"A" b.\tB.\tnot_entailment\n1\tC.\t"D.\tentailment\n',
+    "dev.tsv": "index\tsentence1\tsentence2\tlabel\n0\tE.\tF.\tentailment\n",
+    "test.tsv": "index\tsentence1\tsentence2\n0\tG.\tH.\n",
+}
+QNLI = {name: text.replace("sentence1\tsentence2", "question\tsentence") for name, text in RTE.items()}
+STSB = {
+    name: "\t".join(["index genre filename year old_index source1 source2 sentence1 sentence2", *score]).replace(
+        " ", "\t"
+    )
+    + "".join(f"\n{i}\tnews\tMSR\t2012\t{i}\tnone\tnone\t{row}" for i, row in enumerate(rows))
+    for name, score, rows in [
+        ("train.tsv", ["score"], ['A plane " is.\tAn air plane is.\t5.000', '"A man.\tA woman.\t3.800']),
+        ("dev.tsv", ["score"], ["A cat.\tA dog.\t0.250"]),
+        ("test.tsv", [], ["A girl.\tA boy."]),
+    ]
+}
+FILES = {"mrpc": MRPC, "sst2": SST2, "cola": COLA, "rte": RTE, "qnli": QNLI, "stsb": STSB}
 
 
 def write(folder, files):
@@ -53,29 +80,72 @@ def test_sst2_in_glues_own_form_with_windows_line_ends(tmp_path):
     assert found.splits["test"].indices == ["0", "1"] and found.splits["test"].labels is None
 
 
+def test_cola_in_glues_own_form(tmp_path):
+    found = open_examples("cola", write(tmp_path, COLA))
+    assert found.classes == ["0", "1"] and found.submission == "CoLA.tsv" and found.metrics == ("matthews",)
+    train, validation, test = found.splits.values()
+    assert train.texts == [('Sheila said " yes .',), ('"They slept John .',)] and train.labels == [1, 0]
+    assert validation.texts == [("The sailors rode the breeze .",)] and validation.labels == [1]
+    assert test.texts == [("Bill whistled .",), ("It by .",)] and test.labels is None and test.indices == ["0", "1"]
+
+
+@pytest.mark.parametrize("task", ["rte", "qnli"])
+def test_entailment_in_glues_own_form(task, tmp_path):
+    found = open_examples(task, write(tmp_path, FILES[task]))
+    assert found.classes == ["entailment", "not_entailment"] and found.metrics == ("accuracy",)
+    assert found.submission == {"rte": "RTE.tsv", "qnli": "QNLI.tsv"}[task]
+    train, validation, test = found.splits.values()
+    assert train.texts == [('"A" b.', "B."), ("C.", '"D.')] and train.labels == [1, 0]
+    assert validation.labels == [0] and test.labels is None
+
+
+def test_stsb_in_glues_own_form(tmp_path):
+    found = open_examples("stsb", write(tmp_path, STSB))
+    assert found.classes == [] and found.submission == "STS-B.tsv" and found.metrics == ("pearson", "spearman")
+    assert found.limits == (0, 5)
+    train, validation, test = found.splits.values()
+    assert train.texts == [('A plane " is.', "An air plane is."), ('"A man.', "A woman.")]
+    assert train.labels == pytest.approx([5, 3.8]) and validation.labels == [0.25]
+    assert test.texts == [("A girl.", "A boy.")] and test.labels is None and test.indices == ["0"]
+
+
 def test_a_test_split_is_not_needed(tmp_path):
     folder = write(tmp_path, {name: text for name, text in MRPC.items() if name != "test.tsv"})
     assert list(open_examples("mrpc", folder).splits) == ["train", "validation"]
 
 
-@pytest.mark.parametrize("task", ["mrpc", "sst2"])
+@pytest.mark.parametrize("task", list(FILES))
 def test_as_the_hub_gives_it(task, tmp_path, monkeypatch):
     """The hub cannot be reached from here: a local folder with the same columns, read by the real library."""
-    local = open_examples(task, write(tmp_path / "local", {"mrpc": MRPC, "sst2": SST2}[task]))
+    local = open_examples(task, write(tmp_path / "local", FILES[task]))
+    names = {"mrpc": ["sentence1", "sentence2"], "qnli": ["question", "sentence"]} | dict.fromkeys(
+        ["rte", "stsb"], ["sentence1", "sentence2"]
+    )
+    kind = datasets.ClassLabel(names=["no", "yes"]) if local.classes else datasets.Value("float32")
     hub = tmp_path / "hub"
     for split, examples in local.splits.items():
         texts = zip(*examples.texts, strict=True)
-        columns = dict(zip(["sentence1", "sentence2"] if task == "mrpc" else ["sentence"], texts, strict=True))
+        columns = dict(zip(names.get(task, ["sentence"]), texts, strict=True))
         columns["label"] = examples.labels or [-1] * len(examples.texts)
         columns["idx"] = [int(index) for index in examples.indices]
-        features = datasets.Dataset.from_dict(columns)
-        features = features.cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
+        features = datasets.Dataset.from_dict(columns).cast_column("label", kind)
         (hub / task).mkdir(parents=True, exist_ok=True)
         features.to_parquet(hub / task / f"{split}-0.parquet")
     files = "\n".join(f"  - {{split: {split}, path: {task}/{split}-*}}" for split in local.splits)
     (hub / "README.md").write_text(f"---\nconfigs:\n- config_name: {task}\n  data_files:\n{files}\n---\n")
-    monkeypatch.setattr(glue, "HUB_NAME", str(hub))
+    monkeypatch.setattr(glue_tasks, "HUB_NAME", str(hub))
     assert open_examples(task) == local
+
+
+def test_the_tasks_are_those_that_the_options_offer():
+    offered = typing.get_args(typing.get_type_hints(ClassifierOptions)["task"])
+    assert {*offered} == {*TASKS, "roles", "own"} == {*FILES, "roles", "own"}
+
+
+def test_the_main_metric_of_a_task_is_the_first_of_its_metrics():
+    """`results.json` does not say which is: the report takes the first of `METRICS`."""
+    for task in TASKS.values():
+        assert list(task.metrics) == [name for name in METRICS if name in task.metrics]
 
 
 def test_the_hub_out_of_reach_says_what_to_do():
@@ -129,11 +199,17 @@ def test_roles():
     assert all(len(texts) == 2 for examples in found.splits.values() for texts in examples.texts)
 
 
-def test_predictions_as_glue_wants_them(tmp_path):
-    write_predictions(tmp_path / "MRPC.tsv", ["7", "8"], ["1", "0"])
-    assert (tmp_path / "MRPC.tsv").read_bytes() == b"index\tprediction\n7\t1\n8\t0\n"
-    with pytest.raises(ValueError):
-        write_predictions(tmp_path / "MRPC.tsv", ["7", "8"], ["1"])
+def test_numbers_of_ones_own(tmp_path):
+    whole = "".join(f"text {i}\t{i / 4}\n" for i in range(40))
+    write(tmp_path, {"all.tsv": "text\tmark\n" + whole, "train.csv": "text,mark\nA,-1e3\nB, 2 \nC,.5\n"})
+    found = open_examples("own", str(tmp_path / "all.tsv"), "text", "mark", regression=True)
+    assert found.classes == [] and found.metrics == ("pearson", "spearman") and found.submission == "test.tsv"
+    together = [pair for part in found.splits.values() for pair in zip(part.texts, part.labels, strict=True)]
+    assert sorted(together, key=lambda pair: pair[1]) == [((f"text {i}",), i / 4) for i in range(40)]
+    rows = [{"text": "A", "mark": 1}, {"text": "B", "mark": 2.5}, {"text": "C", "mark": "3"}]
+    write(tmp_path, {"dev.jsonl": "\n".join(map(json.dumps, rows))})
+    splits = open_examples("own", str(tmp_path), "text", "mark", regression=True).splits
+    assert splits["train"].labels == [-1000, 2, 0.5] and splits["validation"].labels == [1, 2.5, 3]
 
 
 # Files put over those of a good folder (None: taken away), and words of the message.
@@ -166,6 +242,41 @@ def test_a_wrong_file_in_glues_form(files, message, tmp_path):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("task", "files", "message"),
+    [
+        ("cola", {"dev.tsv": "gj04\t1\t\tA .\nB .\t1\n"}, "dev.tsv, line 2 has 2 fields, its format 4: source, label"),
+        ("cola", {"dev.tsv": "a\tlabel\tb\tsentence\n"}, "dev.tsv, line 1: the label 'label' is not one of 0, 1"),
+        ("rte", {"dev.tsv": RTE["dev.tsv"].replace("entail", "imply")}, "is not one of entailment, not_entailment"),
+        ("qnli", {"dev.tsv": RTE["dev.tsv"]}, "has no column question"),
+        ("stsb", {"dev.tsv": STSB["test.tsv"]}, "dev.tsv, line 2 has no column score"),
+        ("stsb", {"train.tsv": STSB["test.tsv"]}, "train.tsv, line 2 has no column score"),
+        (
+            "stsb",
+            {"dev.tsv": STSB["dev.tsv"].replace("0.250", "alike")},
+            'line 2: score must be a finite number; got "a',
+        ),
+        ("stsb", {"train.tsv": STSB["dev.tsv"]}, "all labels of the split train are the same"),
+    ],
+)
+def test_a_wrong_file_of_other_tasks(task, files, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        open_examples(task, write(tmp_path, FILES[task] | files))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "label", ['"good"', '""', '"nan"', '"inf"', "NaN", "1e39", "1" + "0" * 400, "null", "true", "[1]"]
+)
+def test_a_label_that_is_no_number(label, tmp_path):
+    rows = ['{"text": "A", "label": 0}', '{"text": "B", "label": 1}', f'{{"text": "C", "label": {label}}}']
+    write(tmp_path, {"a.jsonl": "\n".join(rows)})
+    with pytest.raises(UserError) as error:
+        open_examples("own", str(tmp_path / "a.jsonl"), "text", "label", regression=True)
+    assert "a.jsonl, line 3: label must be a finite number; got " in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < len(str(tmp_path)) + 200
+
+
 # A file of one's own, with columns `text` and `label`.
 OWN_FILES = [
     ("a.csv", 'text,label\n"A,0\nB,1\n', "a.csv, line 2: broken quoting (unexpected end of data)"),
@@ -182,7 +293,7 @@ OWN_FILES = [
     ("a.jsonl", '{"text": "A", "label": 0}\n{"label": 1}\n', "a.jsonl, line 2 has no column text; it has label"),
     ("a.jsonl", '{"text": "A", "label": 0}\n{"text": 5, "label": 1}\n', "a.jsonl, line 2: text must be a string"),
     ("a.jsonl", '{"text": "\\ud800", "label": 0}\n', "a.jsonl, line 1: text must be a string"),
-    ("a.jsonl", '{"text": "A", "label": 0.5}\n', "a.jsonl, line 1: label must be a string of one line or an integer"),
+    ("a.jsonl", '{"text": "A", "label": 0.5}\n', "integer; got 0.5. To predict numbers, give --regression"),
     ("a.jsonl", '{"text": "A", "label": null}\n', "a.jsonl, line 1: label must be a string of one line or an integer"),
     ("a.txt", "text", "a.txt must end in one of .tsv, .csv, .jsonl"),
 ]
@@ -224,6 +335,9 @@ OPTIONS = [
     (("own", "missing.csv", "text", "label"), "cannot read missing.csv: No such file or directory"),
     (("mrpc", "missing"), "there is no folder missing"),
     (("mrpc", "f", "text", "label"), "are for your own files: give --task own"),
+    (("mrpc", "f", "", "", True), "--regression is for your own files: give --task own"),
+    (("stsb", "", "", "", True), "--regression is for your own files: give --task own"),
+    (("roles", "", "", "", True), "--regression is for your own files: give --task own"),
     (("roles", "f"), "--task roles generates its own texts: leave out --data"),
     (("own", "", "text", "label"), "--task own needs your own file or folder"),
 ]

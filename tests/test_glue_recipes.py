@@ -15,6 +15,7 @@ import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
+from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -28,11 +29,14 @@ from recipes._compare import weights_of
 
 ROOT = Path(__file__).parent.parent
 RECIPES = pytest.mark.parametrize("recipe", [glue_controller, glue_custom_loop], ids=lambda recipe: recipe.__name__)
+REGRESSION = {"label_column": "alike", "regression": True}
+KINDS = pytest.mark.parametrize("kind", [{}, REGRESSION], ids=["classes", "regression"])
 RECIPES_IN_TIERS = pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "kind"),
     [
-        pytest.param(glue_controller, marks=pytest.mark.slow, id="glue_controller"),
-        pytest.param(glue_custom_loop, marks=pytest.mark.long, id="glue_custom_loop"),
+        pytest.param(glue_controller, {}, marks=pytest.mark.slow, id="glue_controller"),
+        pytest.param(glue_controller, REGRESSION, marks=pytest.mark.slow, id="glue_controller-regression"),
+        pytest.param(glue_custom_loop, {}, marks=pytest.mark.long, id="glue_custom_loop"),
     ],
 )
 
@@ -43,8 +47,8 @@ def pairs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pairs")
     for split, rows in role_pairs().items():
         with (folder / f"{split}.csv").open("w", newline="") as file:
-            count = 200 if split == "train" else 44
-            csv.writer(file).writerows([("first", "second", "same"), *rows[:count]])
+            rows = [(*row, 3 * row[2] + len(row[0]) % 8 / 4) for row in rows[: 200 if split == "train" else 44]]
+            csv.writer(file).writerows([("first", "second", "same", "alike"), *rows])
     return folder
 
 
@@ -73,6 +77,14 @@ def predictions_of(results, split="validation"):
     return Path(results["config"]["workdir"], "predictions", f"{split}.tsv").read_text()
 
 
+def numbers_in(predictions):
+    lines = predictions.splitlines()
+    assert lines[0] == "index\tprediction" and [line.split("\t")[0] for line in lines[1:]] == list(
+        map(str, range(len(lines) - 1))
+    )
+    return [float(np.float32(line.split("\t")[1])) for line in lines[1:]]
+
+
 def fit(config):
     """The losses and the validation logits of Keras's fit: the same data, seed, order and schedule."""
     strategy = make_strategy(config.replicas)
@@ -84,7 +96,8 @@ def fit(config):
     schedule = WarmUpPolynomialDecay(5e-4 * replicas**0.5, int(0.1 * total_steps), total_steps)
     with strategy.scope():
         model = glue_controller.build_model(config, data, schedule)
-        model.compile(model.optimizer, CrossEntropy("mean_with_sample_weight"))
+        loss = keras.losses.MeanSquaredError if config.regression else CrossEntropy
+        model.compile(model.optimizer, loss("mean_with_sample_weight"))
     losses = []
     model.fit(
         distribute(strategy, data.labelled_batches, "train", scaled, range(total_steps), config.seed),
@@ -100,7 +113,9 @@ def fit(config):
     return losses, model.predict_on_batch(x)[np.argsort(examples)]
 
 
-def test_controller_loop_and_fit_agree(small, tmp_path):
+@KINDS
+def test_controller_loop_and_fit_agree(small, kind, tmp_path):
+    small |= kind
     by_controller, by_loop = (
         recipe.train_and_evaluate(recipe.Config(**small | {"workdir": str(tmp_path / recipe.__name__), "replicas": 2}))
         for recipe in (glue_controller, glue_custom_loop)
@@ -109,19 +124,23 @@ def test_controller_loop_and_fit_agree(small, tmp_path):
     assert len(losses) == 52 == by_loop["steps"] == by_controller["steps"]
     assert [step["loss"] for step in steps_of(by_loop)] == pytest.approx(losses, rel=1e-5)
     assert [step["loss"] for step in steps_of(by_controller)] == pytest.approx(losses, rel=1e-5)
-    predicted = "".join(f"{i}\t{label}\n" for i, label in enumerate(logits.argmax(axis=1)))
-    assert predictions_of(by_controller) == predictions_of(by_loop) == "index\tprediction\n" + predicted
-    for name in ("train_loss", "val_loss", "val_accuracy", "val_f1", "val_bag_of_words_accuracy"):
+    expected = logits[:, 0] if kind else logits.argmax(axis=1)
+    assert numbers_in(predictions_of(by_controller)) == pytest.approx(expected, rel=1e-4)
+    assert numbers_in(predictions_of(by_loop)) == pytest.approx(numbers_in(predictions_of(by_controller)), rel=1e-6)
+    metrics = ["pearson", "spearman"] if kind else ["accuracy", "f1"]
+    for name in ("train_loss", "val_loss", *(f"val_{name}" for name in metrics), f"val_bag_of_words_{metrics[0]}"):
         assert by_loop[name] == pytest.approx(by_controller[name], rel=1e-6)
 
 
 @pytest.mark.slow
-def test_replicas_train_as_one_device_does(small, tmp_path):
+@KINDS
+def test_replicas_train_as_one_device_does(small, kind, tmp_path):
     recipe = glue_custom_loop  # with which the Controller and fit agree, see above
     results = [
         recipe.train_and_evaluate(
             recipe.Config(
                 **small
+                | kind
                 | {"workdir": str(tmp_path / str(replicas)), "replicas": replicas, "batch_size": 16 // replicas}
                 | {"dropout": 0.0, "lr_scaling": "none", "learning_rate": 1e-3, "max_steps": 20}
             )
@@ -131,7 +150,11 @@ def test_replicas_train_as_one_device_does(small, tmp_path):
     one, *others = [[step["loss"] for step in steps_of(each)] for each in results]
     for losses in others:
         assert losses == pytest.approx(one, rel=1e-6)
-    assert results[1]["val_loss"] == pytest.approx(results[0]["val_loss"], rel=1e-6)
+    for result in results[1:]:
+        assert result["val_loss"] == pytest.approx(results[0]["val_loss"], rel=1e-6)
+        whole, weights = (weights_of(Path(each["config"]["workdir"])) for each in (results[0], result))
+        for name, weight in whole.items():
+            np.testing.assert_allclose(weights[name], weight, rtol=0, atol=1e-5, err_msg=name)
 
 
 @RECIPES
@@ -166,6 +189,49 @@ def test_what_a_run_leaves_behind(recipe, small, pairs):
         for guess in (0, 1)
         for true in (0, 1)
     ]
+
+
+@RECIPES
+def test_what_a_run_of_regression_leaves_behind(recipe, small, pairs):
+    config = recipe.Config(**small | REGRESSION | {"max_steps": 20, "replicas": 2})
+    results = recipe.train_and_evaluate(config)
+    with (pairs / "validation.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    labels = np.array([float(row["alike"]) for row in rows])
+    predicted = np.array(numbers_in(predictions_of(results)))
+    assert results["val_pearson"] == pytest.approx(pearsonr(labels, predicted)[0], abs=1e-6)
+    assert results["val_spearman"] == pytest.approx(spearmanr(labels, predicted)[0], abs=1e-6)
+    assert results["val_loss"] == pytest.approx(np.mean((labels - predicted) ** 2), rel=1e-5)
+    with (pairs / "train.csv").open() as file:
+        mean = np.mean([float(row["alike"]) for row in csv.DictReader(file)])
+    assert results["val_mean_loss"] == pytest.approx(np.mean((labels - mean) ** 2))
+    assert {name for name in results if "accuracy" in name or "f1" in name} == set()
+    assert [set(step) & {"loss", "accuracy"} for step in steps_of(results)] == [{"loss"}] * 20
+
+    workdir = Path(config.workdir)
+    json.loads((workdir / "results.json").read_text(), parse_constant=pytest.fail)
+    plain = keras_hub.models.TextClassifier.from_preset(str(workdir / "preset"))
+    theirs = plain.predict((([row["first"] for row in rows], [row["second"] for row in rows])), verbose=0)
+    np.testing.assert_allclose(theirs[:, 0], predicted, atol=1e-4)
+    if recipe is glue_controller:
+        assert json.loads((workdir / "best.json").read_text())["val_pearson"] >= results["val_pearson"]
+    board = EventAccumulator(str(workdir / "tensorboard"), {"tensors": 0})
+    board.Reload()
+    tags = set(board.Tags()["tensors"])
+    assert {"train/loss", "validation/val_loss", "validation/val_pearson"} <= tags
+    assert not any("accuracy" in tag or "confusion" in tag for tag in tags)
+
+
+def test_a_task_has_its_own_metrics(small, tmp_path):
+    rows = role_pairs()["validation"][:40]
+    for name, part in (("train", rows), ("dev", rows[:10])):
+        (tmp_path / f"{name}.tsv").write_text("".join(f"x\t{label}\t\t{text}\n" for _, text, label in part))
+    options = {"task": "cola", "data": str(tmp_path), "text_columns": "", "label_column": "", "max_steps": 2}
+    results = glue_controller.train_and_evaluate(glue_controller.Config(**small | options))
+    metrics = {name for name in results if name.startswith("val_")}
+    baselines = {f"val_{name}_matthews" for name in ("majority", "length", "bag_of_words")}
+    assert metrics == {"val_loss", "val_matthews"} | baselines and results["val_majority_matthews"] == 0.0
+    assert json.loads((tmp_path / "run/best.json").read_text()).keys() == {"step", "val_matthews"}
 
 
 @pytest.mark.slow
@@ -218,6 +284,7 @@ def test_the_test_split_of_glue_is_predicted(tmp_path):
 def command(recipe, small, workdir, *more):
     options = small | {"workdir": workdir, "checkpoint_every": 4}
     words = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    words = [word for word in words if word != "True"]
     return [sys.executable, "-m", "recipes", *more, recipe.__name__.split(".")[1], *words]
 
 
@@ -230,7 +297,8 @@ def validations_in(workdir):
     board = EventAccumulator(str(workdir / "tensorboard"), {"tensors": 0})
     board.Reload()
     losses = {event.step: float(tf.make_ndarray(event.tensor_proto)) for event in board.Tensors("validation/val_loss")}
-    return losses, {event.step for event in board.Tensors("validation/confusion")}
+    matrices = "validation/confusion" in board.Tags()["tensors"] and board.Tensors("validation/confusion")
+    return losses, {event.step for event in matrices or []}
 
 
 def same_bits(ours, theirs):
@@ -244,7 +312,8 @@ def same_bits(ours, theirs):
 
 
 @RECIPES_IN_TIERS
-def test_killed_it_goes_on_with_the_same_bits(recipe, small, tmp_path):
+def test_killed_it_goes_on_with_the_same_bits(recipe, kind, small, tmp_path):
+    small |= kind
     more = ["--steps-per-loop", "3", "--deterministic"] if recipe is glue_controller else []
     subprocess.run([*command(recipe, small, tmp_path / "whole", "run"), *more], check=True, stdout=subprocess.DEVNULL)
     for sig, status in ((signal.SIGKILL, -9), (signal.SIGTERM, 143))[: 1 if more else 2]:
@@ -260,12 +329,13 @@ def test_killed_it_goes_on_with_the_same_bits(recipe, small, tmp_path):
 
 
 @RECIPES_IN_TIERS
-def test_two_workers_train_as_one_process_does(recipe, small, tmp_path):
-    options = small | {"dropout": 0.0, "max_steps": 20}
+def test_two_workers_train_as_one_process_does(recipe, kind, small, tmp_path):
+    options = small | kind | {"dropout": 0.0, "max_steps": 20}
     for words, name in ((["launch", "--workers", "2"], "two"), (["run"], "one")):
         subprocess.run(command(recipe, options, tmp_path / name, *words), check=True, stdout=subprocess.DEVNULL)
     two, one = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("two", "one"))
-    assert two["workers"] == 2 and predictions_of(two) == predictions_of(one)
+    assert two["workers"] == 2
+    assert numbers_in(predictions_of(two)) == pytest.approx(numbers_in(predictions_of(one)), rel=1e-5)
     assert [step["loss"] for step in steps_of(two)] == pytest.approx([s["loss"] for s in steps_of(one)], rel=1e-6)
 
 

@@ -51,6 +51,21 @@ def test_accuracy_counts_labels_that_have_the_highest_logit():
     assert (sums["accuracy"], sums["labels"], sums["tokens"], sums["slots"]) == (2.0, 3.0, 8.0, 8.0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_regression_the_loss_is_a_sum_of_squared_errors_and_there_is_no_accuracy(dtype):
+    """As the recipes compile it: labels are [examples], and what the model gives [examples, 1]."""
+    draw = np.random.default_rng(0)
+    labels, outputs, weights = draw.uniform(0, 5, 6), draw.uniform(0, 5, (6, 1)), np.array([1, 1, 1, 1, 0, 0])
+    labels, outputs = tf.constant(labels, tf.float32), tf.cast(outputs, dtype)
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile(loss=keras.losses.MeanSquaredError("sum"))
+    loss = model.compute_loss(None, labels, outputs, tf.constant(weights, tf.float32))
+    expected = np.sum((tf.cast(outputs, tf.float32).numpy()[:4, 0] - labels.numpy()[:4]) ** 2)
+    assert loss.dtype == tf.float32 and float(loss) == pytest.approx(expected, rel=1e-6)
+    sums = batch_sums({"padding_mask": tf.ones([6, 4])}, labels, tf.constant(weights, tf.float32), outputs, loss)
+    assert "accuracy" not in sums and sums["labels"] == 4.0 and sums["loss"] == loss
+
+
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_16_bits_a_label_counts_only_as_the_first_of_the_highest(dtype, jit):

@@ -88,6 +88,7 @@ def placeholders(tmp_path_factory):
     pairs = "".join(f"the cat saw dog {i},a dog was seen by cat {i},{i % 2}\n" for i in range(200))
     for name in ("my.csv", "pairs.csv"):
         (folder / name).write_text(f"a,b,same\n{pairs}")
+    (folder / "essays.csv").write_text("essay,mark\n" + "".join(f"essay number {i},{i % 7 / 2}\n" for i in range(200)))
     (folder / "GLUE/SST-2").mkdir(parents=True)
     for split in ("train", "dev"):
         rows = "".join(f"film number {i} is {'good' if i % 2 else 'bad'} \t{i % 2}\n" for i in range(100))
@@ -394,7 +395,7 @@ def execute(words, folder):
 def project(placeholders, tmp_path_factory):
     """A folder with the files of the reader's own, and the runs whose presets other commands take."""
     folder = tmp_path_factory.mktemp("project")
-    for name in ("my.txt", "my.csv", "pairs.csv", "my_texts", "GLUE"):
+    for name in ("my.txt", "my.csv", "pairs.csv", "essays.csv", "my_texts", "GLUE"):
         (folder / name).symlink_to(placeholders / name)
     for name in ("bert_mlm", "bert_from_scratch"):
         status, said = execute(tiny(f"python -m recipes run {name}", f"runs/{name}"), folder)

@@ -202,6 +202,35 @@ def test_a_report_says_where_a_language_model_does_not_beat_the_unigram_baseline
 @pytest.mark.parametrize(("accuracy", "told"), [(0.5, True), (0.809, True), (0.82, False)])
 def test_a_report_says_where_a_classifier_does_not_beat_the_best_baseline(accuracy, told):
     scores = {"loss": 0.5, "accuracy": accuracy, "f1": 0.5, "majority_accuracy": 0.5, "length_accuracy": 0.8}
-    scores |= {"bag_of_words_accuracy": 0.6}
+    scores |= {"bag_of_words_accuracy": 0.6}  # as in a run from before the baselines had the other metrics
     text = report(results_of_a_run(**{f"val_{name}": value for name, value in scores.items()}))
     assert ("the model does not beat its baseline" in text) == told
+    assert re.search(rf"validation accuracy +{accuracy:.1%}, F1 0.500\n  majority-class baseline +50.0%\n", text)
+
+
+def test_a_report_has_a_tasks_metrics_of_the_model_and_of_its_baselines():
+    scores = {"loss": 0.5, "accuracy": 0.9, "f1": 0.88}
+    for name in ("majority", "length", "bag_of_words"):
+        scores |= {f"{name}_accuracy": 0.5, f"{name}_f1": 0.25}
+    text = report(results_of_a_run(**{f"val_{name}": value for name, value in scores.items()}))
+    assert re.search(r"validation accuracy +90.0%, F1 0.880\n  majority-class baseline +50.0%, F1 0.250\n", text)
+    scores = {"loss": 0.5, "matthews": 0.9, "majority_matthews": 0.0, "length_matthews": 0.1}
+    text = report(results_of_a_run(**{f"test_{name}": value for name, value in scores.items()}))
+    assert re.search(
+        r"test Matthews correlation +0.900\n  majority-class baseline +0.000\n  length-only b.* 0.100\n", text
+    )
+    assert "accuracy" not in text
+
+
+@pytest.mark.parametrize(
+    ("loss", "pearson", "told"),
+    [(1.0, 0.8, False), (1.0, 0.305, True), (2.3, 0.8, True), (math.nan, math.nan, True), (1.0, -0.8, True)],
+)
+def test_a_report_says_where_regression_does_not_beat_the_best_baseline(loss, pearson, told):
+    scores = {"loss": loss, "mean_loss": 2.25, "pearson": pearson, "spearman": 0.7}
+    scores |= {"length_pearson": 0.1, "length_spearman": 0.9, "bag_of_words_pearson": 0.3, "bag_of_words_spearman": 0.2}
+    text = report(finite(results_of_a_run(**{f"val_{name}": value for name, value in scores.items()})))
+    assert ("the model does not beat its baseline" in text) == told
+    assert re.search(rf"validation loss +{loss:.3f}\n  mean baseline +2.250\n", text)
+    assert re.search(rf"\nvalidation Pearson correlation +{pearson:.3f}, Spearman 0.700\n  length-only", text)
+    assert re.search(r"  bag-of-words baseline +0.300, Spearman 0.200\n", text) and "majority" not in text

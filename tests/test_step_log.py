@@ -64,6 +64,16 @@ def test_a_loss_that_is_no_number_is_null_and_nan_again_when_the_run_goes_on(tmp
     assert again.epoch["accuracy"] == log.epoch["accuracy"] == pytest.approx(0.5)
 
 
+def test_in_regression_there_is_no_accuracy(tmp_path):
+    values = steps()
+    del values["accuracy"]
+    log = StepLog(tmp_path, steps_per_epoch=4)
+    assert {"loss", "learning_rate", "mfu"} <= log.record(values, 1.0).keys()
+    assert not any("accuracy" in line for line in (tmp_path / "steps.jsonl").read_text().splitlines())
+    again = StepLog(tmp_path, steps_per_epoch=4, first_step=3)
+    assert log.epoch == again.epoch == {"loss": pytest.approx((30 + 40 + 10) / 40)}
+
+
 def test_a_line_that_lacks_entries_is_left_out(tmp_path):
     log = StepLog(tmp_path, steps_per_epoch=3)
     log.record(steps(), 1.0)

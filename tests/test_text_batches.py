@@ -17,8 +17,8 @@ def sentences(count, longest, seed=0):
     return [" ".join(draw.choice(WORDS, draw.integers(1, longest))) for _ in range(count)]
 
 
-def encoded(texts, seq_length, labels=None, split="train"):
-    texts = LabelledTexts(["no", "yes"], {split: Examples(texts, labels, list(map(str, range(len(texts)))))}, "")
+def encoded(texts, seq_length, labels=None, split="train", classes=("no", "yes")):
+    texts = LabelledTexts(list(classes), {split: Examples(texts, labels, list(map(str, range(len(texts)))))}, "")
     return EncodedTexts.of(texts, VOCABULARY, seq_length)
 
 
@@ -78,6 +78,17 @@ def test_a_checksum_is_of_the_texts_and_of_the_labels():
 
     assert checksum("cat", 0) == checksum("cat", 0)
     assert len({checksum("cat", 0), checksum("cat", 1), checksum("old cat", 0)}) == 3
+
+
+def test_numbers_are_labels_as_they_are():
+    def data(number):
+        return encoded([("cat",), ("dog",), ("a",)], 8, [0.5, -2.0, number], classes=())
+
+    ((_, y, weight),) = data(3.75).labelled_batches("train", Scaled(4, 4), range(1))
+    assert (
+        y.dtype.is_floating and y.numpy()[:3].tolist() == [0.5, -2.0, 3.75] and weight.numpy().tolist() == [1, 1, 1, 0]
+    )
+    assert data(3.75).checksums() == data(3.75).checksums() != data(3.5).checksums()
 
 
 def test_a_checksum_of_a_split_without_labels_is_of_its_texts():

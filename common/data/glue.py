@@ -1,38 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labelled texts for fine-tuning a classifier: GLUE tasks, generated pairs, or your own files.
+"""Labelled texts for fine-tuning: GLUE tasks, generated pairs, or your own files."""
 
-GLUE: Wang et al. 2018, arXiv:1804.07461. MRPC (Dolan and Brockett 2005, "Automatically Constructing a Corpus of
-Sentential Paraphrases") asks whether two sentences say the same; SST-2 (Socher et al. 2013, "Recursive Deep Models for
-Semantic Compositionality over a Sentiment Treebank"), whether a film review is positive.
-"""
-
+from collections.abc import Sized
 from pathlib import Path
 
 from common.data import roles
-from common.data.corpora import from_hub
+from common.data.glue_tasks import TASKS, hub_tables
 from common.data.labelled import Examples, LabelledTexts, find_classes, hold_out, to_examples
 from common.data.tables import SUFFIXES, Row, read_rows
 from common.errors import UserError
 
-HUB_NAME = "nyu-mll/glue"
 STEMS = {"train": ("train",), "validation": ("dev", "validation"), "test": ("test",)}  # of a folder's files
 
 
-# In GLUE's files, the columns of the texts and of the label; on the Hub, of the texts; the file of test predictions.
-TASKS = {
-    "mrpc": (("#1 String", "#2 String"), "Quality", ("sentence1", "sentence2"), "MRPC.tsv"),
-    "sst2": (("sentence",), "label", ("sentence",), "SST-2.tsv"),
-}
-
-
-def open_examples(task: str, data: str = "", text_columns: str = "", label_column: str = "") -> LabelledTexts:
+def open_examples(
+    task: str, data: str = "", text_columns: str = "", label_column: str = "", regression: bool = False
+) -> LabelledTexts:
     """Reads a data set into memory.
 
     Args:
         task: one of
             - `roles`: generated pairs (`common.data.roles`), which need no network;
-            - `mrpc`, `sst2`: of GLUE. `data` is a folder with GLUE's `train.tsv`, `dev.tsv` and, if there, `test.tsv`;
-              without one they come from the Hugging Face Hub (`nyu-mll/glue`), by the `datasets` library;
+            - of GLUE, see `common.data.glue_tasks`. `data` is a folder with GLUE's `train.tsv`, `dev.tsv` and, if
+              there, `test.tsv`; without one they come from the Hugging Face Hub (`nyu-mll/glue`), by the `datasets`
+              library;
             - `own`: `data` is yours.
         data: for `own`, a .tsv, .csv or .jsonl file (see `common.data.tables.read_rows`), of which one example in 10,
             chosen by a hash of its texts, is held out for validation; or a folder with such files named `train`, `dev`
@@ -40,27 +31,20 @@ def open_examples(task: str, data: str = "", text_columns: str = "", label_colum
         text_columns: for `own`, the name of the texts' column, or two names with a comma between them.
         label_column: for `own`, the name of the labels' column. The classes are the distinct labels in `train`,
             sorted by value where all are numbers, otherwise as texts.
+        regression: for `own`, the labels are finite numbers to be predicted, not classes.
 
     Raises:
         UserError: when it cannot be read, or is invalid.
     """
+    if task != "own" and regression:
+        raise UserError("--regression is for your own files: give --task own, or leave it out")
     if task != "own" and (text_columns or label_column):
         raise UserError("--text-columns and --label-column are for your own files: give --task own, or leave them out")
     if task == "roles":
         return _generated(data)
     if task == "own":
-        return _own_files(data, text_columns, label_column)
+        return _own_files(data, text_columns, label_column, regression)
     return _from_glue(task, data)
-
-
-def write_predictions(path: Path, indices: list[str], labels: list[str]) -> None:
-    """Writes, in GLUE's submission format, the names of the examples and of their predicted classes, [examples].
-
-    Raises:
-        ValueError: when their numbers differ.
-    """
-    lines = [f"{index}\t{label}\n" for index, label in zip(indices, labels, strict=True)]
-    path.write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8")
 
 
 def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
@@ -89,26 +73,18 @@ def _generated(data: str) -> LabelledTexts:
     return LabelledTexts(roles.CLASSES, splits, "test.tsv")
 
 
-def _from_glue(task: str, data: str) -> LabelledTexts:
-    texts, label, hub_texts, submission = TASKS[task]
-    if not data:
-        return _all_splits(_from_hub(task), hub_texts, "label", ["0", "1"], "idx", submission)
-    tables = {split: list(read_rows(file)) for split, file in _split_files(Path(data), (".tsv",)).items()}
-    return _all_splits(tables, texts, label, ["0", "1"], "index", submission)
+def _from_glue(name: str, data: str) -> LabelledTexts:
+    task = TASKS[name]
+    if data:
+        files = _split_files(Path(data), (".tsv",))
+        tables = {split: list(read_rows(file, () if split == "test" else task.header)) for split, file in files.items()}
+    else:
+        tables = hub_tables(name, list(STEMS))
+    splits = _all_splits(tables, task.texts, task.label, list(task.classes), "index")
+    return LabelledTexts(list(task.classes), splits, task.submission, task.metrics, task.limits)
 
 
-def _from_hub(task: str) -> dict[str, list[Row]]:
-    tables = from_hub("load_dataset", HUB_NAME, task, option="--data")
-    rows = {}
-    for split in STEMS:
-        rows[split] = [(f"{task} of {HUB_NAME}, {split}, row {n}", dict(row)) for n, row in enumerate(tables[split])]
-    if all(row["label"] == -1 for _, row in rows["test"]):  # how the Hub's copy writes that it has none
-        for _, row in rows["test"]:
-            del row["label"]
-    return rows
-
-
-def _own_files(data: str, text_columns: str, label_column: str) -> LabelledTexts:
+def _own_files(data: str, text_columns: str, label_column: str, regression: bool) -> LabelledTexts:
     if not data:
         raise UserError("--task own needs your own file or folder: give --data")
     if not text_columns or not label_column:
@@ -122,27 +98,28 @@ def _own_files(data: str, text_columns: str, label_column: str) -> LabelledTexts
     path = Path(data)
     files = _split_files(path, SUFFIXES) if path.is_dir() else {"train": path}
     tables = {split: list(read_rows(file)) for split, file in files.items()}
-    classes = find_classes(tables["train"], label_column)
-    return _all_splits(tables, texts, label_column, classes, None, "test.tsv")
+    classes = [] if regression else find_classes(tables["train"], label_column)
+    splits = _all_splits(tables, texts, label_column, classes, None)
+    return LabelledTexts(classes, splits, "test.tsv", ("pearson", "spearman") if regression else ("accuracy", "f1"))
 
 
 def _all_splits(
-    tables: dict[str, list[Row]],
-    texts: tuple[str, ...],
-    label: str,
-    classes: list[str],
-    index: str | None,
-    submission: str,
-) -> LabelledTexts:
+    tables: dict[str, list[Row]], texts: tuple[str, ...], label: str, classes: list[str], index: str | None
+) -> dict[str, Examples]:
     splits = {}
     for split, rows in tables.items():
+        _require_examples(split, rows)
         unlabelled = split == "test" and not any(label in row for _, row in rows)
         splits[split] = to_examples(rows, texts, None if unlabelled else label, classes, index)
     if "validation" not in splits:
         splits = hold_out(splits["train"])
-    for split, examples in splits.items():
-        if not examples.texts:
-            raise UserError(f"the split {split} has no examples. Give more, or a folder with a file for each split")
+        for split, examples in splits.items():
+            _require_examples(split, examples.texts)
     if len(set(splits["train"].labels or [])) < 2:
         raise UserError("all labels of the split train are the same: there is nothing to learn")
-    return LabelledTexts(classes, splits, submission)
+    return splits
+
+
+def _require_examples(split: str, examples: Sized) -> None:
+    if not examples:
+        raise UserError(f"the split {split} has no examples. Give more, or a folder with a file for each split")

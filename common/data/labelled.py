@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from common.data.tables import Row, name_columns
 from common.errors import UserError
 
@@ -20,7 +22,7 @@ class Examples:
     """One split."""
 
     texts: list[tuple[str, ...]]  # one or two of each example
-    labels: list[int] | None  # indices of classes; None if the split has no labels, as GLUE's test
+    labels: list[int] | list[float] | None  # indices of classes, or numbers; None if it has no labels, as GLUE's test
     indices: list[str]  # names of the examples in predictions: by GLUE's column `index`, or else 0, 1, 2, ...
 
 
@@ -28,9 +30,16 @@ class Examples:
 class LabelledTexts:
     """A data set."""
 
-    classes: list[str]  # their names, as in the files
+    classes: list[str]  # their names, as in the files; none for regression, whose labels are numbers
     splits: dict[str, Examples]  # "train", "validation", and "test" where there is one
     submission: str  # file name that GLUE wants for predictions of the test split; for other data, `test.tsv`
+    metrics: tuple[str, ...] = ("accuracy", "f1")  # of `common.scores.metrics`; the first is the main one
+    limits: tuple[float, float] = (-math.inf, math.inf)  # to which predictions of the test split are clipped
+
+    @property
+    def label_dtype(self) -> type[np.int32] | type[np.float32]:
+        """Of the labels in a batch."""
+        return np.int32 if self.classes else np.float32
 
 
 def find_classes(rows: list[Row], label: str) -> list[str]:
@@ -55,19 +64,23 @@ def to_examples(
     Args:
         rows: of the table.
         texts: names of one or two columns.
-        label, classes: name of a column, or None where the labels are not to be read; and what may stand in it.
+        label: name of a column, or None where the labels are not to be read.
+        classes: what may stand in it; none where numbers do.
         index: name of the column that names the examples; None to number them.
 
     Raises:
-        UserError: when a column is not there, a text is not a string, or a label is not one of the classes.
+        UserError: when a column is not there, a text is not a string, or a label is not one of the classes or not a
+            finite number.
     """
-    labels: list[int] = []
+    labels: list[Any] = []
     found = Examples([], None if label is None else labels, [])
     places = {name: place for place, name in enumerate(classes)}
     for number, (where, row) in enumerate(rows):
         found.texts.append(tuple(_text(where, row, name) for name in texts))
         found.indices.append(str(number if index is None else row.get(index, number)))
-        if label is not None:
+        if label is not None and not classes:
+            labels.append(_number(where, row, label))
+        elif label is not None:
             name = _label(where, row, label)
             if name not in places:
                 raise UserError(f"{where}: the label {name!r} is not one of {name_columns(classes)}")
@@ -103,8 +116,19 @@ def _label(where: str, row: dict[str, Any], name: str) -> str:
     if isinstance(value, int):
         return json.dumps(value)
     if not isinstance(value, str) or not _is_unicode(value) or set(value) & set("\t\r\n"):
-        raise UserError(f"{where}: {name} must be a string of one line or an integer; got {json.dumps(value)}")
+        advice = ". To predict numbers, give --regression" if isinstance(value, float) else ""
+        raise UserError(f"{where}: {name} must be a string of one line or an integer; got {json.dumps(value)}{advice}")
     return value
+
+
+def _number(where: str, row: dict[str, Any], name: str) -> float:
+    """The number in float32, in which the model computes: the Hub's copy of GLUE has 3.79999995 for 3.8."""
+    value = _value(where, row, name)
+    with contextlib.suppress(TypeError, ValueError, OverflowError), np.errstate(over="ignore"):
+        number = float(np.float32(float(value)))
+        if math.isfinite(number) and not isinstance(value, bool):
+            return number
+    raise UserError(f"{where}: {name} must be a finite number; got {name_columns([json.dumps(value)])}")
 
 
 def _value(where: str, row: dict[str, Any], name: str) -> Any:

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ SUFFIXES = (".tsv", ".csv", ".jsonl")
 Row = tuple[str, dict[str, Any]]  # where it stands, such as `dev.tsv, line 7`; the values by their columns' names
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path, header: Sequence[str] = ()) -> Iterator[Row]:
     """The rows of a UTF-8 file, with or without a byte-order mark; empty lines are skipped.
 
     Args:
@@ -26,6 +26,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             - `.csv`: names of the columns in the first line, fields separated by commas; one in double quotes may hold
               commas, line breaks and, doubled, quotes (RFC 4180);
             - `.jsonl`: a JSON object on each line.
+        header: names of the columns of a `.tsv` file whose first line is a row already, as in GLUE's CoLA.
 
     Raises:
         UserError: when there is no such file, or it is malformed; the message has the line, counted from 1.
@@ -37,7 +38,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         return _objects(path, text)
     if path.suffix == ".csv":
         return _named(path, _quoted(path, text))
-    return _named(path, ((number, line.split("\t")) for number, line in _lines(text)))
+    return _named(path, ((number, line.split("\t")) for number, line in _lines(text)), header)
 
 
 def name_columns(names: Iterable[str]) -> str:
@@ -80,14 +81,15 @@ def _quoted(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         raise UserError(f"{path}, line {began}: broken quoting ({error})") from error
 
 
-def _named(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Iterator[Row]:
-    _, names = next(rows)
+def _named(path: Path, rows: Iterator[tuple[int, list[str]]], header: Sequence[str] = ()) -> Iterator[Row]:
+    names = header or next(rows)[1]
     if len(set(names)) < len(names):
         raise UserError(f"{path} has two columns of the same name: {name_columns(names)}")
     for number, fields in rows:
         if len(fields) != len(names):
+            given_by = "its format" if header else "the first line"
             raise UserError(
-                f"{path}, line {number} has {len(fields)} fields, the first line {len(names)}: {name_columns(names)}"
+                f"{path}, line {number} has {len(fields)} fields, {given_by} {len(names)}: {name_columns(names)}"
             )
         yield f"{path}, line {number}", dict(zip(names, fields, strict=True))
 

@@ -66,7 +66,8 @@ class EncodedTexts:
 
     def checksums(self) -> dict[str, int]:
         """A checksum of the ids and labels of each split."""
-        labels = {split: np.array(part.labels or [], np.int32).data for split, part in self.texts.splits.items()}
+        dtype = self.texts.label_dtype
+        labels = {split: np.array(part.labels or [], dtype).data for split, part in self.texts.splits.items()}
         return {split: zlib.crc32(labels[split], zlib.crc32(ids.data)) for split, ids in self.ids.items()}
 
     def steps(self, split: str, scaled: Scaled) -> int:
@@ -129,7 +130,7 @@ class EncodedTexts:
     def _with_labels(self, split: str) -> Callable:
         labels = self.texts.splits[split].labels
         assert labels is not None, "the split has no labels"
-        by_example = tf.constant(labels, tf.int32)
+        by_example = tf.constant(labels, self.texts.label_dtype)
 
         def look_up(x, examples):
             return x, tf.gather(by_example, tf.maximum(examples, 0)), tf.cast(examples != NO_EXAMPLE, tf.float32)

@@ -2,8 +2,10 @@
 """BERT as a classifier of texts. Call inside the strategy's scope."""
 
 import keras_hub
+import numpy as np
 
 from common.data.byte_pairs import Vocabulary
+from common.data.labelled import LabelledTexts
 from common.errors import UserError
 from common.model.backbones import backbone_from_size, from_preset
 from common.model.huggingface import in_huggingface_form
@@ -14,9 +16,12 @@ BertTextClassifier = data_parallel(keras_hub.models.BertTextClassifier)
 
 
 def make_classifier(
-    preset: str, size: str, vocabulary: Vocabulary, num_classes: int, dropout: float, seq_length: int
+    preset: str, size: str, vocabulary: Vocabulary, texts: LabelledTexts, dropout: float, seq_length: int
 ) -> keras_hub.models.BertTextClassifier:
     """A text classifier: a randomly initialized head on a BERT from a preset, or without one from a size.
+
+    The head has an output for each class. For regression it has a single one, which begins at the mean of the training
+    labels: AdamW would need many steps to get there.
 
     Raises:
         UserError: when there is no such preset, it cannot be fetched, or is not a BERT.
@@ -25,7 +30,10 @@ def make_classifier(
         backbone = _backbone_from_preset(preset, dropout)
     else:
         backbone = backbone_from_size(size, vocabulary, dropout, seq_length)
-    return BertTextClassifier(backbone, num_classes, dropout=dropout, compile=False)
+    model = BertTextClassifier(backbone, len(texts.classes) or 1, dropout=dropout, compile=False)
+    if not texts.classes:
+        model.output_dense.bias.assign([np.mean(texts.splits["train"].labels or [])])
+    return model
 
 
 def _backbone_from_preset(preset: str, dropout: float) -> keras_hub.models.BertBackbone:

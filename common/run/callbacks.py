@@ -46,7 +46,7 @@ class FitLog(StepLog, keras.callbacks.Callback):
         for name in COUNTS:
             del logs[name]
         logs["tokens_per_second"] = self.speed["tokens_per_second"]
-        shown = {name: values[name] for name in (*MEANS, "learning_rate")}
+        shown = {name: values[name] for name in (*MEANS, "learning_rate") if name in values}
         shown |= {name: [value] * len(values["loss"]) for name, value in self.speed.items()}
         for i in range(len(values["loss"])):
             # One event, not one for each scalar, which takes longer. Protobuf's messages in a row are one message.

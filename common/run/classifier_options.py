@@ -17,11 +17,13 @@ class ClassifierOptions(RunOptions):
         UserError: as `RunOptions`, and when there are no such texts or no such model.
     """
 
-    task: Literal["roles", "mrpc", "sst2", "own"] = "roles"  # roles: generated pairs; own: your own files
+    # roles: generated pairs; own: your own files; the others: of GLUE
+    task: Literal["roles", "cola", "mrpc", "qnli", "rte", "sst2", "stsb", "own"] = "roles"
     # folder in GLUE's format, or empty to download GLUE from the Hub; own: a .tsv, .csv or .jsonl file, or a folder
     data: str = ""
     text_columns: str = ""  # own: name of the text column, or two names separated by a comma
     label_column: str = ""  # own: name of the label column
+    regression: bool = False  # own: the labels are numbers to be predicted, with the squared error as the loss
     preset: str = ""  # KerasHub name, or folder such as runs/bert_mlm/preset, to start from; empty: random weights
     # BERT size, with random weights; default: tiny, unless a preset is given
     model: Literal["nano", "tiny", "mini", "small", "medium", "base", "large"] | None = None
@@ -41,4 +43,4 @@ class ClassifierOptions(RunOptions):
     def __post_init__(self):
         super().__post_init__()
         check_model(self.preset, self.model, self.seq_length)
-        open_examples(self.task, self.data, self.text_columns, self.label_column)
+        open_examples(self.task, self.data, self.text_columns, self.label_column, self.regression)

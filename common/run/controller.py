@@ -205,11 +205,12 @@ class Controller:
         self._board.flush()
 
 
-def when_best(metric: str, action: Action, record: Path) -> Action:
+def when_best(metric: str, action: Action, folder: Path) -> Action:
     """An action that calls another when a metric is higher than ever before. Only the chief acts.
 
-    `record` is a JSON file with the best value and its step, for a resumed run.
+    The folder's `best.json` has the best value and its step, for a resumed run.
     """
+    record = folder / "best.json"
 
     def act(step: int, output: Output) -> None:
         best = (read_json(record) or {}).get(metric, -math.inf)

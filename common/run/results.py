@@ -6,7 +6,6 @@ import importlib.metadata
 import math
 import os
 import platform
-import re
 from typing import Any
 
 import tensorflow as tf
@@ -15,12 +14,14 @@ from common.devices.cluster import num_workers
 from common.run.runs import PACKAGES
 from common.run.speed import cpu_name, peak_memory_mb
 from common.run.step_log import StepLog
+from common.scores.metrics import METRICS
 
 INPUT_BOUND = 0.1  # fraction of the time spent waiting for input from which the report calls a run input-bound
 # A model must beat its baseline by more than this, or the report warns that it does not: a model at the baseline ends a
 # little to either side of it. One example in a hundred is less than chance moves an accuracy by on some thousand
-# examples (2 standard errors: 0.03).
-MARGINS = {"unigram_loss": 0.03, "accuracy": 0.01}
+# examples (2 standard errors: 0.03), and a correlation by twice that.
+MARGINS = {"unigram_loss": 0.03, "metric": 0.01}
+BASELINES = {"majority": "majority-class", "length": "length-only", "bag_of_words": "bag-of-words"}
 
 
 def training_results(
@@ -76,12 +77,14 @@ def report(results: dict[str, Any]) -> str:
             if bits := results.get(f"{split}_bits_per_character"):  # not in a run from before it was measured
                 rows.append(("  bits per character", f"{bits:.3f}"))
         elif f"{split}_loss" in results:
+            rows.append((f"{name} loss", f"{results[f'{split}_loss']:.3f}"))
+            if f"{split}_mean_loss" in results:
+                rows.append(("  mean baseline", f"{results[f'{split}_mean_loss']:.3f}"))
+            rows.append((f"{name} {METRICS[_metrics_of(results, split)[0]]}", _metrics_shown(results, split)))
             rows += [
-                (f"{name} loss", f"{results[f'{split}_loss']:.3f}"),
-                (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}, F1 {results[f'{split}_f1']:.3f}"),
-                ("  majority-class baseline", f"{results[f'{split}_majority_accuracy']:.1%}"),
-                ("  length-only baseline", f"{results[f'{split}_length_accuracy']:.1%}"),
-                ("  bag-of-words baseline", f"{results[f'{split}_bag_of_words_accuracy']:.1%}"),
+                (f"  {title} baseline", _metrics_shown(results, f"{split}_{baseline}"))
+                for baseline, title in BASELINES.items()
+                if _metrics_of(results, f"{split}_{baseline}")
             ]
         else:
             rows.append((name, "no such split, or no labels in it"))
@@ -97,12 +100,29 @@ def report(results: dict[str, Any]) -> str:
 def no_better(results: dict[str, Any]) -> bool:
     """Whether the model does not beat its baseline on the validation split by more than `MARGINS`.
 
-    That is the unigram baseline for a language model, and for a classifier the best of those that ignore word order.
+    That is the unigram baseline for a language model; for a fine-tuned model, by its main metric, the best of those
+    that ignore word order, and in regression also the loss of the mean of the training labels. NaN is no better.
     """
     if "val_unigram_loss" in results:
-        return not results["val_loss"] < results["val_unigram_loss"] - MARGINS["unigram_loss"]  # NaN is no better
-    simple = [results[name] for name in results if re.fullmatch("val_(majority|length|bag_of_words)_accuracy", name)]
-    return bool(simple) and results["val_accuracy"] <= max(simple) + MARGINS["accuracy"]
+        return not results["val_loss"] < results["val_unigram_loss"] - MARGINS["unigram_loss"]
+    metric = next(iter(_metrics_of(results, "val")), None)
+    simple = [results[f"val_{name}_{metric}"] for name in BASELINES if f"val_{name}_{metric}" in results]
+    if not simple:
+        return False
+    beats_mean = results["val_loss"] < results.get("val_mean_loss", math.inf)
+    return not (beats_mean and results[f"val_{metric}"] > max(simple) + MARGINS["metric"])
+
+
+def _metrics_of(results: dict[str, Any], prefix: str) -> list[str]:
+    """The metrics with entries such as `val_f1` for the prefix `val`, the main one first."""
+    return [metric for metric in METRICS if f"{prefix}_{metric}" in results]
+
+
+def _metrics_shown(results: dict[str, Any], prefix: str) -> str:
+    """Such as `68.4%, F1 0.812`."""
+    found = _metrics_of(results, prefix)
+    values = {name: f"{results[f'{prefix}_{name}']:{'.1%' if name == 'accuracy' else '.3f'}}" for name in found}
+    return ", ".join([values[found[0]], *(f"{METRICS[name]} {values[name]}" for name in found[1:])])
 
 
 def _speed_rows(results: dict[str, Any]) -> list[tuple[str, str]]:

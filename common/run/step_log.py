@@ -21,9 +21,9 @@ from common.training.replicas import COUNTS, MEANS
 class StepLog:
     """Writes each step's own values to `steps.jsonl`, the log of a run; resumed from step n, it keeps those up to n.
 
-    A line has `step` (from 1), `loss`, `accuracy`, `learning_rate` (that the step used), `labels` (over which loss and
-    accuracy are means), `tokens`, and `slots`, the token positions including padding; null for NaN and infinity. With
-    several workers, only the chief writes.
+    A line has `step` (from 1), `loss`, `accuracy` (but not for regression), `learning_rate` (that the step used),
+    `labels` (over which loss and accuracy are means), `tokens`, and `slots`, the token positions including padding;
+    null for NaN and infinity. With several workers, only the chief writes.
 
     Args:
         workdir: the run's folder.
@@ -50,7 +50,7 @@ class StepLog:
         self.speed: dict[str, float] = {}
         self.seconds = self.tokens_per_second = self.input_wait_fraction = self._waited = 0.0
         self._is_compiled, self._timed_tokens, self._tokens, self._slots = False, 0, 0, 0
-        self._epoch, self._epoch_labels, self._epoch_totals = -1, 0, dict.fromkeys(MEANS, 0.0)
+        self._epoch, self._epoch_labels, self._epoch_totals = -1, 0, {"loss": 0.0}
         if not is_chief():
             self._lines = Path(os.devnull).open("w")  # noqa: SIM115
             return
@@ -115,18 +115,19 @@ class StepLog:
         self._is_compiled = True
         for i in range(len(values["loss"])):
             self.step += 1
-            means = {name: float(values[name][i]) for name in (*MEANS, "learning_rate")}
+            means = {name: float(values[name][i]) for name in (*MEANS, "learning_rate") if name in values}
             line = {"step": self.step, **means, **{name: int(values[name][i]) for name in COUNTS}}
             self._lines.write(json.dumps(finite(line)) + "\n")
             self._count(line)
         labels = values["labels"] if values["labels"].any() else None
-        means = {name: float(np.average(values[name], weights=labels)) for name in MEANS}
+        means = {name: float(np.average(values[name], weights=labels)) for name in MEANS if name in values}
         return means | {"learning_rate": float(values["learning_rate"][-1])} | self.speed
 
     def _count(self, line: dict) -> None:
         epoch = (line["step"] - 1) // self.steps_per_epoch
         if epoch != self._epoch:
-            self._epoch, self._epoch_labels, self._epoch_totals = epoch, 0, dict.fromkeys(MEANS, 0.0)
+            self._epoch, self._epoch_labels = epoch, 0
+            self._epoch_totals = {name: 0.0 for name in MEANS if name in line}
         self._epoch_labels += line["labels"]
         for name in self._epoch_totals:
             self._epoch_totals[name] += line[name] * line["labels"]
@@ -144,7 +145,7 @@ def read_line(line: str) -> dict[str, float]:
 
 def _whole_lines(path: Path) -> dict[int, str]:
     """The lines by their steps; a power cut may have taken some, or a part of one."""
-    entries = {"step", "learning_rate", *MEANS, *COUNTS}
+    entries = {"step", "loss", "learning_rate", *COUNTS}
     lines = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, AttributeError):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baselines for text classifiers: majority class, text lengths and bag of words, which ignore word order.
+"""Baselines for fine-tuned models: majority class or mean, text lengths and bag of words, which ignore word order.
 
 All in NumPy, with its own seed: Keras and TensorFlow are not used, and the same input gives the same figures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -16,59 +16,62 @@ LEARNING_RATE = 0.01  # with linear decay to zero
 BETAS = (0.9, 0.999)  # of Adam, Kingma and Ba 2014, arXiv:1412.6980
 
 
-def baseline_accuracies(
-    train: TextIds,
-    train_labels: Sequence[int],
-    others: TextIds,
-    labels: Sequence[int],
-    vocabulary_size: int,
-    num_classes: int,
-) -> dict[str, float]:
-    """Accuracies of simple classifiers, trained on one split and evaluated on another; a few seconds.
+def baseline_outputs(
+    train: TextIds, train_labels: Sequence[float], others: TextIds, vocabulary_size: int, num_classes: int
+) -> dict[str, np.ndarray]:
+    """What simple models give that are trained on one split, for the examples of another; a few seconds.
 
     Args:
-        train, train_labels: token ids of the training examples' texts, below `vocabulary_size` and without special
-            tokens, and their classes, [training examples], below `num_classes`.
-        others, labels: the same of the examples to measure on.
+        train: token ids of the training examples' texts, below `vocabulary_size` and without special tokens.
+        train_labels: their classes, below `num_classes`, or numbers, [training examples].
+        others: as `train`, of the examples to predict.
+        num_classes: 0 for regression.
 
     Returns:
-        `majority`, always the most frequent class; `length`, on the texts' lengths alone; `bag_of_words`, on the words
-        of each text and those that they share, without order.
+        Logits [others, classes], or numbers [others, 1], of `majority`, always the most frequent class, or `mean`, that
+        of the training labels; of `length`, on the texts' lengths alone; and of `bag_of_words`, on the words of each
+        text and those that they share, without order.
     """
 
-    def accuracy(make_bags, *arguments) -> float:
+    def outputs(make_bags, *arguments) -> np.ndarray:
         bags, num_features = make_bags(train, *arguments)
         other_bags, _ = make_bags(others, *arguments)
-        return bag_accuracy(bags, train_labels, other_bags, labels, num_features, num_classes)
+        return bag_outputs(bags, train_labels, other_bags, num_features, num_classes)
 
     return {
-        "majority": majority_accuracy(train_labels, labels),
-        "length": accuracy(length_bags),
-        "bag_of_words": accuracy(word_bags, vocabulary_size),
+        "majority" if num_classes else "mean": np.tile(best_constant(train_labels, num_classes), (len(others), 1)),
+        "length": outputs(length_bags),
+        "bag_of_words": outputs(word_bags, vocabulary_size),
     }
 
 
-def majority_accuracy(train_labels: Sequence[int], labels: Sequence[int]) -> float:
-    """The fraction of `labels` equal to the most frequent one of `train_labels`, the lowest in a tie."""
-    return float(np.mean(np.asarray(labels) == np.bincount(train_labels).argmax()))
+def best_constant(train_labels: Sequence[float], num_classes: int) -> np.ndarray:
+    """1 for the most frequent class, the lowest in a tie, and 0 for others, [classes]; for regression the mean, [1]."""
+    if not num_classes:
+        return np.array([np.mean(train_labels)])
+    return np.eye(num_classes)[np.bincount(train_labels).argmax()]
 
 
-def bag_accuracy(
+def bag_outputs(
     train_bags: list[list[int]],
-    train_labels: Sequence[int],
+    train_labels: Sequence[float],
     bags: list[list[int]],
-    labels: Sequence[int],
     num_features: int,
     num_classes: int,
-) -> float:
-    """The accuracy of multinomial logistic regression on bags of features, trained with Adam for 10 epochs.
+) -> np.ndarray:
+    """What multinomial logistic regression on bags of features gives, trained with Adam for 10 epochs; see above.
 
-    A bag holds the numbers, below `num_features`, of an example's features; one that comes twice counts twice.
+    A bag holds the numbers, below `num_features`, of an example's features; one that comes twice counts twice. Without
+    classes it is linear regression, on labels of mean 0 and standard deviation 1.
     """
     train = [np.array([*bag, num_features]) for bag in train_bags]  # one more, which all have: the bias
     others = [np.array([*bag, num_features]) for bag in bags]
-    weights = _fit(train, np.asarray(train_labels), np.zeros((num_features + 1, num_classes)))
-    return float(np.mean(_logits(others, weights)[0].argmax(axis=1) == np.asarray(labels)))
+    start = np.zeros((num_features + 1, num_classes or 1))
+    if num_classes:
+        return _sums(others, _fit(train, np.eye(num_classes)[np.asarray(train_labels)], start, _softmax))[0]
+    mean, deviation = np.mean(train_labels), np.std(train_labels)
+    targets = (np.asarray(train_labels)[:, None] - mean) / deviation
+    return mean + deviation * _sums(others, _fit(train, targets, start, lambda sums: sums))[0]
 
 
 def length_bags(ids: TextIds) -> tuple[list[list[int]], int]:
@@ -91,8 +94,14 @@ def word_bags(ids: TextIds, vocabulary_size: int) -> tuple[list[list[int]], int]
     return [bag(*texts) for texts in ids], 3 * vocabulary_size
 
 
-def _fit(bags: list[np.ndarray], labels: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Minimises the cross-entropy from these weights, [features, classes]."""
+def _fit(
+    bags: list[np.ndarray], targets: np.ndarray, weights: np.ndarray, predict: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Minimises, from these weights, [features, outputs], the loss of predictions against targets, [bags, outputs].
+
+    That is cross-entropy for a softmax of each bag's sums of weights, half the squared error for the sums themselves:
+    both have the same gradient.
+    """
     draw = np.random.default_rng(0)
     batch = max(len(bags) // STEPS, 32)
     starts = range(0, len(bags), batch)
@@ -101,7 +110,9 @@ def _fit(bags: list[np.ndarray], labels: np.ndarray, weights: np.ndarray) -> np.
         order = draw.permutation(len(bags))
         for number, start in enumerate(starts, start=epoch * len(starts)):
             examples = order[start : start + batch]
-            gradient = _gradient([bags[example] for example in examples], labels[examples], weights)
+            sums, features, owners = _sums([bags[example] for example in examples], weights)
+            errors = (predict(sums) - targets[examples]) / len(examples)
+            gradient = np.stack([np.bincount(features, error[owners], len(weights)) for error in errors.T], axis=1)
             mean += (1 - BETAS[0]) * (gradient - mean)
             square += (1 - BETAS[1]) * (gradient**2 - square)
             rate = LEARNING_RATE * (1 - number / (EPOCHS * len(starts)))
@@ -110,17 +121,14 @@ def _fit(bags: list[np.ndarray], labels: np.ndarray, weights: np.ndarray) -> np.
     return weights
 
 
-def _logits(bags: list[np.ndarray], weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits [examples, classes], the sums of the weights of each bag; and every feature, with whose it is."""
+def _sums(bags: list[np.ndarray], weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The sums of the weights of each bag, [examples, outputs]; and every feature, with whose it is."""
     features = np.concatenate(bags)
     owners = np.repeat(np.arange(len(bags)), [len(bag) for bag in bags])
     sums = [np.bincount(owners, column[features], len(bags)) for column in weights.T]
     return np.stack(sums, axis=1), features, owners
 
 
-def _gradient(bags: list[np.ndarray], labels: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    logits, features, owners = _logits(bags, weights)
-    probabilities = np.exp(logits - logits.max(axis=1, keepdims=True))
-    probabilities /= probabilities.sum(axis=1, keepdims=True)
-    errors = (probabilities - np.eye(weights.shape[1])[labels]) / len(bags)
-    return np.stack([np.bincount(features, column[owners], len(weights)) for column in errors.T], axis=1)
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return exponentials / exponentials.sum(axis=1, keepdims=True)

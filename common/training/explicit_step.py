@@ -24,19 +24,19 @@ def batch_sums(x: dict, y: tf.Tensor, weight: tf.Tensor, logits: tf.Tensor, loss
 
     Args:
         x: whose `padding_mask` is 1 for a token and 0 for padding.
-        y: labels, integers of any shape.
+        y: labels, integers of any shape; for regression floats.
         weight: of each label, in y's shape; 0 for padding.
-        logits: y's shape and classes.
+        logits: y's shape and classes; not used for regression.
         loss: the sum of the labels' losses, by weight.
 
     Returns:
-        `loss`; `accuracy`, the sum of the weights of labels with the highest logit; `labels`, the sum of all weights;
-        `tokens`, without padding; `slots`, token positions.
+        `loss`; `accuracy`, the sum of the weights of labels with the highest logit, but not for regression; `labels`,
+        the sum of all weights; `tokens`, without padding; `slots`, token positions.
     """
     is_token = tf.cast(x["padding_mask"], tf.float32)
-    return {
+    accuracy = {"accuracy": tf.reduce_sum(label_hits(y, logits) * weight)} if y.dtype.is_integer else {}
+    return accuracy | {
         "loss": loss,
-        "accuracy": tf.reduce_sum(label_hits(y, logits) * weight),
         "labels": tf.reduce_sum(weight),
         "tokens": tf.reduce_sum(is_token),
         "slots": tf.cast(tf.size(is_token), tf.float32),

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 from tensorflow.python.distribute import distribute_lib
 
-MEANS = ("loss", "accuracy")  # over labels
+MEANS = ("loss", "accuracy")  # over labels; in regression there is no accuracy
 COUNTS = ("labels", "tokens", "slots")
 
 
