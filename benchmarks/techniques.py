@@ -80,10 +80,10 @@ TECHNIQUES = (
 )
 DRAWN = (  # curves of the picture
     DEFAULT.name,
-    "AdamW",
+    "AdamW, three times the rate",
     "position embeddings from BERT's noise",
     "mask rate 0.15",
-    "half the batch",
+    "twice the batch",
 )
 
 
