@@ -29,6 +29,8 @@ Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.
   python -m recipes run bert_mlm                  train; --help after the name lists the options
   python -m recipes launch --workers 2 bert_mlm   the same on two workers, or on many machines
   python -m recipes fill-mask "A [MASK]."         fill masks with the model just trained
+  python -m recipes classify "A text." "Another."  label a pair with the classifier just trained
+  python -m recipes generate "Returns the"        continue a text with the causal model just trained
   python -m recipes export PRESET DEST            export a model to Hugging Face transformers
   python -m recipes doctor                        verify on this machine that training is exact
   python -m recipes cp bert_mlm my_project        copy a recipe and its helpers into your project
@@ -134,16 +136,16 @@ def copy_recipe(name: str, destination: Path, force: bool) -> None:
     print(f"\nRun it: pip install -r {requirements} && python {destination / recipe.name}")
 
 
-def last_preset() -> str:
-    """The masked language model's preset that was made last in `runs/`.
+def last_preset(kind: str, recipe: str) -> str:
+    """The preset that was made last in `runs/` of a kind of model, such as MaskedLM, which that recipe trains.
 
     Raises:
         UserError: when there is none.
     """
     tasks = sorted(Path("runs").glob("*/preset/task.json"), key=lambda path: path.stat().st_mtime)
-    presets = [task for task in tasks if "MaskedLM" in task.read_text(encoding="utf-8")]
+    presets = [task for task in tasks if kind in task.read_text(encoding="utf-8")]
     if not presets:
-        raise UserError("no preset in runs/ yet; train one (python -m recipes run bert_mlm), or give --preset DIR")
+        raise UserError(f"no preset in runs/ yet; train one (python -m recipes run {recipe}), or give --preset DIR")
     return str(presets[-1].parent)
 
 
@@ -175,12 +177,35 @@ def main() -> None:
     fill = commands.add_parser("fill-mask", help="fill [MASK] in sentences with a trained model")
     fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
     fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
+    classify = commands.add_parser("classify", help="label texts with a trained classifier")
+    classify.add_argument("texts", nargs="*", metavar="TEXT", help="one, or the two of a pair")
+    classify.add_argument("--preset", metavar="DIR", help="by default the last one made in runs/")
+    classify.add_argument("--data", default="", metavar="FILE", help="examples instead, in a .tsv, .csv or .jsonl file")
+    classify.add_argument("--text-columns", default="", metavar="A,B", help="its columns of texts: one, or two")
+    classify.add_argument(
+        "--output", default="", metavar="FILE", help="where the table of labels and probabilities goes"
+    )
+    write = commands.add_parser("generate", help="continue texts with a trained causal language model")
+    write.add_argument("prompts", nargs="+", metavar="PROMPT")
+    write.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
+    write.add_argument(
+        "--sampler", default="top-k", metavar="NAME", help="greedy, top-k (the default), top-p or random"
+    )
+    write.add_argument("--top-k", type=int, default=10, metavar="K", help="draw among the K likeliest tokens")
+    write.add_argument(
+        "--top-p", type=float, default=0.9, metavar="P", help="among the fewest of probability P together"
+    )
+    write.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="below 1: what is likely is likelier"
+    )
+    write.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; the same seed, the same text")
+    write.add_argument("--tokens", type=int, default=40, metavar="N", help="at most so many are added")
     export = commands.add_parser("export", help="export a model to Hugging Face transformers")
     export.add_argument("preset", help="KerasHub name or folder, such as runs/bert_mlm/preset")
     export.add_argument("destination", type=Path, help="folder, which must be empty or not exist")
     arguments = parser.parse_args()
 
-    if arguments.command in ("doctor", "fill-mask", "export"):  # as a recipe does for itself
+    if arguments.command in ("doctor", "fill-mask", "classify", "generate", "export"):  # as a recipe does for itself
         os.environ["KERAS_BACKEND"] = "tensorflow"
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     match arguments.command:
@@ -202,16 +227,31 @@ def main() -> None:
 
             raise SystemExit(doctor(arguments.json, arguments.workers))
         case "fill-mask":
-            preset = arguments.preset or last_preset()
+            preset = arguments.preset or last_preset("MaskedLM", "bert_mlm")
             with quiet_stderr():
                 from common.model.fill_mask import print_filled_masks
             print_filled_masks(preset, arguments.sentences)
+        case "classify":
+            preset = arguments.preset or last_preset("TextClassifier", "text_classifier")
+            with quiet_stderr():
+                from recipes import _classify
+            _classify.classify(preset, arguments.texts, arguments.data, arguments.text_columns, arguments.output)
+        case "generate":
+            preset = arguments.preset or last_preset("CausalLM", "causal_lm")
+            with quiet_stderr():
+                from recipes._generate import generate
+            draws = (arguments.sampler, arguments.top_k, arguments.top_p, arguments.temperature, arguments.seed)
+            generate(preset, arguments.prompts, *draws, arguments.tokens)
         case "export":
             with quiet_stderr():
                 from common.model.export import export_bert
-            export_bert(arguments.preset, arguments.destination)
+                from common.model.export_gpt2 import export_gpt2
+                from common.model.huggingface import task_class
+            gpt2 = task_class(arguments.preset) == "GPT2CausalLM"
+            (export_gpt2 if gpt2 else export_bert)(arguments.preset, arguments.destination)
             print(f"{arguments.destination}: {' '.join(sorted(path.name for path in arguments.destination.iterdir()))}")
-            print(f'Load it: transformers.pipeline("fill-mask", "{arguments.destination}")')
+            task = "text-generation" if gpt2 else "fill-mask"
+            print(f'Load it: transformers.pipeline("{task}", "{arguments.destination}")')
 
 
 if __name__ == "__main__":

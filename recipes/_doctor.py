@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m recipes doctor`: verifies on this machine that data-parallel training computes what one device would.
 
-Every row runs the real recipe (`bert_mlm.train_and_evaluate`) on a small model for 20 steps and reads its results. The
-text is the licence of this project or the lines of this file, which are always available.
+Every row runs a real recipe, `bert_mlm`, `text_classifier` or `causal_lm`, on a small model for 20 steps and reads its
+results. The text is the project's licence, the lines of this file, or generated pairs, which are always available.
 """
 
 import contextlib
+import importlib
 import importlib.metadata
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,6 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from common.data.roles import role_pairs
 from common.errors import UserError
 from common.files import finite
 from recipes._compare import board_difference, differences, last_loss, relative, steps_of
@@ -44,6 +47,21 @@ OPTIONS = {
     "epochs": 1,
     "precision": "float32",
 }
+CLASSIFIER = {
+    "task": "own",
+    "text_columns": "first,second",
+    "label_column": "same",
+    "model": "nano",
+    "vocabulary_size": 305,
+    "lr_scaling": "none",
+    "learning_rate": 1e-3,
+    "dropout": 0.0,
+    "max_steps": STEPS,
+    "precision": "float32",
+}
+CAUSAL = OPTIONS | {"epochs": 9, "max_steps": STEPS}
+ALSO = {"text_classifier": CLASSIFIER, "causal_lm": CAUSAL}  # trained in fewer ways
+PAIRS = 400  # generated ones of each split, for the classifier
 GLOBAL_BATCH = 8
 OPTIMIZERS = {"muon": 5e-3, "sgd": 0.1}
 Way = tuple[str, int, dict[str, Any]]  # a configuration that must match one device: a name, replicas, options
@@ -77,7 +95,7 @@ def doctor(as_json: bool, workers: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         gpus = gpu_names()
         processes = multiprocessing.get_context("forkserver")
-        processes.set_forkserver_preload(["recipes.bert_mlm"])  # TensorFlow is imported once
+        processes.set_forkserver_preload([f"recipes.{name}" for name in ("bert_mlm", *ALSO)])  # imports TensorFlow once
         # Small models leave cores idle; GPUs are shared badly.
         pool = ProcessPoolExecutor(1 if gpus else min(2, os.cpu_count() or 1), processes, set_up)
         with pool:
@@ -90,7 +108,7 @@ def doctor(as_json: bool, workers: int) -> int:
                 print("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
             ways += [(f"{workers} workers", workers, {"replicas": 1})] if workers > 1 else []
             jobs = make_jobs(Path(folder), ways, deterministic=bool(gpus))
-            promised = {name: pool.submit(train, name, options, workers) for name, options in jobs.items()}
+            promised = {name: pool.submit(train, name, *job, workers) for name, job in jobs.items()}
             runs = {name: run.result() for name, run in promised.items()}
             off_board = pool.submit(board_difference, runs["2 replicas, muon"])
             checks = check(runs, ways, off_board.result())
@@ -104,8 +122,8 @@ def doctor(as_json: bool, workers: int) -> int:
     return 0 if passed else 1
 
 
-def make_jobs(folder: Path, ways: list[Way], deterministic: bool) -> dict[str, dict[str, Any]]:
-    """The runs to be made, by name: the options of each."""
+def make_jobs(folder: Path, ways: list[Way], deterministic: bool) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The runs to be made, by name: the recipe and the options of each."""
     jobs: dict[str, dict[str, Any]] = {"resumed": {"replicas": 2, "dropout": 0.1, "checkpoint_every": 4}}
     for optimizer, learning_rate in OPTIMIZERS.items():
         for name, replicas, options in [*ONE_DEVICE, *ways]:
@@ -114,10 +132,26 @@ def make_jobs(folder: Path, ways: list[Way], deterministic: bool) -> dict[str, d
     jobs["not stopped"] = {"replicas": 2, "dropout": 0.1}
     for precision in ("mixed_bfloat16", "mixed_float16"):
         jobs[precision] = {"replicas": 2, "precision": precision}
+    recipes = {name: ("bert_mlm", OPTIONS | own) for name, own in jobs.items()}
+    (folder / "pairs").mkdir()
+    for part, rows in role_pairs().items():
+        lines = [json.dumps(dict(zip(("first", "second", "same"), row, strict=True))) for row in rows[:PAIRS]]
+        (folder / f"pairs/{part}.jsonl").write_text("\n".join(lines))
+    pairs = {"text_classifier": {"data": str(folder / "pairs")}}
+    for recipe, options in ALSO.items():
+        for name, replicas, way in [*ONE_DEVICE[:1], *fewer(ways)]:
+            split = {"replicas": replicas, "batch_size": GLOBAL_BATCH // replicas}
+            recipes[f"{recipe}, {name}"] = recipe, options | pairs.get(recipe, {}) | split | way
     common = {"batch_size": GLOBAL_BATCH // 2, "deterministic": deterministic}
     return {
-        name: OPTIONS | common | {"workdir": str(folder / str(i))} | own for i, (name, own) in enumerate(jobs.items())
+        name: (recipe, common | {"workdir": str(folder / str(i))} | own)
+        for i, (name, (recipe, own)) in enumerate(recipes.items())
     }
+
+
+def fewer(ways: list[Way]) -> list[Way]:
+    """The ways in which the recipes of `ALSO` are trained: those that differ in the devices alone."""
+    return [way for way in ways if way[2].keys() <= {"replicas"}]
 
 
 def most_replicas() -> int:
@@ -137,26 +171,25 @@ def set_up() -> None:
     make_strategy(most_replicas())  # so that fewer can be asked for later
 
 
-def train(name: str, options: dict[str, Any], workers: int) -> dict[str, Any]:
-    """Runs the recipe: by the launcher if named after workers; if named `resumed`, stopped by SIGTERM, and resumed."""
+def train(name: str, recipe: str, options: dict[str, Any], workers: int) -> dict[str, Any]:
+    """Runs a recipe: by the launcher if named after workers; if named `resumed`, stopped by SIGTERM, and resumed."""
     if "workers" in name:
         given = {"--" + option.replace("_", "-"): value for option, value in options.items() if value is not False}
         words = [option if value is True else f"{option}={value}" for option, value in given.items()]
-        command = [sys.executable, "-m", "recipes", "launch", "--workers", str(workers), "bert_mlm", *words]
+        command = [sys.executable, "-m", "recipes", "launch", "--workers", str(workers), recipe, *words]
         started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if started.returncode:
             raise RuntimeError(f"{shlex.join(command)} ended with {started.returncode}: {started.stderr}")
         return json.loads(Path(options["workdir"], "results.json").read_text())
 
-    from recipes import bert_mlm
-
-    config = bert_mlm.Config(**options)
+    module = importlib.import_module(f"recipes.{recipe}")
+    config = module.Config(**options)
     with contextlib.redirect_stdout(io.StringIO()):
         if name == "resumed":
             threading.Thread(target=_stop_after, args=(Path(config.workdir), 6), daemon=True).start()
             with contextlib.suppress(SystemExit):
-                bert_mlm.train_and_evaluate(config)
-        return bert_mlm.train_and_evaluate(config)
+                module.train_and_evaluate(config)
+        return module.train_and_evaluate(config)
 
 
 def check(runs: dict[str, dict[str, Any]], ways: list[Way], off_board: float) -> list[dict[str, Any]]:
@@ -167,6 +200,9 @@ def check(runs: dict[str, dict[str, Any]], ways: list[Way], off_board: float) ->
             one, _, _ = ONE_DEVICE["pack" in options]
             apart = differences(runs[f"{name}, {optimizer}"], runs[f"{one}, {optimizer}"])
             found += [(f"{name}, {optimizer}", what, apart[what], bound) for what, bound in BOUNDS.items()]
+    for recipe, (name, *_) in itertools.product(ALSO, fewer(ways)):
+        apart = differences(runs[f"{recipe}, {name}"], runs[f"{recipe}, 1 replica"])
+        found += [(f"{recipe}, {name}", what, apart[what], bound) for what, bound in BOUNDS.items()]
     plain, resumed = runs["2 replicas, muon"], runs["resumed"]
     for precision in ("bfloat16", "float16"):
         away = relative(last_loss(runs[f"mixed_{precision}"]), last_loss(plain))

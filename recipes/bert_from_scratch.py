@@ -26,11 +26,11 @@ from common.data.corpora import check_corpus
 from common.model.push_target import check_push_to
 from common.model.sizes import check_model, check_vocabulary_size
 from common.run.command_line import parse, quiet_stderr, run
-from common.run.options import FitOptions, set_defaults, step_range
+from common.run.options import LanguageModelOptions, set_defaults, step_range
 
 
 @dataclass(frozen=True)
-class Config(FitOptions):
+class Config(LanguageModelOptions):
     """The options of `bert_from_scratch`, beside those of every recipe."""
 
     workdir: str = "runs/bert_from_scratch"  # work directory: results, logs, checkpoints, preset
@@ -43,7 +43,7 @@ class Config(FitOptions):
     seq_length: int = 64  # tokens per sequence
     mask_rate: float = 0.3  # fraction of tokens that are masked in training; 0.15 in validation, for any
     batch_size: int = 16  # sequences per replica in a step
-    learning_rate: float | None = None  # peak learning rate for one replica; default: 5e-3, without muon 5e-4
+    learning_rate: float | None = None  # peak for one replica; default: 0.64 / width, 5e-4 without muon
     warmup: float = 0.1  # fraction of all steps that are warm-up
     decay_power: float = 1.0  # power of the polynomial decay of the learning rate; 1: linear
     optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"

@@ -25,11 +25,11 @@ from typing import Literal
 from common.data.corpora import check_corpus
 from common.model.sizes import Size, check_model
 from common.run.command_line import parse, quiet_stderr, run
-from common.run.options import FitOptions, set_defaults, step_range
+from common.run.options import LanguageModelOptions, set_defaults, step_range
 
 
 @dataclass(frozen=True)
-class Config(FitOptions):
+class Config(LanguageModelOptions):
     """The options of `bert_mlm`, beside those of every recipe."""
 
     workdir: str = "runs/bert_mlm"  # work directory: results, logs, checkpoints, preset
@@ -42,7 +42,7 @@ class Config(FitOptions):
     pack: Literal["full", "none"] = "full"  # full: no padding; none: one line per sequence, padded within its batch
     mask_rate: float = 0.3  # fraction of tokens that are masked in training; 0.15 in validation, for any
     batch_size: int = 16  # sequences per replica in a step
-    learning_rate: float | None = None  # peak for one replica; default: 5e-3, 5e-4 without muon, 1e-4 from a preset
+    learning_rate: float | None = None  # peak for one replica; default: 0.64 / width, 5e-4 without muon; preset: 1e-4
     warmup: float = 0.1  # fraction of all steps that are warm-up
     optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"
     weight_decay: float = 0.01  # not applied to biases and layer norms

@@ -14,7 +14,7 @@ import pytest
 import tyro
 
 from common.errors import UserError
-from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop
+from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop, text_classifier
 from tests.conftest import MESSAGES
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +90,7 @@ AT_ONCE = [
     ("--corpus {files}/no_text", "no .txt file and no wiki.train.tokens in the folder"),
     ("--vocabulary missing.txt", "cannot read the vocabulary missing.txt"),
     ("--vocabulary {files}/no_mask.txt", "lacks [MASK]; give a BERT WordPiece file"),
-    ("--preset {files}/no_text", "is not a BERT preset; give a folder made by save_to_preset"),
+    ("--preset {files}/no_text", "is not a preset of a language model; give a folder made by save_to_preset"),
     ("--preset {files}/preset --seq-length 128", "--seq-length 128 is more than the 64 positions of the preset"),
     ("--workdir {files} --preset {files}/preset", "/preset is inside the work directory"),
     ("--workdir {files} --corpus {files}/loop/good.txt", "/good.txt is inside the work directory"),
@@ -172,7 +172,12 @@ def test_a_mistake_is_told_at_once(words, message, files, tmp_path):
 
 READ = [
     (recipe, words, message)
-    for recipe, mistakes in ((bert_from_scratch, FROM_SCRATCH), (glue_controller, GLUE), (glue_custom_loop, GLUE[:2]))
+    for recipe, mistakes in (
+        (bert_from_scratch, FROM_SCRATCH),
+        (glue_controller, GLUE),
+        (glue_custom_loop, GLUE[:2]),
+        (text_classifier, GLUE[:2]),
+    )
     for words, message in mistakes
 ]
 

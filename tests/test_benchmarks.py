@@ -1,6 +1,7 @@
 """The arithmetic of the benchmarks, and that they run; their figures are measured by hand, on a quiet machine."""
 
 import argparse
+import json
 import math
 import os
 import subprocess
@@ -9,12 +10,17 @@ import sys
 import pytest
 
 import benchmarks.input
-from benchmarks import memory, quality, scaling, techniques, throughput, trainer_tests
+from benchmarks import causal, fine_tuning, memory, quality, scaling, techniques, throughput, trainer_tests
 from benchmarks.hosts import ADDRESSES, on, shape, two_hosts
 from benchmarks.links import Link, Reduction, fit_link
 from benchmarks.machine import machine
 from benchmarks.readme import MEASURED
 from benchmarks.workers import Worker, together
+from common.data.roles import role_pairs
+from common.data.wordpiece import train_wordpieces
+from common.model.export import export_bert
+from common.model.masked_lm import masked_lm_from_size
+from common.model.saving import save_preset
 from common.run.speed import flops_per_token
 from tests.conftest import ROOT
 
@@ -91,6 +97,9 @@ def sample_link():
     return {"compute": 0.3, "bytes_reduced": 17_600_000} | parts
 
 
+NAMES = [name for name, *_ in fine_tuning.CONTENDERS]
+
+
 def sample_results():
     link = sample_link()
     way = {"tokens_per_second": [1e4, 2e4, 3e4], "step_ms": [1.0], "bytes_reduced": 1}
@@ -101,7 +110,29 @@ def sample_results():
     answer = {"steps": 10, "seconds": 1.0, "waited": 0.01, "seconds_on_one_batch": 0.9}
     curves = {quality.PUBLISHED: [(0.0, 9.0), (600.0, 7.0), (1200.0, 6.5)], quality.OURS: [(0.0, 9.0), (120.0, 6.4)]}
     options = {"rate": 1e-3, "dropout": 0.0, "own": {}, "steps": 9}
+    ours = {"accuracy": 0.8, "f1": 0.9, "seconds": 90.0}
+    baselines = {f"{name}_{score}": 0.5 for name in ("bag_of_words", "majority") for score in ("accuracy", "f1")}
+    speed = {name: {"examples_per_second": [10.0 * i, 12.0 * i], "padding": 0.05} for i, name in enumerate(NAMES, 1)}
     results = {
+        "fine_tuning": {
+            "weights_sha256": "abc",
+            "speed": {"mrpc": speed},
+            "scores": {"mrpc": {"transformers": [ours], "ours": [ours | baselines, ours | baselines | {"f1": 0.8}]}},
+        },
+        "pretraining": {
+            "pretraining": json.loads((ROOT / "benchmarks/results/wikitext-2.json").read_text())["results"],
+            "scores": {
+                "sst2": {"from random weights": [ours | baselines], "from the preset": [ours | baselines] * 2},
+            },
+        },
+        "causal": {
+            "sizes": {
+                "tiny": {
+                    name: {"tokens_per_second": [1e3 * i, 2e3 * i], "peak_memory_mb": 1000 * i}
+                    for i, (name, *_) in enumerate(causal.CONTENDERS, 1)
+                }
+            }
+        },
         "throughput": {
             "sizes": {"tiny": {"pieces": 9, "flops_per_token": 6e6, "peak_flops": peaks, "contenders": contenders}}
         },
@@ -138,6 +169,18 @@ def test_the_readme_says_what_was_measured(name):
         "memory": ["| 8 | 128 | 1,000, in shards | 900 MiB |"],
         "input": ["1,000 sequences/s", "| one device | 100.0 ms | 1.00 ms | 1.0% | +10.0% |"],
         "quality": ["ours reaches it after 120 s, 10.0 times faster"],
+        "fine_tuning": [
+            "| fit, one device, bfloat16 | 66.0 | 60.0 to 72.0 | 1.50 x | 5.0% |",
+            "| mrpc | 1 | transformers | 0.800 | 0.900 | 1.5 |",
+            "| mrpc | 2 | ours | 0.800 ± 0.000 | 0.850 ± 0.050 | 1.5 |",
+            "| mrpc | | bag of words | 0.500 | 0.500 | |",
+            "SHA-256: abc",
+        ],
+        "causal": ["| fit, one device | 4,500 | 3,000 to 6,000 | 1.50 x | 3,000 MiB |"],
+        "pretraining": [
+            "steps                13304",
+            "| sst2 | 2 | from the preset | 0.800 ± 0.000 | 0.900 ± 0.000 | 1.5 |",
+        ],
         "techniques": ["| AdamW | 1 | 1.500 | 2.500 | 1.25 | 1.00 |"],
         "conformance": [
             "| feature | 1 replica | 2 replicas |",
@@ -227,6 +270,57 @@ def test_techniques_are_runs_of_the_recipe_with_one_thing_in_another_way():
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("**the defaults**", "half the batch in the first half", "sequences of 32 in the first half"):
         assert f"| {name} | 1 | " in done.stdout
+
+
+@pytest.mark.slow
+def test_fine_tuning_is_timed_and_scored_beside_transformers(tmp_path):
+    pytest.importorskip("accelerate")
+    pairs = role_pairs()
+    vocabulary = train_wordpieces(lambda: (text for pair in pairs["train"] for text in pair[:2]), 300)
+    save_preset(masked_lm_from_size("nano", vocabulary, 0.0, 128), vocabulary, 128, tmp_path / "preset")
+    export_bert(str(tmp_path / "preset"), tmp_path / "exported")
+    for name, split in ("train", "train"), ("dev", "validation"):
+        rows = [("Quality", "#1 String", "#2 String"), *((row[2], *row[:2]) for row in pairs[split][:48])]
+        (tmp_path / f"{name}.tsv").write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
+    options = ["--preset", str(tmp_path / "exported"), "--mrpc", str(tmp_path), "--only", "2 replicas, bfloat16"]
+    command = [sys.executable, "-m", "benchmarks", "fine_tuning", "--quick", *options]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for row in ("| fit, 2 replicas, bfloat16 | ", "| mrpc | 1 | transformers | 0.", "| mrpc | 1 | ours | 0."):
+        assert row in done.stdout
+
+
+@pytest.mark.slow
+def test_causal_models_are_timed_beside_transformers(wikitext):
+    pytest.importorskip("accelerate")
+    for only in ("transformers, Accelerate, bfloat16", "one device, LoRA"):
+        command = [sys.executable, "-m", "benchmarks", "causal", "--quick", "--corpus", str(wikitext), "--only", only]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"{only} | " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_preset_is_fine_tuned_beside_random_weights_of_its_size(tmp_path):
+    pairs = role_pairs()
+    vocabulary = train_wordpieces(lambda: (text for pair in pairs["train"] for text in pair[:2]), 300)
+    save_preset(masked_lm_from_size("nano", vocabulary, 0.0, 128), vocabulary, 128, tmp_path / "preset")
+    results = json.loads((ROOT / "benchmarks/results/wikitext-2.json").read_text())["results"]
+    results["config"]["model"] = "nano"
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    for name, split in ("train", "train"), ("dev", "validation"):
+        rows = [("sentence", "label"), *((row[0], row[2]) for row in pairs[split][:48])]
+        (tmp_path / f"{name}.tsv").write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
+    command = [sys.executable, "-m", "benchmarks", "pretraining", "--quick", "--pretrained", str(tmp_path)]
+    command += ["--sst2", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for row in (
+        "| sst2 | 1 | from random weights | 0.",
+        "| sst2 | 1 | from the preset | 0.",
+        "| sst2 | | bag of words | ",
+    ):
+        assert row in done.stdout
 
 
 def test_techniques_are_ranked_by_their_means_with_the_spread_over_seeds():

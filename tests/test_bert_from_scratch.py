@@ -80,7 +80,7 @@ def test_text_becomes_a_model_that_fills_masks(architecture, options, tmp_path):
     assert len(guesses) == 5 and guesses[0]["score"] > guesses[4]["score"] > 0
     assert guesses[0]["sequence"].lower().startswith("the value") and guesses[0]["sequence"].endswith(" a list.")
     rates = [step["learning_rate"] for step in steps_of(options["workdir"])]
-    schedule = WarmUpPolynomialDecay(2**0.5 * 5e-3, 3, 30, power=2.0)
+    schedule = WarmUpPolynomialDecay(2**0.5 * 0.64 / 48, 3, 30, power=2.0)
     np.testing.assert_allclose(rates, [float(schedule(step)) for step in range(30)], rtol=1e-6)
 
 

@@ -299,7 +299,7 @@ def test_the_command_prints_a_report_and_nothing_else(small):
     )
     assert (done.returncode, done.stderr) == (0, "")
     for expected in (
-        "peak learning rate: 0.00707107, sqrt scaling of 0.005",
+        "peak learning rate: 0.0141421, sqrt scaling of 0.01",
         "validation loss",
         "unigram baseline",
         "[MASK]",
@@ -322,8 +322,10 @@ def test_the_command_prints_a_report_and_nothing_else(small):
         assert scores == sorted(scores, reverse=True) and 0 < sum(scores) <= 1
 
 
-def test_a_presets_learning_rate_is_a_small_one():
-    assert bert_mlm.Config().learning_rate == 5e-3
+def test_the_default_learning_rate_falls_with_the_width_and_a_presets_is_small(tmp_path):
+    for size, rate in (None, 5e-3), ("nano", 1e-2), ("small", 1.25e-3), ("base", 0.64 / 768):
+        assert bert_mlm.Config(model=size).learning_rate == rate
+    assert bert_mlm.Config(minutes=2.0).learning_rate is None
     assert bert_mlm.Config(preset="bert_base_en_uncased").learning_rate == 1e-4
     for rate in (0.0, 2e-4):
         assert bert_mlm.Config(preset="bert_base_en_uncased", learning_rate=rate).learning_rate == rate

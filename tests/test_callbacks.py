@@ -1,6 +1,7 @@
 """What `fit` leaves behind step by step: its record, TensorBoard, checkpoints, traces."""
 
 import json
+import math
 import os
 import signal
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from common.devices.cluster import worker_config
-from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.callbacks import FitCheckpoints, FitLog, Profile, when_best
 from common.run.speed import ModelFlops
 from common.training.replicas import COUNTS
 from tests.test_conformance import no_autotune
@@ -186,3 +187,20 @@ def test_without_validation_data_the_epochs_values_are_the_trainings(tmp_path):
     history = model.fit(data(), epochs=1, steps_per_epoch=EPOCH, verbose=0, callbacks=[log]).history
     assert set(history) == {"loss", "accuracy"}
     assert not any(tag.startswith("validation/") for tag in board(tmp_path))
+
+
+def test_when_best_remembers(tmp_path):
+    for metric, sign in ("closeness", 1), ("val_loss", -1):
+        saved = []
+        for step, value in enumerate([-3.0, -1.0, -2.0, -1.0, -0.5]):
+            action = when_best(
+                metric, lambda at, metrics, saved=saved: saved.append(at), tmp_path, step
+            )  # a new process
+            action(step, {metric: sign * value, "other": math.nan})
+        assert saved == [0, 1, 4]
+        assert json.loads((tmp_path / "best.json").read_text()) == {metric: sign * -0.5}
+        (tmp_path / "best.json").write_text("")  # as a power cut may leave it
+        action(5, {metric: sign * -0.6})
+        assert saved == [0, 1, 4, 5]
+        when_best(metric, print, tmp_path)  # another run that begins
+        assert not (tmp_path / "best.json").exists()

@@ -348,7 +348,7 @@ def test_another_split_of_the_batch_goes_on_and_other_options_do_not(wikitext, t
     assert refused.returncode == 2 and "a global batch of 128, which is not 2 replicas x 32" in refused.stderr
     output, results = go_on(wikitext, workdir, "--dropout", "0", "--replicas", "1")
     assert "batch: 128 examples x 1 replica(s) = 128" in output
-    assert results["learning_rate"]["peak"] == pytest.approx(2**0.5 * 5e-3)
+    assert results["learning_rate"]["peak"] == pytest.approx(2**0.5 * 1e-2)
     _, whole = go_on(wikitext, tmp_path / "whole", "--dropout", "0")
     assert results["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-6)
 

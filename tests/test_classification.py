@@ -6,9 +6,10 @@ import sklearn.metrics
 
 from common.data.labelled import Examples, LabelledTexts
 from common.data.wordpiece import WordPieces
+from common.model.saving import keras_tokenizer
 from common.scores.classification import classifier_results, scores_of, write_all_predictions, write_predictions
 
-VOCABULARY = WordPieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"], True, True)
+TOKENIZER = keras_tokenizer(WordPieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"], True, True))
 BASELINES = ["bag_of_words", "length", "majority"]
 
 
@@ -26,7 +27,7 @@ def test_results_have_the_metrics_of_the_task_for_model_and_baselines(metrics):
     logits = np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     assert list(scores_of(texts, "validation", logits)) == ["val_loss", *(f"val_{name}" for name in metrics)]
     assert scores_of(texts, "test", logits) == {}
-    results = classifier_results(texts, {"validation": logits, "test": logits}, VOCABULARY)
+    results = classifier_results(texts, {"validation": logits, "test": logits}, TOKENIZER)
     of_baselines = [f"val_{baseline}_{name}" for baseline in BASELINES for name in metrics]
     assert sorted(results) == sorted(["val_loss", *(f"val_{name}" for name in metrics), *of_baselines])
     theirs = {
@@ -42,7 +43,7 @@ def test_results_have_the_metrics_of_the_task_for_model_and_baselines(metrics):
 def test_results_of_regression():
     texts = texts_of([1.0, 2.0, 4.0, 5.0], [1.0, 1.0, 2.0, 2.0], [], ("pearson", "spearman"))
     numbers = np.array([[1.5], [2.0], [3.0], [5.0]])
-    results = classifier_results(texts, {"validation": numbers, "test": numbers}, VOCABULARY)
+    results = classifier_results(texts, {"validation": numbers, "test": numbers}, TOKENIZER)
     names = ["loss", "pearson", "spearman", "mean_loss"]
     names += [f"{baseline}_{name}" for baseline in BASELINES[:2] for name in ("pearson", "spearman")]
     assert sorted(results) == sorted(f"{split}_{name}" for split in ("val", "test") for name in names)

@@ -69,7 +69,7 @@ def test_help_lists_every_option():
         (["run", "bert_mlm", "--batch-size", "many"], "--batch-size: invalid literal for int()"),
         (["run", "bert_mlm", "--lr-scaling", "cubic"], "Expected one of ('auto', 'linear', 'sqrt', 'none')"),
         (["run", "bert_mml"], "there is no recipe bert_mml. Choose one of: bert_from_scratch bert_mlm"),
-        (["run"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm glue_controller"),
+        (["run"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm causal_lm"),
         (["launch", "--workers", "2"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm"),
         (["rnu", "bert_mlm"], "invalid choice: 'rnu'"),
         (["cp", "bert_mlm"], "the following arguments are required: DEST. See python -m recipes cp --help"),
@@ -228,15 +228,16 @@ def test_every_recipe_prints_its_completion(recipe):
         assert f"complete -F _tyro_{recipe.stem} {recipe.stem}\n" in done.stdout
 
 
-def test_the_last_preset_is_a_masked_language_models(tmp_path, monkeypatch):
+def test_the_last_preset_is_one_of_the_kind_asked_for(tmp_path, monkeypatch):
     from recipes.__main__ import last_preset
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no preset in runs/ yet"):
-        last_preset()
+        last_preset("MaskedLM", "bert_mlm")
     for age, (run, task) in enumerate((("b", "BertTextClassifier"), ("a", "BertMaskedLM"), ("c", "BertMaskedLM"))):
         path = tmp_path / "runs" / run / "preset/task.json"
         path.parent.mkdir(parents=True)
         path.write_text(f'{{"class_name": "{task}"}}')
         os.utime(path, (1000 - age, 1000 - age))
-    assert last_preset() == "runs/a/preset"
+    assert last_preset("MaskedLM", "bert_mlm") == "runs/a/preset"
+    assert last_preset("TextClassifier", "text_classifier") == "runs/b/preset"

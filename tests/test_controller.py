@@ -1,5 +1,3 @@
-import json
-import math
 import os
 import signal
 import threading
@@ -13,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common.devices.strategy import distribute, make_strategy
 from common.run.checkpoints import Checkpoints
-from common.run.controller import Controller, Evaluator, Trainer, when_best
+from common.run.controller import Controller, Evaluator, Trainer
 from common.training.optimizers import do_not_reduce_again
 from common.training.replicas import first_replica, sum_over_replicas
 
@@ -229,15 +227,3 @@ def test_init_fn_is_called_where_there_is_nothing_to_go_on_from(tmp_path):
     assert checkpoints.restore(init_fn=lambda: called.append("begins")) == 0 and called == ["begins"]
     controller.train(3)
     assert checkpoints.restore(init_fn=lambda: called.append("again")) == 3 and called == ["begins"]
-
-
-def test_when_best_remembers(tmp_path):
-    saved = []
-    for step, closeness in enumerate([-3.0, -1.0, -2.0, -1.0, -0.5]):
-        action = when_best("closeness", lambda step, output: saved.append(step), tmp_path)  # a new process
-        action(step, {"closeness": closeness, "other": math.nan})
-    assert saved == [0, 1, 4]
-    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 4, "closeness": -0.5}
-    (tmp_path / "best.json").write_text("")  # as a power cut may leave it
-    action(5, {"closeness": -0.6})
-    assert saved == [0, 1, 4, 5]

@@ -23,7 +23,7 @@ def doctor(folder):
 @pytest.mark.slow
 def test_every_check_passes():
     status, found = doctor(ROOT)
-    assert status == 0 and found["passed"] and found["seconds"] < 240  # under 60 on a machine that is quiet
+    assert status == 0 and found["passed"] and found["seconds"] < 400  # 95 on a machine that is quiet
     assert all(row["measured"] <= row["bound"] for row in found["checks"])
     assert {row["measure"] for row in found["checks"] if row["check"] == "4 replicas, sgd"} == {
         "loss of every step",

@@ -331,7 +331,7 @@ OPTIONS = [
     (("own", "f.csv", "a,b,c", "label"), "must be one name, or two separated by a comma"),
     (("own", "f.csv", "a,", "label"), "must be one name, or two separated by a comma"),
     (("own", "f.csv", "a,a", "label"), "must be one name, or two separated by a comma"),
-    (("own", "f.csv", "a,label", "label"), "must be one name, or two separated by a comma"),
+    (("own", "f.csv", "a,label", "label"), "--text-columns must be other than --label-column label; got a,label"),
     (("own", "missing.csv", "text", "label"), "cannot read missing.csv: No such file or directory"),
     (("mrpc", "missing"), "there is no folder missing"),
     (("mrpc", "f", "text", "label"), "are for your own files: give --task own"),

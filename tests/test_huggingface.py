@@ -15,14 +15,20 @@ from safetensors.numpy import load_file, save_file
 
 from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import open_corpus
+from common.data.labelled import Examples, LabelledTexts
+from common.data.text_batches import EncodedTexts
 from common.data.wordpiece import WordPieces, train_wordpieces
 from common.errors import UserError
+from common.model import causal_lm as causal
 from common.model.backbones import model_width, preset_vocabulary
+from common.model.classifier import make_classifier, make_preprocessor
 from common.model.export import export_bert
+from common.model.export_gpt2 import export_gpt2
 from common.model.fill_mask import fill_mask, print_filled_masks
+from common.model.generate import causal_lm_for_generation, continuations, make_sampler
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
-from common.model.saving import save_preset
-from recipes import __main__, bert_mlm
+from common.model.saving import save_preset, save_task
+from recipes import __main__, bert_mlm, causal_lm
 
 SENTENCES = (
     "Returns a [MASK] with the same shape as the input.",
@@ -136,6 +142,33 @@ def test_checkpoints_of_others_are_read(preset, exported, vocabulary, tmp_path, 
     for read in (masked_lm_from_preset, preset_vocabulary):
         with pytest.raises(UserError, match=f"^cannot load {folder} \\(.*\\)$"):
             read(str(folder))
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_an_encoder_alone_is_a_classifiers(prefix, preset, exported, tmp_path, capsys):
+    """With and without a pooler, which a masked language model of transformers does not have."""
+    folder = shutil.copytree(exported, tmp_path / "encoder")
+    tensors = load_file(folder / "model.safetensors")
+    encoder = {f"{prefix}{name[5:]}": tensor for name, tensor in tensors.items() if name.startswith("bert.")}
+    expected = masked_lm_from_preset(preset).backbone.get_weights()
+    preprocessor = make_preprocessor(str(folder), None, 16)
+    assert preprocessor.tokenizer.get_vocabulary() == preset_vocabulary(preset).pieces
+    texts = LabelledTexts(["no", "yes"], {"train": Examples([("a",)], [0], ["0"])}, "")
+    data = EncodedTexts.of(texts, preprocessor)
+    for pooler in (True, False):
+        kept = {name: tensor for name, tensor in encoder.items() if pooler or "pooler" not in name}
+        save_file(kept, folder / "model.safetensors")
+        backbone = make_classifier(str(folder), "", data, 0.1).backbone
+        assert ("has no pooler: it begins with random weights" in capsys.readouterr().out) != pooler
+        same = [np.array_equal(mine, theirs) for mine, theirs in zip(backbone.get_weights(), expected, strict=True)]
+        assert same.count(False) == (0 if pooler else 2)
+        assert backbone.pooled_dense.trainable
+    with pytest.raises(UserError, match="lacks cls.predictions.bias; give a BERT masked language model"):
+        masked_lm_from_preset(str(folder))
+    del kept[f"{prefix}embeddings.LayerNorm.weight"]
+    save_file(kept, folder / "model.safetensors")
+    with pytest.raises(UserError, match="lacks bert.embeddings.LayerNorm.weight; give a BERT"):
+        make_classifier(str(folder), "", data, 0.1)
 
 
 def test_a_folder_that_has_its_vocabulary_in_vocab_txt_alone(exported, vocabulary, tmp_path):
@@ -265,3 +298,59 @@ def test_transformers_computes_the_same(preset, exported, vocabulary, tmp_path):
         for text in AWKWARD:
             ids = vocabulary.tokenizer().encode(text, add_special_tokens=False).ids
             assert theirs(text, add_special_tokens=False)["input_ids"] == ids
+
+
+@pytest.fixture(scope="module")
+def gpt2(wikitext, tmp_path_factory):
+    """The preset of a GPT-2 with random weights."""
+    vocabulary = train_byte_pairs(open_corpus(str(wikitext))["train"], 300)
+    model = causal.make_causal_lm("", "tiny", causal.make_preprocessor("", vocabulary, 64), 0.0)
+    rng = np.random.default_rng(0)
+    for variable in model.weights:
+        variable.assign(rng.normal(variable.path.endswith("gamma"), 0.2, variable.shape))
+    folder = tmp_path_factory.mktemp("gpt2") / "preset"
+    save_task(model, model.preprocessor, folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_transformers_computes_the_same_of_a_gpt2_and_writes_the_same(gpt2, tmp_path, monkeypatch, capsys):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "argv", ["recipes", "export", gpt2, f"{tmp_path}/hf"])
+    __main__.main()
+    names = "config.json merges.txt model.safetensors tokenizer.json tokenizer_config.json vocab.json"
+    assert capsys.readouterr().out == (
+        f'{tmp_path}/hf: {names}\nLoad it: transformers.pipeline("text-generation", "{tmp_path}/hf")\n'
+    )
+    model = causal_lm_for_generation(gpt2)
+    theirs, info = transformers.GPT2LMHeadModel.from_pretrained(f"{tmp_path}/hf", output_loading_info=True)
+    assert not any(info.values())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(f"{tmp_path}/hf")
+    for text in ("You may add Your (copyright) notice; 12345.", "the  Work\n\nis it"):
+        ids = model.preprocessor.generate_preprocess([text], 64)
+        length = int(np.sum(ids["padding_mask"]))
+        assert tokenizer(text)["input_ids"] == np.array(ids["token_ids"])[0, :length].tolist()
+        own = model({name: np.array(value) for name, value in ids.items()})[0, :length]
+        with torch.no_grad():
+            logits = theirs.eval()(torch.tensor([tokenizer(text)["input_ids"]])).logits[0]
+        assert np.ptp(logits) > 10
+        np.testing.assert_allclose(own, logits, atol=1e-4)
+        written = continuations(model, [text], make_sampler("greedy"), tokens=12)[0]
+        asked = tokenizer(text, return_tensors="pt")
+        again = theirs.generate(**asked, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
+        assert tokenizer.decode(again, skip_special_tokens=True, clean_up_tokenization_spaces=False) == written
+
+
+def test_keras_hub_reads_an_exported_gpt2(gpt2, tmp_path):
+    export_gpt2(gpt2, tmp_path / "hf")
+    again, own = (keras_hub.models.GPT2Backbone.from_preset(folder) for folder in (f"{tmp_path}/hf", gpt2))
+    assert_same_weights(again, own)
+    assert causal_lm.Config(preset=f"{tmp_path}/hf", seq_length=512)
+    with pytest.raises(UserError, match="--seq-length 513 is more than the 512 positions"):
+        causal_lm.Config(preset=f"{tmp_path}/hf", seq_length=513)
+
+
+def test_what_is_no_gpt2_is_refused(preset, tmp_path):
+    for other in (preset, "no_such_preset"):
+        with pytest.raises(UserError, match=f"^cannot load {other} as a GPT2CausalLM that KerasHub saved$"):
+            export_gpt2(other, tmp_path / "hf")

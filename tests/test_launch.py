@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 RECIPES = [sys.executable, "-m", "recipes"]
 OPTIONS = (
     *("--corpus", "LICENSE", "--model", "nano", "--vocabulary-size", "300", "--seq-length", "16"),
-    *("--lr-scaling", "none", "--checkpoint-every", "7"),
+    *("--learning-rate", "5e-3", "--lr-scaling", "none", "--checkpoint-every", "7"),
 )
 
 
@@ -42,7 +42,7 @@ def start(*words, **options):
 def finish(process):
     """Exit status, output and errors of a process, which may take its time, but not for ever."""
     try:
-        output, errors = process.communicate(timeout=150)
+        output, errors = process.communicate(timeout=300)
     finally:
         process.kill()
     return process.returncode, output, errors

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from common.data.byte_pairs import train_byte_pairs
-from common.data.labelled import Examples, LabelledTexts
 from common.data.wordpiece import train_wordpieces
-from common.errors import UserError
 from common.model.backbones import model_width, preset_vocabulary, sinusoids
-from common.model.classifier import make_classifier
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
 from common.model.saving import save_preset
 
@@ -20,7 +17,6 @@ KINDS = {
     train_wordpieces: (keras_hub.models.BertMaskedLM, keras_hub.models.BertMaskedLMPreprocessor),
     train_byte_pairs: (keras_hub.models.RobertaMaskedLM, keras_hub.models.RobertaMaskedLMPreprocessor),
 }
-THREE_CLASSES = LabelledTexts(["a", "b", "c"], {}, "")
 
 
 def documents():
@@ -63,35 +59,6 @@ def test_a_preset_gives_the_model_and_its_vocabulary_again(saved):
     assert isinstance(plain.preprocessor, preprocessor) and plain.preprocessor.sequence_length == 32
     ids = plain.preprocessor.tokenizer("some of the words")
     assert list(ids) == vocabulary.tokenizer().encode("some of the words", add_special_tokens=False).ids
-
-
-def test_a_classifier_has_the_preset_under_a_new_head(saved):
-    model, vocabulary, folder, kind, _ = saved
-    if kind is keras_hub.models.RobertaMaskedLM:
-        with pytest.raises(UserError, match="is a RobertaBackbone; give a BERT preset"):
-            make_classifier(str(folder), "", None, THREE_CLASSES, 0.3, 9)
-        return
-    for classifier in (
-        make_classifier(str(folder), "", None, THREE_CLASSES, 0.3, 9),
-        make_classifier("", "nano", vocabulary, THREE_CLASSES, 0.3, 9),
-    ):
-        assert not classifier.compiled and classifier.num_classes == 3
-        assert classifier.backbone.dropout == classifier.dropout == 0.3
-        assert any("pooled_dense" in variable.path for variable in classifier.trainable_variables)
-    of_preset = make_classifier(str(folder), "", None, THREE_CLASSES, 0.3, 9).backbone.get_weights()
-    for mine, theirs in zip(of_preset, model.backbone.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-
-
-def test_regression_begins_at_the_mean_of_the_training_labels(saved):
-    _, vocabulary, folder, kind, _ = saved
-    if kind is keras_hub.models.RobertaMaskedLM:
-        return
-    texts = LabelledTexts([], {"train": Examples([("a",)] * 3, [1.0, 2.0, 4.5], ["0", "1", "2"])}, "")
-    for preset in ("", str(folder)):
-        head = make_classifier(preset, "nano", vocabulary, texts, 0.3, 9).output_dense
-        assert head.kernel.shape[1] == 1 and head.bias.numpy().tolist() == [2.5]
-    assert not make_classifier("", "nano", vocabulary, THREE_CLASSES, 0.3, 9).output_dense.bias.numpy().any()
 
 
 def test_without_room_on_the_disk_nothing_is_written(saved, tmp_path, monkeypatch):

@@ -22,11 +22,12 @@ from benchmarks import readme
 from common.errors import UserError
 from common.run.command_line import parse
 from common.training.scaling import LearningRateScaling
-from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop
+from recipes import bert_from_scratch, bert_mlm, causal_lm, glue_controller, glue_custom_loop, text_classifier
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {
-    module.__name__.split(".")[1]: module for module in (bert_mlm, bert_from_scratch, glue_controller, glue_custom_loop)
+    module.__name__.split(".")[1]: module
+    for module in (bert_mlm, bert_from_scratch, causal_lm, text_classifier, glue_controller, glue_custom_loop)
 }
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in readme.PAGES}
 README = PAGES["README.md"]
@@ -82,16 +83,18 @@ def placeholders(tmp_path_factory):
     text = "".join(f"Line {i} of a text that is made of words, and of the number {i * i}.\n\n" for i in range(400))
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the"]
     (folder / "vocab.txt").write_text("\n".join(pieces))
-    for name in ("FILE", "my.txt", "my_texts/a.txt", "FOLDER/a.txt"):
+    for name in ("FILE", "my.txt", "my_texts/a.txt", "simplewiki/a.txt", "FOLDER/a.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
+    answers = "".join(f'{{"prompt": "{i}?", "response": "{i}!"}}\n' for i in range(99))
+    (folder / "answers.jsonl").write_text(answers)
     pairs = "".join(f"the cat saw dog {i},a dog was seen by cat {i},{i % 2}\n" for i in range(200))
     for name in ("my.csv", "pairs.csv"):
         (folder / name).write_text(f"a,b,same\n{pairs}")
     (folder / "essays.csv").write_text("essay,mark\n" + "".join(f"essay number {i},{i % 7 / 2}\n" for i in range(200)))
     (folder / "GLUE/SST-2").mkdir(parents=True)
     for split in ("train", "dev"):
-        rows = "".join(f"film number {i} is {'good' if i % 2 else 'bad'} \t{i % 2}\n" for i in range(100))
+        rows = "".join(f"film number {i} is {'good' if i % 2 else 'bad'} \t{i % 2}\n" for i in range(200))
         (folder / f"GLUE/SST-2/{split}.tsv").write_text(f"sentence\tlabel\n{rows}")
     for preset in ("FOLDER", "runs/bert_mlm/preset", "runs/bert_from_scratch/preset"):
         (folder / preset).mkdir(parents=True, exist_ok=True)
@@ -307,12 +310,12 @@ def test_the_figures_of_a_page_are_those_of_the_results(name):
 
 
 def test_the_recipes_table_shows_the_runs_of_its_commands():
-    shown = {"bert_mlm": readme._results("bert_mlm"), "bert_from_scratch": readme._results("wikitext-2")["results"]}
-    for name, found in shown.items():
+    for name in RECIPES:
+        found = readme._results("wikitext-2")["results"] if name == "bert_from_scratch" else readme._results(name)
         config = RECIPES[name].Config(**found["config"])
         same = dataclasses.replace(config, workdir=RECIPES[name].Config.workdir)
-        if config.minutes:  # which chooses the size
-            same = dataclasses.replace(same, model=None)
+        if getattr(config, "minutes", None):  # which chooses the size, and so the learning rate
+            same = dataclasses.replace(same, model=None, learning_rate=None)
         assert same == parse(RECIPES[name].Config, "", shlex.split(readme.RECIPES[name][1]))
     lm = {"seconds": 60.4, "val_loss": 4.0, "val_unigram_loss": 6.5}
     classifier = {
@@ -329,20 +332,18 @@ def test_the_recipes_table_shows_the_runs_of_its_commands():
     assert "| `python -m recipes run bert_mlm` | 60 s | loss 4.000, 2.500 nats below the unigram baseline |" in table
 
 
-def test_the_table_of_mrpc():
-    same = {"val_majority_accuracy": 0.6838, "val_bag_of_words_accuracy": 0.7}
-    runs = [{"val_accuracy": accuracy, "val_f1": accuracy + 0.1} | same for accuracy in (0.7, 0.71, 0.75)]
-    table = readme.glue_table({"a preset": runs, "random weights": runs[:1]}).splitlines()
-    assert table[2] == "| from a preset | 3 | 0.720 (0.700 to 0.750) | 0.820 (0.800 to 0.850) | 0.700 |"
-    assert table[3] == "| from random weights | 1 | 0.700 | 0.800 | 0.700 |"
-    assert table[4] == "| majority-class baseline | | 0.684 | 0.812 | |"
-    assert "about 0.84 accuracy and 0.89 F1" in table[6]
+def test_the_learning_rates_of_the_page_are_those_measured():
+    page = PAGES["docs/small-budget.md"]
+    for run in readme._results("learning_rates"):
+        rate = re.sub("e-0", "e-", f"{run['learning_rate']:.2e}").replace("0e-", "e-").replace(".0e-", "e-")
+        assert re.search(rf"{run['val_loss']:.3f}\**  ?\({rate}\)", page), run
 
 
 # What other tests start: the doctor, two workers of each recipe, parameter servers, hosts, schedulers.
 ELSEWHERE = (
     "recipes doctor|launch --workers 2 (?!--restarts)|--parameter-servers|--hosts|-m benchmarks|^(pip|sbatch|ray|kub)"
 )
+LANGUAGE_MODELS = ("bert_mlm", "bert_from_scratch", "causal_lm")
 TO_RUN = [command for command in COMMANDS if not re.search(ELSEWHERE, command)]
 
 
@@ -362,10 +363,10 @@ def tiny(command, workdir):
         at = words.index("--minutes")
         del words[at : at + 2]
     words += ["--max-steps", "2", "--seq-length", "32", "--workdir", workdir]
-    words += ["--batch-size", "4" if name.startswith("bert") else "64"]
+    words += ["--batch-size", "4" if name in LANGUAGE_MODELS else "64"]
     if "--preset" not in words:
         words += ["--model", "nano", "--vocabulary-size", "300"]
-    if name.startswith("bert") and "--corpus" not in words:
+    if name in LANGUAGE_MODELS and "--corpus" not in words and "--data" not in words:
         words += ["--corpus", "my_texts/"]
     return words
 
@@ -395,10 +396,11 @@ def execute(words, folder):
 def project(placeholders, tmp_path_factory):
     """A folder with the files of the reader's own, and the runs whose presets other commands take."""
     folder = tmp_path_factory.mktemp("project")
-    for name in ("my.txt", "my.csv", "pairs.csv", "essays.csv", "my_texts", "GLUE"):
+    for name in ("my.txt", "my.csv", "pairs.csv", "essays.csv", "my_texts", "simplewiki", "GLUE", "answers.jsonl"):
         (folder / name).symlink_to(placeholders / name)
-    for name in ("bert_mlm", "bert_from_scratch"):
-        status, said = execute(tiny(f"python -m recipes run {name}", f"runs/{name}"), folder)
+    runs = {"sst2": "text_classifier --task sst2 --data GLUE/SST-2"}  # the one before last: `classify` takes the last
+    for name, options in (runs | {name: name for name in (*LANGUAGE_MODELS, "text_classifier")}).items():
+        status, said = execute(tiny(f"python -m recipes run {options}", f"runs/{name}"), folder)
         assert status == 0, said
     return folder
 
@@ -409,7 +411,7 @@ def test_the_command_runs(command, project):
     workdir = f"elsewhere/{TO_RUN.index(command)}"
     words = tiny(command, workdir)
     status, said = execute(words, project)
-    if re.search(r"hf://|wikitext|en_uncased|--task mrpc", command):
+    if re.search(r"hf://|wikitext|en_uncased|gpt2_base_en|--task mrpc", command):
         assert status == 2 and any(told in said for told in NETWORK), said
         return
     assert status == 0, said

@@ -9,13 +9,14 @@ import keras
 import numpy as np
 import pytest
 
+from common.data.glue_tasks import TASKS
 from common.errors import UserError
 from common.files import write_json
 from common.run import run_folder
 from common.run.run_folder import bring_back, discard_replaced, set_aside
 from common.run.runs import open_run
 from common.run.step_log import StepLog
-from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop
+from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop, text_classifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,11 +360,11 @@ def test_a_kill_between_the_first_checkpoint_and_the_end_of_the_old_run_keeps_th
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [bert_mlm, bert_from_scratch, glue_controller, glue_custom_loop])
+@pytest.mark.parametrize("recipe", [bert_mlm, bert_from_scratch, text_classifier, glue_controller, glue_custom_loop])
 def test_overwrite_takes_all_that_a_recipe_writes(recipe, small, tmp_path):
     """What stays would be taken for the user's, and the next run be refused for it."""
     options = small | {"max_steps": 2}
-    if recipe in (glue_controller, glue_custom_loop):
+    if recipe in (text_classifier, glue_controller, glue_custom_loop):
         lines = [f"{'good' if i % 2 else 'bad'} number {i},{i % 2}" for i in range(200)]
         (tmp_path / "own.csv").write_text("\n".join(["text,label", *lines]))
         del options["corpus"]
@@ -489,3 +490,8 @@ def test_a_dry_run_writes_nothing_and_takes_no_notice_of_a_run(config):
         assert run.results is None and run.scale(config, 2, 0.1, "adamw")[::2] == (8, 0.1)
         run.check_data({"train": 16, "validation": 1}, {"train": 9})
     assert files_in(run.workdir) == before
+
+
+def test_a_run_knows_its_predictions_by_every_name_that_glue_wants():
+    names = {f"predictions/{task.submission}" for task in TASKS.values()}
+    assert names < {*run_folder.OF_SOME_RUNS["predictions"]}

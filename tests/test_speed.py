@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -31,12 +32,36 @@ def test_the_peak_is_that_of_the_cores_which_logical_devices_share(monkeypatch, 
     assert flops.utilisation(0.5 * 1e12 / flops.per_token) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(("lora_rank", "products"), [(None, 6), (8, 4)])
+def test_a_classifiers_flops_are_those_of_all_layers_but_the_last(monkeypatch, lora_rank, products):
+    monkeypatch.setattr(speed, "device_peak", lambda dtype: 1e12)
+    model = SimpleNamespace(
+        backbone=SimpleNamespace(**dimensions("mini"), vocabulary_size=500), distribute_strategy=make_strategy(1)
+    )
+    flops = speed.model_flops(model, SimpleNamespace(seq_length=128, lora_rank=lora_rank))
+    assert flops.per_token == products * 3 * (4 * 256**2 + 2 * 256 * 1024)
+
+
 def test_the_arithmetic_of_a_token_is_that_of_the_papers():
     layers = 5 * (4 * 2**2 + 2 * 2 * 3)  # weights in matrices
     head = 2**2 + 2 * 7
     attention = 12 * 5 * 2 * 11
     assert speed.flops_per_token(2, 3, 5, 7, 11, 0.5) == 6 * layers + attention + 6 * 0.5 * head
     assert speed.flops_per_token(768, 3072, 12, 30522, 0, 0.0) == 6 * 84_934_656  # BERT-base's encoder
+
+
+@pytest.mark.parametrize(("lora_rank", "products"), [(None, 6), (8, 4)])
+def test_a_causal_models_flops_are_those_of_its_kernels_and_embeddings(monkeypatch, lora_rank, products):
+    """Nano GPT-2 by hand: a layer of width 64, 500 tokens."""
+    monkeypatch.setattr(speed, "device_peak", lambda dtype: 1e12)
+    backbone = keras_hub.models.GPT2Backbone(500, **dimensions("nano"), max_sequence_length=32)
+    if lora_rank:
+        backbone.enable_lora(lora_rank)
+    model = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+    monkeypatch.setattr(type(model), "distribute_strategy", make_strategy(1))
+    flops = speed.model_flops(model, SimpleNamespace(seq_length=32, lora_rank=lora_rank))
+    kernels = 4 * 64**2 + 2 * 64 * 256  # query, key, value, output; the inner layer's two
+    assert flops.per_token == products * (kernels + 64 * 500) + 12 * 64 * 32
 
 
 def test_the_peak_of_memory_is_that_of_the_system(monkeypatch):

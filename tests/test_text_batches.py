@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -5,8 +7,8 @@ from common.data.labelled import Examples, LabelledTexts
 from common.data.order import Scaled
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import WordPieces
-from common.model.classifier import BertTextClassifier
-from common.model.saving import keras_tokenizer
+from common.errors import UserError
+from common.model.classifier import make_preprocessor
 
 WORDS = ["the", "a", "cat", "dog", "sees", "hears", "old", "young", "and"]
 VOCABULARY = WordPieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS], lowercase=True, strip_accents=True)
@@ -19,27 +21,50 @@ def sentences(count, longest, seed=0):
 
 def encoded(texts, seq_length, labels=None, split="train", classes=("no", "yes")):
     texts = LabelledTexts(list(classes), {split: Examples(texts, labels, list(map(str, range(len(texts)))))}, "")
-    return EncodedTexts.of(texts, VOCABULARY, seq_length)
+    return EncodedTexts.of(texts, make_preprocessor("", VOCABULARY, seq_length))
 
 
 @pytest.mark.parametrize("columns", [1, 2])
-def test_texts_are_encoded_as_keras_hub_does(columns):
+def test_a_batch_has_what_the_preprocessor_makes_of_its_texts(columns):
     texts = list(zip(*(sentences(200, 30, seed) for seed in range(columns)), strict=True))
-    given = tuple(list(column) for column in zip(*texts, strict=True))
-    preprocessor = BertTextClassifier.preprocessor_cls(keras_tokenizer(VOCABULARY), sequence_length=24)
-    kerashub = preprocessor(x=given if columns == 2 else given[0])
-    batches = encoded(texts, 24).batches("train", Scaled(200, 200), range(1))
-    (ours, examples), *none = list(batches)
-    assert examples.numpy().tolist() == list(range(200)) and not none
-    for name, theirs in kerashub.items():
-        np.testing.assert_array_equal(ours[name], np.array(theirs).astype(np.int32), err_msg=name)
+    data = encoded(texts, 24)
+    (x, examples), *none = list(data.batches("train", Scaled(200, 200), range(1)))
+    assert sorted(examples.numpy()) == list(range(200)) and not none
+    for row, example in enumerate(examples.numpy()):
+        theirs = data.preprocessor(x=texts[example])
+        assert x.keys() == theirs.keys()
+        for name, values in theirs.items():
+            np.testing.assert_array_equal(x[name][row], np.array(values).astype(np.int32), err_msg=name)
+
+
+def test_few_lengths_are_multiples_of_32():
+    texts = [("cat " * length,) for length in (1, 9, 20, 31, 50, 90)]
+    data = dataclasses.replace(encoded(texts, 120), few_lengths=True)
+    lengths = [x["token_ids"].shape[1] for x, _ in data.batches("train", Scaled(1, 1), range(6))]
+    assert lengths == [32, 32, 32, 64, 64, 96]
+
+
+def test_a_gap_in_the_padding_mask_is_a_part_of_the_text():
+    """As the literal name of RoBERTa's padding leaves one."""
+    data = encoded([("cat",), ("dog dog dog dog",)], 16)
+    data.inputs["train"]["padding_mask"][1, 1:4] = 0
+    ((x, _),) = data.batches("train", Scaled(2, 2), range(1))
+    assert x["token_ids"].shape == (2, 8) and x["padding_mask"][1].numpy().tolist() == [1, 0, 0, 0, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("columns", "least"), [(1, 3), (2, 5)])
+def test_a_length_without_room_for_a_token_of_each_text_is_refused(columns, least):
+    texts = [("cat dog",) * columns]
+    with pytest.raises(UserError, match=f"--seq-length {least - 1} has no room .* Give at least {least}"):
+        encoded(texts, least - 1)
+    assert encoded(texts, least).inputs["train"]["padding_mask"].sum() == least
 
 
 def test_a_batch_is_as_long_as_its_longest_example_on_every_replica():
     texts = [("cat",)] * 7 + [(" ".join(["dog"] * 40),)] + [("cat",)] * 8
     for shard in range(2):
         batches = encoded(texts, 128).batches("train", Scaled(4, 8), range(2), num_shards=2, shard=shard)
-        assert [x["token_ids"].shape[1] for x, _ in batches] == [64, 32]
+        assert [x["token_ids"].shape[1] for x, _ in batches] == [4, 44]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
@@ -62,7 +87,7 @@ def test_each_example_comes_once_an_epoch_in_another_order_each(replicas):
     assert [sorted(examples.numpy()) for _, examples in whole] == orders[0] + orders[1]
     for x, y, weight in data.labelled_batches("train", Scaled(8, 8), range(8), 7):
         for ids, label, used in zip(x["token_ids"], y, weight, strict=True):
-            assert not used or (ids.numpy() == data.ids["train"][label][: len(ids)]).all()
+            assert not used or (ids.numpy() == data.inputs["train"]["token_ids"][label][: len(ids)]).all()
 
 
 def test_rows_come_back_in_the_examples_order():

@@ -8,6 +8,7 @@ Face's, from the `tokenizer.json` that is saved. Inside a `tf.data` pipeline Ker
 
 import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -43,8 +44,7 @@ class BytePairs:
         `[UNK]`, as corpora write unknown words, is one token `<unk>`; all else is ordinary text, `<mask>` included.
         """
         ids = {piece: index for index, piece in enumerate(self.pieces)}
-        merges = [(left, right) for left, right in (merge.split(" ") for merge in self.merges)]
-        tokenizer = _tokenizer(models.BPE(ids, merges))
+        tokenizer = byte_pair_tokenizer(ids, self.merges)
         tokenizer.normalizer = normalizers.Replace(UNKNOWN, self.special.unknown)
         tokenizer.add_special_tokens([AddedToken(self.special.unknown, normalized=True)])
         return tokenizer
@@ -88,6 +88,12 @@ def train_byte_pairs(documents: Documents, size: int) -> BytePairs:
     # A text that is about "</s>" must not become the token of that name.
     merges = [" ".join(pair) for pair in model["merges"] if "".join(pair) not in special]
     return BytePairs(sorted(model["vocab"], key=model["vocab"].get), merges)
+
+
+def byte_pair_tokenizer(ids: dict[str, int], merges: Iterable[str]) -> Tokenizer:
+    """A tokenizer of byte pairs alone: ids by piece, and merges as those of `BytePairs`."""
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    return _tokenizer(models.BPE(ids, pairs))
 
 
 def _tokenizer(model: models.BPE) -> Tokenizer:

@@ -47,6 +47,14 @@ def open_examples(
     return _from_glue(task, data)
 
 
+def column_names(text_columns: str) -> tuple[str, ...]:
+    """The one or two names in `--text-columns`. Raises a `UserError` when there are more, or one is empty or twice."""
+    names = tuple(name.strip() for name in text_columns.split(","))
+    if len(names) > 2 or not all(names) or len({*names}) < len(names):
+        raise UserError(f"--text-columns must be one name, or two separated by a comma; got {text_columns}")
+    return names
+
+
 def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
@@ -89,12 +97,9 @@ def _own_files(data: str, text_columns: str, label_column: str, regression: bool
         raise UserError("--task own needs your own file or folder: give --data")
     if not text_columns or not label_column:
         raise UserError("--task own needs the names of the columns: give --text-columns and --label-column")
-    texts = tuple(name.strip() for name in text_columns.split(","))
-    if len(texts) > 2 or not all(texts) or len({*texts, label_column}) <= len(texts):
-        raise UserError(
-            f"--text-columns must be one name, or two separated by a comma, other than --label-column {label_column}; "
-            f"got {text_columns}"
-        )
+    texts = column_names(text_columns)
+    if label_column in texts:
+        raise UserError(f"--text-columns must be other than --label-column {label_column}; got {text_columns}")
     path = Path(data)
     files = _split_files(path, SUFFIXES) if path.is_dir() else {"train": path}
     tables = {split: list(read_rows(file)) for split, file in files.items()}

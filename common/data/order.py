@@ -46,15 +46,17 @@ def locate(positions: tf.Tensor, num_examples: int, global_batch_size: int, shuf
     epochs, place = positions // places, positions % places
     example = tf.minimum(place, num_examples - 1)
     if shuffle_seed is not None:
-        seeds = tf.stack(
-            [tf.fill(tf.shape(epochs), tf.constant(shuffle_seed, tf.int64)), epochs, tf.zeros_like(epochs)], axis=1
-        )
-        # The op under tf.random.experimental.index_shuffle, whose wrapper fails on a vector of seeds (TensorFlow 2.21);
-        # its 4 rounds leave orders of 10,000 correlated with 0, 1, 2, ... (sd 0.017), 16 do not (0.009; chance: 0.010).
-        example = tf.raw_ops.RandomIndexShuffle(
-            index=example,
-            seed=seeds,
-            max_index=tf.fill(tf.shape(example), tf.cast(num_examples - 1, tf.int64)),
-            rounds=16,
-        )
+        example = shuffled(example, num_examples, shuffle_seed, epochs, tf.zeros_like(epochs))
     return epochs, tf.where(place < num_examples, example, NO_EXAMPLE)
+
+
+def shuffled(places: tf.Tensor, count: int | tf.Tensor, seed: int, epochs: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+    """What stands at these places of a random order of `count`, by seed, epoch and draw; int64 vectors."""
+    # The op under tf.random.experimental.index_shuffle, whose wrapper fails on a vector of seeds (TensorFlow 2.21);
+    # its 4 rounds leave orders of 10,000 correlated with 0, 1, 2, ... (sd 0.017), 16 do not (0.009; chance: 0.010).
+    return tf.raw_ops.RandomIndexShuffle(
+        index=places,
+        seed=tf.stack([tf.fill(tf.shape(epochs), tf.constant(seed, tf.int64)), epochs, draws], axis=1),
+        max_index=tf.fill(tf.shape(places), tf.cast(count - 1, tf.int64)),
+        rounds=16,
+    )

@@ -1,78 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of BERT's classifier from labelled texts: encoded once, read in an order that is a function of seed and step.
+"""Inputs of a text classifier from labelled texts: encoded once, read in an order that is a function of seed and step.
 
-Each batch is padded to the shortest of a few bucket lengths that holds its longest example, not to the maximum: few,
-because TensorFlow traces a graph for each.
+Examples of similar length share a batch, which is padded to a length that holds its longest.
 """
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import keras_hub
 import numpy as np
 import tensorflow as tf
 
-from common.data.byte_pairs import Vocabulary, special_ids
+from common.data.by_length import batches_by_length, locate_by_length, padded_length
 from common.data.labelled import LabelledTexts
-from common.data.order import NO_EXAMPLE, Scaled, locate, steps_per_epoch
-from common.data.packing import read_sequences
+from common.data.order import NO_EXAMPLE, Scaled, steps_per_epoch
+from common.errors import UserError
+
+TEXTS_AT_ONCE = 4096
 
 
-def token_ids(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary) -> list[list[list[int]]]:
-    """The ids of each example's texts, without special tokens."""
-    tokenizer = vocabulary.tokenizer()
-    columns = [tokenizer.encode_batch_fast(column, add_special_tokens=False) for column in zip(*texts, strict=True)]
-    return [[part.ids for part in parts] for parts in zip(*columns, strict=True)]
+def encode(
+    texts: Sequence[tuple[str, ...]], preprocessor: keras_hub.models.TextClassifierPreprocessor
+) -> dict[str, np.ndarray]:
+    """What a model takes, by name: its preprocessor's output for one or two texts each, [examples, sequence_length].
 
-
-def encode(texts: Sequence[tuple[str, ...]], vocabulary: Vocabulary, seq_length: int) -> np.ndarray:
-    """Token ids, [examples, seq_length]: [CLS] first [SEP], or [CLS] first [SEP] second [SEP], then [PAD].
-
-    Two texts that are too long are truncated to equal shares, and what one does not use goes to the other, as in
-    KerasHub's packer.
+    Among it are `token_ids` and `padding_mask`, which is 1 for a token and 0 for padding.
     """
-    special = special_ids(vocabulary)
-    start, end = special["start"], special["end"]
-    dtype = np.uint16 if len(vocabulary.pieces) <= 2**16 else np.int32
-    encoded = np.full((len(texts), seq_length), special["pad"], dtype)
-    for row, (first, *second) in zip(encoded, token_ids(texts, vocabulary), strict=True):
-        room = seq_length - len(second) - 2
-        if second:
-            other = second[0][: max(room // 2, room - len(first))]
-            ids = [start, *first[: room - len(other)], end, *other, end]
-        else:
-            ids = [start, *first[:room], end]
-        row[: len(ids)] = ids
-    return encoded
+    parts: dict[str, list[np.ndarray]] = {}
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        columns = tuple(list(column) for column in zip(*texts[start : start + TEXTS_AT_ONCE], strict=True))
+        for name, values in preprocessor(x=columns).items():
+            dtype = np.int32 if name == "token_ids" else np.uint8
+            parts.setdefault(name, []).append(np.asarray(values).astype(dtype))
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+def token_ids(texts: Sequence[tuple[str, ...]], tokenizer: keras_hub.models.Tokenizer) -> list[list[list[int]]]:
+    """The ids of each example's texts. No special tokens are added; the name of one within a text may become it."""
+    columns = [_ragged(tokenizer(list(column))) for column in zip(*texts, strict=True)]
+    return [list(parts) for parts in zip(*columns, strict=True)]
+
+
+def _ragged(ids) -> list[list[int]]:
+    return ids.to_list() if isinstance(ids, tf.RaggedTensor) else [list(map(int, part)) for part in ids]
 
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Labelled texts, the vocabulary that encoded them, and the ids of each split, from `encode`."""
+    """Labelled texts, the preprocessor that encoded them, and of each split what `encode` gives."""
 
     texts: LabelledTexts
-    vocabulary: Vocabulary
-    ids: dict[str, np.ndarray]
+    preprocessor: keras_hub.models.TextClassifierPreprocessor
+    inputs: dict[str, dict[str, np.ndarray]]
+    few_lengths: bool  # batches are padded to a multiple of 32 tokens, as XLA compiles each length anew; else of 4
 
     @classmethod
-    def of(cls, texts: LabelledTexts, vocabulary: Vocabulary, seq_length: int) -> "EncodedTexts":
-        """Encodes all splits, each example to at most `seq_length` tokens."""
-        ids = {split: encode(part.texts, vocabulary, seq_length) for split, part in texts.splits.items()}
-        return cls(texts, vocabulary, ids)
+    def of(
+        cls,
+        texts: LabelledTexts,
+        preprocessor: keras_hub.models.TextClassifierPreprocessor,
+        few_lengths: bool = False,
+    ) -> "EncodedTexts":
+        """Encodes all splits.
+
+        Raises:
+            UserError: when the preprocessor's `sequence_length` has no room for a token of each text.
+        """
+        example = next(part.texts[0] for part in texts.splits.values() if part.texts)
+        least = int(np.sum(preprocessor(x=tuple([""] for _ in example))["padding_mask"])) + len(example)
+        if preprocessor.sequence_length < least:
+            raise UserError(
+                f"--seq-length {preprocessor.sequence_length} has no room for a token of each text. "
+                f"Give at least {least}"
+            )
+        inputs = {split: encode(part.texts, preprocessor) for split, part in texts.splits.items()}
+        return cls(texts, preprocessor, inputs, few_lengths)
 
     def sizes(self) -> dict[str, int]:
         """The number of examples in each split."""
-        return {split: len(ids) for split, ids in self.ids.items()}
+        return {split: len(inputs["token_ids"]) for split, inputs in self.inputs.items()}
 
     def checksums(self) -> dict[str, int]:
         """A checksum of the ids and labels of each split."""
         dtype = self.texts.label_dtype
         labels = {split: np.array(part.labels or [], dtype).data for split, part in self.texts.splits.items()}
-        return {split: zlib.crc32(labels[split], zlib.crc32(ids.data)) for split, ids in self.ids.items()}
+        ids = {split: inputs["token_ids"].data for split, inputs in self.inputs.items()}
+        return {split: zlib.crc32(labels[split], zlib.crc32(ids[split])) for split in ids}
 
     def steps(self, split: str, scaled: Scaled) -> int:
         """Steps in which every example of a split is used once."""
-        return steps_per_epoch(len(self.ids[split]), scaled.global_batch_size)
+        return steps_per_epoch(self.sizes()[split], scaled.global_batch_size)
 
     def batches(
         self,
@@ -85,22 +103,15 @@ class EncodedTexts:
     ) -> tf.data.Dataset:
         """One shard's batches (x, examples), of a replica's size each: a pure function of the seed and the step.
 
-        They are for these steps of the run. A seed gives a new order in each epoch; None, no shuffling.
+        They are for these steps of the run. A seed gives a new order in each epoch; None, for the steps of one epoch,
+        the shortest examples first.
 
         Returns:
-            BERT's inputs, int32 [batch size, length of the global batch]; and rows of the split, int64 [batch size],
-            `order.NO_EXAMPLE` for padding.
+            What `encode` gives, int32 [batch size, length of the global batch]; and rows of the split, int64 [batch
+            size], `order.NO_EXAMPLE` where there is none, and all is padding.
         """
-        batch_of = self._batch_of(split, scaled.global_batch_size, shuffle_seed)
-
-        def replica_batches(step):
-            own = tf.nest.map_structure(lambda part: part[shard::num_shards], batch_of(step))
-            return tf.nest.map_structure(
-                lambda part: tf.reshape(part, tf.concat([[-1, scaled.batch_size], tf.shape(part)[1:]], axis=0)), own
-            )
-
-        numbers = tf.data.Dataset.range(steps.start, steps.stop)
-        return numbers.map(replica_batches, num_parallel_calls=2).unbatch().prefetch(8)
+        lengths, inputs_of = self._inputs(split)
+        return batches_by_length(steps, lengths, scaled, shuffle_seed, inputs_of, num_shards, shard).prefetch(8)
 
     def labelled_batches(self, split: str, *arguments, **shard) -> tf.data.Dataset:
         """As `batches`, but (x, y, weight): labels, and weights, 0 for padding."""
@@ -108,24 +119,25 @@ class EncodedTexts:
 
     def labelled_batch(self, split: str, batch_size: int, shuffle_seed: int) -> Callable[[tf.Tensor], tuple]:
         """A function from a step, int64, to its batch (x, y, weight), for use in a graph; see `labelled_batches`."""
-        batch_of, with_labels = self._batch_of(split, batch_size, shuffle_seed), self._with_labels(split)
-        return lambda step: with_labels(*batch_of(step))
+        (lengths, inputs_of), with_labels = self._inputs(split), self._with_labels(split)
+        return lambda step: with_labels(*inputs_of(locate_by_length(step, lengths, batch_size, shuffle_seed)))
 
-    def _batch_of(self, split: str, batch_size: int, shuffle_seed: int | None) -> Callable:
-        special = special_ids(self.vocabulary)
-        pad, end = special["pad"], special["end"]
+    def _inputs(self, split: str) -> tuple[tf.Tensor, Callable]:
+        """The lengths of a split's examples, and a function from a batch's examples to (x, examples)."""
         with tf.device("CPU"):
-            sequences = tf.constant(self.ids[split])
+            inputs = {name: tf.constant(values) for name, values in self.inputs[split].items()}
+            places = tf.range(1, tf.shape(inputs["padding_mask"])[1] + 1)
+            # A text may have the padding's own name in it, so that the mask has gaps.
+            lengths = tf.reduce_max(tf.cast(inputs["padding_mask"], tf.int32) * places, axis=1)
 
-        def batch_of(step):
-            positions = step * batch_size + tf.range(batch_size, dtype=tf.int64)
-            _, examples = locate(positions, len(sequences), batch_size, shuffle_seed)
-            ids = read_sequences(sequences, examples, pad, trim=True)
-            is_token = tf.cast(ids != pad, tf.int32)
-            segments = tf.minimum(tf.cumsum(tf.cast(ids == end, tf.int32), axis=1, exclusive=True), 1) * is_token
-            return {"token_ids": ids, "segment_ids": segments, "padding_mask": is_token}, examples
+        def inputs_of(examples):
+            rows = tf.maximum(examples, 0)
+            length = padded_length(examples, lengths, 32 if self.few_lengths else 4)
+            x = {name: tf.cast(tf.gather(values, rows)[:, :length], tf.int32) for name, values in inputs.items()}
+            x["padding_mask"] *= tf.cast(examples != NO_EXAMPLE, tf.int32)[:, None]
+            return x, examples
 
-        return batch_of
+        return lengths, inputs_of
 
     def _with_labels(self, split: str) -> Callable:
         labels = self.texts.splits[split].labels

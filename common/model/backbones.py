@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models from a size, or from a preset in KerasHub's or Hugging Face's format."""
 
+import contextlib
 from typing import Any
 
 import keras_hub
 import numpy as np
+from keras_hub.src.utils.preset_utils import load_json
 
 from common.data.byte_pairs import BytePairs, Vocabulary
 from common.data.wordpiece import WordPieces
@@ -15,22 +17,24 @@ from common.model.sizes import dimensions
 POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
 
 
-def backbone_from_size(size: str, vocabulary: Vocabulary, dropout: float, seq_length: int) -> keras_hub.models.Backbone:
-    """An encoder with random weights: BERT for word pieces, RoBERTa for byte pairs.
+def backbone_from_size(
+    kind: type[keras_hub.models.Backbone], size: str, vocabulary_size: int, dropout: float, seq_length: int
+) -> keras_hub.models.Backbone:
+    """An encoder with random weights.
 
     Its position embeddings, trained as all weights, begin as the sinusoids of Vaswani et al. 2017, arXiv:1706.03762,
     section 3.5. With them, a token's neighbour is found by one rotation in all places; from BERT's noise, each position
     has to be learned by itself.
 
     Args:
+        kind: `BertBackbone` or `RobertaBackbone`.
         size: of `sizes.py`.
-        vocabulary: whose tokens it embeds.
+        vocabulary_size: tokens that it embeds.
         dropout: of the encoder.
         seq_length: tokens per sequence; the encoder has at least 512 positions.
     """
-    kind = keras_hub.models.BertBackbone if isinstance(vocabulary, WordPieces) else keras_hub.models.RobertaBackbone
     backbone = kind(
-        vocabulary_size=len(vocabulary.pieces),
+        vocabulary_size=vocabulary_size,
         **dimensions(size),
         dropout=dropout,
         max_sequence_length=max(512, seq_length),
@@ -65,10 +69,15 @@ def model_width(preset: str, size: str) -> int:
     """The width of a preset's layers, or without one of a size's.
 
     Raises:
-        UserError: when there is no such preset, or it cannot be fetched.
+        UserError: when there is no such preset, it cannot be fetched, or its model is not described as a transformer's.
     """
     if preset:
-        return from_preset(keras_hub.models.Backbone, preset, load_weights=False).hidden_dim
+        with contextlib.suppress(ValueError, OSError, RuntimeError, KeyError):
+            return load_json(preset)["config"]["hidden_dim"]  # without the memory that its weights take
+        backbone = from_preset(keras_hub.models.Backbone, preset, load_weights=False)
+        if not hasattr(backbone, "hidden_dim"):
+            raise UserError(f"the preset {preset} has a {type(backbone).__name__}: give one of a plain transformer")
+        return backbone.hidden_dim
     return dimensions(size)["hidden_dim"]
 
 

@@ -9,10 +9,9 @@ the exact gelu it would be 5e-3 and 2e-4. Nothing else differs: with both put ri
 Published checkpoints have the exact gelu, so that their encoder is off by as much here, as it is in KerasHub.
 """
 
+import functools
 import json
 import math
-import os
-import shutil
 from pathlib import Path
 
 import keras_hub
@@ -21,9 +20,7 @@ from safetensors.numpy import save
 from tokenizers import processors
 
 from common.data.wordpiece import WordPieces
-from common.errors import UserError
-from common.files import UNFINISHED
-from common.model.huggingface import one_line, require_head, variables_by_name
+from common.model.huggingface import masked_lm_variables, one_line, require_head, require_new, write_folder
 
 
 def export_bert(preset: str, folder: Path) -> None:
@@ -36,26 +33,17 @@ def export_bert(preset: str, folder: Path) -> None:
     Raises:
         UserError: when the preset is not one, or the folder cannot be written.
     """
-    folder = folder.resolve()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} already exists; give a new folder")
+    require_new(folder)
     require_head(preset, "BertMaskedLM")
     with one_line(f"cannot load {preset} as a BertMaskedLM that KerasHub saved"):
         model = keras_hub.models.BertMaskedLM.from_preset(preset, dtype="float32", compile=False)
         tokenizer = keras_hub.models.BertTokenizer.from_preset(preset)
     vocabulary = WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
-    unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
-    try:
-        with one_line(f"cannot write {folder}"):
-            unfinished.mkdir(parents=True)
-            _write(model, vocabulary, unfinished)
-            os.replace(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    write_folder(folder, functools.partial(_write, model, vocabulary))
 
 
 def _write(model: keras_hub.models.BertMaskedLM, vocabulary: WordPieces, folder: Path) -> None:
-    backbone, variables = model.backbone, variables_by_name(model)
+    backbone, variables = model.backbone, masked_lm_variables(model)
     tensors = {}
     for name, variable in variables.items():
         tensor = np.array(variable)

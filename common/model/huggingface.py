@@ -6,7 +6,9 @@ exact form of gelu, where KerasHub's encoder has the tanh form.
 """
 
 import contextlib
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import keras
@@ -17,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from common.data.wordpiece import WordPieces
 from common.errors import UserError, first_line
+from common.files import UNFINISHED
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 
@@ -36,6 +39,14 @@ def require_head(preset: str, *kinds: str) -> None:
         get_file(preset, "task.weights.h5")
 
 
+def task_class(preset: str) -> str:
+    """The name of a preset's task, such as `GPT2CausalLM`; empty where it is of none, or there is no such preset."""
+    try:
+        return load_json(preset, "task.json")["class_name"]
+    except (ValueError, OSError, RuntimeError, KeyError):
+        return ""
+
+
 def in_huggingface_form(preset: str) -> bool:
     """Whether there is such a preset, written by transformers or `export_bert`."""
     try:
@@ -44,25 +55,37 @@ def in_huggingface_form(preset: str) -> bool:
         return False  # loading it will report what is wrong
 
 
-def read_weights(model: keras_hub.models.BertMaskedLM, preset: str) -> None:
-    """Loads the weights of a BERT preset in Hugging Face's format into a model, including the head's.
+def read_weights(variables: dict[str, keras.Variable], preset: str) -> bool:
+    """Loads the weights of a BERT preset in Hugging Face's format.
 
-    KerasHub's own converter leaves the head random, and asks for a pooler, which `BertForMaskedLM` does not have.
+    KerasHub's own converter leaves the head of a masked language model random, and asks for a pooler, which
+    `BertForMaskedLM` does not have.
+
+    Args:
+        variables: by their names in that format: `encoder_variables` or `masked_lm_variables`.
+        preset: its folder, or `hf://user/name`.
+
+    Returns:
+        Whether it has the pooler's weights; if not, they are left as they are.
 
     Raises:
-        UserError: when the preset lacks weights, of a head for example.
+        UserError: when the preset lacks other weights, of a head for example.
     """
+    masked = " masked language model" if DECODER_BIAS in variables else ""
     with one_line(f"cannot load {preset}"), safe_open(get_file(preset, "model.safetensors"), "numpy") as file:
         # Checkpoints that come from TensorFlow call what scales and shifts in a norm gamma and beta.
         names = {name.replace(".gamma", ".weight").replace(".beta", ".bias"): name for name in file.keys()}  # noqa: SIM118
+        if "embeddings.word_embeddings.weight" in names:  # of an encoder alone
+            names |= {f"bert.{name}": own for name, own in names.items()}
         if "cls.predictions.decoder.bias" in names:  # another name of the same
             names.setdefault(DECODER_BIAS, "cls.predictions.decoder.bias")
-        for name, variable in variables_by_name(model).items():
+        for name, variable in variables.items():
             if name in names:
                 tensor = file.get_tensor(names[name])
                 variable.assign(np.reshape(tensor.T if variable.path.endswith("kernel") else tensor, variable.shape))
             elif ".pooler." not in name:  # which takes no part in masked language modelling
-                raise UserError(f"the preset {preset} lacks {name}; give a BERT masked language model")
+                raise UserError(f"the preset {preset} lacks {name}; give a BERT{masked}")
+    return "bert.pooler.dense.weight" in names
 
 
 def read_vocabulary(preset: str) -> WordPieces:
@@ -79,6 +102,25 @@ def read_vocabulary(preset: str) -> WordPieces:
     return WordPieces(pieces, lowercase, lowercase if strip_accents is None else strip_accents)
 
 
+def require_new(folder: Path) -> None:
+    """Raises a `UserError` unless a folder is empty, or does not exist."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder.resolve()} already exists; give a new folder")
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Makes a new folder, which `write` fills: it is complete, or absent. A `UserError` when it cannot be written."""
+    folder = folder.resolve()
+    unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
+    try:
+        with one_line(f"cannot write {folder}"):
+            unfinished.mkdir(parents=True)
+            write(unfinished)
+            os.replace(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def one_line(message: str) -> Iterator[None]:
     """Converts errors of KerasHub, h5py, safetensors and the file system to a `UserError` with this message."""
@@ -88,17 +130,14 @@ def one_line(message: str) -> Iterator[None]:
         raise UserError(f"{message} ({first_line(error)})") from error
 
 
-def variables_by_name(model: keras_hub.models.BertMaskedLM) -> dict[str, keras.Variable]:
-    """A model's variables by their names in Hugging Face's format, where a kernel is [outputs, inputs]."""
-    backbone, head = model.backbone, model.masked_lm_head
+def encoder_variables(backbone: keras_hub.models.BertBackbone) -> dict[str, keras.Variable]:
+    """An encoder's variables by their names in Hugging Face's format, where a kernel is [outputs, inputs]."""
     layers = {
-        "bert.embeddings.word_embeddings": backbone.token_embedding,
-        "bert.embeddings.position_embeddings": backbone.position_embedding,
-        "bert.embeddings.token_type_embeddings": backbone.segment_embedding,
-        "bert.embeddings.LayerNorm": backbone.embeddings_layer_norm,
-        "bert.pooler.dense": backbone.pooled_dense,
-        "cls.predictions.transform.dense": head._intermediate_dense,
-        "cls.predictions.transform.LayerNorm": head._intermediate_layer_norm,
+        "embeddings.word_embeddings": backbone.token_embedding,
+        "embeddings.position_embeddings": backbone.position_embedding,
+        "embeddings.token_type_embeddings": backbone.segment_embedding,
+        "embeddings.LayerNorm": backbone.embeddings_layer_norm,
+        "pooler.dense": backbone.pooled_dense,
     }
     for i, block in enumerate(backbone.transformer_layers):
         attention = block._self_attention_layer
@@ -112,8 +151,22 @@ def variables_by_name(model: keras_hub.models.BertMaskedLM) -> dict[str, keras.V
             "output.dense": block._feedforward_output_dense,
             "output.LayerNorm": block._feedforward_layer_norm,
         }.items():
-            layers[f"bert.encoder.layer.{i}.{name}"] = layer
-    variables = {DECODER_BIAS: head._bias}
+            layers[f"encoder.layer.{i}.{name}"] = layer
+    return _variables({f"bert.{name}": layer for name, layer in layers.items()})
+
+
+def masked_lm_variables(model: keras_hub.models.BertMaskedLM) -> dict[str, keras.Variable]:
+    """As `encoder_variables`, with those of the masked language model's head."""
+    head = model.masked_lm_head
+    layers = {
+        "cls.predictions.transform.dense": head._intermediate_dense,
+        "cls.predictions.transform.LayerNorm": head._intermediate_layer_norm,
+    }
+    return {DECODER_BIAS: head._bias} | encoder_variables(model.backbone) | _variables(layers)
+
+
+def _variables(layers: dict[str, keras.layers.Layer]) -> dict[str, keras.Variable]:
+    variables: dict[str, keras.Variable] = {}
     for name, layer in layers.items():  # an embedding has no bias
         variables |= zip((f"{name}.weight", f"{name}.bias"), layer.weights, strict=False)
     return variables

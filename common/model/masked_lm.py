@@ -1,43 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """BERT and RoBERTa as masked language models. Call inside the strategy's scope."""
 
-from typing import Any
-
-import keras
 import keras_hub
-import tensorflow as tf
 
 from common.data.byte_pairs import Vocabulary
 from common.data.wordpiece import WordPieces
 from common.model.backbones import backbone_from_size, from_preset
-from common.model.huggingface import in_huggingface_form, read_weights
+from common.model.counts import CountsTokens
+from common.model.huggingface import in_huggingface_form, masked_lm_variables, read_weights
 from common.training.data_parallel import data_parallel
-from common.training.losses import LabelAccuracy
-from common.training.replicas import COUNTS
-
-
-class CountsTokens:
-    """For a `data_parallel` class: metrics `accuracy`, `labels`, `tokens` and `slots`, and means over all labels.
-
-    `labels` is the sum of the weights; `tokens` counts tokens without padding, where `x["padding_mask"]` is 0; `slots`
-    counts token positions, including padding.
-    """
-
-    mean_over = "values"
-    distribute_strategy: Any
-
-    def compile(self, *args, **kwargs):
-        """As Keras's; the weighted metric is `accuracy`."""
-        with self.distribute_strategy.scope():
-            self.counts = [keras.metrics.Sum(name=name) for name in COUNTS]
-        super().compile(*args, weighted_metrics=[LabelAccuracy()], **kwargs)  # type: ignore[misc]
-
-    def update_counts(self, x, y, sample_weight):
-        """See `data_parallel`."""
-        is_token = tf.cast(x["padding_mask"], tf.float32)
-        for metric, values in zip(self.counts, (sample_weight, is_token, tf.ones_like(is_token)), strict=True):
-            metric.update_state(values)
-
 
 BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM, CountsTokens)
 RobertaMaskedLM = data_parallel(keras_hub.models.RobertaMaskedLM, CountsTokens)
@@ -48,7 +19,8 @@ def masked_lm_from_size(
 ) -> keras_hub.models.MaskedLM:
     """A masked language model with random weights; see `backbones.backbone_from_size`."""
     task = BertMaskedLM if isinstance(vocabulary, WordPieces) else RobertaMaskedLM
-    return _without_pooler(task(backbone_from_size(size, vocabulary, dropout, seq_length), compile=False))
+    backbone = backbone_from_size(task.backbone_cls, size, len(vocabulary.pieces), dropout, seq_length)
+    return _without_pooler(task(backbone, compile=False))
 
 
 def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None = None) -> keras_hub.models.MaskedLM:
@@ -65,7 +37,7 @@ def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None =
     if in_huggingface_form(preset):
         options = {"dropout": dropout, "dtype": dtype, "load_weights": False}
         model = BertMaskedLM(from_preset(keras_hub.models.BertBackbone, preset, **options), compile=False)
-        read_weights(model, preset)
+        read_weights(masked_lm_variables(model), preset)
         return _without_pooler(model)
     plain = from_preset(keras_hub.models.MaskedLM, preset, dtype=dtype, compile=False)
     bert = isinstance(plain, keras_hub.models.BertMaskedLM)

@@ -2,6 +2,7 @@
 """Model sizes, and the checks of the requested model that do not need TensorFlow."""
 
 import json
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,9 @@ SIZES = {
     "large": (24, 1024),
 }
 Size = Literal["nano", "tiny", "mini", "small", "medium", "base", "large"]
+# GPT-2's own: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2.
+GPT2_SIZES = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
+CausalSize = Literal[Size, "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 DIMENSIONS = ("num_layers", "num_heads", "hidden_dim", "intermediate_dim")
 
 
@@ -27,13 +31,13 @@ def dimensions(size: str) -> dict[str, int]:
     """A model's `num_layers`, `num_heads`, `hidden_dim` and `intermediate_dim`.
 
     Args:
-        size: a name of `SIZES`, or a JSON file with these four, as KerasHub's backbones name them.
+        size: a name of `SIZES` or `GPT2_SIZES`, or a JSON file with these four, as KerasHub's backbones name them.
 
     Raises:
         UserError: when it is neither.
     """
-    if size in SIZES:
-        num_layers, width = SIZES[size]
+    if sizes := (SIZES | GPT2_SIZES).get(size):
+        num_layers, width = sizes
         return dict(zip(DIMENSIONS, (num_layers, width // 64, width, 4 * width), strict=True))
     try:
         given = json.loads(Path(size).read_text(encoding="utf-8"))
@@ -55,7 +59,7 @@ def check_model(preset: str, size: str | None, seq_length: int, vocabulary: str 
 
     Raises:
         UserError: when both are given, there is no such size or vocabulary, or the preset, if it is a folder, is
-            not a BERT or has too few positions for the sequences.
+            not of a language model or has too few positions for the sequences.
     """
     if preset and (size or vocabulary):
         both = "--model" if size else "--vocabulary"
@@ -74,20 +78,31 @@ def check_vocabulary_size(architecture: str, size: int) -> None:
         raise UserError(f"--vocabulary-size must be at least 261: 256 bytes, 5 special tokens; got {size}")
 
 
+def check_lora(rank: int | None, preset: str) -> None:
+    """Raises a `UserError` when adapters, of a rank or None for none, have no preset to adapt."""
+    if rank and not preset:
+        raise UserError("--lora-rank adapts the weights of a preset: give --preset, or leave it out")
+
+
 def _check_preset_folder(folder: Path, seq_length: int) -> None:
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "model_type" in settings:  # Hugging Face's form
-            positions, vocabulary_size = settings["max_position_embeddings"], settings["vocab_size"]
+            positions = settings.get("max_position_embeddings") or settings["n_positions"]  # which GPT-2 calls so
+            vocabulary_size = settings["vocab_size"]
         else:
-            config = settings["config"]
-            positions, vocabulary_size = config["max_sequence_length"], config["vocabulary_size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder} is not a BERT preset; give a folder made by save_to_preset") from error
-    if seq_length > positions:
+            config = settings["config"]  # decoders without an embedding of positions have no limit there
+            positions, vocabulary_size = config.get("max_sequence_length", math.inf), config["vocabulary_size"]
+        too_long = seq_length > positions
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder} is not a preset of a language model; give a folder made by save_to_preset"
+        ) from error
+    if too_long:
         raise UserError(f"--seq-length {seq_length} is more than the {positions} positions of the preset {folder}")
-    files = ("tokenizer.json", "vocab.txt") if "model_type" in settings else ("tokenizer.json",)
-    if not any((folder / name).is_file() for name in files):
+    kind = settings.get("model_type", "keras")
+    files = {"bert": ("tokenizer.json", "vocab.txt"), "keras": ("tokenizer.json",)}.get(kind)
+    if files and not any((folder / name).is_file() for name in files):
         raise UserError(f"the preset {folder} has no {' or '.join(files)}, the tokenizer its model was trained with")
     words = folder / "assets/tokenizer/vocabulary.txt"
     if words.is_file() and (found := len(words.read_text(encoding="utf-8").splitlines())) != vocabulary_size:

@@ -2,6 +2,7 @@
 """Keras callbacks that every recipe's `fit` uses. They need a model of `common.training.data_parallel`."""
 
 import importlib.util
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import tensorflow as tf
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from common.devices.cluster import is_chief
+from common.files import read_json, write_json
 from common.run.checkpoints import Checkpoints
 from common.run.speed import UNKNOWN, ModelFlops
 from common.run.step_log import StepLog
@@ -21,14 +23,14 @@ class FitLog(StepLog, keras.callbacks.Callback):
     """A `StepLog` of what `fit` does, in TensorBoard too; the progress bar shows tokens per second.
 
     In `tensorboard/` are `loss`, `accuracy`, `learning_rate` and the entries of `StepLog.speed` of each step under
-    `train/`, `loss` and `accuracy` of each epoch under `validation/`, and `config` as text.
+    `train/`, `loss` and `accuracy` of each epoch under `validation/`, and `config` as text; `board` is its writer.
     """
 
     def __init__(
         self, workdir: Path, config: dict, steps_per_epoch: int, first_step: int = 0, flops: ModelFlops = UNKNOWN
     ):
         super().__init__(workdir, steps_per_epoch, first_step, flops)
-        self._board = open_board(workdir, config, first_step)
+        self.board = open_board(workdir, config, first_step)
 
     def on_train_begin(self, logs=None):
         """Prints what is about to be trained."""
@@ -52,7 +54,7 @@ class FitLog(StepLog, keras.callbacks.Callback):
             # One event, not one for each scalar, which takes longer. Protobuf's messages in a row are one message.
             scalars = [scalar_pb(f"train/{name}", vector[i]) for name, vector in shown.items()]
             event = b"".join(scalar.SerializeToString() for scalar in scalars)
-            with self._board.as_default(step=self.step - len(values["loss"]) + i + 1):
+            with self.board.as_default(step=self.step - len(values["loss"]) + i + 1):
                 tf.summary.experimental.write_raw_pb(event)
 
     def on_epoch_end(self, epoch, logs=None):
@@ -61,14 +63,14 @@ class FitLog(StepLog, keras.callbacks.Callback):
             del logs[name]
             logs.pop(f"val_{name}", None)
         logs |= self.epoch
-        with self._board.as_default(step=self.step):
+        with self.board.as_default(step=self.step):
             for name in self.epoch:
                 if f"val_{name}" in logs:
                     tf.summary.scalar(f"validation/{name}", logs[f"val_{name}"])
 
     def on_train_end(self, logs=None):
         """Flushes TensorBoard's file."""
-        self._board.flush()
+        self.board.flush()
 
 
 class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
@@ -81,10 +83,14 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
         workdir: the run's folder.
         model: compiled, so that its optimizer has variables.
         every: steps between two checkpoints; with several steps per call, the end of the first call after them.
+        only_trained: leave out the weights that are not trained, which are large where adapters are: they come from
+            the preset again.
     """
 
-    def __init__(self, workdir: Path, model: keras.Model, every: int):
+    def __init__(self, workdir: Path, model: keras.Model, every: int, only_trained: bool = False):
         super().__init__(workdir, every, model=model, optimizer=model.optimizer)
+        if only_trained:
+            self._checkpoint = tf.train.Checkpoint(trained=model.trainable_variables, optimizer=model.optimizer)
         self.set_model(model)
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
@@ -130,6 +136,34 @@ def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.Summa
     with board.as_default(step=first_step):
         tf.summary.text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
     return board
+
+
+def when_best(
+    metric: str, action: Callable, folder: Path, first_step: int = 0
+) -> Callable[[int, dict[str, float]], None]:
+    """What calls an action when a metric is better than ever before: higher, or a loss lower. Only the chief acts.
+
+    It is an action of a `Controller`, which passes it the step and the evaluation's metrics, or the `on_epoch_end` of
+    Keras's `LambdaCallback`, which passes the epoch and the logs; both it passes on.
+
+    Args:
+        metric: a name.
+        action: takes the same two.
+        folder: whose `best.json` has the best value, for a resumed run.
+        first_step: the steps done before; if there are none, what another run has left there does not count.
+    """
+    record = folder / "best.json"
+    sign = -1 if metric.endswith("loss") else 1
+    if not first_step and is_chief():
+        record.unlink(missing_ok=True)
+
+    def act(step: int, metrics: dict[str, float]) -> None:
+        best = (read_json(record) or {}).get(metric, -sign * math.inf)
+        if is_chief() and sign * metrics[metric] > sign * best:
+            action(step, metrics)
+            write_json(record, {metric: metrics[metric]})
+
+    return act
 
 
 class Profile(keras.callbacks.Callback):

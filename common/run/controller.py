@@ -5,7 +5,6 @@ The interface follows Orbit (https://github.com/tensorflow/models/tree/master/or
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ import tensorflow as tf
 
 from common.devices.cluster import is_chief
 from common.devices.rendezvous import exchange
-from common.files import read_json, write_json
 from common.run.checkpoints import Checkpoints
 from common.training.step_loop import steps_in_one_call
 
@@ -203,22 +201,6 @@ class Controller:
             for name, value in output.items():
                 tf.summary.scalar(f"{part}/{name}", value)
         self._board.flush()
-
-
-def when_best(metric: str, action: Action, folder: Path) -> Action:
-    """An action that calls another when a metric is higher than ever before. Only the chief acts.
-
-    The folder's `best.json` has the best value and its step, for a resumed run.
-    """
-    record = folder / "best.json"
-
-    def act(step: int, output: Output) -> None:
-        best = (read_json(record) or {}).get(metric, -math.inf)
-        if is_chief() and output[metric] > best:
-            action(step, output)
-            write_json(record, {"step": step, metric: output[metric]})
-
-    return act
 
 
 def _shown(output: Output) -> str:

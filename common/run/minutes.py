@@ -41,7 +41,8 @@ def choose_size(config: Any, run: Run, strategy: tf.distribute.Strategy) -> Any:
     ratios = {}  # tokens for each weight
     for size in [size for size in SIZES if size != "nano"]:
         layers, _, width, inner = dimensions(size).values()
-        per_token = flops_per_token(width, inner, layers, pieces, config.seq_length, config.mask_rate)
+        labels = getattr(config, "mask_rate", 1.0)  # a share of the tokens; a causal model has one for each
+        per_token = flops_per_token(width, inner, layers, pieces, config.seq_length, labels)
         ratios[size] = flops / per_token / (layers * (4 * width**2 + 2 * width * inner))
     enough = [size for size, ratio in ratios.items() if ratio >= TOKENS_PER_WEIGHT]
     size = run.keep("chosen_model", exchange({"size": (enough or ["tiny"])[-1]})[0]["size"])

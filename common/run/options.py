@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from common.devices.cluster import WORKERS_TOLD_IN, join_timeout
 from common.errors import UserError
+from common.model.sizes import dimensions
 from common.training.scaling import LearningRateScaling
 
 Precision = Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"]
@@ -27,6 +28,7 @@ BOUNDS = {
     "replicas": (0, 2**10),
     "max_steps": (0, MOST),
     "shards": (0, 2**16),
+    "lora_rank": (1, 2**10),
     "seed": (0, 2**32 - 1),
     "seq_length": (3, 2**16),  # [CLS], a token, [SEP]
     "vocabulary_size": (100, MOST),
@@ -60,24 +62,33 @@ class RunOptions:
 class FitOptions(RunOptions):
     """Options of recipes that train with Keras's `fit`."""
 
-    minutes: float | None = None  # time of training, by the speed measured: sets the steps, and --model if not given
     accumulate: int = 1  # gradient accumulation: parts of a replica's batch, to save memory; the batch stays
     jit: bool = False  # compile each replica's forward and backward pass with XLA
     steps_per_execution: int = 1  # steps per call; a signal to stop takes effect at its end
     profile_steps: str = ""  # A-B: profile these steps, for TensorBoard's profile tab
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModelOptions(FitOptions):
+    """Options of recipes that train a language model."""
+
+    minutes: float | None = None  # time of training, by the speed measured: sets the steps, and --model if not given
     dry_run: bool = False  # print the plan, train nothing, write nothing
 
 
 def set_defaults(config: Any, preset: str = "") -> None:
-    """Sets what was not given of a language model's options: `epochs`, and `learning_rate` by the `optimizer`.
+    """Sets what was not given of a language model's options: `epochs`, and `learning_rate`.
 
-    From a preset it is small: a step that fits random weights would destroy those of a preset.
+    From a preset, the rate is small: a step that fits random weights would destroy those of a preset. With Muon, it
+    falls with the model's width, as the best one did when measured; see docs/small-budget.md. It is left open, as the
+    model is, where `--minutes` has yet to choose one. Adapters, which begin at nothing, take a larger one.
     """
     if config.epochs is None and not config.minutes:
         object.__setattr__(config, "epochs", 3)  # the options are frozen
-    if config.learning_rate is None:
-        rate = 1e-4 if preset else 5e-3 if config.optimizer == "muon" else 5e-4
-        object.__setattr__(config, "learning_rate", rate)
+    if config.learning_rate is None and (preset or config.model or not config.minutes):
+        of_width = 0.64 / dimensions(config.model or "tiny")["hidden_dim"] if config.optimizer == "muon" else 5e-4
+        of_preset = 1e-3 if getattr(config, "lora_rank", None) else 1e-4
+        object.__setattr__(config, "learning_rate", of_preset if preset else of_width)
 
 
 def step_range(text: str) -> range:
@@ -137,7 +148,7 @@ def _require(holds: bool, options: dict[str, Any], name: str, what: str) -> None
 def _check_not_in_workdir(options: dict[str, Any], name: str) -> None:
     """The inputs of a run must not be inside its work directory, where `--overwrite` deletes."""
     value, workdir = options.get(name) or "", Path(options["workdir"]).resolve()
-    shards = name == "data" and "task" not in options  # written by the run itself, by default there
+    shards = name == "data" and "shards" in options  # written by the run itself, by default there
     if not value or "://" in value or not (shards or Path(value).exists()):  # a name, or missing and reported elsewhere
         return
     path = Path(value).resolve()

@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a run, printed without training: `--dry-run`."""
 
+import itertools
 import math
 import textwrap
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 BAR = 40  # columns of the highest learning rate
+HEADS = ("num_heads", "num_query_heads", "num_attention_heads")  # what families call them
 
 
 def print_plan(
-    model: keras.Model, schedule: Callable, sizes: dict[str, tuple[int, int]], batches: Iterable, pieces: list[str]
+    model: keras.Model,
+    schedule: Callable,
+    sizes: dict[str, tuple[int, int]],
+    batches: Iterable,
+    pieces: list[str],
+    longest: int | None = None,
 ) -> dict:
     """Prints memory per replica, tokens, the learning-rate schedule, and a sequence as the model sees it.
 
@@ -20,17 +29,21 @@ def print_plan(
         model: compiled, with a `last_step`.
         schedule: the learning rate of a step, counted from 0.
         sizes: numbers of sequences and tokens in each split.
-        batches: of one replica, as `masking.mask_tokens` gives them.
+        batches: of one replica, of a masked language model as `masking.mask_tokens` gives them, or of a causal one.
         pieces: the vocabulary, from id to token.
+        longest: tokens of a sequence in the longest batch of a causal model, for which memory is counted, where
+            batches have several lengths.
 
     Returns {}: there are no results.
     """
     batch, total_steps = next(iter(batches)), model.last_step
     print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
-    state, activations = (f"{size / 2**20:,.0f} MiB" for size in memory_of_a_replica(model, batch))
+    state, activations = (f"{size / 2**20:,.0f} MiB" for size in memory_of_a_replica(model, _padded(batch, longest)))
     print(
         f"memory per replica: {state} for weights, gradients and optimizer state, about {activations} for activations"
     )
+    if any(weight.name.startswith("lora_") for weight in model.weights):
+        print(f"without LoRA, all weights trained: {state_without_lora(model) / 2**20:,.0f} MiB for the former")
     for split, (sequences, tokens) in sizes.items():
         print(f"{split}: {tokens:,} tokens in {sequences:,} sequences")
     print("learning rate by step:")
@@ -38,8 +51,10 @@ def print_plan(
     rates = [float(schedule(step)) for step in steps]
     for step, rate in zip(steps, rates, strict=True):
         print(f"{step + 1:>10,} {rate:9.2e} {'#' * round(rate / (max(rates) or 1) * BAR)}")
-    print("the first sequence, «input→label» at the masked positions:")
-    print(textwrap.indent(textwrap.fill(masked_text(batch, pieces), 110), "    "))
+    masked = "mask_positions" in batch[0]
+    print(f"the first sequence, {'«input→label» at the masked positions' if masked else 'its labels as «labels»'}:")
+    text = (masked_text if masked else labelled_text)(batch, pieces)
+    print(textwrap.indent(textwrap.fill(text, 110), "    "))
     return {}
 
 
@@ -50,15 +65,41 @@ def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
     the backward pass, are 16 s b h + 2 a s^2 b numbers a layer (batch b, length s, width h, a heads), after
     Korthikanti et al. 2022, arXiv:2205.05198, section 4.1; logits, their softmax and its gradient 3 b slots vocabulary.
 
-    The model is compiled, with a BERT backbone; the batch is one replica's `(x, y, sample_weight)`.
+    The model is compiled, with a BERT or a decoder as its backbone; the batch is one replica's `(x, y, sample_weight)`.
     """
     kept = [*model.variables, *model.trainable_variables, *model.optimizer.variables]
     state = sum(4 * math.prod(variable.shape) for variable in kept)
-    bert, (x, y, _) = model.backbone, batch
+    backbone, (x, y, _) = model.backbone, batch
     b, s = x["token_ids"].shape
-    numbers = bert.num_layers * (16 * s * b * bert.hidden_dim + 2 * bert.num_heads * s**2 * b)
-    numbers += 3 * math.prod(y.shape) * bert.vocabulary_size
+    numbers = backbone.num_layers * (16 * s * b * backbone.hidden_dim + 2 * num_heads(backbone) * s**2 * b)
+    numbers += 3 * math.prod(y.shape) * backbone.vocabulary_size
     return state, numbers * tf.as_dtype(model.compute_dtype).size
+
+
+def _padded(batch, length: int | None):
+    """A batch with each part padded to a length, if there is one."""
+    if length is None:
+        return batch
+    return keras.tree.map_structure(lambda part: tf.pad(part, [[0, 0], [0, length - part.shape[1]]]), batch)
+
+
+def state_without_lora(model: keras.Model) -> int:
+    """As the state of `memory_of_a_replica`, of a model with adapters, if all its weights were trained instead."""
+
+    def copies(weight: keras.Variable) -> int:  # itself, a gradient, and its moments
+        optimizer = model.optimizer
+        one = isinstance(optimizer, keras.optimizers.SGD) or (
+            isinstance(optimizer, keras.optimizers.Muon) and not optimizer._should_use_adamw(weight)
+        )
+        return 2 + (1 if one else 2)
+
+    weights = [weight for weight in model.weights if not weight.name.startswith("lora_")]
+    return sum(4 * copies(weight) * math.prod(weight.shape) for weight in weights)
+
+
+def num_heads(backbone: keras.Model) -> int:
+    """The attention heads of a layer: of queries, in families that share keys and values between them."""
+    return next(getattr(backbone, name) for name in HEADS if hasattr(backbone, name))
 
 
 def masked_text(batch, pieces: list[str]) -> str:
@@ -69,3 +110,14 @@ def masked_text(batch, pieces: list[str]) -> str:
         if used:
             words[position] = f"«{words[position]}→{pieces[label]}»"
     return " ".join(words).replace(" ##", "")
+
+
+def labelled_text(batch, pieces: list[str]) -> str:
+    """The first sequence of a causal language model's batch as tokens, those that are labels as `«labels»`."""
+    x, y, weight = (keras.tree.map_structure(lambda part: part[0].numpy(), part) for part in batch)
+    is_token = np.append(x["padding_mask"][1:], weight[-1]) > 0  # of the labels, one further on
+    tokens = [(False, x["token_ids"][0]), *zip(weight[is_token] > 0, y[is_token], strict=True)]
+    words = [
+        (is_label, " ".join(pieces[i] for _, i in run)) for is_label, run in itertools.groupby(tokens, itemgetter(0))
+    ]
+    return " ".join(f"«{text}»" if is_label else text for is_label, text in words)

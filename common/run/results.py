@@ -68,10 +68,10 @@ def report(results: dict[str, Any]) -> str:
     for split, name in (("val", "validation"), ("test", "test")):
         if f"{split}_unigram_loss" in results:
             loss, unigram = results[f"{split}_loss"], results[f"{split}_unigram_loss"]
-            apart = f"{abs(unigram - loss):.3f} nats {'better' if loss < unigram else 'worse'}"
             rows += [
                 (f"{name} loss", f"{loss:.3f}, perplexity {results[f'{split}_perplexity']:.1f}"),
-                ("  unigram baseline", f"{unigram:.3f}: the model is {apart}"),
+                ("  unigram baseline", f"{unigram:.3f}: the model is {_apart(loss, unigram)}"),
+                *_bigram_rows(results, split),
                 (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}"),
             ]
             if bits := results.get(f"{split}_bits_per_character"):  # not in a run from before it was measured
@@ -123,6 +123,17 @@ def _metrics_shown(results: dict[str, Any], prefix: str) -> str:
     found = _metrics_of(results, prefix)
     values = {name: f"{results[f'{prefix}_{name}']:{'.1%' if name == 'accuracy' else '.3f'}}" for name in found}
     return ", ".join([values[found[0]], *(f"{METRICS[name]} {values[name]}" for name in found[1:])])
+
+
+def _bigram_rows(results: dict[str, Any], split: str) -> list[tuple[str, str]]:
+    if f"{split}_bigram_loss" not in results:  # of a masked language model, which sees more than the token before
+        return []
+    loss, bigram = results[f"{split}_loss"], results[f"{split}_bigram_loss"]
+    return [("  bigram baseline", f"{bigram:.3f}: the model is {_apart(loss, bigram)}")]
+
+
+def _apart(loss: float, baseline: float) -> str:
+    return f"{abs(baseline - loss):.3f} nats {'better' if loss < baseline else 'worse'}"
 
 
 def _speed_rows(results: dict[str, Any]) -> list[tuple[str, str]]:

@@ -23,10 +23,11 @@ from common.errors import UserError
 from common.files import read_json
 
 _PRESET = (
-    *("config.json", "metadata.json", "preprocessor.json", "task.json", "tokenizer.json", "assets"),
+    *("config.json", "metadata.json", "preprocessor.json", "task.json", "tokenizer.json", "labels.json", "assets"),
     *("model*.weights.*", "task*.weights.*"),
 )
 _5_DIGITS, _HASH = "[0-9]" * 5, "[0-9a-f]" * 16
+_GLUE_FILES = ("CoLA", "MRPC", "QNLI", "RTE", "SST-2", "STS-B")
 _SPLITS = ("train", "validation", "test")
 # Patterns of the files of every run, and by name of those of some recipes. Users' files beside them, even in the same
 # folders, are left alone.
@@ -37,6 +38,7 @@ OF_EVERY_RUN = (
     *(f"preset/{name}" for name in _PRESET),
 )
 OF_SOME_RUNS = {
+    "adapter": ("adapter/adapter.lora.h5", "adapter/adapter.json"),
     "best": ("best.json", *(f"best/{name}" for name in _PRESET)),
     "data": (
         *("data/manifest.json", "data/tokenizer.json", "data/train-counts.npy", "data/.shards.lock"),
@@ -44,7 +46,7 @@ OF_SOME_RUNS = {
         f"data/*.{'[0-9a-f]' * 12}.unfinished",
     ),
     "model_card": ("preset/README.md",),
-    "predictions": tuple(f"predictions/{name}.tsv" for name in ("validation", "test", "MRPC", "SST-2")),
+    "predictions": tuple(f"predictions/{name}.tsv" for name in ("validation", "test", *_GLUE_FILES)),
     "snapshots": ("snapshots/step-[0-9]*", "snapshots/unfinished"),
     "tokens": (f"tokens/{_HASH}",),
 }

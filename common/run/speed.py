@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model FLOPs utilisation (MFU) of training a BERT: its FLOPs, and the devices' peak; and peak memory."""
+"""Model FLOPs utilisation (MFU) of training a language model: its FLOPs, and the devices' peak; and peak memory."""
 
 import contextlib
 import math
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
+import keras_hub
 import tensorflow as tf
 
 from common.devices.cluster import num_workers
@@ -42,15 +43,23 @@ def model_flops(model: keras.Model, config: Any) -> ModelFlops:
     machine. All devices are assumed to be like this worker's first one; logical devices share one.
 
     Args:
-        model: with a BERT as its `backbone`, made inside the strategy's scope.
-        config: with a `seq_length`, and for a language model a `mask_rate`, of tokens for which the head computes
-            logits over the vocabulary.
+        model: with a BERT as its `backbone`, or a causal language model, made inside the strategy's scope.
+        config: of a masked language model, with a `seq_length`, and a `mask_rate`, of tokens for which the head
+            computes logits over the vocabulary; or of a classifier, with a `lora_rank`. A classifier's FLOPs are a
+            lower bound, of all layers but the last, and without attention's own products: how much there is to do for
+            these depends on the batch. With LoRA, kernels have no gradient, so that two of the three products with each
+            remain. A causal language model's options are as a masked one's without `mask_rate`, and a `lora_rank`.
     """
     gpus = tf.config.list_physical_devices("GPU")
     devices = min(len(gpus), model.distribute_strategy.num_replicas_in_sync // num_workers()) if gpus else 1
-    bert, mask_rate = model.backbone, getattr(config, "mask_rate", 0.0)
-    dimensions = (bert.hidden_dim, bert.intermediate_dim, bert.num_layers, bert.vocabulary_size)
-    per_token = flops_per_token(*dimensions, config.seq_length, mask_rate)
+    bert = model.backbone
+    widths, pieces = (bert.hidden_dim, bert.intermediate_dim), bert.vocabulary_size
+    if isinstance(model, keras_hub.models.CausalLM):
+        per_token = causal_flops_per_token(bert, config.seq_length, bool(config.lora_rank))
+    elif hasattr(config, "mask_rate"):
+        per_token = flops_per_token(*widths, bert.num_layers, pieces, config.seq_length, config.mask_rate)
+    else:
+        per_token = flops_per_token(*widths, bert.num_layers - 1, pieces, 0, 0.0) * (2 / 3 if config.lora_rank else 1)
     return ModelFlops(per_token, num_workers() * devices * device_peak(keras.config.dtype_policy().compute_dtype))
 
 
@@ -69,6 +78,17 @@ def flops_per_token(
     encoder = num_layers * (4 * width**2 + 2 * width * inner_width)
     head = width**2 + width * vocabulary_size
     return 6 * encoder + 12 * num_layers * width * seq_length + 6 * mask_rate * head
+
+
+def causal_flops_per_token(backbone: keras.Model, seq_length: int, lora: bool = False) -> float:
+    """As `flops_per_token`, for the backbone of a causal language model, by its kernels; not for a mixture of experts.
+
+    All tokens are labels, so that each has its product with the vocabulary's embeddings. The half of attention that the
+    causal mask hides is counted: it is computed. With LoRA, kernels and embeddings have no gradient: a third less.
+    """
+    kernels = sum(math.prod(weight.shape) for weight in backbone.weights if weight.path.endswith("kernel"))
+    head = backbone.hidden_dim * backbone.vocabulary_size
+    return (4 if lora else 6) * (kernels + head) + 12 * backbone.num_layers * backbone.hidden_dim * seq_length
 
 
 def device_peak(dtype: str) -> float:

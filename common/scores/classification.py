@@ -7,16 +7,39 @@ A model's outputs are logits, [examples, classes], or for regression numbers, [e
 from pathlib import Path
 from typing import Any
 
+import keras
+import keras_hub
 import numpy as np
 import tensorflow as tf
 
-from common.data.byte_pairs import Vocabulary
 from common.data.labelled import LabelledTexts
-from common.data.text_batches import token_ids
+from common.data.order import Scaled
+from common.data.text_batches import EncodedTexts, in_order, token_ids
 from common.devices.cluster import is_chief
+from common.devices.strategy import distribute
 from common.scores.baselines import baseline_outputs
 from common.scores.language_model import entry
 from common.scores.metrics import classification_scores, confusion_matrix, regression_scores
+from common.training.replicas import first_replica, gather_over_replicas
+
+
+def predict_outputs(
+    strategy: tf.distribute.Strategy, model: keras.Model, data: EncodedTexts, split: str, scaled: Scaled
+) -> np.ndarray:
+    """A model's outputs for every example of a split, on every worker.
+
+    Each replica computes its part of every batch of `scaled`.
+    """
+
+    def replica_step(x, examples):
+        return gather_over_replicas((examples, model(x, training=False)))
+
+    @tf.function(reduce_retracing=True)
+    def step(batch):
+        return first_replica(strategy, strategy.run(replica_step, args=batch))
+
+    batches = distribute(strategy, data.batches, split, scaled, range(data.steps(split, scaled)))
+    return in_order(map(step, batches), data.sizes()[split])
 
 
 def scores_of(texts: LabelledTexts, split: str, outputs: np.ndarray) -> dict[str, float]:
@@ -30,26 +53,36 @@ def scores_of(texts: LabelledTexts, split: str, outputs: np.ndarray) -> dict[str
     return {entry(split, name): scores[name] for name in ("loss", *texts.metrics)}
 
 
-def classifier_results(texts: LabelledTexts, outputs: dict[str, np.ndarray], vocabulary: Vocabulary) -> dict[str, Any]:
+def classifier_results(
+    texts: LabelledTexts, outputs: dict[str, np.ndarray], tokenizer: keras_hub.models.Tokenizer
+) -> dict[str, Any]:
     """The part of `results.json` that these models have: loss, metrics and baselines of each labelled split.
 
     A baseline has the task's metrics, such as `val_bag_of_words_accuracy`; the mean of the training labels, which has
     no correlation with any, has a `val_mean_loss`.
 
-    The outputs are those of each split but `train`; the vocabulary has the words of the bags.
+    The outputs are those of each split but `train`; the bag's words are the tokenizer's tokens.
     """
+    labelled = [split for split in outputs if texts.splits[split].labels is not None]
+    ids = {split: token_ids(texts.splits[split].texts, tokenizer) for split in ("train", *labelled)}
+    known = sorted({token for example in ids["train"] for text in example for token in text})
+    number = {token: place for place, token in enumerate(known)}  # a vocabulary may be large; others are all alike
+    numbers = {
+        split: [[[number.get(token, len(known)) for token in text] for text in example] for example in examples]
+        for split, examples in ids.items()
+    }
+    others = [example for split in labelled for example in numbers[split]]  # of all splits, as one fit serves them
+    sizes = len(known) + 1, len(texts.classes)
+    baselines = baseline_outputs(numbers["train"], texts.splits["train"].labels or [], others, *sizes)
     results: dict[str, Any] = {}
-    train = texts.splits["train"]
-    learned = token_ids(train.texts, vocabulary), train.labels or []
-    sizes = len(vocabulary.pieces), len(texts.classes)
-    for split in outputs:
-        if texts.splits[split].labels is not None:
-            results |= scores_of(texts, split, outputs[split])
-            others = token_ids(texts.splits[split].texts, vocabulary)
-            for baseline, simple in baseline_outputs(*learned, others, *sizes).items():
-                scores = _scores(texts, split, simple)
-                names = ("loss",) if baseline == "mean" else texts.metrics
-                results |= {entry(split, f"{baseline}_{name}"): scores[name] for name in names}
+    end = 0
+    for split in labelled:
+        results |= scores_of(texts, split, outputs[split])
+        start, end = end, end + len(ids[split])
+        for baseline, simple in baselines.items():
+            scores = _scores(texts, split, simple[start:end])
+            names = ("loss",) if baseline == "mean" else texts.metrics
+            results |= {entry(split, f"{baseline}_{name}"): scores[name] for name in names}
     return results
 
 

@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from common.training.trainer import Trainer
@@ -81,7 +82,7 @@ class HubTask:
         return (Trainer.evaluate if distributed else super().evaluate.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
     def save_to_preset(self: Any, preset_dir, **kwargs):
-        """Saves the plain task in float32: it loads without this project.
+        """Saves the plain task in float32, LoRA's adapters merged into their kernels: it loads without this project.
 
         KerasHub 0.32 saves a model in mixed precision as what it cannot load (`Invalid dtype: mixed_bfloat16`).
         """
@@ -90,7 +91,10 @@ class HubTask:
         own -= {"self", "backbone", "preprocessor", "kwargs"}
         head = {name: value for name, value in self.get_config().items() if name in own}
         plain = self.plain_class(backbone=backbone, preprocessor=self.preprocessor, compile=False, **head)
-        plain.set_weights(self.get_weights())
+        adapted = [layer for layer in self._flatten_layers() if getattr(layer, "lora_enabled", False)]
+        merged = {id(layer._kernel): layer.kernel for layer in adapted}
+        kept = [weight for weight in self.weights if not weight.name.startswith("lora_")]
+        plain.set_weights([np.array(merged.get(id(weight), weight)) for weight in kept])
         plain.save_to_preset(preset_dir, **kwargs)
 
 

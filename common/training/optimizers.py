@@ -52,8 +52,13 @@ def make_optimizer(
 class AdamW(keras.optimizers.AdamW):
     """As Keras's, by TensorFlow's one operation for a variable, not some ten with a pass over memory each."""
 
+    def _apply_weight_decay(self, variables):
+        pass  # update_step does, with a pass over memory less
+
     def update_step(self, gradient, variable, learning_rate):
         """See Keras; `variable` is one replica's copy, as the handles of the moments are here."""
+        if self._use_weight_decay(variable):
+            self.assign(variable, variable * (1 - learning_rate * self.weight_decay))
         index = self._get_variable_index(variable)
         betas = self.beta_1, self.beta_2
         _adam_step(self, gradient, variable, learning_rate, self._momentums[index], self._velocities[index], *betas)

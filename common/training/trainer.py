@@ -52,7 +52,8 @@ class Trainer(StepLoop):
         if steps is None and (self.steps_done or self.last_step):
             raise ValueError("where fit begins or ends in the middle of an epoch, it needs steps_per_epoch")
         if steps and self.steps_done:
-            given["initial_epoch"] = self.steps_done // steps
+            done = self.steps_done == self.last_step  # in the middle of an epoch, but nothing is left of it
+            given["initial_epoch"] = -(-self.steps_done // steps) if done else self.steps_done // steps
         if steps and self.last_step:
             given["epochs"] = min(given.get("epochs", 1), -(-self.last_step // steps))
         if isinstance(given.get("x"), tf.distribute.DistributedDataset):

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal language models: GPT-2 from a size, or any of KerasHub's from a preset. Call inside the strategy's scope."""
+
+import functools
+import inspect
+import math
+from pathlib import Path
+
+import keras
+import keras_hub
+from keras_hub.src.utils.preset_utils import find_subclass, get_preset_loader
+
+from common.data.byte_pairs import Vocabulary
+from common.data.wordpiece import WordPieces
+from common.errors import UserError
+from common.model.backbones import backbone_from_size, from_preset
+from common.model.counts import CountsTokens
+from common.model.lora import enable_lora, save_adapter
+from common.model.saving import save_task
+from common.training.data_parallel import data_parallel
+
+END = "<|endoftext|>"  # GPT-2's only special token
+
+
+@functools.cache
+def causal_lm_class(kind: type[keras_hub.models.CausalLM]) -> type[keras_hub.models.CausalLM]:
+    """A family's class, such as `GPT2CausalLM`, for N replicas."""
+    return data_parallel(kind, CountsTokens)
+
+
+def make_preprocessor(
+    preset: str, vocabulary: Vocabulary | None, seq_length: int
+) -> keras_hub.models.CausalLMPreprocessor:
+    """What has a model's tokenizer, to `seq_length` tokens: a preset's, or GPT-2's for byte pairs of RoBERTa's form.
+
+    Of these, the end token `</s>` becomes GPT-2's, with the same id; the other four special tokens stand for no text,
+    and are never predicted. A preset may be given with a vocabulary that it has to have.
+
+    Raises:
+        UserError: when there is no such preset of a causal language model, it cannot be fetched, or it has another
+            vocabulary; when the vocabulary is of word pieces.
+    """
+    if isinstance(vocabulary, WordPieces):
+        raise UserError("the shards are of word pieces: write them with --architecture roberta, for byte pairs")
+    ids = {}
+    if vocabulary:
+        names = {vocabulary.special.end: END}
+        ids = {names.get(piece, piece): number for number, piece in enumerate(vocabulary.pieces)}
+    if preset:
+        own = from_preset(keras_hub.models.CausalLMPreprocessor, preset, sequence_length=seq_length)
+        if vocabulary and getattr(own.tokenizer, "vocabulary", None) != ids:
+            raise UserError(f"the preset {preset} has another vocabulary than the shards. Give text, by --corpus")
+        return own
+    assert vocabulary, "neither a preset nor a vocabulary"
+    tokenizer = keras_hub.models.GPT2Tokenizer(ids, vocabulary.merges)
+    return keras_hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=seq_length)
+
+
+def pieces_of(tokenizer: keras_hub.models.Tokenizer) -> list[str]:
+    """The vocabulary, from id to token."""
+    return [tokenizer.id_to_token(number) for number in range(tokenizer.vocabulary_size())]
+
+
+def make_causal_lm(
+    preset: str,
+    size: str,
+    preprocessor: keras_hub.models.CausalLMPreprocessor,
+    dropout: float,
+    lora_rank: int | None = None,
+) -> keras_hub.models.CausalLM:
+    """A model of any family that KerasHub has one for, from a preset, or without one a GPT-2 from a size.
+
+    Args:
+        preset: KerasHub's name, or a folder or `hf://` in a form that KerasHub reads; or none.
+        size: of `sizes.py`, where there is no preset; see `backbones.backbone_from_size`.
+        preprocessor: of the model.
+        dropout: of the model, in families that have one.
+        lora_rank: of adapters of the attention's query and value kernels, which are then all that is trained.
+
+    Raises:
+        UserError: when there is no such preset, it cannot be fetched, it needs more than text, it has too few
+            positions, or KerasHub has no LoRA for it.
+    """
+    length = preprocessor.sequence_length
+    if preset:
+        backbone = _backbone_from_preset(preset, dropout)
+    else:
+        pieces = preprocessor.tokenizer.vocabulary_size()
+        backbone = backbone_from_size(keras_hub.models.GPT2Backbone, size, pieces, dropout, length)
+    if length > (positions := getattr(backbone, "max_sequence_length", math.inf)):
+        raise UserError(f"--seq-length {length} is more than the {positions} positions of the preset {preset}")
+    if lora_rank:
+        enable_lora(backbone, lora_rank)
+        for variable in backbone.trainable_variables:  # not the biases beside them: an adapter's file has none
+            variable.trainable = variable.name.startswith("lora_")
+    kind = find_subclass(preset, keras_hub.models.CausalLM, type(backbone))
+    return causal_lm_class(kind)(backbone=backbone, preprocessor=preprocessor, compile=False)
+
+
+def save_causal_lm(model: keras_hub.models.CausalLM, preset: str, workdir: Path) -> None:
+    """Saves a preset in `preset/`, adapters merged into their kernels, and these by themselves in `adapter/`.
+
+    Args:
+        model: with its preprocessor.
+        preset: that it began from, of whose weights the adapters are.
+        workdir: the run's folder.
+    """
+    save_task(model, model.preprocessor, workdir / "preset")
+    if any(weight.name.startswith("lora_") for weight in model.weights):
+        save_adapter(model, preset, workdir / "adapter")
+
+
+def _backbone_from_preset(preset: str, dropout: float) -> keras_hub.models.Backbone:
+    kind = get_preset_loader(preset).check_backbone_class()
+    options = {"dropout": dropout} if "dropout" in inspect.signature(kind).parameters else {}
+    backbone = from_preset(keras_hub.models.Backbone, preset, dtype=keras.config.dtype_policy(), **options)
+    if {*backbone.input} != {"token_ids", "padding_mask"}:
+        raise UserError(f"the preset {preset} takes {', '.join(sorted(backbone.input))}; give a model of text alone")
+    return backbone

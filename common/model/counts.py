@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step log needs from a model: accuracy, and counts of labels and tokens."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from common.training.losses import CrossEntropy, LabelAccuracy
+from common.training.replicas import COUNTS
+
+
+class CountsTokens:
+    """For a `data_parallel` class: metrics `accuracy`, `labels`, `tokens` and `slots`, and means over all labels.
+
+    `labels` is the sum of the weights; `tokens` counts tokens without padding, where `x["padding_mask"]` is 0; `slots`
+    counts token positions, including padding.
+    """
+
+    mean_over = "values"
+    distribute_strategy: Any
+
+    def compile(self, optimizer, loss, **kwargs):
+        """As Keras's, but for the metrics, which are these; `accuracy` is there if the loss is a cross-entropy."""
+        with self.distribute_strategy.scope():
+            self.counts = [keras.metrics.Sum(name=name) for name in COUNTS]
+        accuracy = [LabelAccuracy()] if isinstance(loss, CrossEntropy) else []
+        super().compile(optimizer, loss, metrics=[], weighted_metrics=accuracy, **kwargs)  # type: ignore[misc]
+
+    def update_counts(self, x, y, sample_weight):
+        """See `data_parallel`."""
+        is_token = tf.cast(x["padding_mask"], tf.float32)
+        for metric, values in zip(self.counts, (sample_weight, is_token, tf.ones_like(is_token)), strict=True):
+            metric.update_state(values)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a causal language model writes while it is trained."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from common.devices.cluster import is_chief
+from common.model.generate import continuations, make_sampler
+from common.run.callbacks import FitLog
+
+
+class Samples(keras.callbacks.Callback):
+    """At each epoch's end, shows in TensorBoard how the model continues some texts, with the same draws each time.
+
+    Only the chief does. It needs a model of `common.training.data_parallel`, which counts its steps.
+
+    Args:
+        log: of the run, to whose TensorBoard file it adds `samples`.
+        data: that is trained on; of it, the `prompts()`.
+    """
+
+    def __init__(self, log: FitLog, data: Any):
+        super().__init__()
+        self.board, self.prompts, self.sampler = log.board, data.prompts(), make_sampler()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Writes the texts, each as it stands, line breaks included."""
+        if is_chief() and self.prompts:
+            texts = continuations(self.model, self.prompts, self.sampler)
+            with self.board.as_default(step=self.model.steps_done):
+                tf.summary.text("samples", ["    " + text.replace("\n", "\n    ") for text in texts])

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m recipes generate`: texts as a causal language model continues them."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from common.errors import UserError
+from common.model.generate import causal_lm_for_generation, continuations, make_sampler
+
+MOST = 2**31 - 1  # a seed that KerasHub's samplers take
+
+
+def generate(
+    preset: str, prompts: Sequence[str], sampler: str, k: int, p: float, temperature: float, seed: int, tokens: int
+) -> None:
+    """Prints each prompt with what the model adds to it.
+
+    Args:
+        preset: KerasHub name, or a folder that a recipe has saved.
+        prompts: texts.
+        sampler, k, p, temperature, seed: see `make_sampler`.
+        tokens: at most so many are added.
+
+    Raises:
+        UserError: when there is no such preset, a value is out of range, or a prompt is longer than the model takes.
+    """
+    if tokens < 1:
+        raise UserError(f"--tokens must be at least 1; got {tokens}")
+    if not 0 <= seed <= MOST:
+        raise UserError(f"--seed must be at least 0, and at most {MOST}; got {seed}")
+    if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
+        raise UserError("a prompt is not text that UTF-8 can encode")
+    tf.get_logger().setLevel("ERROR")  # which warns of prompts of many lengths, each of which is traced
+    draw = make_sampler(sampler, k, p, temperature, seed)
+    model = causal_lm_for_generation(preset)
+    if sampler == "top-k" and k > (size := model.backbone.vocabulary_size):
+        raise UserError(f"--top-k {k} is more than the {size} tokens of the vocabulary")
+    for text in continuations(model, prompts, draw, tokens):
+        print(text)
