@@ -12,6 +12,9 @@ NAMES = {
     "trainer_tests": "Keras's own tests of its trainer in a strategy's scope, by Keras and by ours",
     "conformance": "each feature of Keras on 1, 2 and 4 replicas, against plain Keras on one device",
     "techniques": "what helps a small model learn: one change at a time to the defaults of bert_mlm",
+    "fine_tuning": "speed and scores of fine-tuning, beside transformers with Accelerate",
+    "causal": "speed and memory of causal_lm and LoRA, beside transformers with Accelerate",
+    "pretraining": "SST-2 from a preset of bert_from_scratch, and from random weights",
     "quality": "validation loss by time, beside the published Keras example",
 }
 

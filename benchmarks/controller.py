@@ -28,6 +28,7 @@ from common.data.order import Scaled
 from common.data.text_batches import EncodedTexts
 from common.data.wordpiece import WordPieces
 from common.devices.strategy import distribute, make_strategy
+from common.model.classifier import make_preprocessor
 from common.run.controller import Controller
 from common.run.step_log import StepLog
 from common.training.losses import CrossEntropy
@@ -94,9 +95,10 @@ def main() -> None:
 def make_contenders(strategy: tf.distribute.Strategy, folder: Path) -> dict[str, Callable[[int], None]]:
     """By name, functions that train so many more steps."""
     draw = np.random.default_rng(0)
-    ids = draw.integers(5, 4096, (4096, LENGTH)).astype(np.uint16)
+    ids = draw.integers(5, 4096, (4096, LENGTH)).astype(np.int32)
+    inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids), "segment_ids": np.zeros_like(ids)}
     texts = LabelledTexts(["no", "yes"], {"train": Examples([], list(draw.integers(0, 2, 4096)), [])}, "")
-    data = EncodedTexts(texts, VOCABULARY, {"train": ids})
+    data = EncodedTexts(texts, make_preprocessor("", VOCABULARY, LENGTH), {"train": inputs})
 
     def parts():
         with strategy.scope():

@@ -7,7 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import benchmarks.input
-from benchmarks import conformance, memory, quality, scaling_report, techniques, throughput, trainer_tests
+from benchmarks import (
+    causal,
+    conformance,
+    fine_tuning,
+    memory,
+    pretraining,
+    quality,
+    scaling_report,
+    techniques,
+    throughput,
+    trainer_tests,
+)
 from common.run.results import report
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +31,9 @@ RECIPES = {
         "from raw text: tokenizer, TFRecord shards, BERT or RoBERTa, publishing",
         "--corpus wikitext-2 --vocabulary-size 8192 --seq-length 128 --minutes 26",
     ),
-    "glue_controller": ("fine-tuning on sentences or pairs of them, driven by a Controller as in Orbit", ""),
+    "causal_lm": ("a causal language model: GPT-2 from scratch, or a preset of any family, whole or by LoRA", ""),
+    "text_classifier": ("fine-tuning on sentences or pairs of them with Keras `fit`, any family of encoders, LoRA", ""),
+    "glue_controller": ("the same job, driven by a Controller as in Orbit", ""),
     "glue_custom_loop": ("the same job as one explicit loop: `GradientTape`, `strategy.run`, a sum over replicas", ""),
 }
 
@@ -146,32 +159,12 @@ def recipes_table(results: dict[str, dict]) -> str:
         if "val_unigram_loss" in found:
             better = found["val_unigram_loss"] - found["val_loss"]
             result = f"loss {found['val_loss']:.3f}, {better:.3f} nats below the unigram baseline"
+            if "val_bigram_loss" in found:
+                result += f", {found['val_bigram_loss'] - found['val_loss']:.3f} below the bigram's"
         else:
             bag, majority = found["val_bag_of_words_accuracy"], found["val_majority_accuracy"]
             result = f"accuracy {found['val_accuracy']:.3f}; bag of words {bag:.3f}, majority class {majority:.3f}"
         lines.append(f"| `{name}` | {what} | `{command}` | {time} | {result} |")
-    return "\n".join(lines)
-
-
-def glue_table(starts: dict[str, list[dict]]) -> str:
-    """What `python -m benchmarks.glue` measured on MRPC: for each start, mean and range over the seeds."""
-    lines = [
-        "| MRPC, dev split | seeds | accuracy: mean (range) | F1: mean (range) | bag-of-words accuracy |",
-        "| --- " * 5 + "|",
-        *(
-            f"| from {start} | {len(runs)} | {_mean_and_range(runs, 'val_accuracy')} "
-            f"| {_mean_and_range(runs, 'val_f1')} | {_mean_and_range(runs, 'val_bag_of_words_accuracy')} |"
-            for start, runs in starts.items()
-        ),
-        # MRPC's majority class is the positive one. F1 where all are predicted positive: recall is 1, precision this.
-        *(
-            f"| majority-class baseline | | {majority:.3f} | {2 * majority / (1 + majority):.3f} | |"
-            for majority in dict.fromkeys(run["val_majority_accuracy"] for runs in starts.values() for run in runs)
-        ),
-        "",
-        "With published weights and network, the reference figures for BERT-base are about 0.84 accuracy and 0.89 F1",
-        "(Hugging Face's `run_glue`, dev split; Devlin et al. 2018 have that F1 on the test split). Not measured here.",
-    ]
     return "\n".join(lines)
 
 
@@ -183,6 +176,9 @@ MEASURED = {
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),
     "techniques": with_machine(techniques.table),
+    "fine_tuning": with_machine(fine_tuning.tables),
+    "pretraining": with_machine(pretraining.tables),
+    "causal": with_machine(causal.tables),
     "conformance": with_machine(conformance.table),
 }
 
@@ -190,12 +186,12 @@ MEASURED = {
 def tables() -> dict[str, Callable[[], str]]:
     """What makes the table of each name."""
     return {
-        "bert_mlm": lambda: f"```text\n{report(_results('bert_mlm'))}\n```",
+        **{name: lambda name=name: f"```text\n{report(_results(name))}\n```" for name in ("bert_mlm", "causal_lm")},
         "recipes": lambda: recipes_table(
-            {"bert_mlm": _results("bert_mlm"), "bert_from_scratch": _results("wikitext-2")["results"]}
-            | _results("glue")["default"]
+            {name: _results(name) for name in RECIPES if name != "bert_from_scratch"}
+            | {"bert_from_scratch": _results("wikitext-2")["results"]}
         ),
-        "glue": lambda: glue_table(_results("glue")["mrpc"]),
+        "fine_tuning-scores": lambda: fine_tuning.score_table(_results("fine_tuning")["scores"]),
         "doctor": lambda: parity_table(_results("doctor")),
         "faults": lambda: faults_table(
             [json.loads(line) for line in (RESULTS / "faults.jsonl").read_text().splitlines()]
@@ -219,13 +215,6 @@ def with_tables(page: str) -> str:
         if marker:
             page = f"{before}{marker}{table()}\n{after[after.index('<!-- end -->') :]}"
     return page
-
-
-def _mean_and_range(runs: list[dict], score: str) -> str:
-    values = [run[score] for run in runs]
-    if len(set(values)) == 1:
-        return f"{values[0]:.3f}"
-    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def _results(name: str) -> dict:

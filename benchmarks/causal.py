@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training speed of `causal_lm` beside transformers with Accelerate, and LoRA beside training all weights.
+
+Every contender trains the same GPT-2 on the same sequences of 128 tokens, in a process of its own, and is timed in
+turn, round after round; only one computes at a time. Memory is the peak of its process in that time.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine, write_results
+from benchmarks.text import temporary_folder
+from benchmarks.throughput import Timed
+from benchmarks.workers import once, together
+
+SEQ_LENGTH, BATCH, RANK = 128, 16, 8
+PEERS, OURS = "benchmarks.transformers_causal:trainer", "benchmarks.ours_causal:trainer"
+# A line a contender: its name, what makes it, its own arguments.
+CONTENDERS = (
+    ("transformers, Accelerate", PEERS, {}),
+    ("transformers, Accelerate, bfloat16", PEERS, {"precision": "bf16"}),
+    ("fit, one device", OURS, {"replicas": 1}),
+    ("fit, one device, jit", OURS, {"replicas": 1, "jit": True}),
+    ("fit, one device, bfloat16", OURS, {"replicas": 1, "precision": "mixed_bfloat16"}),
+    ("fit, 2 replicas", OURS, {"replicas": 2}),
+    ("fit, one device, LoRA", OURS, {"replicas": 1, "lora_rank": RANK}),
+    ("fit, one device, bfloat16, LoRA", OURS, {"replicas": 1, "precision": "mixed_bfloat16", "lora_rank": RANK}),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--corpus", default="docstrings", help="as in causal_lm: a name, a file or a folder")
+    parser.add_argument("--vocabulary-size", type=int, default=8192, help="byte pairs, trained on the corpus")
+    parser.add_argument("--sizes", default="tiny,small", help="of models, with commas between")
+    parser.add_argument("--rounds", type=int, default=5, help="times that every contender is timed")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a contender's steps in a round, about")
+    parser.add_argument("--dropout", type=float, default=0.1, help="of every contender")
+    parser.add_argument("--only", default="", help="contenders whose name contains this")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes the results."""
+    if arguments.quick:
+        arguments.sizes, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
+    corpus = str(Path(arguments.corpus).resolve()) if Path(arguments.corpus).exists() else arguments.corpus
+    results: dict[str, Any] = {"machine": machine(), "dropout": arguments.dropout, "sizes": {}}
+    for size in arguments.sizes.split(","):
+        with temporary_folder() as folder:
+            options = {"corpus": corpus, "vocabulary_size": arguments.vocabulary_size, "model": size}
+            once("benchmarks.ours_causal:writer", {"folder": folder, "seq_length": SEQ_LENGTH} | options)
+            results["sizes"][size] = measure(arguments, size, corpus, folder)
+        print(f"{size}:\n\n{table(results['sizes'][size])}\n", flush=True)
+    if not arguments.quick and not arguments.only:
+        write_results("causal", results)
+
+
+def measure(arguments: argparse.Namespace, size: str, corpus: str, folder: str) -> dict[str, Any]:
+    """Of each contender, tokens per second in every round, and its peak memory in MiB."""
+    common = {"batch_size": BATCH, "dropout": arguments.dropout}
+    own = {
+        PEERS: {"folder": folder, "model": size},
+        OURS: {"corpus": corpus, "preset": f"{folder}/preset", "seq_length": SEQ_LENGTH},
+    }
+    chosen = [contender for contender in CONTENDERS if arguments.only in contender[0]]
+    timed = [Timed(made_by, common | own[made_by] | words, arguments.seconds) for _, made_by, words in chosen]
+    with together([]) as workers:
+        for number in range(arguments.rounds):
+            for each in timed:
+                each.round(workers, stays=True)
+                print(f"{size}, round {number + 1}: {each}", file=sys.stderr, flush=True)
+    return {
+        name: {
+            "tokens_per_second": [round(answer["tokens"] / answer["seconds"], 1) for answer in each.answers],
+            "peak_memory_mb": each.answers[-1]["peak_memory_mb"],
+        }
+        for (name, *_), each in zip(chosen, timed, strict=True)
+    }
+
+
+def table(rows: dict[str, Any]) -> str:
+    """One size in Markdown; ratios of medians, to the best of transformers."""
+    medians = {name: statistics.median(row["tokens_per_second"]) for name, row in rows.items()}
+    peer = max((median for name, median in medians.items() if name.startswith("transformers")), default=float("nan"))
+    lines = ["| contender | tokens/s | range | vs. best of transformers | peak memory |", "| --- " * 5 + "|"]
+    for name, row in rows.items():
+        speeds = row["tokens_per_second"]
+        lines.append(
+            f"| {name} | {medians[name]:,.0f} | {min(speeds):,.0f} to {max(speeds):,.0f} "
+            f"| {medians[name] / peer:.2f} x | {row['peak_memory_mb']:,} MiB |"
+        )
+    return "\n".join(lines)
+
+
+def tables(results: dict[str, Any]) -> str:
+    """All sizes, in Markdown."""
+    return "\n\n".join(f"GPT-2 of the size {size}:\n\n{table(rows)}" for size, rows in results["sizes"].items())

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning published weights: `text_classifier` beside transformers with Accelerate, its speed and its scores.
+
+The same weights, tasks, batch, learning rate, weight decay and epochs on both sides; AdamW's other settings are each
+side's own. Speeds are taken in turn, round after round, on all cores; then each seed's run, in bfloat16 and with
+batches by length unless named otherwise, has a core to itself.
+"""
+
+import argparse
+import hashlib
+import json
+import queue
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import RESULTS, cores, machine, write_results
+from benchmarks.throughput import Timed
+from benchmarks.workers import Worker, together
+
+PEERS, OURS = "benchmarks.transformers_classifier", "benchmarks.ours_classifier"
+# A line a contender: its name, its module, its own arguments.
+CONTENDERS = (
+    ("transformers, Accelerate", PEERS, {}),
+    ("transformers, Accelerate, by length", PEERS, {"by_length": True}),
+    ("transformers, Accelerate, bfloat16", PEERS, {"precision": "bf16"}),
+    ("transformers, Accelerate, bfloat16, by length", PEERS, {"precision": "bf16", "by_length": True}),
+    ("fit, one device", OURS, {"replicas": 1, "precision": "float32"}),
+    ("fit, one device, bfloat16", OURS, {"replicas": 1, "precision": "mixed_bfloat16"}),
+    ("fit, 2 replicas", OURS, {"replicas": 2, "precision": "float32"}),
+    ("fit, 2 replicas, bfloat16", OURS, {"replicas": 2, "precision": "mixed_bfloat16"}),
+)
+BATCH, RATE = 16, 5e-5
+OUR_RUN = {
+    "batch_size": BATCH,
+    "learning_rate": RATE,
+    "lr_scaling": "none",
+    "replicas": 1,
+    "precision": "mixed_bfloat16",
+    "warmup": 0.1,
+}
+PEERS_RUN = {"batch_size": BATCH, "rate": RATE, "by_length": True, "precision": "bf16"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--preset", required=True, help="a folder in Hugging Face's format")
+    parser.add_argument("--mrpc", required=True, help="folder in GLUE's format")
+    parser.add_argument("--rte", default="", help="the same")
+    parser.add_argument("--sst2", default="", help="the same; its speed alone")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each contender is timed")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a contender's steps in a round, about")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each side for the scores")
+    parser.add_argument("--epochs", type=int, default=4, help="of these runs")
+    parser.add_argument("--only", default="", help="contenders whose name contains this")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes the results."""
+    if arguments.quick:
+        arguments.rounds, arguments.seconds, arguments.seeds, arguments.epochs = 1, 0.0, 1, 1
+    tasks = {name: getattr(arguments, name) for name in ("mrpc", "sst2", "rte") if getattr(arguments, name)}
+    path = RESULTS / "fine_tuning.json"
+    weights = hashlib.sha256(Path(arguments.preset, "model.safetensors").read_bytes()).hexdigest()
+    results: dict[str, Any] = {"machine": machine(), "weights_sha256": weights, "speed": {}, "scores": {}}
+    if path.exists() and not arguments.quick:  # what the same command measured before of other tasks
+        before = json.loads(path.read_text())
+        same = [[each["weights_sha256"], each["machine"]["versions"]] for each in (before, results)]
+        if same[0] == same[1]:
+            results |= {part: before[part] for part in ("speed", "scores")}
+    for task in [task for task in tasks if task != "rte" and arguments.rounds]:
+        results["speed"][task] = speeds(arguments, task, tasks[task])
+        print(speed_table(results["speed"][task]), "\n", flush=True)
+    for task in [task for task in tasks if task != "sst2" and arguments.seeds]:
+        words = {"preset": arguments.preset, "task": task, "data": tasks[task], "epochs": arguments.epochs}
+        sides = {"transformers": (PEERS, words | PEERS_RUN), "ours": (OURS, words | OUR_RUN)}
+        if task == "mrpc":  # one task tells whether batches by length cost quality
+            sides = {"ours, batches at random": (OURS, words | OUR_RUN | {"by_length": False})} | sides
+        results["scores"][task] = scores(sides, arguments.seeds)
+    if not arguments.quick and not arguments.only:
+        write_results("fine_tuning", results)
+    print(score_table(results["scores"]))
+
+
+def speeds(arguments: argparse.Namespace, task: str, data: str) -> dict[str, Any]:
+    """Of each contender, examples per second in every round, and the share of padding."""
+    words = {"preset": arguments.preset, "task": task, "data": data, "batch_size": BATCH, "rate": RATE}
+    chosen = [contender for contender in CONTENDERS if arguments.only in contender[0]]
+    timed = [Timed(f"{module}:trainer", words | own, arguments.seconds) for _, module, own in chosen]
+    with together([]) as workers:
+        for number in range(arguments.rounds):
+            for each in timed:
+                each.round(workers, stays=True)
+                print(f"{task}, round {number + 1}: {each}", file=sys.stderr, flush=True)
+    return {
+        name: {
+            "examples_per_second": [round(answer["examples"] / answer["seconds"], 2) for answer in each.answers],
+            "padding": each.answers[-1]["padding"],
+        }
+        for (name, *_), each in zip(chosen, timed, strict=True)
+    }
+
+
+def scores(sides: dict[str, tuple[str, dict[str, Any]]], seeds: int) -> dict[str, list[dict[str, Any]]]:
+    """Of each side, the scores on the validation split, a run a seed, each on a core of its own.
+
+    Args:
+        sides: by name, the module whose `scorer` does a run, and its arguments.
+        seeds: runs of each side.
+    """
+    free: queue.Queue[int] = queue.Queue()
+    for core in cores():
+        free.put(core)
+
+    def measure(job: tuple[str, int]) -> dict[str, Any]:
+        (module, words), core = sides[job[0]], free.get()
+        try:
+            with together([Worker(f"{module}:scorer", words | {"seed": job[1]}, cores=[core])]) as [worker]:
+                found = worker()
+        finally:
+            free.put(core)
+        print(*job, found, file=sys.stderr, flush=True)
+        return found
+
+    jobs = [(side, seed) for seed in range(seeds) for side in sides]
+    with ThreadPoolExecutor(len(cores())) as pool:
+        found = dict(zip(jobs, pool.map(measure, jobs), strict=True))
+    return {side: [found[side, seed] for seed in range(seeds)] for side in sides}
+
+
+def speed_table(measured: dict[str, Any]) -> str:
+    """One task's speeds in Markdown; ratios of medians, to the best of transformers."""
+    medians = {name: statistics.median(row["examples_per_second"]) for name, row in measured.items()}
+    peer = max((median for name, median in medians.items() if name.startswith("transformers")), default=float("nan"))
+    lines = ["| contender | examples/s | range | vs. best of transformers | padding |", "| --- " * 5 + "|"]
+    for name, row in measured.items():
+        rates = row["examples_per_second"]
+        lines.append(
+            f"| {name} | {medians[name]:.1f} | {min(rates):.1f} to {max(rates):.1f} "
+            f"| {medians[name] / peer:.2f} x | {row['padding']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def score_table(scores: dict[str, Any]) -> str:
+    """The scores of each task in Markdown: mean and standard error over the seeds; the time is the median."""
+    lines = ["| task, dev split | seeds | | accuracy | F1 | minutes on one core |", "| --- " * 6 + "|"]
+    for task, sides in scores.items():
+        ours = [*sides.values()][-1][0]  # which has the baselines too
+        names = [name for name in ("accuracy", "f1") if name in ours]
+        for side, runs in sides.items():
+            shown = [_mean([run[name] for run in runs]) for name in names] + [""] * (2 - len(names))
+            seconds = [run["seconds"] for run in runs if "seconds" in run]
+            minutes = f"{statistics.median(seconds) / 60:.1f}" if seconds else ""
+            lines.append(f"| {task} | {len(runs)} | {side} | {' | '.join(shown)} | {minutes} |")
+        for baseline in ("bag_of_words", "majority"):
+            shown = [f"{ours[f'{baseline}_{name}']:.3f}" for name in names] + [""] * (2 - len(names))
+            lines.append(f"| {task} | | {baseline.replace('_', ' ')} | {' | '.join(shown)} | |")
+    return "\n".join(lines)
+
+
+def tables(results: dict[str, Any]) -> str:
+    """All that was measured, in Markdown."""
+    parts = [f"{task}:\n\n{speed_table(measured)}" for task, measured in results["speed"].items()]
+    return "\n\n".join([*parts, score_table(results["scores"]), f"The weights' SHA-256: {results['weights_sha256']}."])
+
+
+def _mean(values: list[float]) -> str:
+    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{error}"

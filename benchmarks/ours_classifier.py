@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This project's side in fine-tuning: `recipes/text_classifier.py`."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+import common.data.by_length
+from benchmarks.clock import WARM, Clock
+from benchmarks.ours import FOR_EVER
+from benchmarks.text import temporary_folder
+from common.data.order import Scaled
+from common.devices.strategy import distribute, make_strategy
+from recipes.text_classifier import Config, build_model, make_datasets, train_and_evaluate
+
+
+def trainer(batch_size: int, rate: float = 5e-5, **options: Any) -> Callable[..., dict[str, Any]]:
+    """A function that trains some steps and times them; see `benchmarks.workers`.
+
+    Args:
+        batch_size: examples in a step, over all replicas.
+        rate: learning rate, of every step.
+        options: of `text_classifier`.
+    """
+    config = Config(**options)
+    strategy = make_strategy(config.replicas)
+    keras.utils.set_random_seed(config.seed)
+    keras.config.set_dtype_policy(config.precision)
+    data = make_datasets(config)
+    scaled = Scaled(batch_size // strategy.num_replicas_in_sync, batch_size)
+    with strategy.scope():
+        model = build_model(config, data, rate)
+
+    def run(steps: int) -> dict[str, Any]:
+        first = int(model.optimizer.iterations.numpy())
+        batches = distribute(strategy, data.labelled_batches, "train", scaled, range(first, FOR_EVER), config.seed)
+        counts = {"labels": 0, "tokens": 0, "slots": 0}
+
+        def count(step: int) -> int:
+            for name in counts:
+                counts[name] += int(model.step_values[name].sum())
+            return int(model.step_values["tokens"].sum())
+
+        clock = Clock(count)
+        model.fit(batches, steps_per_epoch=WARM + steps, callbacks=[clock], verbose=0)
+        padding = 1 - counts["tokens"] / counts["slots"]
+        return {"steps": steps, "seconds": clock.seconds, "examples": counts["labels"], "padding": padding}
+
+    return run
+
+
+def scorer(by_length: bool = True, **options: Any) -> Callable[[], dict[str, Any]]:
+    """A function that does one run of the recipe: the scores on the validation split, and the seconds of training.
+
+    Args:
+        by_length: whether examples of similar length share a batch; if not, they are drawn at random.
+        options: of `text_classifier`.
+    """
+    if not by_length:
+        common.data.by_length.MEGABATCH = 1
+
+    def run() -> dict[str, Any]:
+        with temporary_folder() as folder, contextlib.redirect_stdout(io.StringIO()):
+            results = train_and_evaluate(Config(workdir=folder, **options))
+        names = [f"{whose}{name}" for whose in ("", "bag_of_words_", "majority_") for name in ("accuracy", "f1")]
+        scores = {name: results[f"val_{name}"] for name in names if f"val_{name}" in results}  # RTE has no F1
+        return scores | {"padding": results["padding_fraction"], "seconds": results["seconds"]}
+
+    return run

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peer in fine-tuning: Hugging Face transformers' `AutoModelForSequenceClassification` on torch, with Accelerate.
+
+In the form of transformers' `examples/pytorch/text-classification/run_glue_no_trainer.py`: each batch is padded to its
+longest example; `by_length`, its `LengthGroupedSampler` draws the batches.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    get_scheduler,
+    set_seed,
+)
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from common.data.glue import open_examples
+from common.scores.metrics import classification_scores
+
+WARM = 2  # as in benchmarks.clock, which needs Keras
+
+
+class ShuffledBatches(torch.utils.data.Sampler):
+    """A sampler's batches in a random order: those by length would come longest first, and some steps tell nothing."""
+
+    def __init__(self, sampler, batch_size: int):
+        self.sampler, self.batch_size = sampler, batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        examples = list(self.sampler)
+        batches = [examples[start : start + self.batch_size] for start in range(0, len(examples), self.batch_size)]
+        return iter([batches[place] for place in torch.randperm(len(batches))])
+
+
+class FineTuning:
+    """A model of a preset, the examples of a task, and what trains one on the other.
+
+    Args:
+        preset: a folder in Hugging Face's format.
+        task, data: as of `text_classifier`.
+        batch_size: examples in a step.
+        precision: Accelerate's `mixed_precision`: `no` or `bf16`.
+        by_length: whether examples of similar length share a batch.
+        rate: the learning rate's peak.
+        epochs: over which it rises and decays, for a tenth and the rest of the steps; 0 for a constant rate.
+        seed: of the head, the order and the dropout.
+        length: tokens to which an example is cut.
+    """
+
+    def __init__(
+        self,
+        preset: str,
+        task: str,
+        data: str,
+        batch_size: int,
+        precision: str = "no",
+        by_length: bool = False,
+        rate: float = 5e-5,
+        epochs: int = 0,
+        seed: int = 0,
+        length: int = 128,
+    ):
+        set_seed(seed)
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=precision)
+        tokenizer = AutoTokenizer.from_pretrained(preset)
+        texts = open_examples(task, data)
+        self.splits = {}
+        for split in ("train", "validation"):
+            examples = texts.splits[split]
+            encoded = [tokenizer(*parts, truncation=True, max_length=length) for parts in examples.texts]
+            self.splits[split] = [dict(x) | {"labels": y} for x, y in zip(encoded, examples.labels, strict=True)]
+        train, collate = self.splits["train"], DataCollatorWithPadding(tokenizer)
+        lengths = [len(x["input_ids"]) for x in train]
+        sampler = (
+            LengthGroupedSampler(batch_size, lengths=lengths) if by_length else torch.utils.data.RandomSampler(train)
+        )
+        batches = ShuffledBatches(sampler, batch_size)
+        loader = torch.utils.data.DataLoader(train, batch_sampler=batches, collate_fn=collate)
+        evaluation = torch.utils.data.DataLoader(self.splits["validation"], batch_size=32, collate_fn=collate)
+        model = AutoModelForSequenceClassification.from_pretrained(preset, num_labels=len(texts.classes))
+        groups = {True: [], False: []}
+        for name, weight in model.named_parameters():
+            groups["bias" in name or "LayerNorm" in name].append(weight)
+        decays = [{"params": groups[False], "weight_decay": 0.01}, {"params": groups[True], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(decays, lr=rate)
+        steps = len(loader) * epochs
+        schedule = get_scheduler("linear" if epochs else "constant", optimizer, steps // 10, steps)
+        prepared = self.accelerator.prepare(model, optimizer, loader, schedule, evaluation)
+        self.model, self.optimizer, self.loader, self.schedule, self.evaluation = prepared
+        self.model.train()
+
+    def step(self, batch: dict[str, torch.Tensor]) -> float:
+        """Trains on a batch; its loss."""
+        loss = self.model(**batch).loss
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return loss.item()  # as the others, it shows each step's loss
+
+
+def trainer(**arguments: Any) -> Callable[..., dict[str, Any]]:
+    """A function that trains some steps and times them; see `benchmarks.workers`."""
+    tuned = FineTuning(**arguments)
+    batches = without_end(tuned.loader)
+
+    def run(steps: int) -> dict[str, Any]:
+        for batch in itertools.islice(batches, WARM):
+            tuned.step(batch)
+        examples = tokens = slots = 0
+        began = time.perf_counter()
+        for batch in itertools.islice(batches, steps):
+            tuned.step(batch)
+            examples += len(batch["labels"])
+            tokens, slots = tokens + int(batch["attention_mask"].sum()), slots + batch["attention_mask"].numel()
+        seconds = time.perf_counter() - began
+        return {"steps": steps, "seconds": seconds, "examples": examples, "padding": 1 - tokens / slots}
+
+    return run
+
+
+def scorer(epochs: int, **arguments: Any) -> Callable[[], dict[str, Any]]:
+    """A function that trains for some epochs: the scores on the validation split, and the seconds of training."""
+    tuned = FineTuning(epochs=epochs, **arguments)
+
+    def run() -> dict[str, Any]:
+        began = time.perf_counter()
+        for _ in range(epochs):
+            for batch in tuned.loader:
+                tuned.step(batch)
+        seconds = time.perf_counter() - began
+        tuned.model.eval()
+        with torch.no_grad():
+            logits = [tuned.model(**batch).logits.float().numpy() for batch in tuned.evaluation]
+        labels = np.array([example["labels"] for example in tuned.splits["validation"]])
+        scores = classification_scores(np.concatenate(logits), labels)
+        return {name: scores[name] for name in ("accuracy", "f1")} | {"seconds": seconds}
+
+    return run
+
+
+def without_end(loader) -> Iterator[dict[str, torch.Tensor]]:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
