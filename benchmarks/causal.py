@@ -6,15 +6,13 @@ turn, round after round; only one computes at a time. Memory is the peak of its 
 """
 
 import argparse
-import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine, write_results
+from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
 from benchmarks.text import temporary_folder
-from benchmarks.throughput import Timed
-from benchmarks.workers import once, together
+from benchmarks.workers import once
 
 SEQ_LENGTH, BATCH, RANK = 128, 16, 8
 PEERS, OURS = "benchmarks.transformers_causal:trainer", "benchmarks.ours_causal:trainer"
@@ -36,10 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", default="docstrings", help="as in causal_lm: a name, a file or a folder")
     parser.add_argument("--vocabulary-size", type=int, default=8192, help="byte pairs, trained on the corpus")
     parser.add_argument("--sizes", default="tiny,small", help="of models, with commas between")
-    parser.add_argument("--rounds", type=int, default=5, help="times that every contender is timed")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a contender's steps in a round, about")
     parser.add_argument("--dropout", type=float, default=0.1, help="of every contender")
-    parser.add_argument("--only", default="", help="contenders whose name contains this")
+    add_round_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -67,14 +63,10 @@ def measure(arguments: argparse.Namespace, size: str, corpus: str, folder: str) 
     }
     chosen = [contender for contender in CONTENDERS if arguments.only in contender[0]]
     timed = [Timed(made_by, common | own[made_by] | words, arguments.seconds) for _, made_by, words in chosen]
-    with together([]) as workers:
-        for number in range(arguments.rounds):
-            for each in timed:
-                each.round(workers, stays=True)
-                print(f"{size}, round {number + 1}: {each}", file=sys.stderr, flush=True)
+    take_rounds(timed, arguments.rounds, size)
     return {
         name: {
-            "tokens_per_second": [round(answer["tokens"] / answer["seconds"], 1) for answer in each.answers],
+            "tokens_per_second": each.per_second("tokens"),
             "peak_memory_mb": each.answers[-1]["peak_memory_mb"],
         }
         for (name, *_), each in zip(chosen, timed, strict=True)
@@ -82,17 +74,9 @@ def measure(arguments: argparse.Namespace, size: str, corpus: str, folder: str) 
 
 
 def table(rows: dict[str, Any]) -> str:
-    """One size in Markdown; ratios of medians, to the best of transformers."""
-    medians = {name: statistics.median(row["tokens_per_second"]) for name, row in rows.items()}
-    peer = max((median for name, median in medians.items() if name.startswith("transformers")), default=float("nan"))
-    lines = ["| contender | tokens/s | range | vs. best of transformers | peak memory |", "| --- " * 5 + "|"]
-    for name, row in rows.items():
-        speeds = row["tokens_per_second"]
-        lines.append(
-            f"| {name} | {medians[name]:,.0f} | {min(speeds):,.0f} to {max(speeds):,.0f} "
-            f"| {medians[name] / peer:.2f} x | {row['peak_memory_mb']:,} MiB |"
-        )
-    return "\n".join(lines)
+    """One size in Markdown."""
+    memory = {name: f"{row['peak_memory_mb']:,} MiB" for name, row in rows.items()}
+    return speed_table("tokens/s", {name: row["tokens_per_second"] for name, row in rows.items()}, peak_memory=memory)
 
 
 def tables(results: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS, cores, machine, write_results
-from benchmarks.throughput import Timed
+from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
 from benchmarks.workers import Worker, together
 
 PEERS, OURS = "benchmarks.transformers_classifier", "benchmarks.ours_classifier"
@@ -50,11 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mrpc", required=True, help="folder in GLUE's format")
     parser.add_argument("--rte", default="", help="the same")
     parser.add_argument("--sst2", default="", help="the same; its speed alone")
-    parser.add_argument("--rounds", type=int, default=5, help="times that each contender is timed")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a contender's steps in a round, about")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each side for the scores")
     parser.add_argument("--epochs", type=int, default=4, help="of these runs")
-    parser.add_argument("--only", default="", help="contenders whose name contains this")
+    add_round_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -72,7 +70,7 @@ def main(arguments: argparse.Namespace) -> None:
             results |= {part: before[part] for part in ("speed", "scores")}
     for task in [task for task in tasks if task != "rte" and arguments.rounds]:
         results["speed"][task] = speeds(arguments, task, tasks[task])
-        print(speed_table(results["speed"][task]), "\n", flush=True)
+        print(task_table(results["speed"][task]), "\n", flush=True)
     for task in [task for task in tasks if task != "sst2" and arguments.seeds]:
         words = {"preset": arguments.preset, "task": task, "data": tasks[task], "epochs": arguments.epochs}
         sides = {"transformers": (PEERS, words | PEERS_RUN), "ours": (OURS, words | OUR_RUN)}
@@ -89,16 +87,9 @@ def speeds(arguments: argparse.Namespace, task: str, data: str) -> dict[str, Any
     words = {"preset": arguments.preset, "task": task, "data": data, "batch_size": BATCH, "rate": RATE}
     chosen = [contender for contender in CONTENDERS if arguments.only in contender[0]]
     timed = [Timed(f"{module}:trainer", words | own, arguments.seconds) for _, module, own in chosen]
-    with together([]) as workers:
-        for number in range(arguments.rounds):
-            for each in timed:
-                each.round(workers, stays=True)
-                print(f"{task}, round {number + 1}: {each}", file=sys.stderr, flush=True)
+    take_rounds(timed, arguments.rounds, task)
     return {
-        name: {
-            "examples_per_second": [round(answer["examples"] / answer["seconds"], 2) for answer in each.answers],
-            "padding": each.answers[-1]["padding"],
-        }
+        name: {"examples_per_second": each.per_second("examples"), "padding": each.answers[-1]["padding"]}
         for (name, *_), each in zip(chosen, timed, strict=True)
     }
 
@@ -130,18 +121,10 @@ def scores(sides: dict[str, tuple[str, dict[str, Any]]], seeds: int) -> dict[str
     return {side: [found[side, seed] for seed in range(seeds)] for side in sides}
 
 
-def speed_table(measured: dict[str, Any]) -> str:
-    """One task's speeds in Markdown; ratios of medians, to the best of transformers."""
-    medians = {name: statistics.median(row["examples_per_second"]) for name, row in measured.items()}
-    peer = max((median for name, median in medians.items() if name.startswith("transformers")), default=float("nan"))
-    lines = ["| contender | examples/s | range | vs. best of transformers | padding |", "| --- " * 5 + "|"]
-    for name, row in measured.items():
-        rates = row["examples_per_second"]
-        lines.append(
-            f"| {name} | {medians[name]:.1f} | {min(rates):.1f} to {max(rates):.1f} "
-            f"| {medians[name] / peer:.2f} x | {row['padding']:.1%} |"
-        )
-    return "\n".join(lines)
+def task_table(measured: dict[str, Any]) -> str:
+    """One task's speeds, in Markdown."""
+    speeds = {name: row["examples_per_second"] for name, row in measured.items()}
+    return speed_table("examples/s", speeds, padding={name: f"{row['padding']:.1%}" for name, row in measured.items()})
 
 
 def score_table(scores: dict[str, Any]) -> str:
@@ -163,7 +146,7 @@ def score_table(scores: dict[str, Any]) -> str:
 
 def tables(results: dict[str, Any]) -> str:
     """All that was measured, in Markdown."""
-    parts = [f"{task}:\n\n{speed_table(measured)}" for task, measured in results["speed"].items()]
+    parts = [f"{task}:\n\n{task_table(measured)}" for task, measured in results["speed"].items()]
     return "\n\n".join([*parts, score_table(results["scores"]), f"The weights' SHA-256: {results['weights_sha256']}."])
 
 

@@ -9,13 +9,12 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS, machine, write_results
+from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
 from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
-from benchmarks.workers import Worker, together
 from common.model.sizes import dimensions
 from common.run.speed import flops_per_token
 
@@ -47,10 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_text_arguments(parser)
     parser.add_argument("--sizes", default="tiny,small,base", help="of models, with commas between")
-    parser.add_argument("--rounds", type=int, default=5, help="times that every contender is timed")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a contender's steps in a round, about")
     parser.add_argument("--dropout", type=float, default=0.1, help="of every contender")
-    parser.add_argument("--only", default="", help="contenders whose name contains this")
+    add_round_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -80,19 +77,15 @@ def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], fold
     contenders = [contender for contender in CONTENDERS if arguments.only in contender[0]]
     rounds = [Timed(*specification(c, size, arguments, text, folder), arguments.seconds) for c in contenders]
     peaks = {dtype: Timed("benchmarks.machine:matmul", {"dtype": dtype}, 1.0) for dtype in ("float32", "bfloat16")}
-    everyone = [*peaks.values(), *rounds]
-    with together([]) as workers:
-        for number in range(min(arguments.rounds, FRESH_ROUNDS) if size in FRESH else arguments.rounds):
-            for timed in everyone:
-                timed.round(workers, stays=size not in FRESH)
-                print(f"{size}, round {number + 1}: {timed}", file=sys.stderr, flush=True)
+    number = min(arguments.rounds, FRESH_ROUNDS) if size in FRESH else arguments.rounds
+    take_rounds([*peaks.values(), *rounds], number, size, stay=size not in FRESH)
     best = {dtype: max(answer["flops"] for answer in timed.answers) for dtype, timed in peaks.items()}
     flops = model_flops(size, text["pieces"])
     rows = {
         name: {
             "precision": dtype,
             "batch": timed.arguments["batch_size"],
-            "tokens_per_second": [round(a["tokens"] / a["seconds"], 1) for a in timed.answers],
+            "tokens_per_second": timed.per_second("tokens"),
             "step_ms": [round(1e3 * a["seconds"] / a["steps"], 2) for a in timed.answers],
         }
         for (name, _, _, dtype), timed in zip(contenders, rounds, strict=True)
@@ -125,53 +118,12 @@ def specification(contender, size: str, arguments: argparse.Namespace, text: dic
     return function, common | own
 
 
-class Timed:
-    """A contender, and what its rounds gave.
-
-    Args:
-        function, arguments: of `workers.Worker`.
-        seconds: that a round shall last, about.
-    """
-
-    def __init__(self, function: str, arguments: dict[str, Any], seconds: float):
-        self.function, self.arguments, self.seconds = function, arguments, seconds
-        self.answers, self.worker, self.steps = [], None, 0
-
-    def __str__(self):
-        return f"{self.function} {self.arguments}: {self.answers[-1]}"
-
-    def round(self, workers: list[Worker], stays: bool) -> None:
-        """Its turn. It is started where it does not run; the first time, a rehearsal tells how long it takes."""
-        if self.worker is None:
-            self.worker = Worker(self.function, self.arguments)
-            workers.append(self.worker)
-        if not self.steps:
-            rehearsed = self.worker(steps=2)
-            self.steps = max(3, math.ceil(self.seconds * 2 / rehearsed["seconds"]))
-        self.answers.append(self.worker(steps=self.steps))
-        if not stays:
-            self.worker.close()
-            workers.remove(self.worker)
-            self.worker = None
-
-
 def table(measured: dict[str, Any]) -> str:
-    """The results of one size, in Markdown.
-
-    Ratios are of medians: to the published example, and to the fastest of transformers'.
-    """
+    """The results of one size, in Markdown; ratios of medians, to the published example too."""
     rows = measured["contenders"]
-    medians = {name: statistics.median(row["tokens_per_second"]) for name, row in rows.items()}
+    speeds = {name: row["tokens_per_second"] for name, row in rows.items()}
+    medians = {name: statistics.median(each) for name, each in speeds.items()}
     published = medians.get(PUBLISHED, math.nan)
-    peer = max((speed for name, speed in medians.items() if name.startswith("transformers")), default=math.nan)
-    lines = [
-        "| contender | tokens/s | range | vs. published | vs. best of transformers | MFU |",
-        "| --- " * 6 + "|",
-    ]
-    for name, row in rows.items():
-        speeds = row["tokens_per_second"]
-        lines.append(
-            f"| {name} | {medians[name]:,.0f} | {min(speeds):,.0f} to {max(speeds):,.0f} "
-            f"| {medians[name] / published:.1f} x | {medians[name] / peer:.2f} x | {row['mfu']:.1%} |"
-        )
-    return "\n".join(lines)
+    ratios = {name: f"{median / published:.1f} x" for name, median in medians.items()}
+    mfu = {name: f"{row['mfu']:.1%}" for name, row in rows.items()}
+    return speed_table("tokens/s", speeds, **{"vs. published": ratios, "MFU": mfu})

@@ -4,8 +4,6 @@
 In the form of transformers' `examples/pytorch/language-modeling/run_clm_no_trainer.py`.
 """
 
-import itertools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler, set_seed
 
 from benchmarks.memory import peak_memory_mb
-from benchmarks.transformers_peer import WARM, without_end
+from benchmarks.torch_loop import time_steps, train_step, without_end
 from common.model.sizes import dimensions
 
 
@@ -55,22 +53,11 @@ def trainer(
     )
     batches = without_end(loader)
 
-    def run(steps: int) -> dict[str, Any]:
-        for batch in itertools.islice(batches, WARM):
-            train_step(batch)
-        tokens, began = 0, time.perf_counter()
-        for batch in itertools.islice(batches, steps):
-            train_step(batch)
-            tokens += batch[:, 1:].numel()
-        seconds = time.perf_counter() - began
-        return {"steps": steps, "seconds": seconds, "tokens": tokens, "peak_memory_mb": peak_memory_mb()}
+    def step(batch: torch.Tensor) -> float:
+        return train_step(accelerator, task(input_ids=batch, labels=batch).loss, optimizer, schedule)
 
-    def train_step(batch: torch.Tensor) -> float:
-        loss = task(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        return loss.item()  # as the others, it shows each step's loss
+    def run(steps: int) -> dict[str, Any]:
+        found = time_steps(step, batches, steps, lambda batch: {"tokens": batch[:, 1:].numel()})
+        return found | {"peak_memory_mb": peak_memory_mb()}
 
     return run

@@ -5,7 +5,6 @@ In the form of transformers' `examples/pytorch/text-classification/run_glue_no_t
 longest example; `by_length`, its `LengthGroupedSampler` draws the batches.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,10 +21,9 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from benchmarks.torch_loop import time_steps, train_step, without_end
 from common.data.glue import open_examples
 from common.scores.metrics import classification_scores
-
-WARM = 2  # as in benchmarks.clock, which needs Keras
 
 
 class ShuffledBatches(torch.utils.data.Sampler):
@@ -102,12 +100,7 @@ class FineTuning:
 
     def step(self, batch: dict[str, torch.Tensor]) -> float:
         """Trains on a batch; its loss."""
-        loss = self.model(**batch).loss
-        self.accelerator.backward(loss)
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-        return loss.item()  # as the others, it shows each step's loss
+        return train_step(self.accelerator, self.model(**batch).loss, self.optimizer, self.schedule)
 
 
 def trainer(**arguments: Any) -> Callable[..., dict[str, Any]]:
@@ -115,17 +108,13 @@ def trainer(**arguments: Any) -> Callable[..., dict[str, Any]]:
     tuned = FineTuning(**arguments)
     batches = without_end(tuned.loader)
 
+    def count(batch: dict[str, torch.Tensor]) -> dict[str, int]:
+        mask = batch["attention_mask"]
+        return {"examples": len(mask), "tokens": int(mask.sum()), "slots": mask.numel()}
+
     def run(steps: int) -> dict[str, Any]:
-        for batch in itertools.islice(batches, WARM):
-            tuned.step(batch)
-        examples = tokens = slots = 0
-        began = time.perf_counter()
-        for batch in itertools.islice(batches, steps):
-            tuned.step(batch)
-            examples += len(batch["labels"])
-            tokens, slots = tokens + int(batch["attention_mask"].sum()), slots + batch["attention_mask"].numel()
-        seconds = time.perf_counter() - began
-        return {"steps": steps, "seconds": seconds, "examples": examples, "padding": 1 - tokens / slots}
+        found = time_steps(tuned.step, batches, steps, count)
+        return found | {"padding": 1 - found["tokens"] / found["slots"]}
 
     return run
 
@@ -148,9 +137,3 @@ def scorer(epochs: int, **arguments: Any) -> Callable[[], dict[str, Any]]:
         return {name: scores[name] for name in ("accuracy", "f1")} | {"seconds": seconds}
 
     return run
-
-
-def without_end(loader) -> Iterator[dict[str, torch.Tensor]]:
-    """Epoch after epoch."""
-    while True:
-        yield from loader

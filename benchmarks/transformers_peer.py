@@ -5,9 +5,7 @@ In the form of transformers' `examples/pytorch/language-modeling/run_mlm_no_trai
 one length, their own collator masks 15 % of it anew in every epoch, `Accelerator` holds the loop's parts.
 """
 
-import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,8 @@ from transformers import (
     set_seed,
 )
 
+from benchmarks.torch_loop import time_steps, train_step, without_end
 from common.model.sizes import dimensions
-
-WARM = 2  # as in benchmarks.clock, which needs Keras
 
 
 def build(model: str, vocabulary_size: int, dropout: float) -> BertForMaskedLM:
@@ -75,24 +72,13 @@ def trainer(
     task, optimizer, loader, schedule = accelerator.prepare(task, optimizer, loader, schedule)
     batches = without_end(loader)
 
-    def run(steps: int) -> dict[str, Any]:
-        for batch in itertools.islice(batches, WARM):
-            train_step(batch)
-        tokens, began = 0, time.perf_counter()
-        for batch in itertools.islice(batches, steps):
-            train_step(batch)
-            tokens += int(batch["attention_mask"].sum())
-        return {"steps": steps, "seconds": time.perf_counter() - began, "tokens": tokens}
+    def step(batch: dict[str, torch.Tensor]) -> float:
+        return train_step(accelerator, task(**batch).loss, optimizer, schedule)
 
-    def train_step(batch: dict[str, torch.Tensor]) -> float:
-        loss = task(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        return loss.item()  # as the others, it shows each step's loss
+    def count(batch: dict[str, torch.Tensor]) -> dict[str, int]:
+        return {"tokens": int(batch["attention_mask"].sum())}
 
-    return run
+    return lambda steps: time_steps(step, batches, steps, count)
 
 
 def examples(sequences: np.ndarray, tokenizer: BertTokenizerFast) -> list[dict[str, np.ndarray]]:
@@ -104,9 +90,3 @@ def examples(sequences: np.ndarray, tokenizer: BertTokenizerFast) -> list[dict[s
         {"input_ids": ids[i], "attention_mask": tokens[i].astype(np.int64), "special_tokens_mask": special[i]}
         for i in range(len(ids))
     ]
-
-
-def without_end(loader) -> Iterator[dict[str, torch.Tensor]]:
-    """Epoch after epoch."""
-    while True:
-        yield from loader

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contenders that are timed in turn, round after round, so that a busy moment of the machine falls on all of them.
+
+Each is in a process of its own; only one computes at a time.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from typing import Any
+
+from benchmarks.workers import Worker, together
+
+PEER = "transformers"  # with which the names of their contenders begin
+
+
+def add_round_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of how often, how long and whom to time."""
+    parser.add_argument("--rounds", type=int, default=5, help="times that every contender is timed")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a contender's steps in a round, about")
+    parser.add_argument("--only", default="", help="contenders whose name contains this")
+
+
+class Timed:
+    """A contender, and what its rounds gave.
+
+    Args:
+        function, arguments: of `workers.Worker`.
+        seconds: that a round shall last, about.
+    """
+
+    def __init__(self, function: str, arguments: dict[str, Any], seconds: float):
+        self.function, self.arguments, self.seconds = function, arguments, seconds
+        self.answers, self.worker, self.steps = [], None, 0
+
+    def __str__(self):
+        return f"{self.function} {self.arguments}: {self.answers[-1]}"
+
+    def round(self, workers: list[Worker], stays: bool) -> None:
+        """Its turn. It is started where it does not run; the first time, a rehearsal tells how long it takes."""
+        if self.worker is None:
+            self.worker = Worker(self.function, self.arguments)
+            workers.append(self.worker)
+        if not self.steps:
+            rehearsed = self.worker(steps=2)
+            self.steps = max(3, math.ceil(self.seconds * 2 / rehearsed["seconds"]))
+        self.answers.append(self.worker(steps=self.steps))
+        if not stays:
+            self.worker.close()
+            workers.remove(self.worker)
+            self.worker = None
+
+    def per_second(self, what: str) -> list[float]:
+        """In each round, how many of what its answers count went by in a second."""
+        return [round(answer[what] / answer["seconds"], 2) for answer in self.answers]
+
+
+def take_rounds(contenders: list[Timed], rounds: int, title: str, stay: bool = True) -> None:
+    """Times every contender in each round.
+
+    Args:
+        contenders: which keep what they measured.
+        rounds: how many.
+        title: of the lines that tell how far it is.
+        stay: whether their processes stay from round to round; if not, only one is in memory at a time.
+    """
+    with together([]) as workers:
+        for number in range(rounds):
+            for each in contenders:
+                each.round(workers, stay)
+                print(f"{title}, round {number + 1}: {each}", file=sys.stderr, flush=True)
+
+
+def speed_table(unit: str, speeds: dict[str, list[float]], **columns: dict[str, str]) -> str:
+    """Speeds in Markdown: median and range over the rounds, and ratios of medians to the best of transformers.
+
+    Args:
+        unit: of the speeds, such as `tokens/s`.
+        speeds: of each contender, in each round.
+        columns: more of them by their titles: the cell of each contender.
+    """
+    medians = {name: statistics.median(rounds) for name, rounds in speeds.items()}
+    best = max((median for name, median in medians.items() if name.startswith(PEER)), default=math.nan)
+    digits = 0 if max(medians.values(), default=0.0) >= 1000 else 1
+    titles = ["contender", unit, "range", "vs. best of transformers", *(name.replace("_", " ") for name in columns)]
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+    for name, rounds in speeds.items():
+        low, median, high = (f"{speed:,.{digits}f}" for speed in (min(rounds), medians[name], max(rounds)))
+        cells = [
+            name,
+            median,
+            f"{low} to {high}",
+            f"{medians[name] / best:.2f} x",
+            *(c[name] for c in columns.values()),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

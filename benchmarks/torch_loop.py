@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the peers on torch share: endless batches, one step with Accelerate, and the timing of steps."""
+
+import collections
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+WARM = 2  # as in benchmarks.clock, which needs Keras
+
+
+def without_end(loader) -> Iterator[Any]:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def train_step(accelerator: Accelerator, loss: torch.Tensor, optimizer, schedule) -> float:
+    """Goes back from a batch's loss, and returns it: as the others, a step shows its loss."""
+    accelerator.backward(loss)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def time_steps(step: Callable, batches: Iterator[Any], steps: int, count: Callable[[Any], dict[str, int]]):
+    """Trains some steps, the first ones unmeasured: `steps`, their `seconds`, and the sums of `count(batch)`."""
+    for batch in itertools.islice(batches, WARM):
+        step(batch)
+    counts, began = collections.Counter(), time.perf_counter()
+    for batch in itertools.islice(batches, steps):
+        step(batch)
+        counts.update(count(batch))
+    return {"steps": steps, "seconds": time.perf_counter() - began} | dict(counts)
