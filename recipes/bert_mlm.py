@@ -25,7 +25,7 @@ from typing import Literal
 from common.data.corpora import check_corpus
 from common.model.sizes import Size, check_model
 from common.run.command_line import parse, quiet_stderr, run
-from common.run.options import LanguageModelOptions, set_defaults, step_range
+from common.run.options import LanguageModelOptions, set_defaults
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def train_and_evaluate(config: Config) -> dict:
         steps_per_epoch=steps["train"],
         validation_data=distribute(strategy, batches, "validation"),
         validation_steps=steps["validation"],
-        callbacks=[log, Profile(run.workdir, step_range(config.profile_steps)), checkpoints],
+        callbacks=[log, Profile(run.workdir, config.profile_steps), checkpoints],
         verbose=1 if sys.stdout.isatty() else 2,  # a progress bar on a terminal, one line per epoch in a log file
     )
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 
 from common.run.classifier_options import ClassifierOptions
 from common.run.command_line import parse, quiet_stderr, run
-from common.run.options import FitOptions, step_range
+from common.run.options import FitOptions
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def train_and_evaluate(config: Config) -> dict:
         steps_per_epoch=steps["train"],
         validation_data=batches("validation", scaled, range(steps["validation"])),
         validation_steps=steps["validation"],
-        callbacks=[log, best, Profile(run.workdir, step_range(config.profile_steps)), checkpoints],
+        callbacks=[log, best, Profile(run.workdir, config.profile_steps), checkpoints],
         verbose=1 if sys.stdout.isatty() else 2,  # a progress bar on a terminal, one line per epoch in a log file
     )
 

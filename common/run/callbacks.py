@@ -12,8 +12,11 @@ import tensorflow as tf
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from common.devices.cluster import is_chief
+from common.errors import UserError
 from common.files import read_json, write_json
-from common.run.checkpoints import Checkpoints
+from common.run.checkpoints import Checkpoints, checksum
+from common.run.options import step_range
+from common.run.run_folder import afresh
 from common.run.speed import UNKNOWN, ModelFlops
 from common.run.step_log import StepLog
 from common.training.replicas import COUNTS, MEANS
@@ -84,18 +87,28 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
         model: compiled, so that its optimizer has variables.
         every: steps between two checkpoints; with several steps per call, the end of the first call after them.
         only_trained: leave out the weights that are not trained, which are large where adapters are: they come from
-            the preset again.
+            the preset again. A checkpoint holds their checksum.
     """
 
     def __init__(self, workdir: Path, model: keras.Model, every: int, only_trained: bool = False):
         super().__init__(workdir, every, model=model, optimizer=model.optimizer)
+        self._others = checksum(weight for weight in model.weights if not weight.trainable) if only_trained else 0
+        self._saved_with = tf.Variable(self._others, dtype=tf.int64, trainable=False)
         if only_trained:
-            self._checkpoint = tf.train.Checkpoint(trained=model.trainable_variables, optimizer=model.optimizer)
+            parts = {"trained": model.trainable_variables, "others": self._saved_with}
+            self._checkpoint = tf.train.Checkpoint(optimizer=model.optimizer, **parts)
         self.set_model(model)
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
-        """As `Checkpoints.restore`; the model counts its steps from there."""
+        """As `Checkpoints.restore`; the model counts its steps from there.
+
+        Raises:
+            UserError: also when the weights that are not in a checkpoint are others than it was saved with.
+        """
         self.model.first_step = super().restore(init_fn)
+        if self._saved_with.numpy() != self._others:
+            told = "the preset's weights are not those that the checkpoint's adapters are of: give that --preset, or"
+            raise UserError(f"{told} {afresh(self.workdir)}")
         return self.model.first_step
 
     def on_train_begin(self, logs=None):
@@ -167,11 +180,16 @@ def when_best(
 
 
 class Profile(keras.callbacks.Callback):
-    """Traces steps of `fit`, counted from 1, for TensorBoard's profile tab; those of the same call together."""
+    """Traces steps of `fit`, counted from 1, for TensorBoard's profile tab; those of the same call together.
 
-    def __init__(self, workdir: Path, steps: range):
+    Args:
+        workdir: the run's folder.
+        steps: which, such as `10-20`; or none.
+    """
+
+    def __init__(self, workdir: Path, steps: str):
         super().__init__()
-        self.logdir, self.steps = str(workdir / "tensorboard"), steps
+        self.logdir, self.steps = str(workdir / "tensorboard"), step_range(steps)
         self._tracing = False
 
     def on_train_batch_begin(self, batch, logs=None):

@@ -8,7 +8,7 @@ and in the learning-rate schedule; data order, masks and dropout are functions o
 import shutil
 import signal
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,8 @@ class Checkpoints:
                 raise UserError(f"no checkpoint in {self.folder} can be read: {afresh(self.workdir)}")
             init_fn()
         if num_workers() > 1:  # presets of the same name may differ between hosts
-            own = {"checkpoint of step": self.saved_step, "checksum of the weights": _checksum(self._objects)}
+            variables = [v for held in self._objects.values() for v in getattr(held, "variables", [held])]
+            own = {"checkpoint of step": self.saved_step, "checksum of the weights": checksum(variables)}
             agree(own, f"starts from different weights than the chief: {self.folder} or the preset differs")
         return self.saved_step
 
@@ -159,9 +160,9 @@ class Checkpoints:
                     path.unlink()
 
 
-def _checksum(objects: dict[str, Any]) -> int:
+def checksum(variables: Iterable[Any]) -> int:
+    """The CRC-32 of all values, one variable after the other."""
     crc32 = 0
-    for held in objects.values():
-        for variable in getattr(held, "variables", [held]):
-            crc32 = zlib.crc32(np.ascontiguousarray(variable.numpy()).tobytes(), crc32)
+    for variable in variables:
+        crc32 = zlib.crc32(np.ascontiguousarray(variable.numpy()).tobytes(), crc32)
     return crc32
