@@ -26,7 +26,7 @@ from common.data.corpora import check_corpus
 from common.model.push_target import check_push_to
 from common.model.sizes import check_model, check_vocabulary_size
 from common.run.command_line import parse, quiet_stderr, run
-from common.run.options import LanguageModelOptions, set_defaults, step_range
+from common.run.options import LanguageModelOptions, set_defaults
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ from common.devices.rendezvous import chief_alone
 from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
 from common.model.fill_mask import print_filled_masks
+from common.model.masked_card import MASKED, masked_card
 from common.model.masked_lm import masked_lm_from_size
-from common.model.model_card import model_card
 from common.model.publish import Publish
 from common.model.saving import save_preset
 from common.run.callbacks import FitCheckpoints, FitLog, Profile
@@ -160,14 +160,14 @@ def train_and_evaluate(config: Config) -> dict:
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))
     save = functools.partial(save_preset, model, shards.vocabulary, config.seq_length)
 
-    with Publish(config.push_to, config.push_public, run.workdir, save) as publish:
+    with Publish(config.push_to, config.push_public, run.workdir, save, MASKED) as publish:
         model.fit(
             distribute(strategy, batches, "train", log.step),
             epochs=-(-total // steps["train"]),
             steps_per_epoch=steps["train"],
             validation_data=distribute(strategy, batches, "validation"),
             validation_steps=steps["validation"],
-            callbacks=[log, Profile(run.workdir, step_range(config.profile_steps)), publish, checkpoints],
+            callbacks=[log, Profile(run.workdir, config.profile_steps), publish, checkpoints],
             verbose=1 if sys.stdout.isatty() else 2,  # a progress bar on a terminal, one line per epoch in a log file
         )
         results = training_results("bert_from_scratch", config, strategy, scaled.global_batch_size, log)
@@ -175,7 +175,7 @@ def train_and_evaluate(config: Config) -> dict:
             data = distribute(strategy, batches, split)
             scores = model.evaluate(data, steps=steps[split], verbose=0, return_dict=True)
             results |= language_model_scores(split, scores, batches(split), shards.token_counts(), shards.vocabulary)
-        save(run.workdir / "preset", card=model_card(results))
+        save(run.workdir / "preset", card=masked_card(results))
         return run.finish(results)
 
 

@@ -8,8 +8,8 @@
 Time: 3 min on 2 cores. Metric: validation loss, against the unigram and bigram baselines.
 
 All text becomes one row of byte pairs, an end token between documents, cut into sequences without padding; the model
-learns to predict each token from those before it. The loss is taken across the documents' ends too, as for GPT-2 and
-GPT-3 (Brown et al. 2020, arXiv:2005.14165, section 2.3): a model learns that what follows an end token begins anew.
+learns to predict each token from those before it, across documents' ends too, as GPT-3 did (Brown et al. 2020,
+arXiv:2005.14165, section 2.3): that what follows an end token begins anew.
 """
 
 import functools
@@ -24,9 +24,10 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from common.data.dialogues import check_texts, is_dialogues, read_dialogues, said_in
+from common.model.push_target import check_push_to
 from common.model.sizes import CausalSize, check_lora, check_model, check_vocabulary_size
 from common.run.command_line import parse, quiet_stderr, run
-from common.run.options import LanguageModelOptions, set_defaults, step_range
+from common.run.options import LanguageModelOptions, set_defaults
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Config(LanguageModelOptions):
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as GPT-3's; 0: no clipping
     dropout: float = 0.0  # GPT-2's is 0.1; with few epochs, a model learns more without
     epochs: int | None = None  # default: 3, unless --minutes is given
+    push_to: str = ""  # hf://user/name: upload the model after each epoch, in the background; private, if new
+    push_public: bool = False  # create that repository as public
 
     def __post_init__(self):
         super().__post_init__()
@@ -57,6 +60,7 @@ class Config(LanguageModelOptions):
         check_lora(self.lora_rank, self.preset)
         check_vocabulary_size("roberta", self.vocabulary_size)
         check_texts(self.data, self.corpus, self.workdir)
+        check_push_to(self.push_to, self.push_public)
         set_defaults(self, self.preset)
 
 
@@ -75,8 +79,10 @@ from common.data.packed_text import PackedText
 from common.data.sharded_text import ShardedText, find_text_shards
 from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
+from common.model.causal_card import CAUSAL, causal_card
 from common.model.causal_lm import make_causal_lm, make_preprocessor, pieces_of, save_causal_lm
 from common.model.generate import print_continuations
+from common.model.publish import Publish
 from common.run.callbacks import FitCheckpoints, FitLog, Profile
 from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
@@ -89,10 +95,8 @@ from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
 
-Data = PackedText | ShardedText | Answers
 
-
-def make_datasets(config: Config) -> Data:
+def make_datasets(config: Config) -> PackedText | ShardedText | Answers:
     """The token ids of each split, and the preprocessor, which has their tokenizer."""
     make = functools.partial(make_preprocessor, config.preset, seq_length=config.seq_length)
     if config.data and not is_dialogues(config.data):
@@ -104,20 +108,18 @@ def make_datasets(config: Config) -> Data:
     return Answers.of(dialogues, preprocessor, config.jit) if config.data else PackedText.of(corpus, preprocessor)
 
 
-def causal_batches(
-    config: Config, data: Data, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
-) -> tf.data.Dataset:
+def causal_batches(config: Config, data, scaled: Scaled, split, first_step=0, num_shards=1, shard=0) -> tf.data.Dataset:
     """One shard's batches (x, y, sample_weight), of a replica's size each: a pure function of the seed and the step."""
 
     def shift(ids, is_token, is_label):  # by one: the label of each token is the next one
         x = {"token_ids": ids[:, :-1], "padding_mask": tf.cast(is_token[:, :-1], tf.int32)}
         return x, ids[:, 1:], tf.cast(is_label[:, 1:], tf.float32)
 
-    seed = config.seed if split == "train" else None
-    return data.rows(split, scaled, seed, first_step, num_shards, shard).map(shift).prefetch(8)
+    order = config.seed if split == "train" else None, first_step
+    return data.rows(split, scaled, *order, num_shards, shard).map(shift).prefetch(8)
 
 
-def build_model(config: Config, data: Data, schedule=0.0, last_step: int | None = None) -> keras.Model:
+def build_model(config: Config, data, schedule=0.0, last_step: int | None = None) -> keras.Model:
     """A compiled `CausalLM`, which `fit` trains up to `last_step`. Call it inside the strategy's scope."""
     size = config.model or "tiny"
     model = make_causal_lm(config.preset, size, data.preprocessor, config.dropout, config.lora_rank)
@@ -131,7 +133,7 @@ def build_model(config: Config, data: Data, schedule=0.0, last_step: int | None 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, config.deterministic)
-    run = open_run("causal_lm", config, writes=("adapter",))
+    run = open_run("causal_lm", config, writes=("adapter", "model_card", "snapshots"))
     if run.results:
         return run.results
     config = choose_size(config, run, strategy)
@@ -143,36 +145,36 @@ def train_and_evaluate(config: Config) -> dict:
     batches = functools.partial(causal_batches, config, data, scaled)
     steps = {split: data.steps(split, scaled.global_batch_size) for split in data.sizes()}
 
-    build = functools.partial(build_model, config, data)
-    total_steps = count_steps(config, run, strategy, steps, build, batches)
+    total_steps = count_steps(config, run, strategy, steps, functools.partial(build_model, config, data), batches)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
 
     with strategy.scope():
-        model = build(schedule, total_steps)
+        model = build_model(config, data, schedule, total_steps)
     if config.dry_run:
         return print_plan(model, schedule, data.count_tokens(), batches("train"), pieces_of(data.tokenizer), data.width)
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every, only_trained=bool(config.lora_rank))
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))
+    save = functools.partial(save_causal_lm, model, config.preset, run.workdir / "adapter")
 
-    model.fit(
-        distribute(strategy, batches, "train", log.step),
-        epochs=-(-total_steps // steps["train"]),
-        steps_per_epoch=steps["train"],
-        validation_data=distribute(strategy, batches, "validation"),
-        validation_steps=steps["validation"],
-        callbacks=[log, Samples(log, data), Profile(run.workdir, step_range(config.profile_steps)), checkpoints],
-        verbose=1 if sys.stdout.isatty() else 2,  # a progress bar on a terminal, one line per epoch in a log file
-    )
-
-    results = training_results("causal_lm", config, strategy, scaled.global_batch_size, log)
-    pairs = count_pairs(batches("train"), steps["train"] * strategy.num_replicas_in_sync, data.tokenizer)
-    for split in [split for split in steps if split != "train"]:
-        scores = model.evaluate(distribute(strategy, batches, split), steps=steps[split], verbose=0, return_dict=True)
-        results |= causal_scores(split, scores, batches(split), pairs, data.tokenizer)
-
-    save_causal_lm(model, config.preset, run.workdir)
-    return run.finish(results | {"prompts": data.prompts()})
+    with Publish(config.push_to, config.push_public, run.workdir, save, CAUSAL) as publish:
+        model.fit(
+            distribute(strategy, batches, "train", log.step),
+            epochs=-(-total_steps // steps["train"]),
+            steps_per_epoch=steps["train"],
+            validation_data=distribute(strategy, batches, "validation"),
+            validation_steps=steps["validation"],
+            callbacks=[log, Samples(log, data), Profile(run.workdir, config.profile_steps), publish, checkpoints],
+            verbose=1 if sys.stdout.isatty() else 2,  # a progress bar on a terminal, one line per epoch in a log file
+        )
+        results = training_results("causal_lm", config, strategy, scaled.global_batch_size, log)
+        pairs = count_pairs(batches("train"), steps["train"] * strategy.num_replicas_in_sync, data.tokenizer)
+        for split in [split for split in steps if split != "train"]:
+            part = distribute(strategy, batches, split)
+            scores = model.evaluate(part, steps=steps[split], verbose=0, return_dict=True)
+            results |= causal_scores(split, scores, batches(split), pairs, data.tokenizer)
+        save(run.workdir / "preset", card=causal_card(results))
+        return run.finish(results | {"prompts": data.prompts()})
 
 
 def main(config: Config) -> None:

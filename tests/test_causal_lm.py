@@ -24,13 +24,15 @@ from common.data.dialogues import read_dialogues
 from common.data.order import Scaled
 from common.data.shard_writer import make_shards
 from common.errors import UserError
-from common.model.causal_lm import make_preprocessor
+from common.model.causal_lm import make_causal_lm, make_preprocessor
 from common.model.generate import causal_lm_for_generation, continuations, make_sampler
 from common.model.sizes import dimensions
 from common.run import run_folder
+from common.run.callbacks import FitCheckpoints
 from common.run.plan import memory_of_a_replica, state_without_lora
 from recipes import causal_lm
 from recipes._generate import generate
+from tests.hub import URI, StandIn, use
 
 ROOT = Path(__file__).parent.parent
 HUB = keras_hub.models
@@ -114,7 +116,7 @@ def assert_same(ours, theirs, bound=1e-6):
 
 
 @EACH_FAMILY
-def test_every_family_trains_alike_on_one_and_two_replicas_and_is_saved(family, presets, small, tmp_path):
+def test_every_family_trains_alike_on_one_and_two_replicas_and_is_saved(family, presets, small, tmp_path, capsys):
     small |= {"preset": presets(family)[0], "model": None}
     one = train(small, batch_size=16, replicas=1, workdir=str(tmp_path / "one"))
     two = train(small, replicas=2, lr_scaling="none")
@@ -125,6 +127,9 @@ def test_every_family_trains_alike_on_one_and_two_replicas_and_is_saved(family, 
     plain.compile(sampler="greedy")
     text = plain.generate("You may", max_length=12)
     assert text.startswith("You may") and len(text) > len("You may")
+    snippet = (Path(small["workdir"]) / "preset/README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(snippet, {})
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Returns a")
 
 
 @EACH_FAMILY
@@ -158,6 +163,18 @@ def test_lora_trains_adapters_alone(family, presets, small, tmp_path):
 
     run_folder.set_aside(tmp_path / "run")  # which knows every file of a run
     assert not any(path.is_file() for path in (tmp_path / "run").glob("[!.]*/**/*"))
+
+
+def test_adapters_resume_on_the_weights_that_they_adapt(presets, small, tmp_path):
+    preset = {"preset": presets("GPT2")[0], "model": None, "lora_rank": 2}
+    config = causal_lm.Config(**small | preset)
+    model = causal_lm.build_model(config, causal_lm.make_datasets(config))
+    FitCheckpoints(tmp_path, model, 9, only_trained=True).save(2)
+    model.trainable_variables[0].assign_add(model.trainable_variables[0] + 1)
+    assert FitCheckpoints(tmp_path, model, 9, only_trained=True).restore() == 2
+    model.backbone.token_embedding.embeddings.assign_add(model.backbone.token_embedding.embeddings)
+    with pytest.raises(UserError, match="the preset's weights are not those that the checkpoint's adapters are of"):
+        FitCheckpoints(tmp_path, model, 9, only_trained=True).restore()
 
 
 def test_a_lora_run_is_planned_with_and_without(presets, small, capsys):
@@ -345,6 +362,24 @@ def answers(tmp_path_factory):
     return file
 
 
+@pytest.mark.slow
+def test_each_epochs_model_goes_to_the_hub_and_adapters_stay(small, presets, monkeypatch, tmp_path):
+    options = small | {"preset": presets("GPT2")[0], "model": None, "lora_rank": 2, "push_to": URI, "epochs": 2}
+    with StandIn() as hub:
+        use(hub.url, monkeypatch)
+        results = train(options | {"max_steps": 0})
+        hub.shutdown()
+    preset, snapshots = tmp_path / "run/preset", tmp_path / "run/snapshots"
+    files = {str(file.relative_to(preset)): file.read_bytes() for file in preset.rglob("*") if file.is_file()}
+    assert hub.files == files and "by LoRA" in files["README.md"].decode()
+    steps = results["steps"]
+    assert {folder.name for folder in snapshots.iterdir()} == {f"step-{steps // 2}", f"step-{steps}"}
+    assert "still training" in (snapshots / f"step-{steps}/README.md").read_text()
+    assert (tmp_path / "run/adapter/adapter.lora.h5").exists()
+    run_folder.set_aside(tmp_path / "run")  # which knows every file of a run
+    assert not any(path.is_file() for path in (tmp_path / "run").glob("[!.]*/**/*"))
+
+
 def test_of_prompts_with_answers_the_answers_alone_are_learned(small, answers, tmp_path):
     small |= {"corpus": "docstrings", "data": str(answers), "seq_length": 64}
     one = train(small, replicas=1, batch_size=16, workdir=str(tmp_path / "one"))
@@ -416,6 +451,7 @@ def test_bad_options_and_presets(small, presets, tmp_path):
         ("--lora-rank must be at least 1; got 0", {"lora_rank": 0}),
         ("--lora-rank adapts the weights of a preset: give --preset", {"lora_rank": 2}),
         ("--preset brings its own model", {"preset": "gpt2_base_en"}),
+        ("--push-public needs --push-to", {"push_public": True}),
     ):
         with pytest.raises(UserError, match=told):
             causal_lm.Config(**small | changes)
@@ -429,6 +465,8 @@ def test_bad_options_and_presets(small, presets, tmp_path):
     HUB.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]).save_to_preset(str(tmp_path / "bert"))
     with pytest.raises(UserError, match="cannot load the preset"):
         causal_lm.make_datasets(causal_lm.Config(**small | {"preset": str(tmp_path / "bert"), "model": None}))
+    with pytest.raises(UserError, match="takes padding_mask, segment_ids, token_ids; give a model of text alone"):
+        make_causal_lm(str(tmp_path / "bert"), "tiny", SimpleNamespace(sequence_length=32), 0.0)
 
 
 def test_gpt2s_own_sizes_and_the_default_rate():

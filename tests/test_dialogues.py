@@ -53,6 +53,16 @@ def test_a_prompt_and_its_response_stand_as_they_are(gpt2):
     assert told(encode([dialogue], gpt2, 65), gpt2) == "<|endoftext|>Who is it? [It is me<|endoftext|>]"
 
 
+def test_a_start_token_of_its_own_begins_a_dialogue(gpt2):
+    gemma = with_tokens(gpt2, "<bos>")
+    gemma.start_token_id = gemma.token_to_id("<bos>")
+    shown = told(encode([[("prompt", "Who? "), ("response", "Me")]], gemma, 65), gemma)
+    assert shown == "<bos>Who? [Me<|endoftext|>]"
+    gemma.start_token_id = None
+    shown = told(encode([[("prompt", "Who? "), ("response", "Me")]], gemma, 65), gemma)
+    assert shown == "Who? [Me<|endoftext|>]"
+
+
 def test_messages_have_the_speakers_names_where_the_tokenizer_has_no_form(gpt2):
     assert told(encode([CHAT], gpt2, 200), gpt2) == (
         "<|endoftext|>system: Be brief.\nuser: Who?\nassistant: [Me.\n]user: Why?\nassistant: [So.\n<|endoftext|>]"
@@ -161,6 +171,9 @@ def test_files_are_read_and_held_out(tmp_path):
     splits = read_dialogues(str(file))
     assert sum(map(len, splits.values())) == 101 and 3 < len(splits["validation"]) < 25
     assert CHAT in [*splits["train"], *splits["validation"]]
+    file.write_text("".join(json.dumps(line) + "\n" for line in [chat, *reversed(lines), lines[0]]))
+    again = read_dialogues(str(file))["validation"]  # in any order, and never on both sides
+    assert {str(one) for one in again} == {str(one) for one in splits["validation"]}
     assert next(said_in(splits)["train"]()) == splits["train"][0][0][1]
     for name in ("train", "validation", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(chat))

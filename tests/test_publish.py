@@ -23,7 +23,9 @@ from huggingface_hub import constants
 
 from common.data.wordpiece import WordPieces
 from common.errors import UserError
-from common.model.model_card import model_card
+from common.model.causal_card import CAUSAL, causal_card
+from common.model.masked_card import MASKED, masked_card
+from common.model.model_card import snapshot_card
 from common.model.publish import Publish
 from common.model.push_target import check_push_to
 from common.model.saving import save_preset
@@ -109,7 +111,7 @@ def publisher(preset, tmp_path):
         shutil.copytree(preset, folder)
         (folder / "README.md").write_text(card)
 
-    callback = Publish(URI, False, tmp_path, save)
+    callback = Publish(URI, False, tmp_path, save, MASKED)
     callback.set_model(SimpleNamespace(steps_done=0))
 
     def end_epoch(step):
@@ -128,7 +130,7 @@ def test_each_epochs_model_arrives_with_its_card(to_hub, small):
             wait_for(lambda: len(to_hub.commits) == epoch + 1)
             arrived.append(to_hub.files)
 
-    model, save, logs = fit(small, lambda workdir, save: [Publish(URI, False, workdir, save), Wait()])
+    model, save, logs = fit(small, lambda workdir, save: [Publish(URI, False, workdir, save, MASKED), Wait()])
     snapshots = [Path(small["workdir"]) / "snapshots" / f"step-{step}" for step in (2, 4)]
     assert "README.md" in to_hub.commits[0]
     for files, folder in zip(arrived, snapshots, strict=True):
@@ -204,7 +206,7 @@ def test_a_hub_that_stays_away_is_told_of_and_the_command_given_works(to_hub, pu
 
 
 def test_without_a_uri_nothing_is_done(tmp_path):
-    callback = Publish("", False, tmp_path / "run", None)
+    callback = Publish("", False, tmp_path / "run", None, MASKED)
     with callback:
         callback.on_train_batch_end(0)
         callback.on_epoch_end(0, {})
@@ -215,7 +217,7 @@ def test_without_a_uri_nothing_is_done(tmp_path):
 def test_only_the_chief_saves_and_uploads(tmp_path, monkeypatch):
     workers = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(workers))
-    callback = Publish(URI, False, tmp_path / "run", None)
+    callback = Publish(URI, False, tmp_path / "run", None, MASKED)
     callback.on_epoch_end(0, {})
     callback.finish(None)
     assert not list(tmp_path.iterdir())
@@ -261,7 +263,7 @@ RESULTS = {
 
 
 def test_the_card_has_the_runs_figures_and_nothing_private():
-    card = model_card(RESULTS)
+    card = masked_card(RESULTS)
     assert card.startswith("---\nlibrary_name: keras-hub\npipeline_tag: fill-mask\ntags:\n- masked-language-modeling\n")
     for text in (
         "in the form of BERT, trained from random weights on\n`texts` for 1,700 steps",
@@ -280,15 +282,36 @@ def test_the_card_has_the_runs_figures_and_nothing_private():
         assert text in card
     assert "/home" not in card and "test loss" not in card
     scores = {f"test_{name}": RESULTS[f"val_{name}"] for name in ("loss", "accuracy", "perplexity", "unigram_loss")}
-    timed = model_card(RESULTS | {"config": RESULTS["config"] | {"minutes": 2.0, "epochs": None}})
+    timed = masked_card(RESULTS | {"config": RESULTS["config"] | {"minutes": 2.0, "epochs": None}})
     assert "minutes 2.0" in timed and "epochs" not in timed
     gpus = {"cpu": "Some CPU", "cores": 2, "gpus": ["A100", "A100"]}
-    card = model_card(RESULTS | scores | {"hardware": gpus})
+    card = masked_card(RESULTS | scores | {"hardware": gpus})
     assert "| test loss | 5.550, perplexity 257.2 |" in card and "| hardware | A100, A100 |" in card
 
 
+def test_the_card_of_a_causal_model_says_what_it_began_from():
+    own = {"preset": "/home/me/base", "lora_rank": 8, "data": "", "model": None, "learning_rate": 1e-3}
+    results = RESULTS | {"val_bigram_loss": 5.7, "config": RESULTS["config"] | own}
+    card = causal_card(results)
+    assert card.startswith("---\nlibrary_name: keras-hub\npipeline_tag: text-generation\ntags:\n- causal-language-m")
+    for text in (
+        "trained from `base` by LoRA on `texts`\nfor 1,700 steps",
+        "| validation loss of the bigram baseline | 5.700 |",
+        "lora_rank 8",
+        f'CausalLM.from_preset("{URI}")',
+    ):
+        assert text in card
+    assert "/home" not in card
+    own |= {"preset": "hf://someone/gpt2", "lora_rank": None, "data": "/home/me/answers.jsonl"}
+    card = causal_card(results | {"config": results["config"] | own})
+    assert "trained from `hf://someone/gpt2` on `answers.jsonl`\n" in card
+    card = causal_card(results | {"config": results["config"] | own | {"preset": ""}})
+    assert "trained from random weights on" in card
+    assert "of a causal language model that is still" in snapshot_card(CAUSAL, URI, 3, {})
+
+
 def test_the_cards_snippet_runs(preset, capsys):
-    snippet = model_card(RESULTS).split("```python\n")[1].split("```")[0]
+    snippet = masked_card(RESULTS).split("```python\n")[1].split("```")[0]
     exec(snippet.replace(URI, str(preset)), {})
     assert len(ast.literal_eval(capsys.readouterr().out)) == 5
 
@@ -334,7 +357,7 @@ def test_the_check_needs_no_tensorflow():
 def test_uploads_change_no_bit_of_the_training(to_hub, small, tmp_path):
     with_uploads, alone = (
         fit(small | {"dropout": 0.1, "workdir": str(tmp_path / name)}, callbacks, epochs=3)[0].get_weights()
-        for name, callbacks in (("a", lambda *words: [Publish(URI, False, *words)]), ("b", lambda *words: []))
+        for name, callbacks in (("a", lambda *words: [Publish(URI, False, *words, MASKED)]), ("b", lambda *words: []))
     )
     assert to_hub.commits
     for ours, theirs in zip(with_uploads, alone, strict=True):
@@ -357,7 +380,8 @@ def main(end):
     publish.GRACE = int(sys.argv[4])
     workdir = Path(sys.argv[2])
     if end == "error":
-        with t.Publish(t.URI, False, workdir, lambda folder, card: t.shutil.copytree(sys.argv[3], folder)) as callback:
+        save = lambda folder, card: t.shutil.copytree(sys.argv[3], folder)
+        with t.Publish(t.URI, False, workdir, save, t.MASKED) as callback:
             callback.set_model(SimpleNamespace(steps_done=1))
             callback.on_epoch_end(0, {})
             sys.stdin.readline()
@@ -366,7 +390,7 @@ def main(end):
     def callbacks(folder, save):
         wait = t.keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epoch and sys.stdin.readline())
         checkpoints = FitCheckpoints(folder, save.args[0], 100)
-        publish = stack.enter_context(t.Publish(t.URI, False, folder, save))
+        publish = stack.enter_context(t.Publish(t.URI, False, folder, save, t.MASKED))
         return [publish, checkpoints, wait]
 
     with contextlib.ExitStack() as stack:

@@ -97,17 +97,18 @@ def make_causal_lm(
     return causal_lm_class(kind)(backbone=backbone, preprocessor=preprocessor, compile=False)
 
 
-def save_causal_lm(model: keras_hub.models.CausalLM, preset: str, workdir: Path) -> None:
-    """Saves a preset in `preset/`, adapters merged into their kernels, and these by themselves in `adapter/`.
+def save_causal_lm(model: keras_hub.models.CausalLM, preset: str, adapter: Path, folder: Path, card: str = "") -> None:
+    """Saves a model as a preset, adapters merged into their kernels, and these by themselves beside it.
 
     Args:
         model: with its preprocessor.
         preset: that it began from, of whose weights the adapters are.
-        workdir: the run's folder.
+        adapter: folder for these, where there are any; see `lora.save_adapter`.
+        folder: for the preset, with a `card`, if given, as its `README.md`.
     """
-    save_task(model, model.preprocessor, workdir / "preset")
+    save_task(model, model.preprocessor, folder, card)
     if any(weight.name.startswith("lora_") for weight in model.weights):
-        save_adapter(model, preset, workdir / "adapter")
+        save_adapter(model, preset, adapter)
 
 
 def _backbone_from_preset(preset: str, dropout: float) -> keras_hub.models.Backbone:

@@ -1,59 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card on the Hugging Face Hub, `README.md` beside the weights."""
+"""Model cards on the Hugging Face Hub, `README.md` beside the weights: Markdown with the Hub's front matter."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 FRONT_MATTER = """\
 ---
 library_name: keras-hub
-pipeline_tag: fill-mask
+pipeline_tag: {pipeline}
 tags:
-- masked-language-modeling
+- {tag}
 - keras
 ---
 """
-LOAD = """
+USE = """
 ## Use
 
 Where this repository is private, its owner runs `hf auth login` first.
 
 ```python
-import keras_hub
-import numpy as np
-
-model = keras_hub.models.MaskedLM.from_preset("{uri}")
-tokenizer = model.preprocessor.tokenizer
-before, after = (np.array(tokenizer(part)) for part in ("returns a", " with the same shape."))
-ids = np.array([[tokenizer.start_token_id, *before, tokenizer.mask_token_id, *after, tokenizer.end_token_id]])
-inputs = {{"token_ids": ids, "padding_mask": np.ones_like(ids), "segment_ids": np.zeros_like(ids)}}
-inputs["mask_positions"] = np.array([[1 + len(before)]])
-logits = np.array(model({{name: inputs[name] for name in model.input}}))[0, 0]
-print([tokenizer.id_to_token(int(i)) for i in logits.argsort()[::-1][:5]])
-```
+{code}```
 """
-NAMES = {"bert": "BERT", "roberta": "RoBERTa"}
 # Options that say how the model was trained. The others say where, which is private.
 OPTIONS = (
-    *(
-        "architecture",
-        "model",
-        "vocabulary_size",
-        "seq_length",
-        "mask_rate",
-        "dropout",
-        "epochs",
-        "minutes",
-        "batch_size",
-    ),
-    *("learning_rate", "lr_scaling", "warmup", "optimizer", "weight_decay", "clip_norm", "precision", "seed"),
+    *("architecture", "model", "lora_rank", "vocabulary_size", "seq_length", "mask_rate", "dropout", "epochs"),
+    *("minutes", "batch_size", "learning_rate", "lr_scaling", "warmup", "optimizer", "weight_decay", "clip_norm"),
+    *("precision", "seed"),
 )
 
 
-def model_card(results: dict[str, Any]) -> str:
-    """The card of a finished model, in Markdown with the Hub's front matter, by what `results.json` holds.
+@dataclass(frozen=True)
+class Kind:
+    """What all models of a kind have in common."""
 
-    Of the options in its `config`, those in `OPTIONS` are shown, where it was pushed to, and the last part of `corpus`.
+    name: str  # such as `masked language model`
+    tag: str  # on the Hub
+    pipeline: str  # the Hub's name of what it does
+    labels: str  # what the loss is the mean over: `masked token`, say
+    code: str  # that uses a model, from `{uri}`
+
+
+def model_card(kind: Kind, results: dict[str, Any], summary: str, limits: str) -> str:
+    """The card of a finished model, by what `results.json` holds.
+
+    Of the options in its `config`, those in `OPTIONS` are shown, and where it was pushed to.
+
+    Args:
+        kind: of the model.
+        results: of the run.
+        summary: the first paragraph.
+        limits: the last one.
     """
     config, rate, hardware = results["config"], results["learning_rate"], results["hardware"]
     rows = [
@@ -64,9 +61,10 @@ def model_card(results: dict[str, Any]) -> str:
     ]
     for split, name in (("val", "validation"), ("test", "test")):
         if f"{split}_loss" in results:
+            baselines = [baseline for baseline in ("unigram", "bigram") if f"{split}_{baseline}_loss" in results]
             rows += [
                 (f"{name} loss", f"{results[f'{split}_loss']:.3f}, perplexity {results[f'{split}_perplexity']:.1f}"),
-                (f"{name} loss of the unigram baseline", f"{results[f'{split}_unigram_loss']:.3f}"),
+                *((f"{name} loss of the {b} baseline", f"{results[f'{split}_{b}_loss']:.3f}") for b in baselines),
                 (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}"),
             ]
     rows += [
@@ -75,36 +73,35 @@ def model_card(results: dict[str, Any]) -> str:
         ("versions", _listed(results["versions"])),
         ("configuration", _listed({name: config[name] for name in OPTIONS if config.get(name) is not None})),
     ]
-    corpus = Path(config["corpus"]).name  # of a private text, its name alone
-    return _card(
-        config["push_to"] or f"{config['workdir']}/preset",
-        f"A masked language model in the form of {NAMES[config['architecture']]}, trained from random weights on\n"
-        f"`{corpus}` for {results['steps']:,} steps: it predicts the masked words of a text.",
-        rows,
-        "\nLosses are in nats per masked token. The unigram baseline ignores the context: a lower loss is what\n"
-        "the model has learned from it.\n",
-        "\n## Limits\n\nThe published BERT had 1,000,000 steps of 256 sequences of 512 tokens; this model had those\n"
-        "above, on the one corpus named there, whose errors and biases it repeats. It is for learning and for\n"
-        "comparing trainings, not for decisions, facts, or text of another kind or language.\n",
-    )
+    note = f"Losses are in nats per {kind.labels}. A model below a baseline has learned more from the context than it."
+    uri = config["push_to"] or f"{config['workdir']}/preset"
+    return _card(kind, uri, summary, rows, note, f"\n## Limits\n\n{limits}\n")
 
 
-def snapshot_card(uri: str, step: int, logs: dict[str, float]) -> str:
+def snapshot_card(kind: Kind, uri: str, step: int, logs: dict[str, float]) -> str:
     """The card of a model during its training, at `hf://user/name`, after so many steps, with Keras's logs of it."""
     names = ("loss", "accuracy", "val_loss", "val_accuracy")
     return _card(
+        kind,
         uri,
-        f"An intermediate snapshot, at step {step:,}, of a masked language model that is still training. The\n"
+        f"An intermediate snapshot, at step {step:,}, of a {kind.name} that is still training. The\n"
         "finished model replaces it.",
         [("step", f"{step:,}"), *((name, f"{logs[name]:.4f}") for name in names if name in logs)],
-        "\nLosses are in nats per masked token, those of the epoch that ended with this step.\n",
+        f"Losses are in nats per {kind.labels}, those of the epoch that ended with this step.",
     )
 
 
-def _card(uri: str, summary: str, rows: list[tuple[str, str]], *notes: str) -> str:
-    table = "".join(f"| {name} | {value} |\n" for name, value in (("", ""), ("---", "---"), *rows))
+def last_part(source: str) -> str:
+    """Of a folder or a file, which is private, its name alone; else a name as it is, such as `hf://user/name`."""
+    return source if source.startswith("hf://") else Path(source).name
+
+
+def _card(kind: Kind, uri: str, summary: str, rows: list[tuple[str, str]], note: str, limits: str = "") -> str:
+    front = FRONT_MATTER.format(pipeline=kind.pipeline, tag=kind.tag)
     title = uri.removesuffix("/preset").rsplit("/", 1)[-1]
-    return f"{FRONT_MATTER}\n# {title}\n\n{summary}\n\n{table}{''.join(notes)}{LOAD.format(uri=uri)}"
+    table = "".join(f"| {name} | {value} |\n" for name, value in (("", ""), ("---", "---"), *rows))
+    use = USE.format(code=kind.code.format(uri=uri))
+    return f"{front}\n# {title}\n\n{summary}\n\n{table}\n{note}\n{limits}{use}"
 
 
 def _listed(values: dict[str, Any]) -> str:

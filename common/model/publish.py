@@ -16,7 +16,7 @@ from huggingface_hub.utils import disable_progress_bars, logging
 
 from common.devices.cluster import is_chief
 from common.errors import UserError
-from common.model.model_card import snapshot_card
+from common.model.model_card import Kind, snapshot_card
 
 KEEP = 3
 GRACE = 10  # seconds that a process has for an orderly end while an upload hangs
@@ -37,10 +37,12 @@ class Publish(keras.callbacks.Callback):
         public: whether a new repository is public rather than private. An existing one keeps its visibility.
         workdir: the run's folder; of the snapshots, in `snapshots/step-<n>/` there, the last three are kept.
         save: `save(folder, card=text)` writes the model as a preset, with a `README.md`, to a folder, which it creates.
+        kind: of the model, for the snapshots' cards.
     """
 
-    def __init__(self, uri: str, public: bool, workdir: Path, save: Callable[..., None]):
+    def __init__(self, uri: str, public: bool, workdir: Path, save: Callable[..., None], kind: Kind):
         super().__init__()
+        self.kind = kind
         self.public = public
         self.uri = uri if is_chief() else ""
         self.folder, self.preset = workdir / "snapshots", workdir / "preset"
@@ -113,7 +115,7 @@ class Publish(keras.callbacks.Callback):
         self.folder.mkdir(exist_ok=True)
         for folder in (unfinished, whole):  # of a process that was killed
             shutil.rmtree(folder, ignore_errors=True)
-        self._save(unfinished, card=snapshot_card(self.uri, step, logs))
+        self._save(unfinished, card=snapshot_card(self.kind, self.uri, step, logs))
         return unfinished.rename(whole)
 
     def _remove_old(self) -> None:

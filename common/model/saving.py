@@ -17,14 +17,16 @@ from common.devices.cluster import is_chief
 def save_preset(
     model: keras_hub.models.Task, vocabulary: Vocabulary, seq_length: int, folder: Path, card: str = ""
 ) -> None:
-    """As `save_task`, with the model's usual preprocessor. A `card`, if given, becomes its `README.md`."""
-    save_task(model, model.preprocessor_cls(keras_tokenizer(vocabulary), sequence_length=seq_length), folder)
-    if card and is_chief():
-        (folder / "README.md").write_text(card, encoding="utf-8")
+    """As `save_task`, with the model's usual preprocessor."""
+    save_task(model, model.preprocessor_cls(keras_tokenizer(vocabulary), sequence_length=seq_length), folder, card)
 
 
-def save_task(model: keras_hub.models.Task, preprocessor: keras_hub.models.Preprocessor, folder: Path) -> None:
+def save_task(
+    model: keras_hub.models.Task, preprocessor: keras_hub.models.Preprocessor, folder: Path, card: str = ""
+) -> None:
     """Saves a preset that KerasHub loads without this project, including the preprocessor; only the chief saves.
+
+    A `card`, if given, becomes its `README.md`.
 
     Raises:
         OSError: `ENOSPC`, before anything is written, when the disk has no room (h5py would crash the process).
@@ -36,6 +38,8 @@ def save_task(model: keras_hub.models.Task, preprocessor: keras_hub.models.Prepr
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     model.preprocessor = preprocessor
     model.save_to_preset(str(folder))
+    if card:
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def keras_tokenizer(vocabulary: Vocabulary) -> keras_hub.models.Tokenizer:
