@@ -169,12 +169,12 @@ def train_and_evaluate(config: Config) -> dict:
         )
         results = training_results("causal_lm", config, strategy, scaled.global_batch_size, log)
         pairs = count_pairs(batches("train"), steps["train"] * strategy.num_replicas_in_sync, data.tokenizer)
-        for split in [split for split in steps if split != "train"]:
-            part = distribute(strategy, batches, split)
-            scores = model.evaluate(part, steps=steps[split], verbose=0, return_dict=True)
-            results |= causal_scores(split, scores, batches(split), pairs, data.tokenizer)
+        for part in [split for split in steps if split != "train"]:
+            scores = model.evaluate(distribute(strategy, batches, part), steps=steps[part], verbose=0, return_dict=True)
+            results |= causal_scores(part, scores, batches(part), pairs, data.tokenizer)
+        results["prompts"] = data.prompts()
         save(run.workdir / "preset", card=causal_card(results))
-        return run.finish(results | {"prompts": data.prompts()})
+        return run.finish(results)
 
 
 def main(config: Config) -> None:
