@@ -272,6 +272,15 @@ def test_bfloat16_is_near_float32(small, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=0.01) and losses[1] != losses[0]
 
 
+def test_logits_have_the_precision_of_the_rest(small):
+    config = causal_lm.Config(**small)
+    data = causal_lm.make_datasets(config)
+    for policy, dtype in (("mixed_bfloat16", "bfloat16"), ("float32", "float32")):
+        keras.config.set_dtype_policy(policy)
+        model = causal_lm.build_model(config, data)
+        assert model({name: np.ones((1, 4), "int32") for name in model.input}).dtype == dtype
+
+
 def samples_of(workdir):
     """TensorBoard's texts, by step."""
     found = {}

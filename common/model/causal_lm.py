@@ -89,6 +89,8 @@ def make_causal_lm(
         backbone = backbone_from_size(keras_hub.models.GPT2Backbone, size, pieces, dropout, length)
     if length > (positions := getattr(backbone, "max_sequence_length", math.inf)):
         raise UserError(f"--seq-length {length} is more than the {positions} positions of the preset {preset}")
+    # An embedding's weights are not cast: logits would be computed in float32 in mixed precision too, twice as slowly.
+    backbone.token_embedding.reverse_dtype = backbone.token_embedding.compute_dtype
     if lora_rank:
         enable_lora(backbone, lora_rank)
         for variable in backbone.trainable_variables:  # not the biases beside them: an adapter's file has none
