@@ -39,6 +39,8 @@ def texts(notebook):
 
 def test_each_narrative_has_a_notebook_and_each_notebook_a_narrative():
     assert {path.stem for path in generate.FOLDER.glob("*.ipynb")} == set(NAMES)
+    page = (generate.FOLDER / "README.md").read_text()
+    assert set(re.findall(r"^\| \[.*\]\((\w+).ipynb\)", page, re.MULTILINE)) == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
