@@ -19,6 +19,11 @@ from typing import Any
 
 # Suffix of a file that is being written: unique to this process, and unlike any other program's.
 UNFINISHED = f".{uuid.uuid4().hex[:12]}.unfinished"
+# Patterns of what is in a KerasHub preset; of a classifier's, with its labels.
+PRESET = (
+    *("config.json", "metadata.json", "preprocessor.json", "task.json", "tokenizer.json", "labels.json", "assets"),
+    *("model*.weights.*", "task*.weights.*"),
+)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

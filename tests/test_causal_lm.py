@@ -32,7 +32,7 @@ from common.run.callbacks import FitCheckpoints
 from common.run.plan import memory_of_a_replica, state_without_lora
 from recipes import causal_lm
 from recipes._generate import generate
-from tests.hub import URI, StandIn, use
+from tests.hub import REPOSITORY, URI, StandIn, use
 
 ROOT = Path(__file__).parent.parent
 HUB = keras_hub.models
@@ -237,6 +237,7 @@ def test_the_loss_is_the_mean_over_all_labels_of_the_split(small):
     assert last["labels"] == last["tokens"] < last["slots"] and len(results["prompts"]) == 3
 
 
+@SLOW
 def test_replicas_do_not_change_what_is_computed(small, tmp_path):
     """Same global batch, two epochs with an uneven last batch, on 1 and 4 replicas."""
     options = small | {"lr_scaling": "none", "epochs": 2, "max_steps": 0, "learning_rate": 1e-3, "weight_decay": 0.1}
@@ -256,7 +257,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", ["accumulate", *(pytest.param(w, marks=SLOW) for w in list(WAYS)[1:])])
+@SLOW
+@pytest.mark.parametrize("way", WAYS)
 def test_each_way_to_train_computes_the_same(way, small, tmp_path):
     own = {name: value for name, value in WAYS[way].items() if name in ("optimizer", "learning_rate", "clip_norm")}
     one = train(small | own, batch_size=16, replicas=1, workdir=str(tmp_path / "one"), lr_scaling="none")
@@ -270,6 +272,16 @@ def test_bfloat16_is_near_float32(small, tmp_path):
         for precision in ("float32", "mixed_bfloat16")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=0.01) and losses[1] != losses[0]
+
+
+def test_a_model_that_diverges_ends_with_its_report_and_writes_nothing(small, capsys):
+    config = causal_lm.Config(**small | {"optimizer": "sgd", "learning_rate": 1e9, "clip_norm": 0.0})
+    causal_lm.main(config)
+    told = "the model has diverged: its logits are not finite, and so it writes nothing"
+    assert capsys.readouterr().out.endswith(f"\n{told}\n")
+    assert {text.strip() for texts in samples_of(small["workdir"]).values() for text in texts} == {told}
+    with pytest.raises(UserError, match=told):
+        generate(f"{small['workdir']}/preset", ["a"], "random", 1, 0.9, 1.0, 0, 4)
 
 
 def test_logits_have_the_precision_of_the_rest(small):
@@ -372,7 +384,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_each_epochs_model_goes_to_the_hub_and_adapters_stay(small, presets, monkeypatch, tmp_path):
+def test_each_epochs_model_goes_to_the_hub_and_adapters_stay(small, presets, monkeypatch, tmp_path, capsys):
     options = small | {"preset": presets("GPT2")[0], "model": None, "lora_rank": 2, "push_to": URI, "epochs": 2}
     with StandIn() as hub:
         use(hub.url, monkeypatch)
@@ -385,6 +397,8 @@ def test_each_epochs_model_goes_to_the_hub_and_adapters_stay(small, presets, mon
     assert {folder.name for folder in snapshots.iterdir()} == {f"step-{steps // 2}", f"step-{steps}"}
     assert "still training" in (snapshots / f"step-{steps}/README.md").read_text()
     assert (tmp_path / "run/adapter/adapter.lora.h5").exists()
+    train(options | {"max_steps": 0})
+    assert f"Nothing is uploaded: hf upload {REPOSITORY} {preset}\n" in capsys.readouterr().out
     run_folder.set_aside(tmp_path / "run")  # which knows every file of a run
     assert not any(path.is_file() for path in (tmp_path / "run").glob("[!.]*/**/*"))
 
@@ -476,6 +490,9 @@ def test_bad_options_and_presets(small, presets, tmp_path):
         causal_lm.make_datasets(causal_lm.Config(**small | {"preset": str(tmp_path / "bert"), "model": None}))
     with pytest.raises(UserError, match="takes padding_mask, segment_ids, token_ids; give a model of text alone"):
         make_causal_lm(str(tmp_path / "bert"), "tiny", SimpleNamespace(sequence_length=32), 0.0)
+    tokenizer = SimpleNamespace(vocabulary_size=lambda: 9999)
+    with pytest.raises(UserError, match="its tokenizer has 9999 tokens, the model [0-9]+$"):
+        make_causal_lm(presets("GPT2")[0], "tiny", SimpleNamespace(sequence_length=32, tokenizer=tokenizer), 0.0)
 
 
 def test_gpt2s_own_sizes_and_the_default_rate():
@@ -566,6 +583,7 @@ def test_each_prompt_gets_its_own_tokens_and_needs_one(presets):
         continuations(without_start, [""], draw)
 
 
+@SLOW
 def test_the_command_prints_one_line_and_no_traceback(presets):
     for words, status, told in (
         (["You may", "--sampler", "beam"], 2, "error: --sampler must be greedy, top-k, top-p or random; got beam\n"),

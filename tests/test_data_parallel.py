@@ -131,7 +131,12 @@ def muon():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "knobs"), [(2, {}), (2, {"accumulate": 2, "jit_compile": True, "steps_per_execution": 3}), (4, {})]
+    ("replicas", "knobs"),
+    [
+        (2, {}),
+        pytest.param(2, {"accumulate": 2, "jit_compile": True, "steps_per_execution": 3}, marks=pytest.mark.slow),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_muon_is_the_same_on_all_replicas(replicas, knobs, one_device):
     data = one_device["data"]

@@ -158,6 +158,7 @@ def test_what_a_run_leaves_behind(recipe, small, pairs):
     ]
 
 
+@pytest.mark.slow
 @RECIPES
 def test_what_a_run_of_regression_leaves_behind(recipe, small, pairs):
     config = recipe.Config(**small | REGRESSION | {"max_steps": 20, "replicas": 2})

@@ -19,7 +19,8 @@ def losses(workdir):
     return [json.loads(line)["loss"] for line in Path(workdir, "steps.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("recipe", [bert_mlm, pytest.param(bert_from_scratch, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [bert_mlm, bert_from_scratch])
 def test_a_run_of_some_seconds_takes_them_and_is_that_of_its_steps(recipe, small, tmp_path, capsys):
     options = {name: value for name, value in small.items() if name not in ("epochs", "max_steps")}
     results = recipe.train_and_evaluate(recipe.Config(**options | {"minutes": 0.3}))  # 18 seconds
@@ -56,7 +57,7 @@ def test_the_size_is_the_largest_that_sees_enough(tmp_path, monkeypatch, capsys)
     assert (chosen(enough * 0.999), chosen(enough * 1.001)) == ("tiny", "mini")
     assert (chosen(enough * 1.001 / 2, minutes=2), chosen(enough * 0.999 / 2, minutes=2)) == ("mini", "tiny")
     assert chosen(1e6, model="small") == "small"
-    assert chosen(1e19, minutes=0) is None
+    assert chosen(1e19, minutes=None) is None
     file = tmp_path / "vocabulary.txt"
     file.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(30_000))]))
     assert (chosen(enough * 1.01), chosen(enough * 1.01, vocabulary=str(file))) == ("mini", "tiny")
@@ -68,6 +69,11 @@ def test_the_time_is_that_of_compiling_the_steps_and_whole_validations():
     measured = {"compiling": 5.0, "step": 1.0, "train": 10, "validation": 6}
     ends = {4: 0, 5: 0, 7.5: 0, 8: 1, 16: 9, 17: 10, 18.9: 10, 19.5: 10, 20: 11, 29: 20, 32: 21}
     assert {seconds: minutes.steps_in(seconds, **measured) for seconds in ends} == ends
+
+
+def test_no_time_is_refused():
+    with pytest.raises(UserError, match="--minutes must be above 0; got 0"):
+        bert_mlm.Config(minutes=0.0)
 
 
 def test_a_time_too_short_for_a_step_is_refused(small):

@@ -146,13 +146,16 @@ def test_each_epochs_model_arrives_with_its_card(to_hub, small):
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_a_new_repository_is_private_unless_asked_for_otherwise(public, to_hub, publisher, preset):
+def test_a_new_repository_is_private_unless_asked_for_otherwise(public, to_hub, publisher, preset, tmp_path):
     callback, end_epoch = publisher
     callback.public = public
+    preset = shutil.copytree(preset, tmp_path / "preset")
+    (preset / "my notes.txt").write_text("not the run's, and not uploaded")
     end_epoch(1)
     callback._thread.join()
     callback.finish(preset)
     assert to_hub.files["README.md"] == b"the last card" and to_hub.public is public
+    assert to_hub.files.keys() == files_in(preset).keys() - {"my notes.txt"}
 
 
 def test_a_slow_hub_holds_nothing_up_and_the_newest_snapshot_waits(to_hub, publisher, tmp_path):
@@ -301,12 +304,19 @@ def test_the_card_of_a_causal_model_says_what_it_began_from():
         f'CausalLM.from_preset("{URI}")',
     ):
         assert text in card
-    assert "/home" not in card
+    assert "/home" not in card and "vocabulary_size" not in card
     own |= {"preset": "hf://someone/gpt2", "lora_rank": None, "data": "/home/me/answers.jsonl"}
     card = causal_card(results | {"config": results["config"] | own})
     assert "trained from `hf://someone/gpt2` on `answers.jsonl`\n" in card
     card = causal_card(results | {"config": results["config"] | own | {"preset": ""}})
     assert "trained from random weights on" in card
+    capped = own | {"preset": "", "data": "", "vocabulary_size": 300, "epochs": 3}
+    card = causal_card(results | {"config": results["config"] | capped})
+    assert "vocabulary_size 300" in card and "epochs 3" in card
+    capped |= {"max_steps": 6, "push_to": "", "workdir": "runs/mine/"}  # fewer than three epochs, it may be
+    card = causal_card(results | {"config": results["config"] | capped})
+    assert "epochs" not in card and "\n# mine\n" in card and '("runs/mine/preset")' in card
+    assert "\n# preset\n" in snapshot_card(CAUSAL, "hf://someone/preset", 3, {})
     assert "of a causal language model that is still" in snapshot_card(CAUSAL, URI, 3, {})
 
 

@@ -180,7 +180,8 @@ def test_texts_without_a_token_have_no_end(vocabulary, tmp_path):
     assert row.documents == 2 and row[0 : row.length].tolist().count(2) == 2
 
 
-@pytest.mark.parametrize("batch", [12, pytest.param(35, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [12, 35])
 def test_the_order_is_a_function_of_seed_epoch_and_position(written, batch):
     files = written.files("train")
     size = sum(shard["sequences"] for shard in files)

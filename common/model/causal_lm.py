@@ -79,7 +79,7 @@ def make_causal_lm(
 
     Raises:
         UserError: when there is no such preset, it cannot be fetched, it needs more than text, it has too few
-            positions, or KerasHub has no LoRA for it.
+            positions or another vocabulary than its tokenizer, or KerasHub has no LoRA for it.
     """
     length = preprocessor.sequence_length
     if preset:
@@ -89,6 +89,9 @@ def make_causal_lm(
         backbone = backbone_from_size(keras_hub.models.GPT2Backbone, size, pieces, dropout, length)
     if length > (positions := getattr(backbone, "max_sequence_length", math.inf)):
         raise UserError(f"--seq-length {length} is more than the {positions} positions of the preset {preset}")
+    if (pieces := preprocessor.tokenizer.vocabulary_size()) > backbone.vocabulary_size:
+        known = f"its tokenizer has {pieces} tokens, the model {backbone.vocabulary_size}"
+        raise UserError(f"the preset {preset} is of parts that do not belong together: {known}")
     # An embedding's weights are not cast: logits would be computed in float32 in mixed precision too, twice as slowly.
     backbone.token_embedding.reverse_dtype = backbone.token_embedding.compute_dtype
     if lora_rank:

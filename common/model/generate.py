@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import keras_hub
 import numpy as np
+import tensorflow as tf
 
 from common.errors import UserError
 from common.model.backbones import from_preset
@@ -56,7 +57,8 @@ def continuations(
     The sampler draws for each as if it were new: the same text each time, whatever the other prompts.
 
     Raises:
-        UserError: when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`.
+        UserError: when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`;
+            when the model's logits are not finite, and the sampler draws.
     """
     if model.sampler is not sampler:  # compile would do so, and lose what is compiled for training
         model.sampler, model.generate_function = sampler, None
@@ -74,7 +76,10 @@ def _continuation(
         raise UserError(f"the prompt has at least {length} tokens; the model takes {room}, with those it adds")
     for state in sampler.variables:
         state.assign([sampler.seed, 0])
-    return model.generate([prompt], max_length=min(length + tokens, room))[0]
+    try:
+        return model.generate([prompt], max_length=min(length + tokens, room))[0]
+    except tf.errors.InvalidArgumentError as error:  # a draw by probabilities that are no numbers
+        raise UserError("the model has diverged: its logits are not finite, and so it writes nothing") from error
 
 
 def causal_lm_for_generation(preset: str) -> keras_hub.models.CausalLM:
@@ -89,10 +94,14 @@ def causal_lm_for_generation(preset: str) -> keras_hub.models.CausalLM:
 
 
 def print_continuations(preset: str, prompts: Sequence[str]) -> None:
-    """Prints texts as the model saved in a preset continues them, by `top-k`.
+    """Prints texts as the model saved in a preset continues them, by `top-k`; or in a line, why it cannot.
 
     Raises:
-        UserError: as `continuations`, and when there is no such preset.
+        UserError: when there is no such preset.
     """
-    for text in continuations(causal_lm_for_generation(preset), prompts, make_sampler()):
-        print(f"\n{text}")
+    model = causal_lm_for_generation(preset)
+    try:
+        for text in continuations(model, prompts, make_sampler()):
+            print(f"\n{text}")
+    except UserError as error:
+        print(f"\n{error}")

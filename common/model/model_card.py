@@ -52,7 +52,11 @@ def model_card(kind: Kind, results: dict[str, Any], summary: str, limits: str) -
         summary: the first paragraph.
         limits: the last one.
     """
-    config, rate, hardware = results["config"], results["learning_rate"], results["hardware"]
+    config, rate, hardware = dict(results["config"]), results["learning_rate"], results["hardware"]
+    if config.get("preset") or config.get("data"):  # which has a vocabulary of its own
+        config["vocabulary_size"] = None
+    if config.get("max_steps"):  # it may be less than these
+        config["epochs"] = None
     rows = [
         ("steps", f"{results['steps']:,} of {results['global_batch_size']} sequences"),
         ("replicas, workers", f"{results['replicas']}, {results['workers']}"),
@@ -71,10 +75,10 @@ def model_card(kind: Kind, results: dict[str, Any], summary: str, limits: str) -
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
         ("hardware", ", ".join(hardware["gpus"]) or f"{hardware['cpu']}, {hardware['cores']} cores"),
         ("versions", _listed(results["versions"])),
-        ("configuration", _listed({name: config[name] for name in OPTIONS if config.get(name) is not None})),
+        ("configuration", _listed({name: config[name] for name in OPTIONS if config.get(name) not in (None, "")})),
     ]
     note = f"Losses are in nats per {kind.labels}. A model below a baseline has learned more from the context than it."
-    uri = config["push_to"] or f"{config['workdir']}/preset"
+    uri = config["push_to"] or str(Path(config["workdir"], "preset"))
     return _card(kind, uri, summary, rows, note, f"\n## Limits\n\n{limits}\n")
 
 
@@ -98,7 +102,7 @@ def last_part(source: str) -> str:
 
 def _card(kind: Kind, uri: str, summary: str, rows: list[tuple[str, str]], note: str, limits: str = "") -> str:
     front = FRONT_MATTER.format(pipeline=kind.pipeline, tag=kind.tag)
-    title = uri.removesuffix("/preset").rsplit("/", 1)[-1]
+    title = Path(uri).name if uri.startswith("hf://") else Path(uri).absolute().parent.name
     table = "".join(f"| {name} | {value} |\n" for name, value in (("", ""), ("---", "---"), *rows))
     use = USE.format(code=kind.code.format(uri=uri))
     return f"{front}\n# {title}\n\n{summary}\n\n{table}\n{note}\n{limits}{use}"

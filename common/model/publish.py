@@ -16,6 +16,7 @@ from huggingface_hub.utils import disable_progress_bars, logging
 
 from common.devices.cluster import is_chief
 from common.errors import UserError
+from common.files import PRESET
 from common.model.model_card import Kind, snapshot_card
 
 KEEP = 3
@@ -143,7 +144,9 @@ class Publish(keras.callbacks.Callback):
         try:
             # Not by upload_preset of KerasHub, which makes it for all to see, and writes its own card over ours.
             huggingface_hub.create_repo(repository, private=not self.public, exist_ok=True)
-            huggingface_hub.upload_folder(repo_id=repository, folder_path=folder)
+            # Not a user's own file that lies there.
+            own = [*PRESET, "assets/*", "README.md"]
+            huggingface_hub.upload_folder(repo_id=repository, folder_path=folder, allow_patterns=own)
             self._failure = None
         except Exception as error:  # whatever it is, training continues
             self._failure = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]

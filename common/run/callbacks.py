@@ -190,7 +190,7 @@ class Profile(keras.callbacks.Callback):
     def __init__(self, workdir: Path, steps: str):
         super().__init__()
         self.logdir, self.steps = str(workdir / "tensorboard"), step_range(steps)
-        self._tracing = False
+        self._tracing = self._traced = False
 
     def on_train_batch_begin(self, batch, logs=None):
         """Starts the trace, and marks the step in it."""
@@ -198,7 +198,7 @@ class Profile(keras.callbacks.Callback):
         last = self.model.steps_done + self.model.steps_per_execution
         if is_chief() and not self._tracing and first < self.steps.stop and last >= self.steps.start:
             tf.profiler.experimental.start(self.logdir)
-            self._tracing = True
+            self._tracing = self._traced = True
         if self._tracing:
             self._marked = tf.profiler.experimental.Trace("train", step_num=first, _r=1)
             self._marked.__enter__()
@@ -211,7 +211,11 @@ class Profile(keras.callbacks.Callback):
                 self.on_train_end()
 
     def on_train_end(self, logs=None):
-        """Ends the trace if `fit` ends before its last step."""
+        """Ends the trace if `fit` ends before its last step; says if it did none of the steps."""
+        if self.steps and not self._traced and is_chief():
+            print(
+                f"\nNone of the steps {self.steps.start}-{self.steps.stop - 1} was run: there is no trace.", flush=True
+            )
         if self._tracing:
             tf.profiler.experimental.stop()
             self._tracing = False

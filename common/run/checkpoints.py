@@ -70,7 +70,7 @@ class Checkpoints:
             except (AssertionError, ValueError) as error:  # which no damage gives: all that is read has a checksum
                 raise UserError(
                     f"the model does not match the checkpoint {self._prefix(step)} ({first_line(error)}). "
-                    f"Give the --model that the run was started with, or {afresh(self.workdir)}"
+                    f"Give the --model or the --preset that the run was started with, or {afresh(self.workdir)}"
                 ) from error
             except (tf.errors.OpError, IndexError) as error:
                 self._damaged.append(step)

@@ -123,6 +123,7 @@ def _check(options: dict[str, Any]) -> None:
     for name in RATES:
         value = options.get(name)
         _require(value is None or (math.isfinite(value) and value >= 0), options, name, "a finite number, 0 or more")
+    _require(options.get("minutes") != 0, options, "minutes", "above 0")
     if options.get("minutes") and (options["max_steps"] or options.get("epochs")):
         raise UserError("--minutes chooses the steps: leave out --epochs and --max-steps, or --minutes")
     step_range(options.get("profile_steps", ""))

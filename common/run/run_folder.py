@@ -20,12 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import UserError
-from common.files import read_json
+from common.files import PRESET, read_json
 
-_PRESET = (
-    *("config.json", "metadata.json", "preprocessor.json", "task.json", "tokenizer.json", "labels.json", "assets"),
-    *("model*.weights.*", "task*.weights.*"),
-)
 _5_DIGITS, _HASH = "[0-9]" * 5, "[0-9a-f]" * 16
 _GLUE_FILES = ("CoLA", "MRPC", "QNLI", "RTE", "SST-2", "STS-B")
 _SPLITS = ("train", "validation", "test")
@@ -35,11 +31,11 @@ OF_EVERY_RUN = (
     *("results.json", "steps.jsonl"),
     *("tensorboard/events.out.tfevents.*", "tensorboard/plugins"),
     *("checkpoints/checkpoint", "checkpoints/ckpt-[0-9]*"),
-    *(f"preset/{name}" for name in _PRESET),
+    *(f"preset/{name}" for name in PRESET),
 )
 OF_SOME_RUNS = {
     "adapter": ("adapter/adapter.lora.h5", "adapter/adapter.json"),
-    "best": ("best.json", *(f"best/{name}" for name in _PRESET)),
+    "best": ("best.json", *(f"best/{name}" for name in PRESET)),
     "data": (
         *("data/manifest.json", "data/tokenizer.json", "data/train-counts.npy", "data/.shards.lock"),
         *(f"data/{split}-{_5_DIGITS}-of-{_5_DIGITS}-[0-9]*.tfrecord" for split in _SPLITS),

@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import os
 import re
+import shlex
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -158,6 +159,8 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
     run = opened or _look_at(workdir, wanted)
     if run.results:
         print(f"The run in {workdir} is complete; --overwrite starts afresh.")
+        if uri := getattr(config, "push_to", ""):
+            print(f"Nothing is uploaded: hf upload {uri.removeprefix('hf://')} {shlex.quote(str(workdir / 'preset'))}")
     return run
 
 

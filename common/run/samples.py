@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from common.devices.cluster import is_chief
+from common.errors import UserError
 from common.model.generate import continuations, make_sampler
 from common.run.callbacks import FitLog
 
@@ -26,8 +27,11 @@ class Samples(keras.callbacks.Callback):
         self.board, self.prompts, self.sampler = log.board, data.prompts(), make_sampler()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Writes the texts, each as it stands, line breaks included."""
+        """Writes the texts, each as it stands, line breaks included; of a diverged model, why there is none."""
         if is_chief() and self.prompts:
-            texts = continuations(self.model, self.prompts, self.sampler)
+            try:
+                texts = continuations(self.model, self.prompts, self.sampler)
+            except UserError as error:
+                texts = [str(error)]
             with self.board.as_default(step=self.model.steps_done):
                 tf.summary.text("samples", ["    " + text.replace("\n", "\n    ") for text in texts])
