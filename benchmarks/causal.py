@@ -65,18 +65,15 @@ def measure(arguments: argparse.Namespace, size: str, corpus: str, folder: str) 
     timed = [Timed(made_by, common | own[made_by] | words, arguments.seconds) for _, made_by, words in chosen]
     take_rounds(timed, arguments.rounds, size)
     return {
-        name: {
-            "tokens_per_second": each.per_second("tokens"),
-            "peak_memory_mb": each.answers[-1]["peak_memory_mb"],
-        }
+        name: {"tokens_per_second": each.per_second("tokens"), "peak_memory_mb": each.answers[-1]["peak_memory_mb"]}
         for (name, *_), each in zip(chosen, timed, strict=True)
     }
 
 
 def table(rows: dict[str, Any]) -> str:
     """One size in Markdown."""
-    memory = {name: f"{row['peak_memory_mb']:,} MiB" for name, row in rows.items()}
-    return speed_table("tokens/s", {name: row["tokens_per_second"] for name, row in rows.items()}, peak_memory=memory)
+    speeds = {name: row["tokens_per_second"] for name, row in rows.items()}
+    return speed_table("tokens/s", speeds, peak_memory={n: f"{row['peak_memory_mb']:,} MiB" for n, row in rows.items()})
 
 
 def tables(results: dict[str, Any]) -> str:

@@ -398,7 +398,7 @@ def test_each_epochs_model_goes_to_the_hub_and_adapters_stay(small, presets, mon
     assert "still training" in (snapshots / f"step-{steps}/README.md").read_text()
     assert (tmp_path / "run/adapter/adapter.lora.h5").exists()
     train(options | {"max_steps": 0})
-    assert f"Nothing is uploaded: hf upload {REPOSITORY} {preset}\n" in capsys.readouterr().out
+    assert f"Nothing is uploaded. To do so: hf upload {REPOSITORY} {preset} --private\n" in capsys.readouterr().out
     run_folder.set_aside(tmp_path / "run")  # which knows every file of a run
     assert not any(path.is_file() for path in (tmp_path / "run").glob("[!.]*/**/*"))
 

@@ -160,7 +160,9 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
     if run.results:
         print(f"The run in {workdir} is complete; --overwrite starts afresh.")
         if uri := getattr(config, "push_to", ""):
-            print(f"Nothing is uploaded: hf upload {uri.removeprefix('hf://')} {shlex.quote(str(workdir / 'preset'))}")
+            private = "" if config.push_public else " --private"  # without it, hf makes a new repository public
+            preset = shlex.quote(str(workdir / "preset"))
+            print(f"Nothing is uploaded. To do so: hf upload {uri.removeprefix('hf://')} {preset}{private}")
     return run
 
 
