@@ -7,21 +7,18 @@ Recipes are parsed, not imported, until one is run, so that every other command 
 import argparse
 import ast
 import os
-import re
 import runpy
 import shutil
 import signal
 import sys
 import textwrap
-import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
 from common.errors import UserError
 from common.run.command_line import fail, quiet_stderr, quiet_without_reader
+from recipes._copy import check, copy_recipe, recipe_path, recipes, update
 
-ROOT = Path(__file__).parent.parent
 GUIDE = """\
 Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.
 
@@ -49,25 +46,6 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message}. See {self.prog} --help")
 
 
-def recipes() -> dict[str, Path]:
-    """The recipes' files by name."""
-    return {path.stem: path for path in sorted(Path(__file__).parent.glob("[a-z]*.py"))}
-
-
-def recipe_path(name: str | None) -> Path:
-    """A recipe's file.
-
-    Raises:
-        UserError: when no name is given, or no recipe has it.
-    """
-    known = recipes()
-    if name is None:
-        raise UserError(f"give the name of a recipe first, one of: {' '.join(known)}")
-    if name not in known:
-        raise UserError(f"there is no recipe {name}. Choose one of: {' '.join(known)}")
-    return known[name]
-
-
 def list_recipes() -> None:
     """Prints each recipe's name, its docstring's first line, and the line that begins with `Time:`."""
     width = max(shutil.get_terminal_size(fallback=(160, 24)).columns, 40)  # a file or a pipe gets each line whole
@@ -77,63 +55,21 @@ def list_recipes() -> None:
             print(textwrap.fill(line, width, initial_indent=f"{start:20} ", subsequent_indent=" " * 21))
 
 
-def modules_used(path: Path) -> set[Path]:
-    """The files of `common` that a file imports, by itself or through another of them."""
-    used: set[Path] = set()
-    unread = [path]
-    while unread:
-        for name in imports(unread.pop()):
-            module = ROOT / (name.replace(".", "/") + ".py")
-            if name.startswith("common.") and module.is_file() and module not in used:
-                used.add(module)
-                unread.append(module)
-    return used
-
-
-def imports(path: Path) -> set[str]:
-    """What a file imports, anywhere in it: modules, and what it takes from them, as in `common.data.order.locate`."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return names
-
-
-def packages_used(paths: Iterable[Path]) -> list[str]:
-    """Of the packages that this project requires, those that the files import, with their versions."""
-    names = {name.split(".")[0] for path in paths for name in imports(path)}
-    names |= {"tensorboard"}  # its command shows what a run writes
-    names |= {"keras_nlp"} if "keras_hub" in names else set()  # the package of the one brings the other
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [
-        package for package in project["dependencies"] if re.split("[^a-z0-9-]", package)[0].replace("-", "_") in names
-    ]
-
-
-def copy_recipe(name: str, destination: Path, force: bool) -> None:
-    """Copies a recipe, the helpers it uses, the licence, and a `requirements.txt`.
-
-    Raises:
-        UserError: when a file is there already, and `force` is not given; when nothing can be written there.
-    """
-    recipe = recipe_path(name)
-    modules = [ROOT / "common/__init__.py", *sorted(modules_used(recipe))]
-    copies = {recipe: destination / recipe.name, ROOT / "LICENSE": destination / "LICENSE"}
-    copies |= {module: destination / module.relative_to(ROOT) for module in modules}
-    requirements = destination / "requirements.txt"
-    if there := [str(path) for path in [*copies.values(), requirements] if path.exists() and not force]:
-        raise UserError(f"{', '.join(there)} already exist(s); --force overwrites")
-    try:
-        for source, copy in copies.items():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, copy)
-        requirements.write_text("".join(f"{package}\n" for package in packages_used([recipe, *modules])))
-    except OSError as error:
-        raise UserError(f"cannot copy to {destination}: {error}") from None
-    print(*copies.values(), requirements, sep="\n")
-    print(f"\nRun it: pip install -r {requirements} && python {destination / recipe.name}")
+def copy_or_update(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Does what `cp` was asked for, and returns the exit status; `parser` reports arguments that do not go together."""
+    folders = [folder for folder in (arguments.check, arguments.update) if folder]
+    if len(folders) > 1 or (folders and (arguments.name or arguments.package)):
+        parser.error("give one of NAME DEST, --check DEST and --update DEST")
+    if not folders:
+        missing = [word for word, value in (("NAME", arguments.name), ("DEST", arguments.destination)) if not value]
+        if missing:
+            parser.error(f"the following arguments are required: {', '.join(missing)}")
+        if arguments.diff or arguments.dry_run:
+            parser.error("--diff and --dry-run go with --check DEST or --update DEST")
+        return copy_recipe(arguments.name, arguments.destination, arguments.package)
+    if arguments.check:
+        return check(arguments.check, arguments.diff)
+    return update(arguments.update, arguments.dry_run, arguments.diff)
 
 
 def last_preset(kind: str, recipe: str) -> str:
@@ -167,13 +103,21 @@ def main() -> None:
     start.add_argument("--join-timeout", type=int, default=300, metavar="S", help="seconds to wait for all workers")
     start.add_argument("name", metavar="NAME", nargs="?", help="the recipe")
     start.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options")
-    copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses")
-    copy.add_argument("name", metavar="NAME", help="the recipe")
-    copy.add_argument("destination", metavar="DEST", type=Path, help="folder, created if missing")
-    copy.add_argument("--force", action="store_true", help="overwrite existing files")
-    check = commands.add_parser("doctor", help="verify on this machine that training is exact")
-    check.add_argument("--json", action="store_true", help="print one JSON object")
-    check.add_argument("--workers", type=int, default=1, metavar="N", help="also check training on N workers")
+    copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses; update a copy")
+    copied = (
+        copy.add_argument("name", metavar="NAME", help="the recipe"),
+        copy.add_argument("destination", metavar="DEST", type=Path, help="folder, created if missing"),
+    )
+    for argument in copied:
+        argument.required = False  # with --check or --update
+    copy.add_argument("--package", metavar="my.train", help="copy into this package of DEST, and rename imports")
+    copy.add_argument("--check", metavar="DEST", type=Path, help="what you and the collection have changed since")
+    copy.add_argument("--update", metavar="DEST", type=Path, help="merge the collection's changes with yours")
+    copy.add_argument("--diff", action="store_true", help="with either: print what an update changes")
+    copy.add_argument("--dry-run", action="store_true", help="with --update: write nothing")
+    doctor_of = commands.add_parser("doctor", help="verify on this machine that training is exact")
+    doctor_of.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor_of.add_argument("--workers", type=int, default=1, metavar="N", help="also check training on N workers")
     fill = commands.add_parser("fill-mask", help="fill [MASK] in sentences with a trained model")
     fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
     fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
@@ -221,7 +165,7 @@ def main() -> None:
             sys.argv = [f"python -m recipes run {arguments.name}", *arguments.options]
             runpy.run_path(str(recipe_path(arguments.name)), run_name="__main__")
         case "cp":
-            copy_recipe(arguments.name, arguments.destination, arguments.force)
+            raise SystemExit(copy_or_update(arguments, copy))
         case "doctor":
             from recipes._doctor import doctor
 

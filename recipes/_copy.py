@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cp`: copies recipes with exactly the helpers they use, and brings the collection's later changes into a copy.
+
+The manifest beside a copy holds every file as it was copied. That is the base of a three-way merge between the user's
+changes and the collection's. It is in the manifest, compressed, rather than in git's history, which a package or a
+shallow clone lacks and a rebase drops; and in one file, which is replaced as a whole, so that base and hashes agree.
+"""
+
+import ast
+import base64
+import hashlib
+import itertools
+import keyword
+import re
+import shutil
+import sys
+import tomllib
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from common.errors import UserError
+from common.files import UNFINISHED, flush, read_json, remove_unfinished, write_json
+from recipes._merge import MARKER, Changes, Copied, Files, compare, describe, difference, read
+
+ROOT = Path(__file__).parent.parent
+MANIFEST = "recipes-manifest.json"
+FORMAT = 1  # of the manifest
+TEST = ROOT / "recipes/_copied_test.py"
+REQUIREMENTS, FRAGMENT = "requirements.txt", "pyproject.fragment.toml"
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes' files by name."""
+    return {path.stem: path for path in sorted((ROOT / "recipes").glob("[a-z]*.py"))}
+
+
+def recipe_path(name: str | None) -> Path:
+    """A recipe's file.
+
+    Raises:
+        UserError: when no name is given, or no recipe has it.
+    """
+    known = recipes()
+    if name is None:
+        raise UserError(f"give the name of a recipe first, one of: {' '.join(known)}")
+    if name not in known:
+        raise UserError(f"there is no recipe {name}. Choose one of: {' '.join(known)}")
+    return known[name]
+
+
+def copy_recipe(name: str, folder: Path, package: str | None) -> int:
+    """Copies a recipe, the helpers it uses, a test, the licence, and a list of the packages needed; prints the files.
+
+    Args:
+        name: the recipe's.
+        folder: the project's; other recipes may have been copied there.
+        package: the package that the copy goes into, such as `my.train`; None for that of the recipes there, or none.
+
+    Returns:
+        The exit status: 1 where the list of packages is left with a conflict.
+
+    Raises:
+        UserError: when there is a copy of the recipe, or an older one of another; when a file is in the way, nothing
+            can be written there, or the package's name is invalid.
+    """
+    recipe_path(name)
+    if package is not None:
+        _check_package(package, folder)
+    if folder.resolve() == ROOT.resolve():
+        raise UserError(f"{folder} is this collection itself: copy to a folder of your own")
+    there = read_manifest(folder) if (folder / MANIFEST).is_file() else Copied(package or "")
+    if package not in (None, there.package):
+        raise UserError(f"the copies in {folder} are in {there.package or 'no package'}: copy to another folder")
+    if name in there.recipes:
+        raise UserError(
+            f"{folder} has a copy of {name}. To bring it up to date: python -m recipes cp --update {folder}"
+        )
+    packages = _list_of_packages(folder, there)
+    if contents(there.recipes, there.package, packages) != there.texts:
+        raise UserError(f"{folder} has copies from {there.origin}. First: python -m recipes cp --update {folder}")
+    names = (*there.recipes, name)
+    new = contents(names, there.package, packages)
+    changes = compare(folder, there, new)
+    if in_the_way := [str(folder / path) for path in new if path not in changes.texts]:
+        advice = "Move what is yours, or copy into a package: --package NAME"
+        raise UserError(f"{', '.join(in_the_way)} already exist(s). {advice}")
+    _write(folder, changes, there.package, names)
+    print(*(folder / path for path in changes.writes), folder / MANIFEST, *changes.unsettled, sep="\n")
+    program = f"-m {there.package}.{name}" if there.package else f"{name}.py"
+    print(f"\nIt needs what {folder / packages} lists. In {folder}:")
+    print(f"  python {program}\n  python test_{name}.py")
+    return 1 if changes.unsettled else 0
+
+
+def check(folder: Path, diff: bool) -> int:
+    """Prints what the user has changed in a copy, and what the collection has; with `diff`, what an update would do.
+
+    Returns:
+        The exit status: 1 where there is news from the collection.
+
+    Raises:
+        UserError: when there is no copy, or its manifest is damaged or of a newer format.
+    """
+    there, changes = _news(folder)
+    print(f"{' '.join(there.recipes)}: copied from {there.origin}; the collection is {_describe(_version())}")
+    print(*changes.own, *changes.news, sep="\n")
+    print(difference(folder, changes) if diff else "")
+    print(
+        f"To take the news: python -m recipes cp --update {folder}" if changes.news else "no news from the collection"
+    )
+    return 1 if changes.news else 0
+
+
+def update(folder: Path, dry_run: bool, diff: bool) -> int:
+    """Brings the collection's changes into a copy, merged with the user's, and prints them.
+
+    Args:
+        folder: that of the copy.
+        dry_run: write nothing.
+        diff: print what changes in the folder.
+
+    Returns:
+        The exit status: 1 where something is left for the user to settle.
+
+    Raises:
+        UserError: as `check`, and where conflicts of the last update are left, or a file cannot be written.
+    """
+    there, changes = _news(folder)
+    places = [there.places.get(path, path) for path in there.texts]
+    if conflicts := [place for place in places if MARKER in (read(folder, place) or b"")]:
+        raise UserError(
+            f"resolve the conflicts of the last update first, at {MARKER.decode()!r}: {' '.join(conflicts)}"
+        )
+    print(*(changes.news or ["no news from the collection"]), sep="\n")
+    if diff:
+        print(difference(folder, changes))
+    if not dry_run:
+        _write(folder, changes, there.package, [name for name in there.recipes if name in recipes()])
+    return 1 if changes.unsettled else 0
+
+
+def contents(names: Iterable[str], package: str, packages: str) -> Files:
+    """The files of a copy, from the collection as it is now.
+
+    Args:
+        names: of recipes.
+        package: that the copy goes into; empty for none.
+        packages: the file that lists the packages needed, `REQUIREMENTS` or `FRAGMENT`.
+
+    Returns:
+        Contents by path in the project, none for no recipes. The recipes and `common` are in the package's folder;
+        their tests and the list of packages in the project's, from where `python` finds the package.
+    """
+    prefix, inside = (f"{package.replace('.', '/')}/", f"{package}.") if package else ("", "")
+    modules = {"common": f"{inside}common"}
+    files: Files = {}
+    used: set[Path] = set()
+    for name in names:
+        recipe = recipe_path(name)
+        used |= {recipe} | modules_used(recipe) | modules_used(TEST)
+        files[f"{prefix}{name}.py"] = with_modules(recipe.read_bytes(), modules)
+        files[f"test_{name}.py"] = with_modules(TEST.read_bytes(), modules | {"recipes.bert_mlm": f"{inside}{name}"})
+    if not used:
+        return {}
+    for path in sorted({ROOT / "common/__init__.py"} | {path for path in used if path.parent != ROOT / "recipes"}):
+        files[f"{prefix}{path.relative_to(ROOT).as_posix()}"] = with_modules(path.read_bytes(), modules)
+    files[f"{prefix}common/LICENSE"] = (ROOT / "LICENSE").read_bytes()  # with the code: a project has its own
+    requirements = packages_used(used)
+    if packages == FRAGMENT:
+        needed = "".join(f'    "{package}",\n' for package in requirements)
+        requires = f'requires-python = "{_project()["requires-python"]}"\ndependencies = [\n{needed}]\n'
+        files[FRAGMENT] = (
+            f"# What the copied recipes need: add it to your pyproject.toml.\n[project]\n{requires}".encode()
+        )
+    else:
+        files[REQUIREMENTS] = "".join(f"{package}\n" for package in requirements).encode()
+    return files
+
+
+def modules_used(path: Path) -> set[Path]:
+    """The files of `common` that a file imports, by itself or through another of them."""
+    used: set[Path] = set()
+    unread = [path]
+    while unread:
+        for name in imports(unread.pop()):
+            module = ROOT / (name.replace(".", "/") + ".py")
+            if name.startswith("common.") and module.is_file() and module not in used:
+                used.add(module)
+                unread.append(module)
+    return used
+
+
+def imports(path: Path) -> set[str]:
+    """What a file imports, anywhere in it: modules, and what it takes from them, as in `common.data.order.locate`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+def packages_used(paths: Iterable[Path]) -> list[str]:
+    """Of the packages that this project requires, those that the files import, with their versions."""
+    names = {name.split(".")[0] for path in paths for name in imports(path)}
+    names |= {"tensorboard"}  # its command shows what a run writes
+    names |= {"keras_nlp"} if "keras_hub" in names else set()  # the package of the one brings the other
+    packages = _project()["dependencies"]
+    return [package for package in packages if re.split("[^a-z0-9-]", package)[0].replace("-", "_") in names]
+
+
+def with_modules(source: bytes, modules: Mapping[str, str]) -> bytes:
+    """A program with modules renamed where it imports them, and nothing else changed: no string, no comment, no space.
+
+    Args:
+        source: in UTF-8.
+        modules: new names by old ones; what is inside a package is renamed with it.
+    """
+
+    def renamed(name: str) -> str:
+        for old, new in modules.items():
+            if name == old or name.startswith(f"{old}."):
+                return new + name[len(old) :]
+        return name
+
+    starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+    found: list[tuple[int, str]] = []  # offsets in bytes, as the syntax tree counts, and the names there
+    bound: set[str] = set()  # `import common.files` binds `common`, and the program says `common.files` again
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            start = starts[node.lineno - 1] + node.col_offset + len("from")
+            found.append((source.index(node.module.encode(), start), node.module))
+        if isinstance(node, ast.Import):
+            found += [(starts[alias.lineno - 1] + alias.col_offset, alias.name) for alias in node.names]
+            bound |= {alias.name.split(".")[0] for alias in node.names if not alias.asname}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in bound:
+            found.append((starts[node.lineno - 1] + node.col_offset, node.id))
+    for start, name in sorted(found, reverse=True):
+        source = source[:start] + renamed(name).encode() + source[start + len(name.encode()) :]
+    return source
+
+
+def read_manifest(folder: Path) -> Copied:
+    """What has been copied to a folder.
+
+    Raises:
+        UserError: when it has no manifest, or one that is damaged or of a newer format.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise UserError(f"there is no {path}. Give a folder that python -m recipes cp NAME DEST has copied a recipe to")
+    manifest = read_json(path) or {}
+    if manifest.get("format", FORMAT) != FORMAT:
+        raise UserError(f"{path} is of a newer version of this collection: update the collection first")
+    try:
+        texts = {name: zlib.decompress(base64.b64decode(file["base"])) for name, file in manifest["files"].items()}
+        hashes = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
+        places = {name: file["place"] for name, file in manifest["files"].items() if "place" in file}
+        if any(PurePosixPath(name).is_absolute() or ".." in name.split("/") for name in [*texts, *places.values()]):
+            raise ValueError("a path out of the folder")
+        if hashes != {name: file["sha256"] for name, file in manifest["files"].items()}:
+            raise ValueError("a wrong hash")
+        return Copied(manifest["package"], tuple(manifest["recipes"]), texts, places, _describe(manifest))
+    except (KeyError, TypeError, AttributeError, ValueError, zlib.error):
+        raise UserError(f"{path} is damaged: restore it, as from your version control") from None
+
+
+def _news(folder: Path) -> tuple[Copied, Changes]:
+    there = read_manifest(folder)
+    names = [name for name in there.recipes if name in recipes()]
+    new = contents(names, there.package, _list_of_packages(folder, there))
+    # What only a recipe used that is gone stays with the copy of it.
+    return there, compare(folder, there, new, keep=len(names) < len(there.recipes))
+
+
+def _write(folder: Path, changes: Changes, package: str, names: Iterable[str]) -> None:
+    """Nothing is removed before all is written, and the manifest comes last: interrupted, it can be done again."""
+    files = {
+        path: {"sha256": hashlib.sha256(text).hexdigest(), "base": base64.b64encode(zlib.compress(text, 9)).decode()}
+        | ({"place": changes.places[path]} if path in changes.places else {})
+        for path, text in sorted(changes.texts.items())
+    }
+    about = "Written by `python -m recipes cp`, which needs it to bring later changes of the recipes into this copy."
+    manifest = {"about": about, "format": FORMAT} | _version() | {"package": package, "recipes": list(names)}
+    try:
+        for path, text in changes.writes.items():
+            _write_whole(folder / path, text)
+        for path in changes.removes:
+            (folder / path).unlink()
+        write_json(folder / MANIFEST, manifest | {"files": files})
+    except OSError as error:
+        raise UserError(f"cannot copy to {folder}: {error}") from None
+
+
+def _write_whole(path: Path, text: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(path.parent)
+    path = path.resolve()  # a link stays one
+    unfinished = path.with_name(path.name + UNFINISHED)
+    unfinished.write_bytes(text)
+    if path.exists():
+        shutil.copymode(path, unfinished)
+    flush(unfinished)
+    unfinished.replace(path)
+
+
+def _list_of_packages(folder: Path, there: Copied) -> str:
+    """The name of the file that lists the packages needed: no second `requirements.txt`, and none beside a project."""
+    if there.texts:
+        return FRAGMENT if FRAGMENT in there.texts else REQUIREMENTS
+    return FRAGMENT if any((folder / name).exists() for name in ("pyproject.toml", REQUIREMENTS)) else REQUIREMENTS
+
+
+def _check_package(package: str, folder: Path) -> None:
+    parts = package.split(".")
+    if not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
+        raise UserError(f"--package {package!r} is not the name of a package; give one such as my.train")
+    installed = {
+        name.split(".")[0] for path in [*recipes().values(), *ROOT.glob("common/*/*.py")] for name in imports(path)
+    }
+    if parts[0] in (installed - {"common"}) | sys.stdlib_module_names:
+        raise UserError(f"--package {package} would hide the package {parts[0]} that Python imports; give another name")
+    for path in itertools.accumulate((folder, *parts), Path.joinpath):
+        if (module := path.with_name(f"{path.name}.py")).exists() and path != folder:
+            raise UserError(f"--package {package} would hide {module}; give another name")
+
+
+def _project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def _version() -> dict[str, Any]:
+    return {"version": _project()["version"]} | describe(ROOT, ("recipes", "common", "pyproject.toml", "LICENSE"))
+
+
+def _describe(version: Mapping[str, Any]) -> str:
+    commit = (
+        f" ({version['commit'][:7]}{', with changes not committed' * version['dirty']})" if version["commit"] else ""
+    )
+    return f"version {version['version']}{commit}"

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user and the collection have each changed in a copy, brought together by git's own tools.
+
+Nothing of the user's is lost: what is edited is merged, what is deleted stays deleted, what is renamed keeps its name,
+and a file that the collection never wrote is never written to.
+"""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+
+Files = dict[str, bytes]  # contents by path, with / between its parts, relative to the project's folder
+MARKER = b"<<<<<<< yours\n"
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What has been copied to a folder."""
+
+    package: str = ""  # that the copy is in; empty: none
+    recipes: tuple[str, ...] = ()
+    texts: Files = field(default_factory=dict)  # as copied
+    places: dict[str, str] = field(default_factory=dict)  # of files that the user has renamed: where, by path
+    origin: str = ""  # the version copied, in words
+
+
+@dataclass
+class Changes:
+    """What the user has changed, what the collection has, and what an update does with it."""
+
+    own: list[str] = field(default_factory=list)  # a line for each file copied
+    news: list[str] = field(default_factory=list)  # a line for each that the collection has changed
+    unsettled: list[str] = field(default_factory=list)  # those of `news` that the user has to look at
+    writes: Files = field(default_factory=dict)
+    removes: list[str] = field(default_factory=list)
+    texts: Files = field(default_factory=dict)  # of the new manifest, as `places`
+    places: dict[str, str] = field(default_factory=dict)
+
+    def tell(self, word: str, what: str, unsettled: bool = False) -> None:
+        """Adds a line to `news`."""
+        self.news.append(line(word, what))
+        self.unsettled += self.news[-1:] * unsettled
+
+
+def line(word: str, what: str) -> str:
+    """A row of the two columns that are printed."""
+    return f"{word:10} {what}"
+
+
+def compare(folder: Path, there: Copied, new: Files, keep: bool = False) -> Changes:
+    """Compares a copy with what the collection would copy now. It writes nothing.
+
+    Args:
+        folder: that of the project.
+        there: what has been copied to it.
+        new: what the collection would copy now.
+        keep: leave what the collection has removed.
+    """
+    base, changes = there.texts, Changes()
+    places = {path: there.places.get(path, path) for path in base}
+    mine = {path: read(folder, place) for path, place in places.items()}
+    lost = {path: base[path] for path, text in mine.items() if text is None}
+    beside = {file for path in base for file in (folder / path).parent.glob("*.py")} if lost else set()
+    strange = {file.relative_to(folder).as_posix() for file in beside} - set(places.values())
+    found = {place: text for place in strange if (text := read(folder, place)) is not None}
+    for path, place in _renames(lost, found).items():
+        places[path], mine[path] = place, found[place]
+    moves = _renames(_without(base, new), _without(new, base))
+    before = {path: path for path in base if path in new} | {path: old for old, path in moves.items()}
+
+    for path, text in base.items():
+        if mine[path] is None:
+            changes.own.append(line("deleted", path))
+        elif places[path] != path:
+            changes.own.append(line("renamed", f"{path} -> {places[path]}{', edited' * (mine[path] != text)}"))
+        else:
+            changes.own.append(line("as copied" if mine[path] == text else "edited", path))
+    for path, text in new.items():
+        if path in before:
+            old = before[path]
+            _bring(folder, changes, (old, base[old]), (places[old], mine[old]), (path, text))
+        elif _in_the_way(folder, path, (text,)):
+            changes.tell("added", f"{path}: a file of yours is in the way; move it, then update again", unsettled=True)
+        else:
+            changes.tell("added", path)
+            changes.texts[path] = text
+            if read(folder, path) is None:
+                changes.writes[path] = text
+    for path in _without(_without(base, new), moves):
+        if mine[path] is None:
+            changes.tell("removed", f"{path}: as you did")
+        elif keep or places[path] != path or mine[path] != base[path]:
+            changes.tell("removed", f"{path}: {places[path]} stays, as a file of your own", unsettled=True)
+        else:
+            changes.tell("removed", path)
+            changes.removes.append(path)
+    return changes
+
+
+def _bring(
+    folder: Path, changes: Changes, base: tuple[str, bytes], mine: tuple[str, bytes | None], new: tuple[str, bytes]
+) -> None:
+    """Decides about a file that is in the copy and in the collection; each time its path and its content."""
+    (old, was), (place, text), (path, now) = base, mine, new
+    target = path if place == old else place
+    merged, conflicts = (text, False) if text is None else _merge(text, was, now)
+    what = path if path == old else f"{old} -> {path}"
+    word = "changed" if path == old else "moved"
+    if target != place and _in_the_way(folder, target, (now, merged)):
+        changes.tell(word, f"{what}: a file of yours is in the way; move it, then update again", unsettled=True)
+        changes.texts[old] = was  # as if the collection had not moved it yet
+        return
+    changes.texts[path] = now
+    if target != path:
+        changes.places[path] = target
+    if (path, now) != (old, was):
+        here = f" ({target})" if target != path else ""
+        if conflicts:
+            changes.tell(
+                word, f"{what}{here}: CONFLICT with your edits, at {MARKER.decode().strip()!r}", unsettled=True
+            )
+        elif text is None:
+            changes.tell(word, f"{what}: yours is deleted, and stays so")
+        elif text != was and now != was:
+            changes.tell(word, f"{what}{here}: {'as you did' if text == now else 'merged with your edits'}")
+        else:
+            changes.tell(word, f"{what}{here}")
+    if merged is not None and (merged, target) != (text, place):
+        changes.writes[target] = merged
+    if text is not None and target != place:
+        changes.removes.append(place)
+
+
+def read(folder: Path, path: str) -> bytes | None:
+    """A file's content; None if there is no such file."""
+    return (folder / path).read_bytes() if (folder / path).is_file() else None
+
+
+def difference(folder: Path, changes: Changes) -> str:
+    """What an update would change in the folder, as a unified diff; empty for nothing."""
+    paths = {*changes.writes, *changes.removes}
+    before = {path: text for path in sorted(paths) if (text := read(folder, path)) is not None}
+    return _compare_trees(before, changes.writes, "-p", "-M").decode(errors="replace")
+
+
+def describe(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
+    """The `commit` of a git clone, None where the folder is none, and whether the paths in it are `dirty`."""
+    try:
+        top, commit = _git("rev-parse", "--show-toplevel", "HEAD", folder=folder).stdout.decode().splitlines()
+    except (UserError, ValueError):
+        return {"commit": None, "dirty": False}
+    if Path(top).resolve() != folder.resolve():  # another project's clone, with this one in it
+        return {"commit": None, "dirty": False}
+    return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--", *paths, folder=folder).stdout)}
+
+
+def _without(files: Files, others: Files | dict[str, str]) -> Files:
+    return {path: text for path, text in files.items() if path not in others}
+
+
+def _in_the_way(folder: Path, path: str, allowed: Sequence[bytes | None]) -> bool:
+    """Whether there is something that an update would destroy; a broken link is something too."""
+    return os.path.lexists(folder / path) and (read(folder, path) is None or read(folder, path) not in allowed)
+
+
+def _merge(mine: bytes, base: bytes, new: bytes) -> tuple[bytes, bool]:
+    """Both changes to a text, and whether they conflict."""
+    if mine in (base, new) or base == new:
+        return (mine if base == new else new), False
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in (("mine", mine), ("base", base), ("new", new)):
+            Path(folder, name).write_bytes(text)
+        labels = ("-L", "yours", "-L", "as copied", "-L", "the collection's")
+        done = _git("merge-file", "-p", *labels, "mine", "base", "new", folder=Path(folder))
+    if done.returncode > 127:  # up to that, it is the number of conflicts
+        raise UserError(f"git merge-file failed: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout, done.returncode > 0
+
+
+def _renames(old: Files, new: Files) -> dict[str, str]:
+    """Which of the new files git takes for old ones, by paths."""
+    if not old or not new:
+        return {}
+    words = _compare_trees(old, new, "--name-status", "-z", "-M", "--diff-filter=R").decode().split("\0")
+    return {a.removeprefix("a/"): b.removeprefix("b/") for a, b in zip(words[1::3], words[2::3], strict=False)}
+
+
+def _compare_trees(old: Files, new: Files, *options: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        for tree, files in (("a", old), ("b", new)):
+            Path(folder, tree).mkdir()
+            for path, text in files.items():
+                Path(folder, tree, path).parent.mkdir(parents=True, exist_ok=True)
+                Path(folder, tree, path).write_bytes(text)
+        plain = ("--no-index", "--no-prefix", "--no-ext-diff", "--no-textconv", "--no-color")
+        return _git("diff", *plain, *options, "a", "b", folder=Path(folder)).stdout
+
+
+def _git(*words: str, folder: Path) -> "subprocess.CompletedProcess[bytes]":
+    # Not that of a hook which may be running this.
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+    }
+    try:
+        return subprocess.run(["git", *words], cwd=folder, env=environment, capture_output=True)
+    except FileNotFoundError:
+        raise UserError("git is not installed; changes are compared and merged with it") from None
