@@ -8,6 +8,7 @@ shallow clone lacks and a rebase drops; and in one file, which is replaced as a 
 
 import ast
 import base64
+import functools
 import hashlib
 import itertools
 import keyword
@@ -104,8 +105,9 @@ def check(folder: Path, diff: bool) -> int:
         UserError: when there is no copy, or its manifest is damaged or of a newer format.
     """
     there, changes = _news(folder)
-    print(f"{' '.join(there.recipes)}: copied from {there.origin}; the collection is {_describe(_version())}")
-    print(*changes.own, *changes.news, sep="\n")
+    print(f"{' '.join(there.recipes) or 'no recipe'}: copied from {there.origin}; now it is {_describe(_version())}")
+    for row in (*changes.own, *changes.news):
+        print(row)
     print(difference(folder, changes) if diff else "")
     print(
         f"To take the news: python -m recipes cp --update {folder}" if changes.news else "no news from the collection"
@@ -192,7 +194,8 @@ def modules_used(path: Path) -> set[Path]:
     return used
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """What a file imports, anywhere in it: modules, and what it takes from them, as in `common.data.order.locate`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -200,7 +203,7 @@ def imports(path: Path) -> set[str]:
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def packages_used(paths: Iterable[Path]) -> list[str]:
@@ -288,6 +291,8 @@ def _write(folder: Path, changes: Changes, package: str, names: Iterable[str]) -
     about = "Written by `python -m recipes cp`, which needs it to bring later changes of the recipes into this copy."
     manifest = {"about": about, "format": FORMAT} | _version() | {"package": package, "recipes": list(names)}
     try:
+        for parent in {folder} | {(folder / path).parent for path in changes.texts}:
+            remove_unfinished(parent)  # of an interrupted update
         for path, text in changes.writes.items():
             _write_whole(folder / path, text)
         for path in changes.removes:
@@ -299,7 +304,6 @@ def _write(folder: Path, changes: Changes, package: str, names: Iterable[str]) -
 
 def _write_whole(path: Path, text: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(path.parent)
     path = path.resolve()  # a link stays one
     unfinished = path.with_name(path.name + UNFINISHED)
     unfinished.write_bytes(text)

@@ -6,6 +6,7 @@ and a file that the collection never wrote is never written to.
 """
 
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -146,7 +147,8 @@ def difference(folder: Path, changes: Changes) -> str:
     """What an update would change in the folder, as a unified diff; empty for nothing."""
     paths = {*changes.writes, *changes.removes}
     before = {path: text for path in sorted(paths) if (text := read(folder, path)) is not None}
-    return _compare_trees(before, changes.writes, "-p", "-M").decode(errors="replace")
+    patch = _compare_trees(before, changes.writes, "-p", "-M").decode(errors="replace")
+    return re.sub("^(rename (?:from|to) )[ab]/", r"\1", patch, flags=re.MULTILINE)  # as in a patch of a repository
 
 
 def describe(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
