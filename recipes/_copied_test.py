@@ -8,6 +8,7 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -21,7 +22,7 @@ TEXT = "".join(f"Line {i} has words, and the numbers {i * i} and {i * 7 % 100}.\
 
 def train(folder: Path, replicas: int) -> Path:
     """Trains a small model with a global batch of 8, and returns the work directory."""
-    options = {
+    options: dict[str, Any] = {
         "workdir": str(folder / f"{replicas} replicas"),
         "corpus": str(folder / "corpus.txt"),
         "model": "nano",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.__main__ import modules_used
+from recipes._copy import MANIFEST, TEST, imports, modules_used
 from tests.conftest import ROOT
 from tests.test_structure import RECIPES
 
@@ -22,6 +22,12 @@ def cp(recipe, *words):
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
 
 
+def alone():
+    """For a program with this repository off its path: with -S, which leaves out the editable install."""
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    return {**os.environ, "PYTHONPATH": site}
+
+
 @EACH_RECIPE
 def test_a_copy_is_the_recipe_and_exactly_what_it_uses(recipe, tmp_path):
     copy = tmp_path / "mine"
@@ -29,10 +35,13 @@ def test_a_copy_is_the_recipe_and_exactly_what_it_uses(recipe, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     used = {str(path.relative_to(ROOT)) for path in modules_used(recipe)}
     copied = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
-    assert copied == {recipe.name, "LICENSE", "requirements.txt", "common/__init__.py"} | used
-    *files, run = filter(None, done.stdout.splitlines())
+    test = f"test_{recipe.name}"
+    others = {"common/__init__.py", "common/LICENSE", "requirements.txt", MANIFEST}
+    assert copied == {recipe.name, test} | others | used
+    *files, needs, run, run_test = filter(None, done.stdout.splitlines())
     assert set(files) == {str(copy / name) for name in copied}
-    assert run == f"Run it: pip install -r {copy}/requirements.txt && python {copy / recipe.name}"
+    assert needs == f"It needs what {copy}/requirements.txt lists. In {copy}:"
+    assert (run.strip(), run_test.strip()) == (f"python {recipe.name}", f"python {test}")
     # No module of `common` is left out or copied for nothing: Python's own search, by another way than ours, agrees.
     for room in {path.parent for path in copy.glob("common/*/*.py")}:  # which modulefinder asks for
         (room / "__init__.py").touch()
@@ -43,6 +52,32 @@ def test_a_copy_is_the_recipe_and_exactly_what_it_uses(recipe, tmp_path):
     for name in {recipe.name, "common/__init__.py"} | used:
         assert (copy / name).read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
         assert (copy / name).read_bytes() == (recipe if name == recipe.name else ROOT / name).read_bytes()
+    line = b"import recipes.bert_mlm as recipe\n"
+    assert (copy / test).read_bytes() == TEST.read_bytes().replace(line, f"import {recipe.stem} as recipe\n".encode())
+
+
+@EACH_RECIPE
+def test_a_copy_in_a_package_imports_nothing_of_another(recipe, tmp_path):
+    """Beside a `common` and a `my` of the user's own, to which nothing is done."""
+    for name in ("common", "my"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("MINE = 1\n")
+    done = cp(recipe, tmp_path, "--package", "my.train")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(f"  python -m my.train.{recipe.stem}\n  python test_{recipe.name}\n")
+    assert [(path.parent.name, path.read_text()) for path in sorted(tmp_path.glob("*/__init__.py"))] == [
+        ("common", "MINE = 1\n"),
+        ("my", "MINE = 1\n"),
+    ]
+    inside = {str(path.relative_to(tmp_path / "my/train")): path for path in tmp_path.glob("my/train/**/*.py")}
+    assert inside.keys() == {recipe.name, "common/__init__.py"} | {
+        str(p.relative_to(ROOT)) for p in modules_used(recipe)
+    }
+    for name, path in inside.items():
+        original = recipe if name == recipe.name else ROOT / name
+        here = {word.replace("my.train.common", "common") for word in imports(path)}
+        assert here == imports(original) and not {"common", "recipes"} & {word.split(".")[0] for word in imports(path)}
+    assert f"my.train.{recipe.stem}" in imports(tmp_path / f"test_{recipe.name}")
 
 
 @EACH_RECIPE
@@ -55,16 +90,37 @@ def test_requirements_are_those_of_its_files(recipe, tmp_path):
     assert ("tqdm" in names) == (recipe.stem == "glue_custom_loop")
 
 
-def test_nothing_is_overwritten_unless_asked(tmp_path):
+@pytest.mark.parametrize("own", ["pyproject.toml", "requirements.txt"])
+def test_a_project_gets_a_fragment_of_its_pyproject(own, tmp_path):
+    (tmp_path / own).write_text("# mine\n")
+    cp(ROOT / "recipes/bert_mlm.py", tmp_path)
+    cp(ROOT / "recipes/bert_mlm.py", tmp_path / "beside")
+    fragment = tomllib.loads((tmp_path / "pyproject.fragment.toml").read_text())["project"]
+    assert fragment["dependencies"] == (tmp_path / "beside/requirements.txt").read_text().splitlines()
+    assert (
+        fragment["requires-python"]
+        == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    )
+    assert (tmp_path / own).read_text() == "# mine\n" and len(list(tmp_path.glob("*.t*t"))) == (own != "pyproject.toml")
+
+
+def test_nothing_is_overwritten(tmp_path):
     recipe = ROOT / "recipes/bert_mlm.py"
     (tmp_path / "common/devices").mkdir(parents=True)
     (tmp_path / "common/devices/strategy.py").write_text("mine")
+    (tmp_path / "test_bert_mlm.py").symlink_to("nowhere")
     refused = cp(recipe, tmp_path)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr == f"error: {tmp_path}/common/devices/strategy.py already exist(s); --force overwrites\n"
+    assert refused.stderr == (
+        f"error: {tmp_path}/test_bert_mlm.py, {tmp_path}/common/devices/strategy.py already exist(s). "
+        "Move what is yours, or copy into a package: --package NAME\n"
+    )
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "common/devices/strategy.py"]
-    assert cp(recipe, tmp_path, "--force").returncode == 0
-    assert (tmp_path / "common/devices/strategy.py").read_bytes() == (ROOT / "common/devices/strategy.py").read_bytes()
+    (tmp_path / "my/train.py").parent.mkdir()
+    (tmp_path / "my/train.py").write_text("")
+    hidden = cp(recipe, tmp_path, "--package", "my.train.deep")
+    assert hidden.stderr == f"error: --package my.train.deep would hide {tmp_path}/my/train.py; give another name\n"
+    assert hidden.returncode == 2 and sorted(path.name for path in (tmp_path / "my").iterdir()) == ["train.py"]
 
 
 def test_a_destination_that_is_a_file_is_told_of(tmp_path):
@@ -84,12 +140,10 @@ def test_a_copy_runs_alone_and_gives_the_same_results(recipe, small, tmp_path):
         small |= {"task": "roles"}
         del small["corpus"]
     options = [f"--{name.replace('_', '-')}={value}" for name, value in small.items() if name != "workdir"]
-    # -S leaves out this repository's editable install; the packages come back by PYTHONPATH.
-    site = next(path for path in sys.path if path.endswith("site-packages"))
-    alone = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": site}}
-    assert subprocess.run([sys.executable, "-S", "-c", "import common"], **alone, capture_output=True).returncode == 1
+    away = {"cwd": tmp_path, "env": alone()}
+    assert subprocess.run([sys.executable, "-S", "-c", "import common"], **away, capture_output=True).returncode == 1
     runs = [
-        subprocess.Popen([sys.executable, "-S", str(copy / recipe.name), "--workdir=copied", *options], **alone),
+        subprocess.Popen([sys.executable, "-S", str(copy / recipe.name), "--workdir=copied", *options], **away),
         subprocess.Popen([sys.executable, str(recipe), f"--workdir={tmp_path}/original", *options], cwd=ROOT),
     ]
     assert [run.wait() for run in runs] == [0, 0]
@@ -98,3 +152,22 @@ def test_a_copy_runs_alone_and_gives_the_same_results(recipe, small, tmp_path):
         assert copied[figure] == original[figure]
     assert copied["steps"] == 6
     assert (tmp_path / "copied/steps.jsonl").read_bytes() == (tmp_path / "original/steps.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+@EACH_RECIPE
+def test_the_test_of_a_copy_passes_and_finds_a_fault(recipe, tmp_path):
+    """In a package, beside another `common`. The fault: a learning rate that grows with the replicas."""
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/__init__.py").write_text("raise ImportError('another')\n")
+    cp(recipe, tmp_path, "--package", "my.train")
+    test = [sys.executable, "-S", f"test_{recipe.name}"]
+    passed = subprocess.run(test, cwd=tmp_path, env=alone(), capture_output=True, text=True)
+    assert passed.returncode == 0 and passed.stdout.endswith("\npassed: two replicas compute what one does\n"), (
+        passed.stderr
+    )
+    scaling = tmp_path / "my/train/common/training/scaling.py"
+    scaling.write_text(scaling.read_text() + "\n\ndef learning_rate_factor(rule, replicas):\n    return replicas\n")
+    test[2:2] = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    failed = subprocess.run(test, cwd=tmp_path, env=alone(), capture_output=True, text=True)
+    assert failed.returncode == 1 and "1 failed" in failed.stdout
