@@ -133,7 +133,7 @@ def update(folder: Path, dry_run: bool, diff: bool) -> int:
     places = [there.places.get(path, path) for path in there.texts]
     if conflicts := [place for place in places if MARKER in (read(folder, place) or b"")]:
         raise UserError(
-            f"resolve the conflicts of the last update first, at {MARKER.decode()!r}: {' '.join(conflicts)}"
+            f"resolve the conflicts of the last update first, at {MARKER.decode().strip()!r}: {' '.join(conflicts)}"
         )
     print(*(changes.news or ["no news from the collection"]), sep="\n")
     if diff:
@@ -264,7 +264,8 @@ def read_manifest(folder: Path) -> Copied:
         texts = {name: zlib.decompress(base64.b64decode(file["base"])) for name, file in manifest["files"].items()}
         hashes = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
         places = {name: file["place"] for name, file in manifest["files"].items() if "place" in file}
-        if any(PurePosixPath(name).is_absolute() or ".." in name.split("/") for name in [*texts, *places.values()]):
+        paths = [*texts, *places.values(), manifest["package"].replace(".", "/")]
+        if any(PurePosixPath(path).is_absolute() or ".." in path.split("/") for path in paths):
             raise ValueError("a path out of the folder")
         if hashes != {name: file["sha256"] for name, file in manifest["files"].items()}:
             raise ValueError("a wrong hash")
@@ -329,8 +330,8 @@ def _check_package(package: str, folder: Path) -> None:
     }
     if parts[0] in (installed - {"common"}) | sys.stdlib_module_names:
         raise UserError(f"--package {package} would hide the package {parts[0]} that Python imports; give another name")
-    for path in itertools.accumulate((folder, *parts), Path.joinpath):
-        if (module := path.with_name(f"{path.name}.py")).exists() and path != folder:
+    for end in range(1, len(parts) + 1):
+        if (module := folder.joinpath(*parts[:end]).with_suffix(".py")).exists():
             raise UserError(f"--package {package} would hide {module}; give another name")
 
 

@@ -139,8 +139,11 @@ def _bring(
 
 
 def read(folder: Path, path: str) -> bytes | None:
-    """A file's content; None if there is no such file."""
-    return (folder / path).read_bytes() if (folder / path).is_file() else None
+    """A file's content; None if there is no such file. Raises a `UserError` if it cannot be read."""
+    try:
+        return (folder / path).read_bytes() if (folder / path).is_file() else None
+    except OSError as error:
+        raise UserError(f"cannot read {folder / path}: {error.strerror}") from None
 
 
 def difference(folder: Path, changes: Changes) -> str:
@@ -153,12 +156,14 @@ def difference(folder: Path, changes: Changes) -> str:
 
 def describe(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     """The `commit` of a git clone, None where the folder is none, and whether the paths in it are `dirty`."""
+    nothing = {"commit": None, "dirty": False}
     try:
-        top, commit = _git("rev-parse", "--show-toplevel", "HEAD", folder=folder).stdout.decode().splitlines()
-    except (UserError, ValueError):
-        return {"commit": None, "dirty": False}
-    if Path(top).resolve() != folder.resolve():  # another project's clone, with this one in it
-        return {"commit": None, "dirty": False}
+        found = _git("rev-parse", "--show-toplevel", "HEAD", folder=folder)
+    except UserError:  # there is no git
+        return nothing
+    top, _, commit = found.stdout.decode().strip().partition("\n")
+    if found.returncode or Path(top).resolve() != folder.resolve():  # another project's clone, with this one in it
+        return nothing
     return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--", *paths, folder=folder).stdout)}
 
 
@@ -168,6 +173,8 @@ def _without(files: Files, others: Files | dict[str, str]) -> Files:
 
 def _in_the_way(folder: Path, path: str, allowed: Sequence[bytes | None]) -> bool:
     """Whether there is something that an update would destroy; a broken link is something too."""
+    if any((folder / parent).is_file() for parent in list(Path(path).parents)[:-1]):
+        return True
     return os.path.lexists(folder / path) and (read(folder, path) is None or read(folder, path) not in allowed)
 
 

@@ -123,6 +123,13 @@ def test_nothing_is_overwritten(tmp_path):
     assert hidden.returncode == 2 and sorted(path.name for path in (tmp_path / "my").iterdir()) == ["train.py"]
 
 
+def test_a_file_with_the_name_of_a_folder_is_in_the_way(tmp_path):
+    (tmp_path / "common").write_text("mine")
+    refused = cp(ROOT / "recipes/bert_mlm.py", tmp_path)
+    assert refused.returncode == 2 and f"{tmp_path}/common/errors.py, " in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["common"]
+
+
 def test_a_destination_that_is_a_file_is_told_of(tmp_path):
     (tmp_path / "mine").write_text("")
     refused = cp(ROOT / "recipes/bert_mlm.py", tmp_path / "mine")

@@ -1,6 +1,6 @@
 """`cp --check` and `cp --update`: what users and the collection do to a copy, one history a test.
 
-The collection is a copy of this one, whose own command line runs in it.
+The collection is a copy of this one, whose own command line runs in it. Nothing here needs TensorFlow.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from recipes._copy import MANIFEST, with_modules
-from tests.conftest import ROOT
 
+ROOT = Path(__file__).parent.parent
 ORDER, LOSSES = "common/data/order.py", "common/training/losses.py"  # two helpers that bert_mlm uses
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 # Ends as a killed process does, before a file is renamed or removed for the nth time: `NUMBER FOLDER`.
@@ -155,8 +155,11 @@ def test_renamed(history):
     assert not (history.project / "bert_mlm.py").exists() and not (history.project / LOSSES).exists()
     (history.project / "train.py").write_text("# mine alone\n")  # the name is known by now, without a resemblance
     assert history.check()[0]["bert_mlm.py -> train.py, edited"] == "renamed"
-    (history.upstream / LOSSES).write_text("")
+    (history.upstream / LOSSES).unlink()
     edit(history.upstream / "recipes/bert_mlm.py", "from common.training.losses import CrossEntropy\n", "")
+    row = f"removed    {LOSSES}: common/training/my_losses.py stays, as a file of your own"
+    assert row in history.update(status=1)
+    assert (history.project / "common/training/my_losses.py").read_bytes() == (ROOT / LOSSES).read_bytes()
 
 
 def test_added_upstream(history):
@@ -431,7 +434,7 @@ def test_the_manifest_says_what_was_copied(history, tmp_path):
 def test_bad_input_is_one_line(words, message):
     done = subprocess.run([sys.executable, "-m", "recipes", "cp", *words], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert message in done.stderr and not Path(ROOT, "x").exists()
+    assert message in done.stderr and not (ROOT / "x").exists()
 
 
 def test_modules_are_renamed_by_syntax():
