@@ -122,7 +122,6 @@ def test_untouched_and_changed_upstream(history):
 
 def test_edited(history):
     add_line(history.project / ORDER, "# mine\n")
-    (history.project / ORDER).chmod(0o600)
     rows, status = history.check()
     assert status == 0 and rows[ORDER] == "edited"
     add_line(history.upstream / LOSSES, "# theirs\n")
@@ -240,11 +239,12 @@ def test_both_changed_alike(history):
 
 def test_both_changed_apart(history):
     edit(history.project / ORDER, '"""', '"""Mine. ')
+    (history.project / ORDER).chmod(0o600)
     add_line(history.upstream / ORDER, "# theirs\n")
     assert history.update() == [f"changed    {ORDER}: merged with your edits"]
     text = (history.project / ORDER).read_text()
     assert '"""Mine. ' in text and text.endswith("# theirs\n") and no_news(history)
-    assert history.check()[0][ORDER] == "edited"
+    assert history.check()[0][ORDER] == "edited" and (history.project / ORDER).stat().st_mode & 0o777 == 0o600
 
 
 def test_both_changed_the_same_place(history):
@@ -401,6 +401,7 @@ def test_the_manifest_says_what_was_copied(history, tmp_path):
     assert (manifest["version"], manifest["commit"], manifest["dirty"]) == ("0.1.0", None, False)
     assert (manifest["package"], manifest["recipes"]) == ("", ["bert_mlm"])
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run([*GIT, "commit", "-qm", "another", "--allow-empty"], cwd=tmp_path, check=True)
     history.update()
     assert history.manifest()["commit"] is None  # of a clone of something else, around the collection
     subprocess.run(["git", "init", "-q"], cwd=history.upstream, check=True)
