@@ -17,7 +17,8 @@ from typing import NoReturn
 
 from common.errors import UserError
 from common.run.command_line import fail, quiet_stderr, quiet_without_reader
-from recipes._copy import check, copy_recipe, recipe_path, recipes, update
+from recipes._contents import recipe_path, recipes
+from recipes._copy import check, copy_recipe, update
 
 GUIDE = """\
 Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.

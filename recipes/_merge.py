@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from recipes._contents import Files
 
-Files = dict[str, bytes]  # contents by path, with / between its parts, relative to the project's folder
 MARKER = b"<<<<<<< yours\n"
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes._copy import MANIFEST, TEST, imports, modules_used
+from recipes._contents import TEST, imports, modules_used
+from recipes._copy import MANIFEST
 from tests.conftest import ROOT
 from tests.test_structure import RECIPES
 

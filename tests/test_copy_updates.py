@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes._copy import MANIFEST, with_modules
+from recipes._contents import with_modules
+from recipes._copy import MANIFEST
 
 ROOT = Path(__file__).parent.parent
 ORDER, LOSSES = "common/data/order.py", "common/training/losses.py"  # two helpers that bert_mlm uses

@@ -7,7 +7,7 @@ import keras_hub
 import keras_nlp
 import pytest
 
-from recipes._copy import imports
+from recipes._contents import imports
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.py") if not path.name.startswith("_"))
