@@ -69,11 +69,11 @@ def commands_of(line):
 
 
 def code_spans(pages=WITH_COMMANDS):
-    """What stands between backticks in the text; of tables with an old and a new line, only the new one."""
+    """What stands between backticks in the text; of a table whose first column is another project's, the rest."""
     for name, page in pages.items():
         for line in re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL).splitlines():
             if name == "docs/coming-from.md" and line.startswith("|"):
-                line = line.rsplit(" | ", 1)[1]
+                line = line.split(" | ", 1)[1]
             yield from re.findall(r"`([^`]+)`", line)
 
 
