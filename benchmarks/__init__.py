@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements behind the figures in the README."""
+"""The measurements behind the figures in the README and in docs/."""

@@ -3,7 +3,7 @@
 
     python -m benchmarks.faults        # stopped and started again, it goes on where it was
 
-Every trial is a line of `results/faults.jsonl`; the table in the README is made from them.
+Every trial is a line of `results/faults.jsonl`; the table in docs/fault-tolerance.md is made from them.
 """
 
 import contextlib

@@ -134,7 +134,7 @@ def score_table(scores: dict[str, Any]) -> str:
         ours = [*sides.values()][-1][0]  # which has the baselines too
         names = [name for name in ("accuracy", "f1") if name in ours]
         for side, runs in sides.items():
-            shown = [_mean([run[name] for run in runs]) for name in names] + [""] * (2 - len(names))
+            shown = [mean_of([run[name] for run in runs]) for name in names] + [""] * (2 - len(names))
             seconds = [run["seconds"] for run in runs if "seconds" in run]
             minutes = f"{statistics.median(seconds) / 60:.1f}" if seconds else ""
             lines.append(f"| {task} | {len(runs)} | {side} | {' | '.join(shown)} | {minutes} |")
@@ -150,6 +150,7 @@ def tables(results: dict[str, Any]) -> str:
     return "\n\n".join([*parts, score_table(results["scores"]), f"The weights' SHA-256: {results['weights_sha256']}."])
 
 
-def _mean(values: list[float]) -> str:
+def mean_of(values: list[float]) -> str:
+    """The mean over seeds, and its standard error."""
     error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.3f}{error}"

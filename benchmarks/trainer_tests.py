@@ -144,7 +144,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def line(results: dict) -> str:
-    """What the README says of the results."""
+    """What docs/exactness.md says of the results."""
     plain, theirs, ours = (results[way]["passed"] for way in WAYS)
     return (
         f"Of Keras's tests of its own trainer, {plain} pass without a strategy; "

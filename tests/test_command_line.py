@@ -1,3 +1,5 @@
+import dataclasses
+import importlib
 import os
 import re
 import shlex
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.run.command_line import quiet_without_reader
+from common.run.command_line import parse, quiet_without_reader
+from common.run.options import FIRST
 from tests.test_structure import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -58,8 +61,39 @@ def test_help_lists_every_option():
     help_text = recipes("run", "bert_mlm", "--help").stdout
     for option in ("--workdir", "--replicas", "--lr-scaling {auto,linear,sqrt,none}", "--max-steps", "--overwrite"):
         assert option in help_text
-    listed = [help_text.index(f"│ --{option} ") for option in ("workdir", "mask-rate", "dropout", "replicas", "seed")]
-    assert listed == sorted(listed)  # those that every recipe has come last
+    listed = [help_text.index(f"│ --{option} ") for option in ("workdir", "replicas", "mask-rate", "dropout", "seed")]
+    assert listed == sorted(listed)  # those that people use first, then the recipe's own, then those of every recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_help_lists_a_dozen_options_first_and_each_once_with_its_default(recipe):
+    config = importlib.import_module(f"recipes.{recipe.stem}").Config
+    help_text = recipes("run", recipe.stem, "--help").stdout
+    title, *boxes = re.split(r"^╭─ (.+?) ─+╮\n", help_text, flags=re.MULTILINE)
+    assert boxes[::2] == ["options", "more options"]
+    # Of each box, the name and the rest of each option.
+    first, more = (re.findall(r"^│ --([a-z-]+) (.*?)(?=^│ -|^╰)", box, re.MULTILINE | re.DOTALL) for box in boxes[1::2])
+    assert 9 <= len(first) <= 12
+    defaults = {
+        name: re.search(r"\(default: ([^)]*)\)", re.sub(r"[│\s]+", " ", text))[1] for name, text in first + more
+    }
+    fields = {field.name.replace("_", "-"): field.default for field in dataclasses.fields(config)}
+    assert len(first + more) == len(fields)
+    assert defaults == {name: "''" if value == "" else str(value) for name, value in fields.items()}
+    assert [name for name, _ in first] == [option for name in FIRST if (option := name.replace("_", "-")) in fields]
+
+
+def test_each_of_the_first_options_is_one_of_a_recipe():
+    configs = [importlib.import_module(f"recipes.{path.stem}").Config for path in RECIPES]
+    assert set(FIRST) <= {field.name for config in configs for field in dataclasses.fields(config)}
+
+
+def test_without_options_of_the_first_the_help_is_as_it_was(capsys):
+    config = dataclasses.make_dataclass("Config", [("rounds", int, dataclasses.field(default=3))])
+    with pytest.raises(SystemExit):
+        parse(config, "What it does.", ["--help"])
+    assert "--rounds INT" in capsys.readouterr().out
+    assert parse(config, "", ["--rounds", "4"]) == config(4)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_faults_are_told_of(tmp_path):
     assert not failed & {"loss reported", "bfloat16", "float16"}
 
 
-def test_the_readme_has_the_figures_of_the_results():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert with_tables(readme) == readme
-    assert "| 4 replicas, sgd | " in readme
+def test_its_page_has_the_results():
+    page = (ROOT / "docs/exactness.md").read_text(encoding="utf-8")
+    assert with_tables(page) == page
+    assert "| 4 replicas, sgd | " in page

@@ -1,4 +1,4 @@
-"""README.md and docs/: what they name is there, what they say to type works, their figures are those of the results."""
+"""The pages: what they name is there, what they say to type works, their figures are those of the results."""
 
 import argparse
 import ast
@@ -17,12 +17,16 @@ from typing import get_args
 
 import pytest
 
+import benchmarks.__main__
 import recipes.__main__ as command_line
 from benchmarks import readme
 from common.errors import UserError
 from common.run.command_line import parse
+from common.run.options import FIRST
 from common.training.scaling import LearningRateScaling
+from notebooks import generate
 from recipes import bert_from_scratch, bert_mlm, causal_lm, glue_controller, glue_custom_loop, text_classifier
+from tests import test_pages
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {
@@ -33,6 +37,9 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path 
 README = PAGES["README.md"]
 TROUBLES = PAGES["docs/troubleshooting.md"]
 ALL = "\n".join(PAGES.values())
+# Whatever says what to type: all pages but the changelog, which keeps what was, and the recipes' own help.
+WITH_COMMANDS = {name: page for name, page in test_pages.PAGES.items() if name != "CHANGELOG.md"}
+HELP = [command_line.GUIDE, *(module.__doc__ for module in RECIPES.values())]
 # What a machine without a network is told.
 NETWORK = ("from the Hugging Face Hub", "which needs a network on first use", "--push-to needs the network")
 
@@ -42,34 +49,57 @@ def section(page, title):
 
 
 def shell_lines():
-    """The commands of the shell blocks, without the two of the README that set everything up."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", ALL, re.MULTILINE | re.DOTALL)
-    return [shlex.join(shlex.split(line, comments=True)) for block in blocks[2:] for line in block.splitlines()]
+    """The commands of the shell blocks, without the two of the README that set everything up; those of the help."""
+    pages = WITH_COMMANDS | {"README.md": README.split("```sh\n", 3)[3]}
+    pages["README.md"] = f"```sh\n{pages['README.md']}"
+    for block in re.findall(r"^```sh\n(.*?)^```", "\n".join(pages.values()), re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            yield from (shlex.join(words) for words in commands_of(line))
+    for line in re.findall(r"^ +(python -m .*)", "\n".join(HELP), re.MULTILINE):
+        yield shlex.join(shlex.split(re.sub("  .*", "", line), comments=True))
 
 
-def code_spans(pages=PAGES):
-    """What stands between backticks in the text; of tables with an old and a new line, only the new one."""
+def commands_of(line):
+    """The words of each command of a line, its comment left out."""
+    words = shlex.split(line, comments=True)
+    while "&&" in words:
+        yield words[: words.index("&&")]
+        words = words[words.index("&&") + 1 :]
+    yield words
+
+
+def code_spans(pages=WITH_COMMANDS):
+    """What stands between backticks in the text; of a table whose first column is another project's, the rest."""
     for name, page in pages.items():
         for line in re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL).splitlines():
             if name == "docs/coming-from.md" and line.startswith("|"):
-                line = line.rsplit(" | ", 1)[1]
+                line = line.split(" | ", 1)[1]
             yield from re.findall(r"`([^`]+)`", line)
 
 
 def all_commands():
     """Each command once, as `python ...` and so on."""
-    found = dict.fromkeys(line.replace(".venv/bin/", "", 1) for line in shell_lines())
+    found = dict.fromkeys(shell_lines())
     for span in code_spans():
         if re.match(r"launch --\S+ \d|doctor --", span):
             span = f"python -m recipes {span}"
-        if re.match(r"python |pip |sbatch |kubectl |ray job |tensorboard ", span):
-            found[span] = None
+        if re.match(r"(\.venv/bin/)?(python|pip|sbatch|kubectl|ray job|tensorboard|ruff|mypy) |\.ci/run$", span):
+            found |= dict.fromkeys(shlex.join(words) for words in commands_of(span))
+    found = dict.fromkeys(command.replace(".venv/bin/", "", 1) for command in found)
     whole = {"python -m recipes launch --restarts 3": "python -m recipes launch --workers 2 --restarts 3 bert_mlm"}
     return list(dict.fromkeys(whole.get(command, command) for command in found))
 
 
 COMMANDS = all_commands()
-OF_RECIPES = [command for command in COMMANDS if command.startswith("python -m recipes ")]
+OF_RECIPES = [command for command in COMMANDS if re.match("python -m recipes( |$)", command)]
+# What is parsed here and started by other tests, or not at all: measuring takes hours, and writes the results.
+OF_OTHER_PROGRAMS = [c for c in COMMANDS if re.match(r"python -m (benchmarks|notebooks\.generate)( |$)", c)]
+BY_SCHEDULERS = [c for c in COMMANDS if re.match(r"sbatch|ray|kubectl|python recipes/", c)]
+# What installs from the network, and what .ci/run runs: these tests, the format, the lint and the types.
+OF_TOOLS = r"^(pip|pre-commit|ruff|mypy|\.ci/run)\b|^python3? -m (pytest|venv|benchmarks\.\w+)\b"
+# What other tests start: the doctor, two workers of each recipe, parameter servers, hosts, schedulers.
+ELSEWHERE = "recipes doctor|launch --workers 2 (?!--restarts)|--parameter-servers|--hosts|^(sbatch|ray|kub)"
+TO_RUN = [c for c in COMMANDS if not re.search(f"{ELSEWHERE}|{OF_TOOLS}", c) and c not in OF_OTHER_PROGRAMS]
 
 
 def words_of(command):
@@ -92,6 +122,7 @@ def placeholders(tmp_path_factory):
     for name in ("my.csv", "pairs.csv"):
         (folder / name).write_text(f"a,b,same\n{pairs}")
     (folder / "essays.csv").write_text("essay,mark\n" + "".join(f"essay number {i},{i % 7 / 2}\n" for i in range(200)))
+    (folder / "reviews.csv").write_text("review,stars\n" + "".join(f"a film {i},{i % 5}\n" for i in range(200)))
     (folder / "GLUE/SST-2").mkdir(parents=True)
     for split in ("train", "dev"):
         rows = "".join(f"film number {i} is {'good' if i % 2 else 'bad'} \t{i % 2}\n" for i in range(200))
@@ -115,29 +146,33 @@ def test_the_first_two_blocks_set_everything_up_and_test_it():
     assert second.splitlines()[-1] == ".venv/bin/python -m pytest -q -n 2 --dist loadfile"
 
 
-def test_the_readme_is_one_page():
-    assert len(README.splitlines()) <= 300
+def test_the_readme_is_short():
+    assert len(README.split()) <= 1500
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_what_is_linked_and_named_exists(name):
-    folder = (ROOT / name).parent
-    for target in re.findall(r"\]\(([^)]+)\)", PAGES[name]):
-        if target.startswith("https://"):
-            continue
-        path, _, anchor = target.partition("#")
-        file = folder / path if path else ROOT / name
-        assert file.exists(), target
-        if anchor:  # as GitHub makes them of headings
-            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
-    for path in re.findall(r"\b(?:common|recipes|docs|benchmarks|tests|notebooks)/[\w./-]*\w\.\w+", PAGES[name]):
-        assert (ROOT / path).is_file(), path
-    for module in re.findall(r"python -m benchmarks\.(\w+)", PAGES[name]):
+@pytest.mark.parametrize("name", WITH_COMMANDS)
+def test_what_is_named_exists(name):
+    """tests/test_pages.py follows the links."""
+    paths = r"\b(?:common|recipes|docs|benchmarks|tests|notebooks)/[\w./-]*\w\.\w+"
+    for path in re.findall(paths, WITH_COMMANDS[name]):
+        assert (ROOT / path).is_file() or "NAME" in path, path
+    for module in re.findall(r"python -m benchmarks\.(\w+)", WITH_COMMANDS[name]):
         assert (ROOT / f"benchmarks/{module}.py").is_file(), module
-    notebooks = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
-    if notebooks:  # until they are there, the page says what comes
-        assert set(re.findall(r"`(\w+\.ipynb)`", PAGES[name])) in (set(), notebooks)
+    for notebook in re.findall(r"`(\w+\.ipynb)`", WITH_COMMANDS[name]):
+        assert (ROOT / "notebooks" / notebook).is_file(), notebook
+
+
+def test_the_readme_and_the_help_begin_with_the_same_options():
+    """What the README's table names is listed first, but for what is asked for by need."""
+    named = set(re.findall(r"--([a-z][a-z-]+)", section(README, "Options")))
+    first = {name.replace("_", "-") for name in FIRST}
+    by_need = {"max-steps", "accumulate", "precision", "jit", "optimizer", "clip-norm", "pack", "seq-length", "help"}
+    assert named == first | by_need
+
+
+def test_the_notebooks_page_names_each():
+    named = re.findall(r"^\| \[`(\w+)`\]", WITH_COMMANDS["notebooks/README.md"], re.MULTILINE)
+    assert sorted(named) == sorted(generate.narratives())
 
 
 def test_each_page_of_docs_is_linked_from_the_readme():
@@ -157,18 +192,32 @@ def test_each_recipe_and_each_name_of_a_helper_is_one():
 
 
 def test_every_command_is_of_a_known_kind():
-    modules = r"-m (recipes|benchmarks)\b|recipes/\w+\.py\b"
-    kinds = rf"python ({modules})|(tensorboard|sbatch|ray job|kubectl|pip install -e) "
+    ours = r"python (-m recipes\b|-m benchmarks\b|-m notebooks\.generate\b|(recipes|my_project)/\w+\.py\b)"
+    kinds = rf"{ours}|(tensorboard|sbatch|ray job|kubectl) |{OF_TOOLS}"
     assert [command for command in COMMANDS if not re.match(kinds, command)] == []
     assert len(OF_RECIPES) > 20
 
 
 def test_packages_that_are_named_can_be_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = set(re.findall(r"pip install (?:-q )?-e '\.\[(\w+)\]'", ALL))
-    if not list((ROOT / "notebooks").glob("*.ipynb")):
-        extras -= {"notebooks"}
+    extras = set(re.findall(r"pip install (?:-q )?-e '\.\[(\w+)\]'", "\n".join(WITH_COMMANDS.values())))
     assert extras <= set(project["optional-dependencies"])
+
+
+def test_what_contributors_type_is_what_is_there():
+    tools = [command for command in COMMANDS if re.search(OF_TOOLS, command)]
+    assert len(tools) > 8
+    named = "\n".join((ROOT / file).read_text() for file in ("pyproject.toml", ".pre-commit-config.yaml", ".ci/run"))
+    for command in tools:
+        words = words_of(command)
+        if words[:3] == ["python", "-m", "pytest"]:
+            assert all((ROOT / word).is_file() for word in words if word.startswith("tests/"))
+            marks = [words[at + 1] for at, word in enumerate(words) if word == "-m"][1:]
+            assert all(f'"{mark}: ' in named for mark in marks)
+        elif words[0] == ".ci/run":
+            assert os.access(ROOT / words[0], os.X_OK)
+        else:
+            assert re.search(rf"(\b|/){words[0]}\b", f"{named} python3 python pip pre-commit")
 
 
 def check_options_of(name, options, capsys):
@@ -202,7 +251,26 @@ def test_the_words_of_a_command_parse(command, at_the_reader, monkeypatch, capsy
         check_options_of(arguments.name, arguments.options, capsys)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if re.match(r"sbatch|ray|kubectl|python recipes/", c)])
+@pytest.mark.parametrize("command", OF_OTHER_PROGRAMS)
+def test_the_words_of_our_other_programs_parse(command, at_the_reader, monkeypatch):
+    program = benchmarks.__main__ if command.startswith("python -m benchmarks") else generate
+
+    class Parsed(Exception):
+        pass
+
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def stop(parser):
+        raise Parsed(parse_args(parser))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", words_of(command)[2:])
+    with pytest.raises(Parsed) as found:
+        program.main()
+    assert set(getattr(found.value.args[0], "names", [])) <= {*generate.narratives(), "NAME"}
+
+
+@pytest.mark.parametrize("command", BY_SCHEDULERS)
 def test_what_schedulers_start_parses(command, at_the_reader, capsys):
     words = words_of(command)
     place, script = next((i, word) for i, word in enumerate(words) if word.startswith("recipes/"))
@@ -226,7 +294,7 @@ def test_options_that_are_named_exist_and_take_the_values_shown(at_the_reader, c
         for path in ("recipes/__main__.py", "recipes/cluster/ray_launch.py")
         for option in re.findall(r'"(--[a-z-]+)"', (ROOT / path).read_text())
     }
-    spans = {span for span in code_spans() if span.startswith("--")}
+    spans = {span for span in code_spans(PAGES) if span.startswith("--")}
     assert len(spans) > 40
     for span in spans:
         words = words_of(span)
@@ -247,17 +315,17 @@ def test_options_that_are_named_exist_and_take_the_values_shown(at_the_reader, c
 
 def test_the_table_of_strategies_and_that_of_scaling_are_those_of_the_code():
     sources = "".join((ROOT / f"common/devices/{name}.py").read_text() for name in ("strategy", "rendezvous"))
-    rows = section(README, "Which strategy when").split("\n| ")[3:]
+    rows = section(README, "Data parallel").split("\n| ")[3:]
     strategies = [re.search(r"\w+Strategy", row).group() for row in rows]
     assert set(strategies) == set(re.findall(r"\b(\w+Strategy)\(", sources)) | {"ParameterServerStrategy"}
-    rules = section(README, "Batch size and learning rate")
+    rules = PAGES["docs/learning-rate.md"]
     assert set(re.findall(r"^\| `(\w+)` \|", rules, re.MULTILINE)) == set(get_args(LearningRateScaling))
     papers = re.findall(r"arXiv:([\d.]+\d)", (ROOT / "common/training/scaling.py").read_text())
     assert papers and set(papers) == set(re.findall(r"arXiv:([\d.]+\d)", rules))
 
 
 def test_the_picture_of_the_architecture_names_each_module_of_common():
-    (picture,) = re.findall(r"^```text\n(recipes/.*?)^```", README, re.MULTILINE | re.DOTALL)
+    (picture,) = re.findall(r"^```text\n(recipes/.*?)^```", PAGES["docs/architecture.md"], re.MULTILINE | re.DOTALL)
     title, *lines = picture[picture.index("\ncommon/") : picture.index("\ndocs/")].strip().splitlines()
     rooms = {"": re.findall(r"(\w+),", title.split(": ")[1])}
     for line in lines:
@@ -303,9 +371,23 @@ def test_each_table_of_results_stands_on_one_page():
     assert sorted(re.findall(r"^<!-- (?!end )([\w-]+) -->$", ALL, re.MULTILINE)) == sorted(readme.tables())
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name != "README.md"])
+def test_the_claims_are_those_of_the_results_whatever_they_are():
+    doctor = [{"measure": m, "measured": d} for m in ("loss of every step", "weights") for d in (2e-7, 3e-2, 0.0)]
+    faults = [{"identical": True}, {"identical": False}, {"identical": True}]
+    speeds = {"published Keras example, padded to 512": 4, "transformers, a": 10, "transformers, b": 20}
+    speeds |= {"fit, one device": 90, "fit, 2 replicas": 15, "fit, 2 replicas, jit": 10}
+    contenders = {name: {"tokens_per_second": [speed, speed, 99]} for name, speed in speeds.items()}
+    scores = {"mrpc": {"ours": [{"accuracy": 0.7}, {"accuracy": 0.7}], "transformers": [{"accuracy": 0.8}] * 2}}
+    sizes = {size: {"contenders": contenders} for size in ("tiny", "base")}
+    told = readme.claims({"checks": doctor}, faults, {"sizes": sizes}, scores)
+    assert "3 configurations" in told and "3.0e-02 in the loss of a step and 3.0e-02 in the weights" in told
+    assert "of 3 runs" in told and ", 2 ended with" in told
+    assert "15 tokens/s" in told and "0.8 times transformers" in told and "3.8 times the published" in told
+    assert "accuracy 0.700 ± 0.000 over 2 seeds, 0.800 ± 0.000 by transformers" in told
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_the_figures_of_a_page_are_those_of_the_results(name):
-    """Of the README, tests/test_doctor.py holds it."""
     assert readme.with_tables(PAGES[name]) == PAGES[name]
 
 
@@ -339,12 +421,7 @@ def test_the_learning_rates_of_the_page_are_those_measured():
         assert re.search(rf"{run['val_loss']:.3f}\**  ?\({rate}\)", page), run
 
 
-# What other tests start: the doctor, two workers of each recipe, parameter servers, hosts, schedulers.
-ELSEWHERE = (
-    "recipes doctor|launch --workers 2 (?!--restarts)|--parameter-servers|--hosts|-m benchmarks|^(pip|sbatch|ray|kub)"
-)
 LANGUAGE_MODELS = ("bert_mlm", "bert_from_scratch", "causal_lm")
-TO_RUN = [command for command in COMMANDS if not re.search(ELSEWHERE, command)]
 
 
 def tiny(command, workdir):
@@ -352,10 +429,10 @@ def tiny(command, workdir):
     words = words_of(command.removeprefix("python "))
     if words[0] == "tensorboard":
         return ["-m", "tensorboard.main", *words[1:], "--inspect"]
-    if words[0].startswith("recipes/"):
-        return [str(ROOT / words[0]), "--help"]
+    if words[0].startswith(("recipes/", "my_project/")):  # which is a copy
+        return [str(ROOT / "recipes" / Path(words[0]).name), "--help"]
     words = ["runs/bert_mlm/preset" if word == "PRESET" else word for word in words]
-    words = [f"{workdir}-exported" if word == "FOLDER" else word for word in words]
+    words = [f"{workdir}-exported" if word in ("FOLDER", "DEST") else word for word in words]
     if words[2] not in ("run", "launch") or "--help" in words:
         return words
     name = next(word for word in words if word in RECIPES)
@@ -396,7 +473,8 @@ def execute(words, folder):
 def project(placeholders, tmp_path_factory):
     """A folder with the files of the reader's own, and the runs whose presets other commands take."""
     folder = tmp_path_factory.mktemp("project")
-    for name in ("my.txt", "my.csv", "pairs.csv", "essays.csv", "my_texts", "simplewiki", "GLUE", "answers.jsonl"):
+    tables = ("my.csv", "pairs.csv", "essays.csv", "reviews.csv")
+    for name in ("my.txt", *tables, "my_texts", "simplewiki", "GLUE", "answers.jsonl"):
         (folder / name).symlink_to(placeholders / name)
     runs = {"sst2": "text_classifier --task sst2 --data GLUE/SST-2"}  # the one before last: `classify` takes the last
     for name, options in (runs | {name: name for name in (*LANGUAGE_MODELS, "text_classifier")}).items():

@@ -16,11 +16,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, TypeVar
 
 import tyro
 
 from common.errors import UserError
+from common.run.options import FIRST
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -69,6 +70,8 @@ def quiet_without_reader() -> Iterator[None]:
 def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] | None = None) -> Config:
     """Reads a recipe's options from the command line.
 
+    `--help` lists those of `FIRST` first, the others in a box of their own, each with its default.
+
     Args:
         config_class: a dataclass with one field per option; `batch_size` becomes `--batch-size`.
         recipe_doc: the recipe's docstring, shown by `--help`.
@@ -81,26 +84,27 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
     if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in the background of a script
         signal.signal(signal.SIGINT, _ask_to_stop)
     stderr = io.StringIO()
-    own = [field for field in dataclasses.fields(config_class) if field.name in config_class.__annotations__]
-    shared = [field for field in dataclasses.fields(config_class) if field not in own]
-    # A recipe's own options are listed first.
-    config_class.__dataclass_fields__ = {field.name: field for field in [*own, *shared]}
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    first = {name: fields.pop(name) for name in FIRST if name in fields}
+    more = {name: field for name, field in fields.items() if name in config_class.__annotations__} | fields  # own first
+    boxes = {"first": Annotated[_part(config_class, first), tyro.conf.arg(name="")], "more": _part(config_class, more)}
+    in_boxes: Any = dataclasses.make_dataclass("Options", boxes.items())  # tyro writes "more options" above the second
     try:
         with contextlib.redirect_stderr(stderr):
-            config, unknown = tyro.cli(
-                config_class,
+            found, unknown = tyro.cli(
+                in_boxes,
                 prog=Path(sys.argv[0]).stem,  # the recipe's name, for `run` and for the file itself
                 description=recipe_doc,
                 args=arguments,
                 return_unknown_args=True,
-                config=(tyro.conf.FlagCreatePairsOff,),
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
             )
         if unknown:
-            options = " ".join("--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class))
+            options = " ".join("--" + name.replace("_", "-") for name in (first | more))
             raise UserError(f"unknown option {unknown[0]}. The options are: {options}")
         if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
             raise UserError(f"the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND")
-        return config
+        return config_class(**vars(found.first), **vars(found.more))
     except UserError as error:
         fail(error)
     except SystemExit as exit_:
@@ -177,6 +181,16 @@ def _has_no_reader(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(stream, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _part(config_class: type, fields: dict[str, dataclasses.Field]) -> Any:
+    """A class with some of the options; else the same, so that tyro finds the source, whose comments are the help."""
+    own = {
+        "__dataclass_fields__": fields,
+        "__init__": lambda self, **values: self.__dict__.update(values),
+        "__doc__": "",
+    }
+    return type(config_class.__name__, (config_class,), {**vars(config_class), **own})
 
 
 def _first_paragraph(box: str) -> str:

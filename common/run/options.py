@@ -36,6 +36,25 @@ BOUNDS = {
 SHARES = ("mask_rate", "dropout", "warmup")
 RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power", "minutes")
 
+# The options that people use first: `--help` lists these of a recipe's before the others, in this order.
+FIRST = (
+    "workdir",
+    "corpus",
+    "task",
+    "data",
+    "text_columns",
+    "label_column",
+    "preset",
+    "model",
+    "batch_size",
+    "learning_rate",
+    "epochs",
+    "minutes",
+    "replicas",
+    "overwrite",
+    "dry_run",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:

@@ -27,7 +27,7 @@ BASELINES = {"majority": "majority-class", "length": "length-only", "bag_of_word
 def training_results(
     recipe: str, config: Any, strategy: tf.distribute.Strategy, global_batch_size: int, log: StepLog
 ) -> dict[str, Any]:
-    """The part of `results.json` that every recipe has; see the README for what each entry means."""
+    """The part of `results.json` that every recipe has; see docs/what-a-run-leaves.md for what each entry means."""
     gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
     return {
         "recipe": recipe,

@@ -1,0 +1,175 @@
+"""Every page, those of the notebooks too: it renders, its tables are whole, its links and its code are valid."""
+
+import ast
+import json
+import re
+import subprocess
+from pathlib import Path
+from urllib.parse import unquote
+
+import nbformat
+import pytest
+from markdown_it import MarkdownIt
+
+from benchmarks import readme
+
+ROOT = Path(__file__).parent.parent
+MARKDOWN = MarkdownIt("commonmark").enable("table")  # what GitHub adds to it and the pages use
+MARKER = r"<!-- ([\w-]+) -->"  # around what is generated: its name before it, `end` after it
+
+
+def find_pages():
+    """The Markdown and the notebooks of the project, not what runs and tools leave in its folder."""
+    folders = [
+        path for path in sorted(ROOT.iterdir()) if path.is_dir() and re.match("(?!runs$|build$)[a-z]", path.name)
+    ]
+    return [
+        *sorted(ROOT.glob("*.md")),
+        *(path for end in ("md", "ipynb") for f in folders for path in f.rglob(f"*.{end}")),
+    ]
+
+
+def text_of(path):
+    """The Markdown of a page; of a notebook, that of its cells."""
+    if path.suffix == ".md":
+        return path.read_text(encoding="utf-8")
+    cells = nbformat.read(path, as_version=4).cells
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
+PAGES = {str(path.relative_to(ROOT)): text_of(path) for path in find_pages()}
+EACH_PAGE = pytest.mark.parametrize("name", PAGES)
+
+
+def tokens_of(text):
+    """The blocks of a page, and what is in the lines of each."""
+    for token in MARKDOWN.parse(text):
+        yield token
+        yield from token.children or ()
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub makes them; the second of the same name ends in -1."""
+    tokens, found = MARKDOWN.parse(text), []
+    for heading, inline in zip(tokens, tokens[1:], strict=False):
+        if heading.type == "heading_open":
+            words = "".join(child.content for child in inline.children)
+            anchor = re.sub(r"[^\w -]", "", words.lower()).replace(" ", "-")
+            same = sum(re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", other) is not None for other in found)
+            found.append(f"{anchor}-{same}" if same else anchor)
+    return found
+
+
+def wrong_links(name, text):
+    """Links and pictures of a page that lead nowhere in the project."""
+    for token in tokens_of(text):
+        target = token.attrs.get("href") or token.attrs.get("src")
+        if not target or re.match("https?://", str(target)):
+            continue
+        path, _, anchor = unquote(str(target)).partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        if not file.exists() or not file.resolve().is_relative_to(ROOT):
+            yield f"{target}: no such file"
+        elif anchor and anchor not in anchors(text if not path else text_of(file)):
+            yield f"{target}: no such heading"
+
+
+def raw_marks(text):
+    """What a reader of the rendered page would see of Markdown: marks that are not closed, tables that are none."""
+    for token in MARKDOWN.parse(text):
+        if token.type == "html_block" and not re.fullmatch(MARKER, token.content.strip()):
+            yield token.content
+        for child in token.children or ():
+            if child.type == "html_inline":
+                yield child.content
+            if child.type == "text":
+                yield from re.findall(r"^\|.*|^#+ .*|.*(?:\*\*|\]\(|\]\[|```|~~~|<!--|-->).*", child.content)
+
+
+def torn_tables(text):
+    """Rows with more or fewer cells than the head of their table."""
+    lines = text.splitlines()
+    for token in MARKDOWN.parse(text):
+        if token.type == "table_open":
+            rows = [line.strip() for line in lines[slice(*token.map)]]
+            cells = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
+            yield from (row for row, count in zip(rows, cells, strict=True) if count != cells[0] or row[-1] != "|")
+
+
+def invalid_code(text):
+    """Blocks of code that their language's own parser rejects, or in a language that nothing here checks."""
+    for token in MARKDOWN.parse(text):
+        if token.type != "fence":
+            continue
+        try:
+            if token.info == "python":
+                ast.parse(token.content)
+            elif token.info == "json":
+                [json.loads(line) for line in token.content.splitlines()]
+            elif token.info in ("sh", "bash"):
+                subprocess.run(["bash", "-n"], input=token.content, text=True, check=True, capture_output=True)
+            elif token.info != "text":
+                raise ValueError(f"no language is {token.info!r}")
+        except (SyntaxError, ValueError, subprocess.CalledProcessError) as error:
+            yield f"{error}: {token.content}"
+
+
+@EACH_PAGE
+def test_the_links_of_a_page_lead_somewhere(name):
+    assert list(wrong_links(name, PAGES[name])) == []
+
+
+@EACH_PAGE
+def test_a_page_renders_without_raw_marks(name):
+    assert MARKDOWN.render(PAGES[name])
+    assert list(raw_marks(PAGES[name])) == []
+
+
+@EACH_PAGE
+def test_each_row_of_a_table_has_the_cells_of_its_head(name):
+    assert list(torn_tables(PAGES[name])) == []
+
+
+@EACH_PAGE
+def test_the_code_of_a_page_is_valid(name):
+    assert list(invalid_code(PAGES[name])) == []
+
+
+@EACH_PAGE
+def test_what_is_generated_stands_between_its_name_and_an_end(name):
+    marks = [mark for token in MARKDOWN.parse(PAGES[name]) for mark in re.findall(MARKER, token.content)]
+    assert set(marks[::2]) <= readme.tables().keys() and set(marks[1::2]) <= {"end"} and len(marks) % 2 == 0
+
+
+def test_all_pages_are_found():
+    assert {"README.md", "docs/speed.md", "notebooks/README.md", "notebooks/bert_mlm.ipynb"} <= PAGES.keys()
+    assert not [name for name in PAGES if name.startswith((".", "runs/"))]
+
+
+@pytest.mark.parametrize(
+    ("find", "text"),
+    [
+        (lambda text: wrong_links("README.md", text), "[a](docs/none.md)"),
+        (lambda text: wrong_links("README.md", text), "![a](docs/none.png)"),
+        (lambda text: wrong_links("README.md", text), "[a](../README.md)"),
+        (lambda text: wrong_links("README.md", text), "[a](docs/speed.md#none)"),
+        (lambda text: wrong_links("README.md", text), "# Title\n\n[a](#titel)"),
+        (raw_marks, "a **bold word"),
+        (raw_marks, "[a](b c)"),
+        (raw_marks, "| a | b |\n| 1 | 2 |"),
+        (raw_marks, "| a | b |\n| --- |\n| 1 | 2 |"),
+        (raw_marks, "<b>a</b>"),
+        (raw_marks, "<!-- a table -->"),
+        (torn_tables, "| a | b |\n| --- | --- |\n| 1 |"),
+        (torn_tables, "| a | b |\n| --- | --- |\n| `1 | 2` | 3 |"),
+        (invalid_code, "```python\na =\n```"),
+        (invalid_code, "```json\n{'a': 1}\n```"),
+        (invalid_code, "```sh\nif\n```"),
+        (invalid_code, "```\na\n```"),
+    ],
+)
+def test_what_is_wrong_with_a_page_is_found(find, text):
+    assert list(find(text))
+    assert not list(
+        find("# Title\n\n[a](docs/speed.md#throughput) **b** `**` | c\n\n| a | b |\n| --- | --- |\n| `a\\|b` | |")
+    )
