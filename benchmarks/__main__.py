@@ -6,7 +6,8 @@ import importlib
 
 NAMES = {
     "throughput": "training speed, beside the published Keras example and transformers with Accelerate",
-    "scaling": "one device against 2 replicas and 2 workers, and a model of many",
+    "compare": "speed of each recipe's steps, beside another commit's",
+    "scaling": "one device against 2 replicas and 2 workers, and workers over links of several speeds",
     "memory": "peak memory by batch, sequence length and corpus",
     "input": "the input pipeline alone, and how long a step waits for it",
     "trainer_tests": "Keras's own tests of its trainer in a strategy's scope, by Keras and by ours",

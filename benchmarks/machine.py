@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a figure depends on: machine, packages, code. And the machine's peak, to which speeds are compared."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,25 @@ def machine() -> dict[str, Any]:
         "commit": _git("rev-parse", "--short=12", "HEAD")
         + ("+" if _git("status", "--porcelain", "--", "*.py") else ""),
     }
+
+
+@contextlib.contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    """The folder of the collection as of a commit, or of what else git takes for one; gone after the block.
+
+    Raises:
+        ValueError: when git has no such commit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, "collection")
+        command = ["git", "-C", str(ROOT), "worktree"]
+        made = subprocess.run([*command, "add", "--detach", str(root), commit], capture_output=True, text=True)
+        if made.returncode:
+            raise ValueError(f"no checkout of {commit}: {made.stderr.strip()}")
+        try:
+            yield root
+        finally:
+            subprocess.run([*command, "remove", "--force", str(root)], capture_output=True)
 
 
 def cores() -> list[int]:

@@ -8,8 +8,10 @@ import argparse
 import math
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import ROOT
 from benchmarks.workers import Worker, together
 
 PEER = "transformers"  # with which the names of their contenders begin
@@ -28,10 +30,11 @@ class Timed:
     Args:
         function, arguments: of `workers.Worker`.
         seconds: that a round shall last, about.
+        root: see `workers.Worker`.
     """
 
-    def __init__(self, function: str, arguments: dict[str, Any], seconds: float):
-        self.function, self.arguments, self.seconds = function, arguments, seconds
+    def __init__(self, function: str, arguments: dict[str, Any], seconds: float, root: Path = ROOT):
+        self.function, self.arguments, self.seconds, self.root = function, arguments, seconds, root
         self.answers, self.worker, self.steps = [], None, 0
 
     def __str__(self):
@@ -40,7 +43,7 @@ class Timed:
     def round(self, workers: list[Worker], stays: bool) -> None:
         """Its turn. It is started where it does not run; the first time, a rehearsal tells how long it takes."""
         if self.worker is None:
-            self.worker = Worker(self.function, self.arguments)
+            self.worker = Worker(self.function, self.arguments, root=self.root)
             workers.append(self.worker)
         if not self.steps:
             rehearsed = self.worker(steps=2)

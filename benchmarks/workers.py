@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT
@@ -37,6 +38,7 @@ class Worker:
         cores: numbers of those that it may use; all, by default.
         environment: variables on top of this process's own.
         prefix: words before the command, such as those that run it on another host.
+        root: folder of the collection whose code it runs.
     """
 
     def __init__(
@@ -46,12 +48,13 @@ class Worker:
         cores: Iterable[int] | None = None,
         environment: dict[str, str] | None = None,
         prefix: Iterable[str] = (),
+        root: Path = ROOT,
     ):
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "benchmarks.workers", function, json.dumps(arguments)],
-            cwd=ROOT,
-            env=os.environ | ENVIRONMENT | (environment or {}),
+            cwd=root,
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(root)} | (environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,

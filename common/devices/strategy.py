@@ -60,6 +60,10 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
             )
         _use_only(gpus[: replicas or None])
         keep_freed_memory()
+        if num_cores() == 1:
+            # TensorFlow answers other workers from the threads that compute: a second one, or they wait for a step.
+            with contextlib.suppress(RuntimeError):  # it is initialized, and keeps its threads
+                tf.config.threading.set_inter_op_parallelism_threads(2)
         library = tf.distribute.experimental.CommunicationImplementation
         return join(
             tf.distribute.experimental.CommunicationOptions(implementation=library.NCCL if gpus else library.RING)

@@ -19,8 +19,6 @@ class BatchLoss(TensorFlowTrainer):
     Keras's own losses and metrics add up over replicas. For others, every replica gathers the batch and computes all.
     """
 
-    accumulate = 1
-
     def _loss_parts(self, y, y_pred, sample_weight):
         """`loss_parts` of every compiled loss, and its weight."""
         if self._compile_loss is None:

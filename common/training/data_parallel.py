@@ -47,6 +47,8 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
     Attributes of an instance:
         accumulate: parts into which each replica's batch is divided, one after another, to save memory. It must divide
             the batch. Set it before `fit`.
+        wire: the dtype in which workers send each other gradients, and add them up: `float32`, or `bfloat16`, which has
+            half the bytes, and 8 significant bits. Set it before `fit`.
         told_to_stop: set it True on any worker; after the step at hand, `all_told_to_stop` is True on every one.
         first_step: steps that were done before, of which the next `fit` takes no notice but to begin there, in the
             middle of an epoch too: set it when a run goes on from a checkpoint. `fit` must be told `steps_per_epoch`.

@@ -10,21 +10,15 @@ import keras
 import tensorflow as tf
 
 from common.training.batch_loss import BatchLoss
+from common.training.gradients import Uses, add_rows, sum_gradients
 from common.training.noise import noise_seeds
-from common.training.replicas import (
-    gather,
-    local_value,
-    no_strategy,
-    on_local_copies,
-    pack,
-    replicas,
-    sum_over_replicas,
-)
+from common.training.replicas import gather, local_value, no_strategy, on_local_copies, pack, replicas, sum_over_replicas
 
 
 class ReplicaStep(BatchLoss):
     """The step of `trainer.py`."""
 
+    accumulate, wire = 1, "float32"
     _jitted = None
     mean_over = "examples"  # what an epoch's loss weighs a step by; "values": by what the step's loss was divided by
 
@@ -49,7 +43,7 @@ class ReplicaStep(BatchLoss):
             if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
                 factor = replicas() / sum_over_replicas(count_examples(data[0]))  # keeps numbers small in float16
         weights = [tf.convert_to_tensor(variable.value) for variable in self.trainable_variables]
-        gradients, sums, whole = self._in_parts(weights, state if gathers else [], data, scale, factor, training)
+        gradients, rows, sums, whole = self._in_parts(weights, state if gathers else [], data, scale, factor, training)
 
         sums["stop"] = tf.cast(stop, tf.float32)
         if not gathers:
@@ -57,7 +51,7 @@ class ReplicaStep(BatchLoss):
         packed, unpack = pack(sums)
         leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
         with tf.control_dependencies(leaves):  # at the end of the data, nothing is to be counted
-            gradients, reduced = sum_over_replicas((gradients, packed))
+            gradients, reduced = sum_gradients(gradients, rows, packed, weights, self.wire)
         sums = unpack(reduced)
         count = sums.get("count", 1.0)
         loss = (whole | sums)["loss"] if "total" not in sums else tf.math.divide_no_nan(sums["total"], count)
@@ -127,7 +121,8 @@ class ReplicaStep(BatchLoss):
         @tf.function(autograph=False)
         def numbered_part(number):
             own = keras.tree.map_structure(lambda t: None if t is None else t[number], parts)
-            return part(weights, self._others(number), state, own, scale, factor, training)
+            gradients, rows, *rest = part(weights, self._others(number), state, own, scale, factor, training)
+            return add_rows(gradients, rows, weights), {}, *rest
 
         def add(totals, number):
             return tf.nest.map_structure(tf.add, totals, numbered_part(number))
@@ -145,8 +140,8 @@ class ReplicaStep(BatchLoss):
             training: or evaluation.
 
         Returns:
-            Three dicts: gradients, by the index of the variable, where there is one; what adds up over replicas; and,
-            where needed, what is the same on all of them: `loss`, `batch`, and `metrics`, values of their variables.
+            Four dicts: dense gradients and rows, as of `Uses.gradients`; what adds up over replicas; and, where needed,
+            what is the same on all of them: `loss`, `batch`, and `metrics`, values of their variables.
         """
         x, y, sample_weight = data
         variables = self.trainable_variables + self.non_trainable_variables
@@ -156,9 +151,7 @@ class ReplicaStep(BatchLoss):
         examples = count_examples(x)
         sums, whole = {"examples": examples}, {}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            if training:
-                tape.watch(weights)
-            with keras.StatelessScope(mapping, collect_losses=True) as scope:
+            with Uses(mapping, self.trainable_variables if training else [], tape, collect_losses=True) as scope:
                 given = dict(scope.state_mapping)
                 y_pred = self(x, training=training) if self._call_has_training_arg else self(x)
                 self.update_counts(x, y, sample_weight)
@@ -182,9 +175,8 @@ class ReplicaStep(BatchLoss):
                     )
                     objective = whole["loss"]
                 objective *= tf.cast(scale, objective.dtype)
-        gradients = tape.gradient(objective, weights) if training and weights else []
-        dense = {str(index): tf.convert_to_tensor(each) for index, each in enumerate(gradients) if each is not None}
-        after = {id(v): scope.get_current_value(v) for v in [*variables, *metric_variables]}
+        gradients, rows = scope.gradients(objective) if training else ({}, {})
+        after = scope.state_mapping
         sums["state"] = {
             str(index): tf.cast(after[id(variable)], tf.float32) * examples
             for index, variable in enumerate(variables)
@@ -193,7 +185,7 @@ class ReplicaStep(BatchLoss):
         sums["metrics"] = self._metric_sums(given, after)
         if not self._metrics_add_up():
             whole["batch"] = (gather(x) if self._has_own("compute_metrics") else x, *gather((y, y_pred, sample_weight)))
-        return dense, sums, whole
+        return gradients, rows, sums, whole
 
     def _others(self, part):
         """Values of the variables that are not trained, with seeds for one part of one replica's batch."""

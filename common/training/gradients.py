@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of each use of a weight, and their sum over replicas, which workers begin during the backward pass."""
+
+import keras
+import tensorflow as tf
+
+from common.training.replicas import gather_over_replicas, replicas, sum_over_replicas
+
+BUCKET = 2**22  # bytes that workers reduce at once, about: of less, the latency shows
+ROWS = 2**11  # for each replica, that a table must have to be sent by rows: for the tokens of a batch have fewer
+
+
+class Uses(keras.StatelessScope):
+    """A stateless scope in which each use of a weight is a tensor of its own, with a gradient of its own.
+
+    BERT uses its table of tokens twice: its last layer as a matrix, its first by rows. Together, their gradients would
+    be known at the end of the backward pass only, and TensorFlow would make rows of both. Apart, the large one is
+    known at the beginning.
+    """
+
+    def __init__(self, mapping, weights, tape, **kwargs):
+        super().__init__(mapping, **kwargs)
+        self._tape, self._graph = tape, tf.compat.v1.get_default_graph()
+        self._uses = {id(weight): [self.state_mapping[id(weight)]] for weight in weights}
+        tape.watch(list(self._uses.values()))
+
+    def get_current_value(self, variable):
+        """See `keras.StatelessScope`."""
+        value = super().get_current_value(variable)
+        # No gradient flows to what is made in the graph of a loop or a condition.
+        if id(variable) not in self._uses or tf.compat.v1.get_default_graph() is not self._graph:
+            return value
+        with self._tape.stop_recording():
+            use = tf.identity(value)
+        self._tape.watch(use)
+        self._uses[id(variable)].append(use)
+        return use
+
+    def gradients(self, objective) -> tuple[dict, dict]:
+        """Gradients by the index of the weight, where there is one, as its text.
+
+        Returns:
+            Dense ones; and what is to be added to some rows of a weight, or of its dense gradient: values [n, ...] and
+            the rows' numbers [n], a number maybe several times.
+        """
+        found = self._tape.gradient(objective, list(self._uses.values()))
+        dense, rows = {}, {}
+        for index, uses in enumerate(found):
+            slices = [each for each in uses if isinstance(each, tf.IndexedSlices)]
+            whole = [each for each in uses if each is not None and not isinstance(each, tf.IndexedSlices)]
+            if whole:
+                dense[str(index)] = tf.add_n(whole) if len(whole) > 1 else whole[0]
+            if slices:
+                values = tf.concat([tf.convert_to_tensor(each.values) for each in slices], axis=0)
+                rows[str(index)] = values, tf.concat([each.indices for each in slices], axis=0)
+        return dense, rows
+
+
+def add_rows(dense: dict, rows: dict, weights: list) -> dict:
+    """Dense gradients of what `Uses.gradients` gives of these weights."""
+    result = dict(dense)
+    for index, (values, numbers) in rows.items():
+        if index in dense:
+            result[index] = tf.tensor_scatter_nd_add(dense[index], numbers[:, None], values)
+        else:
+            result[index] = tf.math.unsorted_segment_sum(values, numbers, weights[int(index)].shape[0])
+    return result
+
+
+def sum_gradients(dense: dict, rows: dict, sums: list, weights: list, wire: str = "float32") -> tuple[dict, list]:
+    """Sums gradients, of `Uses.gradients`, and a list of float32 tensors over all replicas.
+
+    Args:
+        dense, rows: gradients of these weights.
+        sums: what else adds up.
+        weights: tensors.
+        wire: the dtype in which workers send dense gradients, and add them up.
+    """
+    if between_workers():
+        return sum_between_workers(dense, rows, sums, weights, wire)
+    return sum_over_replicas((add_rows(dense, rows, weights), sums))
+
+
+def between_workers() -> bool:
+    """Whether there are several workers."""
+    return isinstance(tf.distribute.get_strategy(), tf.distribute.MultiWorkerMirroredStrategy)
+
+
+def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list, wire: str) -> tuple[dict, list]:
+    """As `sum_gradients`, in buckets, each as soon as the backward pass has made it.
+
+    So does PyTorch's DistributedDataParallel (Li et al. 2020, arXiv:2006.15704). A large table's rows are gathered, as
+    by Horovod, those of a number added up before.
+    """
+    totals = sum_over_replicas(sums)  # known, and reduced, before any gradient
+    large = {index for index in rows if weights[int(index)].shape[0] >= ROWS * replicas()}
+    dense = add_rows(dense, {index: rows[index] for index in rows.keys() - large}, weights)
+    # The last of a list is reduced first: what an output layer made of a table, then layer by layer from the last.
+    order = sorted(dense, key=lambda index: (index in large, int(index)))
+    tensors = [tf.identity(tf.cast(dense[index], wire)) for index in order]
+    buckets = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BUCKET)
+    context = tf.distribute.get_replica_context()
+    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, tensors, buckets) if tensors else []
+    summed = {index: tf.cast(each, dense[index].dtype) for index, each in zip(order, reduced, strict=True)}
+    gathered = {index: _gather_rows(*rows[index]) for index in sorted(large)}
+    return add_rows(summed, gathered, weights), totals
+
+
+def _gather_rows(values, numbers):
+    numbers, places = tf.unique(tf.cast(numbers, tf.int32))
+    return gather_over_replicas((tf.math.unsorted_segment_sum(values, places, tf.size(numbers)), numbers))
