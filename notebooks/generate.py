@@ -120,6 +120,11 @@ def generate(narrative: Path) -> nbformat.NotebookNode:
         address = REPOSITORY.removeprefix("https://github.com/")
         colab = f"https://colab.research.google.com/github/{address}/blob/main/notebooks/{narrative.stem}.ipynb"
         cells[0].source += f"\n\n{BADGE}({colab})"
+    return with_metadata(cells)
+
+
+def with_metadata(cells: list[nbformat.NotebookNode]) -> nbformat.NotebookNode:
+    """A notebook of these cells."""
     for number, cell in enumerate(cells):
         cell.id = f"cell-{number}"  # nbformat's own are drawn anew each time
     metadata = {
@@ -156,6 +161,16 @@ def keep_outputs(notebook: nbformat.NotebookNode, old: nbformat.NotebookNode) ->
             new.outputs, new.execution_count = was.outputs, was.execution_count
 
 
+def write(notebook: nbformat.NotebookNode, path: Path, run: bool) -> None:
+    """Writes a notebook, after running it, or with the outputs of the old file that still belong to it."""
+    if run:
+        execute(notebook)
+    elif path.exists():
+        keep_outputs(notebook, nbformat.read(path, as_version=4))
+    nbformat.write(notebook, path)
+    print(path.relative_to(ROOT))
+
+
 def _blocks(text: str) -> list[tuple[str, bool]]:
     """The texts of a narrative's cells, and whether each is code."""
     blocks = []
@@ -181,13 +196,7 @@ def main() -> None:
     parser.add_argument("--execute", action="store_true", help="run them, and keep what they show")
     arguments = parser.parse_args()
     for name in arguments.names or narratives():
-        notebook, path = generate(narratives()[name]), FOLDER / f"{name}.ipynb"
-        if arguments.execute:
-            execute(notebook)
-        elif path.exists():
-            keep_outputs(notebook, nbformat.read(path, as_version=4))
-        nbformat.write(notebook, path)
-        print(path.relative_to(ROOT))
+        write(generate(narratives()[name]), FOLDER / f"{name}.ipynb", arguments.execute)
 
 
 if __name__ == "__main__":
