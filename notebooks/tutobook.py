@@ -20,7 +20,9 @@ FENCE = re.compile(r'^"""\n', re.MULTILINE)
 def notebook_of(guide: Path) -> nbformat.NotebookNode:
     """The notebook of a guide, without outputs."""
     _, header, *parts = FENCE.split(guide.read_text(encoding="utf-8"))
-    (_, title), *fields = (line.split(": ", 1) for line in header.splitlines())
+    (_, title), *fields = (
+        line.split(": ", 1) for line in header.splitlines()[:5]
+    )  # keras.io leaves out the accelerator
     cells = [new_markdown_cell(f"# {title}\n\n" + "<br>\n".join(f"**{name}:** {value}" for name, value in fields))]
     for number, part in enumerate(parts):  # code and text in turn
         if part.strip():
