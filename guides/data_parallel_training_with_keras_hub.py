@@ -138,11 +138,10 @@ print(keras.tree.map_structure(lambda spec: str(spec.shape), train_ds.element_sp
 """
 ## The loss of the global batch
 
-**Fix.** A loss of Keras divides by what is on one replica, then by the number of
-replicas. That is a mean of means: if one replica has 200 tokens to guess and another 300,
-those of the first count for more. The default even divides by empty slots
-([#19740](https://github.com/keras-team/keras/issues/19740)). Ours divides by the weights
-of all replicas. The optimizer sums their gradients, which does the rest.
+**Fix.** A loss of Keras divides by what is on one replica, then by their number: if one
+has 200 tokens to guess and another 300, those of the first count for more. The default
+even counts empty slots ([#19740](https://github.com/keras-team/keras/issues/19740)). Ours
+divides by the weights of all replicas, and the optimizer sums their gradients.
 """
 
 
