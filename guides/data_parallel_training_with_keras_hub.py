@@ -18,8 +18,8 @@ This guide trains a small BERT as a masked language model on all GPUs of a machi
 two halves of its CPU, in a few minutes and without a download. At its end we check that
 the model has learned something, and that replicas do the same steps as one device.
 
-KerasHub used to be KerasNLP; `keras_nlp` is its older name. With Keras 3.15, KerasHub 0.32
-and TensorFlow 2.21, `fit` needs help to be right under a strategy: see **Fix**.
+KerasHub used to be KerasNLP; `keras_nlp` is its older name. With Keras 3.15, KerasHub
+0.32 and TensorFlow 2.21, `fit` needs help to be right under a strategy: see **Fix**.
 
 ## Setup
 """

@@ -161,16 +161,6 @@ def keep_outputs(notebook: nbformat.NotebookNode, old: nbformat.NotebookNode) ->
             new.outputs, new.execution_count = was.outputs, was.execution_count
 
 
-def write(notebook: nbformat.NotebookNode, path: Path, run: bool) -> None:
-    """Writes a notebook, after running it, or with the outputs of the old file that still belong to it."""
-    if run:
-        execute(notebook)
-    elif path.exists():
-        keep_outputs(notebook, nbformat.read(path, as_version=4))
-    nbformat.write(notebook, path)
-    print(path.relative_to(ROOT))
-
-
 def _blocks(text: str) -> list[tuple[str, bool]]:
     """The texts of a narrative's cells, and whether each is code."""
     blocks = []
@@ -196,7 +186,13 @@ def main() -> None:
     parser.add_argument("--execute", action="store_true", help="run them, and keep what they show")
     arguments = parser.parse_args()
     for name in arguments.names or narratives():
-        write(generate(narratives()[name]), FOLDER / f"{name}.ipynb", arguments.execute)
+        notebook, path = generate(narratives()[name]), FOLDER / f"{name}.ipynb"
+        if arguments.execute:
+            execute(notebook)
+        elif path.exists():
+            keep_outputs(notebook, nbformat.read(path, as_version=4))
+        nbformat.write(notebook, path)
+        print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -30,13 +30,30 @@ def notebook_of(guide: Path) -> nbformat.NotebookNode:
     return generate.with_metadata(cells)
 
 
+def keep_what_is_printed(notebook: nbformat.NotebookNode) -> None:
+    """Removes TensorFlow's log, and the addresses of objects that a cell ends with."""
+    for cell in notebook.cells:
+        printed = [output for output in cell.get("outputs", []) if output.get("name") == "stdout"]
+        for output in printed:
+            output.text = re.sub(r"^INFO:.*\n", "", output.text, flags=re.MULTILINE)
+        if "outputs" in cell:
+            cell.outputs = [output for output in printed if output.text]
+
+
 def main() -> None:
     """Reads the command line, and writes the notebook of each guide beside it."""
     parser = argparse.ArgumentParser(prog="python -m notebooks.tutobook", description=__doc__.splitlines()[0])
     parser.add_argument("--execute", action="store_true", help="run them, and keep what they show")
     arguments = parser.parse_args()
     for guide in sorted(GUIDES.glob("*.py")):
-        generate.write(notebook_of(guide), guide.with_suffix(".ipynb"), arguments.execute)
+        notebook, path = notebook_of(guide), guide.with_suffix(".ipynb")
+        if arguments.execute:
+            generate.execute(notebook)
+        elif path.exists():
+            generate.keep_outputs(notebook, nbformat.read(path, as_version=4))
+        keep_what_is_printed(notebook)
+        nbformat.write(notebook, path)
+        print(path.relative_to(generate.ROOT))
 
 
 if __name__ == "__main__":
