@@ -120,6 +120,11 @@ def generate(narrative: Path) -> nbformat.NotebookNode:
         address = REPOSITORY.removeprefix("https://github.com/")
         colab = f"https://colab.research.google.com/github/{address}/blob/main/notebooks/{narrative.stem}.ipynb"
         cells[0].source += f"\n\n{BADGE}({colab})"
+    return with_metadata(cells)
+
+
+def with_metadata(cells: list[nbformat.NotebookNode]) -> nbformat.NotebookNode:
+    """A notebook of these cells."""
     for number, cell in enumerate(cells):
         cell.id = f"cell-{number}"  # nbformat's own are drawn anew each time
     metadata = {

@@ -1,5 +1,7 @@
 import os
 import re
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -7,8 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
+import keras
 import pytest
 
+UPSTREAM = Path(__file__).parent.parent / "docs" / "upstream"
+PATCHES = sorted(UPSTREAM.glob("*.patch"))
 PAGE = (Path(__file__).parent.parent / "docs" / "keras-under-tf-distribute.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| \[(.+?)\]\(#(.+?)\) \| .+ \| `(.+)` \| (yes|no) \|$", re.MULTILINE)
 ROWS = {anchor: (name, shown, present) for name, anchor, shown, present in ROW.findall(PAGE)}
@@ -31,13 +36,26 @@ def test_each_row_of_the_table_has_its_section():
     assert list(ROWS) == [re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in SECTIONS]
 
 
-def run_program(anchor, folder):
+def test_the_texts_for_issues_are_those_of_the_page():
+    generated = runpy.run_path(str(UPSTREAM / "generate.py"))["texts"]()
+    advice = "run `python docs/upstream/generate.py`"
+    assert {path.name: path.read_text(encoding="utf-8") for path in UPSTREAM.glob("*.md")} == generated, advice
+    assert len(generated) == len(ROWS) and {path.stem for path in PATCHES} < {Path(name).stem for name in generated}
+    for (name, shown, _), (file, text) in zip(ROWS.values(), generated.items(), strict=True):
+        assert block("python", SECTIONS[name]) in text and shown in text
+        assert re.findall("^### (.+)$", text, re.MULTILINE)[:5] == ["Program", "Output", "Expected", "Cause", "Mend"]
+        assert "](#" not in text and ("```diff" in text) == (UPSTREAM / file).with_suffix(".patch").exists()
+
+
+def run_program(anchor, folder, **environment):
     """The program of a section: its status, what it printed, and whether a process of it was left."""
     (folder / "program.py").write_text(block("python", SECTIONS[ROWS[anchor][0]]), encoding="utf-8")
     process = subprocess.Popen(
         [sys.executable, "program.py"],
         cwd=folder,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1"},  # conftest.py has set Keras's backend and TensorFlow's log
+        env=os.environ
+        | {"CUDA_VISIBLE_DEVICES": "-1"}
+        | environment,  # conftest.py has set Keras's backend and TensorFlow's log
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -71,3 +89,27 @@ def test_the_program_prints_what_the_page_says(anchor, programs):
     assert line.startswith("FAULT: " if present == "yes" else "fine: ")
     assert line + "\n" == block("text", SECTIONS[name])
     assert shown in line
+
+
+def patched_keras(patch, folder):
+    """The installed Keras with a patch: links to its files, but for those that the patch changes."""
+    shutil.copytree(Path(keras.__file__).parent, folder / "keras", copy_function=os.symlink)
+    for name in re.findall("^--- a/(.+)$", patch.read_text(encoding="utf-8"), re.MULTILINE):
+        file = folder / name
+        original = file.resolve()
+        file.unlink()
+        shutil.copyfile(original, file)
+    subprocess.run(["git", "apply", patch], cwd=folder, check=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_the_patch_mends_keras(patch, tmp_path):
+    """That the program prints `FAULT:` without it, the test above tells."""
+    anchor = list(ROWS)[int(patch.stem[:2]) - 1]
+    (tmp_path / "work").mkdir()
+    scratch = patched_keras(patch, tmp_path / "scratch")
+    status, out, err, left = run_program(anchor, tmp_path / "work", PYTHONPATH=str(scratch))
+    assert status == 0 and not left, err[-2000:]
+    assert out.splitlines()[-1].startswith("fine: ")
