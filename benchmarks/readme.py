@@ -14,7 +14,7 @@ from benchmarks import (
     memory,
     pretraining,
     quality,
-    scaling_report,
+    scaling,
     techniques,
     throughput,
     trainer_tests,
@@ -204,7 +204,7 @@ def recipes_table(results: dict[str, dict]) -> str:
 # Of `python -m benchmarks NAME`.
 MEASURED = {
     "throughput": throughput_table,
-    "scaling": with_machine(scaling_report.tables),
+    "scaling": with_machine(scaling.tables),
     "memory": with_machine(memory.table),
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 import benchmarks.input
 from benchmarks import causal, fine_tuning, memory, quality, scaling, techniques, throughput, trainer_tests
 from benchmarks.hosts import ADDRESSES, on, shape, two_hosts
-from benchmarks.links import Link, Reduction, fit_link
 from benchmarks.machine import machine
 from benchmarks.readme import MEASURED
 from benchmarks.workers import Worker, together
@@ -48,61 +46,21 @@ def test_flops_of_tiny_are_those_known():
     assert flops_per_token(128, 512, 2, 30_522, 128, 0.15) * 70 * 128 == pytest.approx(56e9, rel=0.01)
 
 
-PLANTED = Link(start=1e-3, latency=2e-4, software=3e-10, headers=1.06)
-REDUCTIONS = [
-    Reduction(reduced, 2, bandwidth)
-    for reduced in (4, 1e6, 4e6, 17e6)
-    for bandwidth in (math.inf, 2e8, 1e8, 5e7, 2.5e7, 1.25e7)
-] + [Reduction(4, replicas) for replicas in (3, 4, 6, 8)]
-
-
-def test_the_link_that_was_planted_is_found():
-    found = fit_link((reduction, 0.2 + PLANTED.seconds(reduction), 0.2) for reduction in REDUCTIONS)
-    assert vars(found) == pytest.approx(vars(PLANTED))
-
-
-def test_the_link_is_found_through_noise():
-    noisy = [
-        (reduction, PLANTED.seconds(reduction) * (1 + 0.03 * math.sin(7 * number)), 0.0)
-        for number, reduction in enumerate(REDUCTIONS)
-    ]
-    assert vars(fit_link(noisy)) == pytest.approx(vars(PLANTED), rel=0.1)
-
-
-def test_no_parameter_of_a_link_is_below_zero():
-    without = Link(start=0.0, latency=0.0, software=0.0, headers=1.0)
-    measured = [(r, without.seconds(r) - 1e-4, 0.0) for r in REDUCTIONS if r.bandwidth < math.inf and r.reduced > 1e5]
-    assert min(vars(fit_link(measured)).values()) >= 0
-
-
-def test_a_ring_of_two_sends_all_bytes_once_and_of_many_nearly_twice():
-    assert Reduction(1e6, 2).terms()[1:3] == (2, 1e6)
-    assert Reduction(1e6, 1000).terms()[1:3] == (1998, pytest.approx(1.998e6))
-    assert PLANTED.efficiency(1.0, Reduction(1e6, 8)) > PLANTED.efficiency(1.0, Reduction(1e6, 64))
-
-
-def sample_link():
-    rows = [{"megabits": megabits} for megabits in scaling.SPEEDS]
-    rows += [row | {"count": count} for row in rows for count in scaling.COUNTS]
-    rows += [{"megabits": None, "replicas": replicas, "count": 1} for replicas in scaling.RINGS]
-    for row in rows:
-        bandwidth = row["megabits"] * 1e6 / 8 if row["megabits"] else math.inf
-        seconds = PLANTED.seconds(Reduction(4 * row.get("count", 4_400_000), row.get("replicas", 2), bandwidth))
-        row |= {"seconds": [seconds + (0 if "count" in row else 0.3)] * 3, "sent": 1}
-    parts = {
-        "steps": [row for row in rows if "count" not in row],
-        "reductions": [row for row in rows if "count" in row and "replicas" not in row],
-        "rings": [row for row in rows if "replicas" in row],
+def sample_scaling():
+    way = {"tokens_per_second": [1e4, 2e4, 3e4], "step_ms": [1.0]}
+    seconds = {"computation": [0.3, 0.2], "reduction": [0.5], "before": [0.8], "step": [0.6], "wire": [0.4]}
+    row = {"bytes": 17_600_000, "sent": {"step": 18e6, "wire": 9e6}} | seconds
+    return {
+        "before": "abc",
+        "ways": {"float32": dict.fromkeys(("one device", "2 replicas", "2 workers", scaling.WIRE), way)},
+        "links": [row | {"megabits": megabits} for megabits in (None, 400)],
     }
-    return {"compute": 0.3, "bytes_reduced": 17_600_000} | parts
 
 
 NAMES = [name for name, *_ in fine_tuning.CONTENDERS]
 
 
 def sample_results():
-    link = sample_link()
-    way = {"tokens_per_second": [1e4, 2e4, 3e4], "step_ms": [1.0], "bytes_reduced": 1}
     row = {"precision": "float32", "batch": 32, "step_ms": [1.0], "mfu": 0.5}
     names = [name for name, *_ in throughput.CONTENDERS]
     contenders = {name: row | {"tokens_per_second": [1e3 * i, 2e3 * i]} for i, name in enumerate(names, 1)}
@@ -136,8 +94,7 @@ def sample_results():
         "throughput": {
             "sizes": {"tiny": {"pieces": 9, "flops_per_token": 6e6, "peak_flops": peaks, "contenders": contenders}}
         },
-        "scaling": {"link": link, "ways": {"float32": dict.fromkeys(("one device", "2 replicas", "2 workers"), way)}}
-        | scaling.extrapolate(link, 16),
+        "scaling": sample_scaling(),
         "memory": {"rows": [{"batch": 8, "length": 128, "tokens": 1000, "shards": True, "peak_mb": 900}]},
         "input": {
             "pipeline": {"sequences_per_second": [1000], "tokens_per_second": [128_000]},
@@ -165,7 +122,10 @@ def test_the_readme_says_what_was_measured(name):
     table = MEASURED[name](sample_results()[name])
     expected = {
         "throughput": ["| transformers, Accelerate, bfloat16 | 4,500 | 3,000 to 6,000 | 1.00 x | 3.0 x | 50.0% |"],
-        "scaling": ["| float32 | 20,000 tokens/s | 20,000 | 100% | 20,000 | 100% |", "400 Mbit/s, held out", "0.0% |"],
+        "scaling": [
+            "| float32 | 20,000 tokens/s | 20,000 | 100% | 20,000 | 100% | 20,000 | 100% |",
+            "| 400 Mbit/s | 250 ms | 500 ms | 800 ms | 600 ms | 1.20 | 18.0 MB | 400 ms | 9.0 MB |",
+        ],
         "memory": ["| 8 | 128 | 1,000, in shards | 900 MiB |"],
         "input": ["1,000 sequences/s", "| one device | 100.0 ms | 1.00 ms | 1.0% | +10.0% |"],
         "quality": ["ours reaches it after 120 s, 10.0 times faster"],
@@ -195,11 +155,6 @@ def test_the_readme_says_how_many_of_keras_own_tests_pass():
     assert "9 pass without a strategy; 5 of them with two replicas, 8 with ours." in trainer_tests.line(results)
 
 
-def test_the_model_finds_the_speed_that_was_held_out():
-    held_out = scaling.extrapolate(sample_link(), 16)["held_out"]
-    assert held_out["predicted"] == pytest.approx(held_out["measured"])
-
-
 def test_the_best_run_of_each_side_is_the_one_that_ends_lowest():
     def run(side, *curve):
         return {"side": side, "curve": curve}
@@ -217,7 +172,6 @@ def test_the_best_run_of_each_side_is_the_one_that_ends_lowest():
 def test_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     results = sample_results()
-    scaling.draw(results["scaling"], tmp_path / "scaling.png")
     quality.draw(results["quality"], tmp_path / "quality.png")
     techniques.draw(results["techniques"], tmp_path / "techniques.png")
     assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())

@@ -80,7 +80,7 @@ def raw_marks(text):
         if token.type == "html_block" and not re.fullmatch(MARKER, token.content.strip()):
             yield token.content
         for child in token.children or ():
-            if child.type == "html_inline":
+            if child.type == "html_inline" and child.content != "<br>":  # which the form of keras.io's guides has
                 yield child.content
             if child.type == "text":
                 yield from re.findall(r"^\|.*|^#+ .*|.*(?:\*\*|\]\(|\]\[|```|~~~|<!--|-->).*", child.content)

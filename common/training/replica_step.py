@@ -12,7 +12,15 @@ import tensorflow as tf
 from common.training.batch_loss import BatchLoss
 from common.training.gradients import Uses, add_rows, sum_gradients
 from common.training.noise import noise_seeds
-from common.training.replicas import gather, local_value, no_strategy, on_local_copies, pack, replicas, sum_over_replicas
+from common.training.replicas import (
+    gather,
+    local_value,
+    no_strategy,
+    on_local_copies,
+    pack,
+    replicas,
+    sum_over_replicas,
+)
 
 
 class ReplicaStep(BatchLoss):
