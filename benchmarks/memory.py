@@ -1,100 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of training, by the batch, the sequences' length, and the size of the corpus.
+"""Memory of training: what a replica takes, by what is trained and how, beside what `--dry-run` predicts.
 
-Each figure is of a process of its own (Linux: VmHWM, which begins anew with a program). Text is tokenised beforehand,
-by another process.
+Each figure is the peak of a process of its own (Linux: VmHWM, which begins anew with a program), less that of a process
+that trains a batch of one sequence with the smallest model: TensorFlow, the text and the rest of the program.
 """
 
 import argparse
-import os
 import re
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine, write_results
+from benchmarks.scaling import two_workers
 from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
 from benchmarks.workers import once
 
-BATCHES, LENGTHS, TIMES = (8, 16, 32, 64, 128), (64, 128, 256, 512), (1, 4, 16)
-BATCH, LENGTH = 32, 128  # of what is not varied
+BERT, CAUSAL = "bert_mlm", "causal_lm"
+COMMON = {"batch_size": 32, "seq_length": 128, "precision": "float32", "replicas": 1}
+SMALLEST = {"model": "nano", "batch_size": 1}
 STEPS = 4
+# A line a row: its name, the recipe, and what differs from `COMMON`.
+ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("BERT-tiny, 32 sequences of 128", BERT, {"model": "tiny"}),
+    ("64 sequences", BERT, {"model": "tiny", "batch_size": 64}),
+    ("64 sequences, `--accumulate 4`", BERT, {"model": "tiny", "batch_size": 64, "accumulate": 4}),
+    ("8 sequences of 512", BERT, {"model": "tiny", "batch_size": 8, "seq_length": 512}),
+    ("`--precision mixed_bfloat16`", BERT, {"model": "tiny", "precision": "mixed_bfloat16"}),
+    ("`--optimizer muon`", BERT, {"model": "tiny", "optimizer": "muon"}),
+    ("`--jit`", BERT, {"model": "tiny", "jit": True}),
+    ("two replicas, for each", BERT, {"model": "tiny", "batch_size": 64, "replicas": 2}),
+    ("BERT-mini", BERT, {"model": "mini"}),
+    ("BERT-small", BERT, {"model": "small"}),
+    ("BERT-base, 8 sequences", BERT, {"model": "base", "batch_size": 8}),
+    ("GPT-2 of the size small, 16 sequences", CAUSAL, {"model": "small", "batch_size": 16}),
+    ("the same, `--lora-rank 8`", CAUSAL, {"model": "small", "batch_size": 16, "lora_rank": 8}),
+)
+WORKERS = {"a worker of two": True, "the same, freed memory not kept": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_text_arguments(parser)
-    parser.add_argument("--model", default="tiny", help="size")
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
-    batches, lengths, times = BATCHES, LENGTHS, TIMES
+    rows = ROWS
     if arguments.quick:
-        arguments.model, arguments.vocabulary_size = "nano", 500
-        batches, lengths, times = (8,), (64,), (1, 2)
-    results: dict[str, Any] = {"machine": machine(), "model": arguments.model, "rows": []}
-    own = {"model": arguments.model, "precision": "float32", "replicas": 1}
-
-    def add(varied: str, text: dict[str, Any], batch: int, length: int, shards: str = "", **noted: Any) -> None:
-        options = {
-            "batch_size": batch,
-            "seq_length": length,
-            "corpus": text["corpus"],
-            "vocabulary": text["vocabulary"],
-        }
-        peak = once("benchmarks.memory:peak", own | options | {"shards": shards})
-        sizes = {"batch": batch, "length": length, "tokens": text["tokens"], "shards": bool(shards)}
-        results["rows"].append({"varied": varied} | sizes | noted | peak)
-        print(results["rows"][-1], flush=True)
-
+        arguments.vocabulary_size = 500
+        rows = tuple((name, recipe, own | {"model": "nano"}) for name, recipe, own in (ROWS[0], ROWS[-1]))
+    results: dict[str, Any] = {"machine": machine(), "rows": {}, "workers": {}}
     with temporary_folder() as folder:
-        text = prepare_text(arguments, LENGTH, folder)
-        results["pieces"] = text["pieces"]
-        for batch in batches:
-            add("batch", text, batch, LENGTH)
-        for length in lengths:
-            prepare_text(arguments, length, folder)  # so that it is in the cache
-            add("length", text, BATCH, length)
-        os.environ["XDG_CACHE_HOME"] = folder  # texts that nobody will want again
-        for number in times:
-            again = argparse.Namespace(**vars(arguments) | {"corpus": f"{folder}/{number}.txt"})
-            again.vocabulary = text["vocabulary"]
-            once("benchmarks.memory:repeater", {"corpus": text["corpus"], "times": number, "path": again.corpus})
-            larger = prepare_text(again, LENGTH, folder)
-            once("benchmarks.memory:sharder", {"length": LENGTH, "folder": f"{folder}/{number}"} | _words(larger))
-            add("corpus", larger, BATCH, LENGTH)
-            add("corpus", larger, BATCH, LENGTH, f"{folder}/{number}")
+        text = prepare_text(arguments, COMMON["seq_length"], folder)
+        bert = {"corpus": text["corpus"], "vocabulary": text["vocabulary"]}
+        causal = {"corpus": text["corpus"], "vocabulary_size": min(arguments.vocabulary_size, 8192)}
+
+        def options(recipe: str, own: dict[str, Any]) -> dict[str, Any]:
+            given = COMMON | (bert if recipe == BERT else causal) | own
+            if "lora_rank" in own:  # adapters are for a preset, of random weights here
+                given["preset"] = f"{folder}/preset"
+                words = {name: value for name, value in given.items() if name in ("seq_length", "model", *causal)}
+                once("benchmarks.ours_causal:writer", {"folder": folder} | words)
+                del given["model"]
+            return {"recipe": recipe} | given
+
+        rest = {}
+        for recipe in (BERT, CAUSAL):
+            rest[recipe] = once("benchmarks.memory:peak", options(recipe, SMALLEST))["peak_mb"]
+        for name, recipe, own in rows:
+            found = once("benchmarks.memory:peak", options(recipe, own))
+            results["rows"][name] = found | {"rest_mb": rest[recipe]}
+            print(name, results["rows"][name], flush=True)
+        for name, keep in WORKERS.items():
+            with two_workers("benchmarks.memory:peak", options(BERT, rows[0][2]) | {"keep": keep}) as group:
+                for worker in group:
+                    worker.ask()
+                results["workers"][name] = max((worker.answer() for worker in group), key=itemgetter("peak_mb"))
+            results["workers"][name]["rest_mb"] = rest[BERT]
     print(table(results), flush=True)
     if not arguments.quick:
         write_results("memory", results)
 
 
-def peak(shards: str, batch_size: int, **options: Any) -> Callable[[], dict[str, int]]:
-    """Trains a few steps, on sequences in memory or from shards, and tells this process's peak."""
-    from benchmarks import ours
-    from recipes import bert_from_scratch
+def peak(recipe: str, batch_size: int, keep: bool = True, **options: Any) -> Callable[[], dict[str, float]]:
+    """Trains a few steps of a recipe, and tells this process's peak and what a plan says of a replica.
 
-    def train() -> dict[str, int]:
-        if shards:
-            import functools
+    Args:
+        recipe: `bert_mlm` or `causal_lm`.
+        batch_size: sequences in a step, over the replicas of all workers.
+        keep: whether a worker keeps freed memory.
+        options: of the recipe.
+    """
+    import common.devices.strategy
+    from common.run.plan import memory_of_a_replica
 
-            scratch = {name: value for name, value in options.items() if name != "vocabulary"}
-            config = bert_from_scratch.Config(**ours.AS_OTHERS | scratch, epochs=ours.FOR_EVER)
-            written = bert_from_scratch.open_shards(shards)
-            strategy = ours.make_strategy(1)
-            with strategy.scope():
-                model = bert_from_scratch.build_model(config, written.vocabulary, 1e-4)
+    if not keep:
+        common.devices.strategy.keep_freed_memory = lambda: None
 
-            def batches(first_step: int):
-                scaled = bert_from_scratch.Scaled(batch_size, batch_size)
-                given = config, written, scaled, "train", first_step
-                return functools.partial(bert_from_scratch.masked_batches, *given)
-        else:
+    def train() -> dict[str, float]:
+        if recipe == BERT:
+            from benchmarks import ours
+
             config = ours.configured(**options)
             strategy, model, batches = ours.set_up(config, batch_size, 1e-4)
-        ours.fit(model, strategy, batches, STEPS, [])
-        return {"peak_mb": peak_memory_mb()}
+            batch = next(iter(batches(0)()))
+            ours.fit(model, strategy, batches, STEPS, [])
+        else:
+            from benchmarks import ours_causal
+
+            strategy, model, batches = ours_causal.set_up(batch_size, **options)
+            batch = next(iter(batches("train", 0)))
+            ours_causal.fit(model, strategy, batches, STEPS, [])
+        state, activations = memory_of_a_replica(model, batch)
+        return {
+            "peak_mb": peak_memory_mb(),
+            "local_replicas": len(strategy.extended.worker_devices),
+            "state_mb": state / 2**20,
+            "activations_mb": activations / 2**20 / model.accumulate,
+        }
 
     return train
 
@@ -104,41 +129,14 @@ def peak_memory_mb() -> int:
     return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) // 2**10
 
 
-def repeater(corpus: str, times: int, path: str) -> Callable[[], dict]:
-    """Writes a corpus's training text so many times to a file."""
-    from common.data.corpora import open_corpus
-
-    def write() -> dict:
-        with Path(path).open("w", encoding="utf-8") as file:
-            for _ in range(times):
-                for document in open_corpus(corpus)["train"]():
-                    file.write(document.replace("\n\n", "\n") + "\n\n")
-        return {}
-
-    return write
-
-
-def sharder(corpus: str, vocabulary: str, length: int, folder: str) -> Callable[[], dict]:
-    """Writes a corpus's shards."""
-    from common.data.corpora import open_corpus
-    from common.data.shard_writer import write_shards
-    from common.data.wordpiece import load_wordpieces
-
-    def write() -> dict:
-        write_shards(open_corpus(corpus), load_wordpieces(vocabulary), length, 0, folder, f"{folder}/scratch", {})
-        return {}
-
-    return write
-
-
-def _words(text: dict[str, Any]) -> dict[str, str]:
-    return {name: text[name] for name in ("corpus", "vocabulary")}
-
-
 def table(results: dict[str, Any]) -> str:
-    """The results in Markdown."""
-    lines = ["| sequences in a step | tokens in a sequence | tokens in the corpus | peak memory |", "| --- " * 4 + "|"]
-    for row in results["rows"]:
-        where = ", in shards" if row["shards"] else ""
-        lines.append(f"| {row['batch']} | {row['length']} | {row['tokens']:,}{where} | {row['peak_mb']:,} MiB |")
+    """The results in Markdown, for each replica."""
+    lines = ["| | peak of the process | for the replica | predicted | error |", "| --- " * 5 + "|"]
+    for name, row in (results["rows"] | results["workers"]).items():
+        measured = (row["peak_mb"] - row["rest_mb"]) / row["local_replicas"]
+        predicted = row["state_mb"] + row["activations_mb"]
+        lines.append(
+            f"| {name} | {row['peak_mb']:,} MiB | {measured:,.0f} MiB | {predicted:,.0f} MiB "
+            f"| {predicted / measured - 1:+.0%} |"
+        )
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from benchmarks.clock import WARM, Clock
 from benchmarks.memory import peak_memory_mb
@@ -38,6 +39,18 @@ def trainer(batch_size: int, **options: Any) -> Callable[..., dict[str, Any]]:
         batch_size: sequences in a step, over all replicas.
         options: of `causal_lm`.
     """
+    strategy, model, batches = set_up(batch_size, **options)
+
+    def run(steps: int) -> dict[str, Any]:
+        clock = Clock(lambda step: int(model.step_values["labels"].sum()))
+        fit(model, strategy, batches, WARM + steps, [clock])
+        return {"steps": steps, "seconds": clock.seconds, "tokens": clock.tokens, "peak_memory_mb": peak_memory_mb()}
+
+    return run
+
+
+def set_up(batch_size: int, **options: Any) -> tuple[tf.distribute.Strategy, keras.Model, Callable]:
+    """The recipe's strategy and model, and a function for `distribute` of the split and the first step."""
     config = Config(**{"optimizer": "adamw", "precision": "float32", "learning_rate": 1e-4} | options)
     strategy = make_strategy(config.replicas)
     keras.utils.set_random_seed(config.seed)
@@ -46,12 +59,10 @@ def trainer(batch_size: int, **options: Any) -> Callable[..., dict[str, Any]]:
     scaled = Scaled(batch_size // strategy.num_replicas_in_sync, batch_size)
     with strategy.scope():
         model = build_model(config, data, config.learning_rate)
-    batches = functools.partial(causal_batches, config, data, scaled)
+    return strategy, model, functools.partial(causal_batches, config, data, scaled)
 
-    def run(steps: int) -> dict[str, Any]:
-        clock = Clock(lambda step: int(model.step_values["labels"].sum()))
-        part = distribute(strategy, batches, "train", int(model.optimizer.iterations.numpy()))
-        model.fit(part, steps_per_epoch=WARM + steps, callbacks=[clock], verbose=0, epochs=1)
-        return {"steps": steps, "seconds": clock.seconds, "tokens": clock.tokens, "peak_memory_mb": peak_memory_mb()}
 
-    return run
+def fit(model: keras.Model, strategy: tf.distribute.Strategy, batches: Callable, steps: int, callbacks: list) -> None:
+    """Trains so many more steps, without a word."""
+    part = distribute(strategy, batches, "train", int(model.optimizer.iterations.numpy()))
+    model.fit(part, steps_per_epoch=steps, callbacks=callbacks, verbose=0, epochs=1)

@@ -65,6 +65,7 @@ def sample_results():
     names = [name for name, *_ in throughput.CONTENDERS]
     contenders = {name: row | {"tokens_per_second": [1e3 * i, 2e3 * i]} for i, name in enumerate(names, 1)}
     peaks = {"float32": 1e11, "bfloat16": 2e11}
+    memory_row = {"peak_mb": 900, "rest_mb": 500, "local_replicas": 2, "state_mb": 130.0, "activations_mb": 80.0}
     answer = {"steps": 10, "seconds": 1.0, "waited": 0.01, "seconds_on_one_batch": 0.9}
     curves = {quality.PUBLISHED: [(0.0, 9.0), (600.0, 7.0), (1200.0, 6.5)], quality.OURS: [(0.0, 9.0), (120.0, 6.4)]}
     options = {"rate": 1e-3, "dropout": 0.0, "own": {}, "steps": 9}
@@ -95,7 +96,7 @@ def sample_results():
             "sizes": {"tiny": {"pieces": 9, "flops_per_token": 6e6, "peak_flops": peaks, "contenders": contenders}}
         },
         "scaling": sample_scaling(),
-        "memory": {"rows": [{"batch": 8, "length": 128, "tokens": 1000, "shards": True, "peak_mb": 900}]},
+        "memory": {"rows": {"BERT-tiny": memory_row}, "workers": {"a worker of two": memory_row | {"peak_mb": 800}}},
         "input": {
             "pipeline": {"sequences_per_second": [1000], "tokens_per_second": [128_000]},
             "waiting": {name: [answer] for name, _ in benchmarks.input.WAYS},
@@ -126,7 +127,10 @@ def test_the_readme_says_what_was_measured(name):
             "| float32 | 20,000 tokens/s | 20,000 | 100% | 20,000 | 100% | 20,000 | 100% |",
             "| 400 Mbit/s | 250 ms | 500 ms | 800 ms | 600 ms | 1.20 | 18.0 MB | 400 ms | 9.0 MB |",
         ],
-        "memory": ["| 8 | 128 | 1,000, in shards | 900 MiB |"],
+        "memory": [
+            "| BERT-tiny | 900 MiB | 200 MiB | 210 MiB | +5% |",
+            "| a worker of two | 800 MiB | 150 MiB | 210 MiB | +40% |",
+        ],
         "input": ["1,000 sequences/s", "| one device | 100.0 ms | 1.00 ms | 1.0% | +10.0% |"],
         "quality": ["ours reaches it after 120 s, 10.0 times faster"],
         "fine_tuning": [
