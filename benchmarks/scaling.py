@@ -108,10 +108,13 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace) -> lis
             row |= {name: [] for name in groups}
             for _ in range(arguments.rounds):
                 for name, group in groups.items():
-                    before = bytes_sent(hosts[0])
-                    answer = ask(group, steps=steps[name], **questions[name])
-                    row[name].append(answer["seconds"] / steps[name])
-                    row["sent"][name] = round((bytes_sent(hosts[0]) - before) / steps[name])
+                    row[name].append(ask(group, steps=steps[name], **questions[name])["seconds"] / steps[name])
+            for name in ("step", "wire"):
+                counts = [bytes_sent(hosts[0])]
+                for number in (0, steps[name]):  # of which the first are the steps that are not timed
+                    ask(groups[name], steps=number)
+                    counts.append(bytes_sent(hosts[0]))
+                row["sent"][name] = round((counts[2] - 2 * counts[1] + counts[0]) / steps[name])
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
     return rows

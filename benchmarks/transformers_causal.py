@@ -19,7 +19,7 @@ from common.model.sizes import dimensions
 
 
 def trainer(
-    model: str, folder: str, dropout: float, batch_size: int, precision: str = "no"
+    model: str, folder: str, dropout: float, batch_size: int, precision: str = "no", compiler: str = "no"
 ) -> Callable[..., dict[str, Any]]:
     """A function that trains some steps and times them; see `benchmarks.workers`.
 
@@ -29,9 +29,10 @@ def trainer(
         dropout: of the model.
         batch_size: sequences in a step.
         precision: Accelerate's `mixed_precision`: `no` or `bf16`.
+        compiler: Accelerate's `dynamo_backend`: `no` or `inductor`.
     """
     set_seed(0)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=precision)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=precision, dynamo_backend=compiler)
     sequences = torch.from_numpy(np.load(Path(folder, "sequences.npy")).astype(np.int64))
     size = dimensions(model)
     task = GPT2LMHeadModel(
