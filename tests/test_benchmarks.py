@@ -9,7 +9,19 @@ import sys
 import pytest
 
 import benchmarks.input
-from benchmarks import causal, fine_tuning, memory, quality, scaling, techniques, throughput, trainer_tests
+from benchmarks import (
+    causal,
+    compare,
+    fine_tuning,
+    memory,
+    peers,
+    quality,
+    scaling,
+    techniques,
+    throughput,
+    trainer_tests,
+)
+from benchmarks import machine as machine_module
 from benchmarks.hosts import ADDRESSES, on, shape, two_hosts
 from benchmarks.machine import machine
 from benchmarks.readme import MEASURED
@@ -96,6 +108,14 @@ def sample_results():
             "sizes": {"tiny": {"pieces": 9, "flops_per_token": 6e6, "peak_flops": peaks, "contenders": contenders}}
         },
         "scaling": sample_scaling(),
+        "peers": {
+            "recipes": {
+                "causal_lm": {
+                    "unit": "tokens/s",
+                    "speeds": {"fit": [30, 40, 60], "fit, jit": [9], "transformers": [10], "transformers, x": [20] * 3},
+                }
+            }
+        },
         "memory": {"rows": {"BERT-tiny": memory_row}, "workers": {"a worker of two": memory_row | {"peak_mb": 800}}},
         "input": {
             "pipeline": {"sequences_per_second": [1000], "tokens_per_second": [128_000]},
@@ -127,6 +147,7 @@ def test_the_readme_says_what_was_measured(name):
             "| float32 | 20,000 tokens/s | 20,000 | 100% | 20,000 | 100% | 20,000 | 100% |",
             "| 400 Mbit/s | 250 ms | 500 ms | 800 ms | 600 ms | 1.20 | 18.0 MB | 400 ms | 9.0 MB |",
         ],
+        "peers": ["| `causal_lm` | 40 tokens/s: fit | 20 tokens/s: transformers, x | 2.00 x | 1.50 to 3.00 |"],
         "memory": [
             "| BERT-tiny | 900 MiB | 200 MiB | 210 MiB | +5% |",
             "| a worker of two | 800 MiB | 150 MiB | 210 MiB | +40% |",
@@ -152,6 +173,19 @@ def test_the_readme_says_what_was_measured(name):
         ],
     }
     assert all(words in table for words in [*expected[name], machine()["hardware"]["cpu"]]), table
+
+
+def test_two_commits_are_compared_round_by_round():
+    table = compare.table({"bert_mlm": [[20.0, 30.0, 10.0], [10.0, 30.0, 20.0]]})
+    assert "| bert_mlm | 20 | 20 | 1.000 | 0.500 to 2.000 |" in table
+
+
+def test_a_commit_is_checked_out_and_gone_again():
+    with machine_module.checkout("HEAD") as root:
+        assert (root / "benchmarks/machine.py").is_file()
+    assert not root.exists()
+    with pytest.raises(ValueError, match="no checkout of nowhere"), machine_module.checkout("nowhere"):
+        pass
 
 
 def test_the_readme_says_how_many_of_keras_own_tests_pass():
@@ -293,7 +327,7 @@ def test_techniques_are_ranked_by_their_means_with_the_spread_over_seeds():
 
 
 def test_every_benchmark_has_its_options():
-    for module in (throughput, scaling, memory, benchmarks.input, quality):
+    for module in (throughput, scaling, memory, benchmarks.input, quality, peers):
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
         assert parser.parse_args([]).corpus == "docstrings"
