@@ -248,8 +248,9 @@ def test_a_link_is_as_slow_as_it_is_told():
 
 
 @pytest.mark.long
-def test_a_benchmark_runs(wikitext):
-    command = [sys.executable, "-m", "benchmarks", "input", "--quick", "--corpus", str(wikitext)]
+@pytest.mark.parametrize("words", ["input --corpus {}", "memory --corpus {}", "peers --only device", "compare HEAD"])
+def test_a_benchmark_runs(wikitext, words):
+    command = [sys.executable, "-m", "benchmarks", *words.format(wikitext).split(), "--quick"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| --- " in done.stdout
