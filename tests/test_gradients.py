@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from common.devices.strategy import make_strategy
 from common.training import gradients
+from common.training.data_parallel import data_parallel
 from common.training.gradients import ROWS, Uses, add_rows, sum_gradients
 from tests.conftest import collective_strategy
 
@@ -159,3 +160,44 @@ def test_on_one_machine_all_is_reduced_at_once():
         assert tf.reduce_sum(table) == 8.0 and table[3, 0] == 4.0
         np.testing.assert_array_equal(other, [3.0, 3.0])
         assert total == 1.0
+
+
+def test_fit_sends_gradients_between_workers_in_the_precision_asked_for(workers, monkeypatch):
+    sent, sum_them = [], gradients.sum_between_workers
+    monkeypatch.setattr(gradients, "between_workers", lambda: True)
+    monkeypatch.setattr(gradients, "sum_between_workers", lambda *given: sent.append(given) or sum_them(*given))
+    ids, labels, weights = np.arange(8).reshape([4, 2]) % 3, np.ones([4, 1]), []
+    for wire in ("float32", "bfloat16"):
+        keras.utils.set_random_seed(0)
+        with workers.scope():
+            layers = [keras.layers.Embedding(2 * ROWS, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
+            model = data_parallel(keras.Sequential)([keras.Input([2], dtype="int32"), *layers])
+            model.compile(keras.optimizers.SGD(0.37), "mse")
+        model.wire = wire
+        model.fit(ids, labels, batch_size=4, verbose=0, shuffle=False)
+        weights.append(model.get_weights())
+        dense, rows, _, _, asked = sent[-1]
+        assert (sorted(dense), list(rows), asked) == (["1", "2"], ["0"], wire)
+    distance = max(np.abs(a - b).max() for a, b in zip(*weights, strict=True))
+    assert 0 < distance < 1e-2
+
+
+class Rematerialized(keras.layers.Layer):
+    """A layer whose activations are computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        return keras.remat(self.dense)(x)
+
+
+def test_what_would_not_be_trained_is_refused():
+    model = data_parallel(keras.Sequential)([keras.Input([3]), Rematerialized()])
+    model.compile("sgd", "mse", run_eagerly=True)  # an error while tracing leaves TensorFlow with a scope of its own
+    with pytest.raises(ValueError, match=r"dense.*/kernel would not be trained where it is used, as in keras.remat"):
+        model.fit(np.ones([4, 3]), np.ones([4, 1]), verbose=0)

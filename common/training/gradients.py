@@ -3,6 +3,7 @@
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager.record import could_possibly_record
 
 from common.training.replicas import gather_over_replicas, replicas, sum_over_replicas
 
@@ -16,6 +17,9 @@ class Uses(keras.StatelessScope):
     BERT uses its table of tokens twice: its last layer as a matrix, its first by rows. Together, their gradients would
     be known at the end of the backward pass only, and TensorFlow would make rows of both. Apart, the large one is
     known at the beginning.
+
+    Raises:
+        ValueError: where a weight is used that would have no gradient, as in `keras.remat`, which knows variables only.
     """
 
     def __init__(self, mapping, weights, tape, **kwargs):
@@ -30,6 +34,10 @@ class Uses(keras.StatelessScope):
         # No gradient flows to what is made in the graph of a loop or a condition.
         if id(variable) not in self._uses or tf.compat.v1.get_default_graph() is not self._graph:
             return value
+        if not could_possibly_record():
+            raise ValueError(
+                f"{variable.path} would not be trained where it is used, as in keras.remat: leave that out"
+            )
         with self._tape.stop_recording():
             use = tf.identity(value)
         self._tape.watch(use)
@@ -60,6 +68,7 @@ def add_rows(dense: dict, rows: dict, weights: list) -> dict:
     """Dense gradients of what `Uses.gradients` gives of these weights."""
     result = dict(dense)
     for index, (values, numbers) in rows.items():
+        values = tf.cast(values, weights[int(index)].dtype)  # workers gather none in bfloat16
         if index in dense:
             result[index] = tf.tensor_scatter_nd_add(dense[index], numbers[:, None], values)
         else:
@@ -74,7 +83,7 @@ def sum_gradients(dense: dict, rows: dict, sums: list, weights: list, wire: str 
         dense, rows: gradients of these weights.
         sums: what else adds up.
         weights: tensors.
-        wire: the dtype in which workers send dense gradients, and add them up.
+        wire: `bfloat16`, in which workers send dense gradients and add them up; else each in its own dtype.
     """
     if between_workers():
         return sum_between_workers(dense, rows, sums, weights, wire)
@@ -97,7 +106,7 @@ def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list, wire
     dense = add_rows(dense, {index: rows[index] for index in rows.keys() - large}, weights)
     # The last of a list is reduced first: what an output layer made of a table, then layer by layer from the last.
     order = sorted(dense, key=lambda index: (index in large, int(index)))
-    tensors = [tf.identity(tf.cast(dense[index], wire)) for index in order]
+    tensors = [tf.cast(dense[index], wire) if wire == "bfloat16" else tf.identity(dense[index]) for index in order]
     buckets = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BUCKET)
     context = tf.distribute.get_replica_context()
     reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, tensors, buckets) if tensors else []

@@ -18,7 +18,6 @@ from common.training.replicas import (
     no_strategy,
     on_local_copies,
     pack,
-    replicas,
     sum_over_replicas,
 )
 
@@ -49,7 +48,7 @@ class ReplicaStep(BatchLoss):
         if training and self.optimizer is not None:
             scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0), tf.float32)
             if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
-                factor = replicas() / sum_over_replicas(count_examples(data[0]))  # keeps numbers small in float16
+                factor = 1.0 / sum_over_replicas(count_examples(data[0]))  # keeps numbers small in float16
         weights = [tf.convert_to_tensor(variable.value) for variable in self.trainable_variables]
         gradients, rows, sums, whole = self._in_parts(weights, state if gathers else [], data, scale, factor, training)
 
