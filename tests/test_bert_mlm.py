@@ -237,8 +237,8 @@ def test_memory_of_a_replica_counts_what_a_step_keeps(small):
     counters = 2  # of steps, and the rate
     seeds = 2 * sum(v.name == "seed_generator_state" for v in model.variables)
     of_muon = 4 * 64 * 64 + 2 * 64 * 256  # kernels, which have one moment
-    assert state == 4 * (4 * (model.count_params() - pooler) - of_muon + pooler + counters + seeds)
-    one_layer = 16 * 32 * 8 * 64 + 2 * 1 * 32**2 * 8
+    assert state == 4 * (5 * (model.count_params() - pooler) - of_muon + pooler + counters + seeds)
+    one_layer = 32 * 32 * 8 * 64 + 3 * 1 * 32**2 * 8
     assert activations == 4 * (one_layer + 3 * 8 * 10 * len(vocabulary.pieces))
 
 
