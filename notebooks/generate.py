@@ -136,9 +136,10 @@ def _divided(body: str) -> str:
     starts = [after for before, after in itertools.pairwise(inner) if not lines[before.end_lineno]]
     if not isinstance(last, ast.With) or not last.items[0].optional_vars or not starts:
         return body
-    name, first = last.items[0].optional_vars.id, starts[-1].lineno - 1
-    opened = f"{name} = {ast.get_source_segment(body, last.items[0].context_expr)}"
-    middle = textwrap.dedent("\n".join(lines[last.lineno : first]))
+    item, first = last.items[0], starts[-1].lineno - 1
+    name = item.optional_vars.id
+    opened = f"{name} = {ast.get_source_segment(body, item.context_expr)}"
+    middle = textwrap.dedent("\n".join(lines[item.optional_vars.end_lineno : first]))
     return "\n".join([*lines[: last.lineno - 1], opened, middle, f"with {name}:", *lines[first:]])
 
 
