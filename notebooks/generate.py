@@ -13,13 +13,18 @@ function), its functions by name, and in place of `train_and_evaluate` its block
 all of them must be there, in their order. What a recipe does where it is run as a program is left out, with `main`: a
 notebook makes its own `Config`.
 
+A clone with a public remote puts its address in the notebooks: for their first cell, and, of GitHub, for a button that
+opens them in Colab. So whoever publishes the collection runs this once.
+
 Without `--execute`, outputs are kept where the code is what it was, comments aside, and removed where it is not.
 """
 
 import argparse
 import ast
+import itertools
 import os
 import re
+import subprocess
 import tempfile
 import textwrap
 from pathlib import Path
@@ -28,26 +33,54 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from recipes._screen import as_left_on_screen
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"
-# The project's public address. While nobody has put it here, no notebook has a button that opens it in Colab.
-REPOSITORY = "https://github.com/OWNER/keras-data-parallel-recipes"
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
 LINK = re.compile(r"\[(\w+(?: \d+)?)\]\((\S+\.py)\)")
 LINK_LINE = re.compile(r"^(\[\w+(?: \d+)?\]\(\S+\.py\))$", re.MULTILINE)
-INSTALL = f'''\
-# Installs the recipes where they are missing, as on Colab. Elsewhere it does nothing.
+ADDRESS = re.compile(r'^ADDRESS = "(.*)"', re.MULTILINE)
+INSTALL = """\
+# Gets the recipes, if they are not here, and the packages that are missing. Run it first, and wait until it is done.
 import importlib.util
+import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
+
+ADDRESS = ""  # of the recipes, for `git clone` where they are not here; if it is empty, you are asked
+WHEELS = ""  # without internet, as on Kaggle: a folder with all wheels, see notebooks/README.md
+
+
+def lines_of(*command):
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
 
 if not importlib.util.find_spec("recipes"):
-    repository, folder = "{REPOSITORY}", "recipes-of-the-notebook"
-    subprocess.run(["git", "clone", "--depth", "1", repository, folder], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", f"{{folder}}[notebooks]"], check=True)
-    sys.path.insert(0, folder)  # this kernel was there before
-warnings.filterwarnings("ignore", message="IProgress not found")  # of a package that draws progress bars'''
+    new = Path.cwd() / "keras-data-parallel-recipes"
+    clone = next((folder for folder in (new, *Path.cwd().parents) if (folder / "recipes/__main__.py").exists()), None)
+    if not clone and WHEELS:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--find-links", WHEELS]
+        subprocess.run([*pip, "--no-deps", new.name], check=True)
+        importlib.invalidate_caches()
+    else:
+        if not clone:
+            if lines_of("git", "ls-files", ":/recipes/__main__.py"):  # in a clone, but not among its files
+                ADDRESS = lines_of("git", "remote", "get-url", "origin")
+            if not ADDRESS:
+                print("The recipes are not here. Set ADDRESS above to where git can clone them from, or type it below.")
+                ADDRESS = input("Address, as https://...: ").strip()
+            if subprocess.run(["git", "clone", "-q", "--depth", "1", ADDRESS, new]).returncode:
+                raise SystemExit(f"git could not clone {ADDRESS!r}. Set ADDRESS above, and run this cell again.")
+        sys.path.insert(0, str(clone or new))
+        os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
+
+from recipes._packages import install_missing
+
+install_missing(WHEELS)  # it tells when the kernel has to be restarted
+warnings.filterwarnings("ignore", message="IProgress not found")  # of a package that draws progress bars"""
 
 
 def narratives() -> dict[str, Path]:
@@ -76,9 +109,11 @@ def blocks_of(body: str) -> list[list[str]]:
     """The lines of each block of a function's body, as cells: blank lines between its statements divide them.
 
     Each `if` that returns is left out, and the last `return` is an expression. A cell that ends with an expression gets
-    a semicolon, so that its value is not shown.
+    a semicolon, so that its value is not shown. Blank lines in a `with ... as name:` at the end divide it too: the name
+    is assigned first, and `with name:` is around the last block alone, so that it exits there.
     """
-    lines, blocks, end = body.splitlines(), [[]], 0
+    lines, blocks, end = _divided(body).splitlines(), [[]], 0
+    body = "\n".join(lines)
     for statement in ast.parse(body).body:
         if not lines[end]:
             blocks.append([])
@@ -93,8 +128,37 @@ def blocks_of(body: str) -> list[list[str]]:
     return blocks
 
 
-def generate(narrative: Path) -> nbformat.NotebookNode:
+def _divided(body: str) -> str:
+    """A body whose last statement is such a `with`, without it."""
+    lines, last = body.splitlines(), ast.parse(body).body[-1]
+    inner = getattr(last, "body", [])
+    # The block after the last blank line between two of its statements.
+    starts = [after for before, after in itertools.pairwise(inner) if not lines[before.end_lineno]]
+    if not isinstance(last, ast.With) or not last.items[0].optional_vars or not starts:
+        return body
+    item, first = last.items[0], starts[-1].lineno - 1
+    name = item.optional_vars.id
+    opened = f"{name} = {ast.get_source_segment(body, item.context_expr)}"
+    middle = textwrap.dedent("\n".join(lines[item.optional_vars.end_lineno : first]))
+    return "\n".join([*lines[: last.lineno - 1], opened, middle, f"with {name}:", *lines[first:]])
+
+
+def public_address() -> str:
+    """The https address of this clone's remote, without a user or password; empty for none, or one on this machine."""
+    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    remote = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    for pattern in (r"(?:https?|ssh)://(?:[^/]*@)?([\w.-]+)(?::\d+)?/(.+)", r"[\w.-]+@([\w.-]+):(.+)"):
+        if found := re.fullmatch(pattern, remote):
+            return f"https://{found[1]}/{found[2].removesuffix('/').removesuffix('.git')}"
+    return ""
+
+
+def generate(narrative: Path, address: str = "") -> nbformat.NotebookNode:
     """The notebook of a narrative, without outputs.
+
+    Args:
+        narrative: its file.
+        address: of `public_address`.
 
     Raises:
         ValueError: when it links to a part that a recipe does not have, or lacks one, or has them in another order.
@@ -105,7 +169,7 @@ def generate(narrative: Path) -> nbformat.NotebookNode:
         if not link:
             cells.append(new_code_cell(text) if code else new_markdown_cell(text))
         elif link[2] == "generate.py":
-            cells.append(new_code_cell(INSTALL))
+            cells.append(new_code_cell(ADDRESS.sub(f'ADDRESS = "{address}"', INSTALL)))
         else:
             recipe = narrative.parent / link[2]
             parts = recipe_parts(recipe)
@@ -116,9 +180,9 @@ def generate(narrative: Path) -> nbformat.NotebookNode:
     for recipe, names in linked.items():
         if names != list(recipe_parts(recipe)):
             raise ValueError(f"{narrative.name} must link to {', '.join(recipe_parts(recipe))}, in this order")
-    if "/OWNER/" not in REPOSITORY:
-        address = REPOSITORY.removeprefix("https://github.com/")
-        colab = f"https://colab.research.google.com/github/{address}/blob/main/notebooks/{narrative.stem}.ipynb"
+    if address.startswith("https://github.com/"):
+        project = address.removeprefix("https://github.com/")
+        colab = f"https://colab.research.google.com/github/{project}/blob/main/notebooks/{narrative.stem}.ipynb"
         cells[0].source += f"\n\n{BADGE}({colab})"
     return with_metadata(cells)
 
@@ -151,6 +215,11 @@ def execute(notebook: nbformat.NotebookNode, timeout: int = 900) -> None:
         # These recipes, whichever are installed.
         NotebookClient(notebook, resources=resources, **options).execute(env=os.environ | {"PYTHONPATH": str(ROOT)})
     notebook.metadata = nbformat.from_dict(metadata)  # without this Python's version
+    for cell in _code_cells(notebook):
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                lines = output.text.encode().split(b"\n")
+                output.text = b"\n".join(map(as_left_on_screen, lines)).decode()  # a progress bar as it was at its end
 
 
 def keep_outputs(notebook: nbformat.NotebookNode, old: nbformat.NotebookNode) -> None:
@@ -176,7 +245,8 @@ def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def _same(cell: nbformat.NotebookNode, other: nbformat.NotebookNode) -> bool:
-    return ast.dump(ast.parse(cell.source)) == ast.dump(ast.parse(other.source))
+    mine, others = (ast.dump(ast.parse(ADDRESS.sub("", one.source))) for one in (cell, other))
+    return mine == others
 
 
 def main() -> None:
@@ -186,7 +256,7 @@ def main() -> None:
     parser.add_argument("--execute", action="store_true", help="run them, and keep what they show")
     arguments = parser.parse_args()
     for name in arguments.names or narratives():
-        notebook, path = generate(narratives()[name]), FOLDER / f"{name}.ipynb"
+        notebook, path = generate(narratives()[name], public_address()), FOLDER / f"{name}.ipynb"
         if arguments.execute:
             execute(notebook)
         elif path.exists():

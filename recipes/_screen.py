@@ -48,10 +48,10 @@ class Screen:
                 *lines, line = (line + new).split(b"\n")
                 self.streams[stream] = shown_on, line
                 with self.log.open("ab") as log:
-                    log.writelines(_as_left_on_screen(line) + b"\n" for line in lines)
+                    log.writelines(as_left_on_screen(line) + b"\n" for line in lines)
             seconds = 0
 
 
-def _as_left_on_screen(line: bytes) -> bytes:
+def as_left_on_screen(line: bytes) -> bytes:
     """A line without the earlier states of a progress bar, and without colours."""
     return re.sub(rb".*[\r\b]|\x1b\[[0-9;]*m", b"", line.rstrip(b"\r"))

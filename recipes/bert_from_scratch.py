@@ -13,7 +13,6 @@ once, as shards. Training reads them in a new order in every epoch, and masks 30
 
 import functools
 import os
-import sys
 
 # These must be set before the first import of Keras and TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -84,7 +83,7 @@ from common.model.masked_card import MASKED, masked_card
 from common.model.masked_lm import masked_lm_from_size
 from common.model.publish import Publish
 from common.model.saving import save_preset
-from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.callbacks import FitCheckpoints, FitLog, Profile, verbosity
 from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
 from common.run.results import report, training_results
@@ -168,13 +167,14 @@ def train_and_evaluate(config: Config) -> dict:
             validation_data=distribute(strategy, batches, "validation"),
             validation_steps=steps["validation"],
             callbacks=[log, Profile(run.workdir, config.profile_steps), publish, checkpoints],
-            verbose=1 if sys.stdout.isatty() else 2,  # a progress bar on a terminal, one line per epoch in a log file
+            verbose=verbosity(),  # a bar on a terminal and in a notebook, one line per epoch in a log file
         )
+
         results = training_results("bert_from_scratch", config, strategy, scaled.global_batch_size, log)
-        for split in [split for split in steps if split != "train"]:
-            data = distribute(strategy, batches, split)
-            scores = model.evaluate(data, steps=steps[split], verbose=0, return_dict=True)
-            results |= language_model_scores(split, scores, batches(split), shards.token_counts(), shards.vocabulary)
+        for part in [split for split in steps if split != "train"]:
+            scores = model.evaluate(distribute(strategy, batches, part), steps=steps[part], verbose=0, return_dict=True)
+            results |= language_model_scores(part, scores, batches(part), shards.token_counts(), shards.vocabulary)
+
         save(run.workdir / "preset", card=masked_card(results))
         return run.finish(results)
 

@@ -13,7 +13,6 @@ predict them. Each replica takes an equal part of every batch, and a step applie
 
 import functools
 import os
-import sys
 
 # These must be set before the first import of Keras and TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -75,7 +74,7 @@ from common.model.backbones import model_width, preset_vocabulary
 from common.model.fill_mask import print_filled_masks
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
 from common.model.saving import save_preset
-from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.callbacks import FitCheckpoints, FitLog, Profile, verbosity
 from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
 from common.run.results import report, training_results
@@ -166,7 +165,7 @@ def train_and_evaluate(config: Config) -> dict:
         validation_data=distribute(strategy, batches, "validation"),
         validation_steps=steps["validation"],
         callbacks=[log, Profile(run.workdir, config.profile_steps), checkpoints],
-        verbose=1 if sys.stdout.isatty() else 2,  # a progress bar on a terminal, one line per epoch in a log file
+        verbose=verbosity(),  # a bar on a terminal and in a notebook, one line per epoch in a log file
     )
 
     results = training_results("bert_mlm", config, strategy, scaled.global_batch_size, log)

@@ -14,7 +14,6 @@ arXiv:2005.14165, section 2.3): that what follows an end token begins anew.
 
 import functools
 import os
-import sys
 
 # These must be set before the first import of Keras and TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -83,7 +82,7 @@ from common.model.causal_card import CAUSAL, causal_card
 from common.model.causal_lm import make_causal_lm, make_preprocessor, pieces_of, save_causal_lm
 from common.model.generate import print_continuations
 from common.model.publish import Publish
-from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.callbacks import FitCheckpoints, FitLog, Profile, verbosity
 from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
 from common.run.results import report, training_results
@@ -165,14 +164,16 @@ def train_and_evaluate(config: Config) -> dict:
             validation_data=distribute(strategy, batches, "validation"),
             validation_steps=steps["validation"],
             callbacks=[log, Samples(log, data), Profile(run.workdir, config.profile_steps), publish, checkpoints],
-            verbose=1 if sys.stdout.isatty() else 2,  # a progress bar on a terminal, one line per epoch in a log file
+            verbose=verbosity(),  # a bar on a terminal and in a notebook, one line per epoch in a log file
         )
+
         results = training_results("causal_lm", config, strategy, scaled.global_batch_size, log)
         pairs = count_pairs(batches("train"), steps["train"] * strategy.num_replicas_in_sync, data.tokenizer)
         for part in [split for split in steps if split != "train"]:
             scores = model.evaluate(distribute(strategy, batches, part), steps=steps[part], verbose=0, return_dict=True)
             results |= causal_scores(part, scores, batches(part), pairs, data.tokenizer)
         results["prompts"] = data.prompts()
+
         save(run.workdir / "preset", card=causal_card(results))
         return run.finish(results)
 

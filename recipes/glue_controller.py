@@ -171,6 +171,7 @@ def train_and_evaluate(config: Config) -> dict:
     logits = {split: evaluator.logits for split, evaluator in evaluators.items()}
     results = training_results("glue_controller", config, strategy, scaled.global_batch_size, log)
     results |= classifier_results(data.texts, logits, data.preprocessor.tokenizer)
+
     write_all_predictions(run.workdir / "predictions", data.texts, logits)
     save(run.workdir / "preset")
     return run.finish(results)

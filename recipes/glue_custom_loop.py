@@ -51,7 +51,7 @@ from common.devices.parameter_server import asynchronous_steps, parameter_server
 from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.run.callbacks import open_board
+from common.run.callbacks import open_board, verbosity
 from common.run.checkpoints import Checkpoints
 from common.run.results import report, training_results
 from common.run.runs import open_run
@@ -154,7 +154,7 @@ def train_and_evaluate(config: Config) -> dict:
 
         return asynchronous_steps(strategy, do_step, steps, (epoch_steps, config.checkpoint_every))
 
-    bar = tqdm(total=total_steps, initial=log.step, unit="step", disable=None)
+    bar = tqdm(total=total_steps, initial=log.step, unit="step", file=sys.stdout, disable=verbosity() == 2)
     with checkpoints, board.as_default():
         began = time.perf_counter()
         for values in by_parameter_servers() if asynchronous else synchronous():

@@ -45,7 +45,7 @@ from common.data.wordpiece import train_wordpieces
 from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.run.callbacks import FitCheckpoints, FitLog, Profile, when_best
+from common.run.callbacks import FitCheckpoints, FitLog, Profile, verbosity, when_best
 from common.run.results import report, training_results
 from common.run.runs import open_run
 from common.run.speed import model_flops
@@ -108,7 +108,7 @@ def train_and_evaluate(config: Config) -> dict:
         validation_data=batches("validation", scaled, range(steps["validation"])),
         validation_steps=steps["validation"],
         callbacks=[log, best, Profile(run.workdir, config.profile_steps), checkpoints],
-        verbose=1 if sys.stdout.isatty() else 2,  # a progress bar on a terminal, one line per epoch in a log file
+        verbose=verbosity(),  # a bar on a terminal and in a notebook, one line per epoch in a log file
     )
 
     results = training_results("text_classifier", config, strategy, scaled.global_batch_size, log)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from common.devices.cluster import worker_config
-from common.run.callbacks import FitCheckpoints, FitLog, Profile, when_best
+from common.run.callbacks import FitCheckpoints, FitLog, Profile, verbosity, when_best
 from common.run.speed import ModelFlops
 from common.training.replicas import COUNTS
 from tests.test_conformance import no_autotune
@@ -205,3 +205,14 @@ def test_when_best_remembers(tmp_path):
         assert saved == [0, 1, 4, 5]
         when_best(metric, print, tmp_path)  # another run that begins
         assert not (tmp_path / "best.json").exists()
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_in_a_notebook(monkeypatch):
+    """A log file, to which pytest's own output is alike, gets one line per epoch."""
+    assert verbosity() == 2
+    for kind in (
+        type("Terminal", (), {"isatty": lambda self: True}),
+        type("OutStream", (), {"isatty": lambda self: False, "__module__": "ipykernel.iostream"}),
+    ):
+        monkeypatch.setattr("sys.stdout", kind())
+        assert verbosity() == 1

@@ -21,7 +21,7 @@ from benchmarks.faults import addresses_of, children
 from common.devices.cluster import worker_config
 from common.errors import UserError
 from recipes._launch import free_addresses, places
-from recipes._screen import _as_left_on_screen
+from recipes._screen import as_left_on_screen
 from tests.conftest import MESSAGES
 from tests.test_bert_mlm import weights_of
 
@@ -186,8 +186,8 @@ def test_under_nohup_it_goes_on_when_the_terminal_closes(tmp_path, ignored, stat
 
 
 def test_the_log_has_lines_as_they_are_left_on_the_screen():
-    assert _as_left_on_screen(b"1/2 \x1b[1mhalf\x1b[0m\r\x1b[1m2/2\x1b[0m done\r") == b"2/2 done"
-    assert _as_left_on_screen(b"1/2\x08\x08\x082/2 done") == b"2/2 done"
+    assert as_left_on_screen(b"1/2 \x1b[1mhalf\x1b[0m\r\x1b[1m2/2\x1b[0m done\r") == b"2/2 done"
+    assert as_left_on_screen(b"1/2\x08\x08\x082/2 done") == b"2/2 done"
 
 
 @pytest.fixture(scope="module")

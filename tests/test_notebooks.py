@@ -26,6 +26,11 @@ def without_outputs(notebook):
     return [(cell.id, cell.cell_type, cell.source) for cell in notebook.cells], dict(notebook.metadata)
 
 
+def address_in(notebook):
+    """That of the collection, in the first cell of code."""
+    return generate.ADDRESS.search(next(cell.source for cell in notebook.cells if cell.cell_type == "code"))[1]
+
+
 def outputs(notebook):
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
@@ -46,7 +51,19 @@ def test_each_narrative_has_a_notebook_and_each_notebook_a_narrative():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_what_is_generated(name):
     advice = "run `python -m notebooks.generate`"
-    assert without_outputs(committed(name)) == without_outputs(generate.generate(generate.narratives()[name])), advice
+    notebook = committed(name)
+    again = generate.generate(generate.narratives()[name], address_in(notebook))
+    assert without_outputs(notebook) == without_outputs(again), advice
+    assert address_in(notebook) == address_in(committed(NAMES[0]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_ends_with_three_things_to_try(name):
+    last = committed(name).cells[-1]
+    assert last.cell_type == "markdown"
+    assert re.findall(r"^(?:## (.*)|(\d)\. )", last.source, re.MULTILINE)[-4:] == [
+        ("Three things to try", ""), *(("", str(number)) for number in (1, 2, 3)),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,15 +87,31 @@ def test_a_recipe_in_parts_is_the_whole_recipe(path):
     parts = generate.recipe_parts(path)
     whole = ast.parse(path.read_text())
     kept = []
+
+    def body_of(node):
+        """With the body of a `with ... as` at its end, where blank lines divide that."""
+        *before, last = node.body[1:]
+        lines = path.read_text().splitlines()[last.lineno - 1 : last.end_lineno]
+        if not isinstance(last, ast.With) or "" not in lines:
+            return node.body[1:]
+        item = last.items[0]
+        opened = ast.parse(f"{ast.unparse(item.optional_vars)} = {ast.unparse(item.context_expr)}").body
+        return [*before, *opened, *last.body]
+
     for node in whole.body[1:]:
         if getattr(node, "name", None) == "train_and_evaluate":
-            kept += node.body[1:]
+            kept += body_of(node)
         elif getattr(node, "name", None) != "main":
             kept.append(node)
     program = re.compile(r"if (__name__ ==|.*\n    return)")
     written = [code for code in map(ast.unparse, kept) if not program.match(code)]
     joined = ast.parse("\n".join(text for name, text in parts.items() if name != "docstring"))
-    shown = [ast.unparse(node) for node in joined.body]
+    *shown, last = joined.body
+    if isinstance(last, ast.With) and ast.unparse(last.items[0]) == "publish":  # around the last block
+        shown += last.body
+    else:
+        shown.append(last)
+    shown = [ast.unparse(node) for node in shown]
     assert shown[:-1] == written[:-1]
     assert shown[-1] == written[-1].replace("return ", "")
     assert parts["docstring"] == ast.get_docstring(whole)
@@ -123,6 +156,55 @@ def test_blank_lines_between_statements_divide_a_body():
     ]
 
 
+def test_blank_lines_divide_a_context_too():
+    body = """
+        a = 1
+
+        with f(
+            a,
+        ) as name:
+            # Why.
+            g(a)
+
+            for i in a:
+
+                h(i)
+
+            h("a\\n")
+            return i
+    """
+    assert generate.blocks_of(textwrap.dedent(body).strip()) == [
+        ["a = 1"],
+        ["", "name = f(", "    a,", ")", "# Why.", "g(a);"],
+        ["", "for i in a:", "", "    h(i)"],
+        ["", "with name:", '    h("a\\n")', "    i"],
+    ]
+
+
+@pytest.mark.parametrize("path", RECIPES.values(), ids=RECIPES)
+def test_the_bones_of_a_recipe_are_cells_of_their_own(path):
+    """Strategy, data, model, training, evaluation, saving: no two of them in the same cell."""
+    marks = {
+        "strategy": r"^strategy = ",
+        "data": r"= make_datasets\(",
+        "model": r"^with strategy.scope\(\)",
+        "training": r"^model\.fit\(|^controller\.train_and|^    checkpoints\.save\(",
+        "evaluation": r"^results = training_results\(",
+        "saving": r"run\.finish\(",
+    }
+    blocks = [text for name, text in generate.recipe_parts(path).items() if name.startswith("train_and_evaluate ")]
+    places = {what: [i for i, text in enumerate(blocks) if re.search(mark, text, re.M)] for what, mark in marks.items()}
+    assert all(len(where) == 1 for where in places.values()), places
+    assert sorted(set(sum(places.values(), []))) == sum(places.values(), [])
+
+
+def test_of_a_progress_bar_its_end_is_kept():
+    bar = r"print('\r1/2', end=''); print('\r\x1b[1m2/2\x1b[0m', end=''); print('\x08\x08\x08done\nend')"
+    notebook = generate.with_metadata([nbformat.v4.new_code_cell(bar)])
+    generate.execute(notebook)
+    assert notebook.cells[0].outputs[0].text == "done\nend\n"
+
+
 @pytest.fixture
 def narrative(tmp_path):
     """Writes a narrative beside a small recipe, and gives its notebook."""
@@ -132,9 +214,9 @@ def narrative(tmp_path):
     recipe += '\n\ndef train_and_evaluate():\n    """Doc."""\n    x = 1\n\n    return x\n\n\ndef main():\n    pass\n'
     (tmp_path / "recipe.py").write_text(recipe)
 
-    def notebook(text):
+    def notebook(text, address=""):
         (tmp_path / "narrative.md").write_text(text)
-        return generate.generate(tmp_path / "narrative.md")
+        return generate.generate(tmp_path / "narrative.md", address)
 
     return notebook
 
@@ -179,11 +261,17 @@ def test_outputs_are_kept_where_the_code_is(narrative):
         assert bool(new.cells[0].outputs) == kept
 
 
-def test_colab_is_offered_only_where_it_finds_the_notebook(narrative, monkeypatch):
-    assert ("/OWNER/" in generate.REPOSITORY) == ("colab.research" not in committed(NAMES[0]).cells[0].source)
-    monkeypatch.setattr(generate, "REPOSITORY", "https://github.com/somebody/recipes")
-    address = "https://colab.research.google.com/github/somebody/recipes/blob/main/notebooks/narrative.ipynb"
-    assert address in narrative("# Title").cells[0].source
+def test_the_address_of_a_clone_is_in_the_first_cell_and_of_github_on_a_button(narrative):
+    text = "# Title\n[install](generate.py)"
+    for address in ("https://github.com/somebody/recipes", "https://example.com/recipes", ""):
+        title, cell = narrative(text, address).cells
+        assert f'\nADDRESS = "{address}"  # ' in cell.source
+        button = "https://colab.research.google.com/github/somebody/recipes/blob/main/notebooks/narrative.ipynb"
+        assert (button in title.source) == ("github.com" in address) == ("colab" in title.source)
+    old, new = narrative(text), narrative(text, address="https://example.com/recipes")
+    old.cells[1].outputs = [nbformat.v4.new_output("stream", text="shown")]
+    generate.keep_outputs(new, old)
+    assert new.cells[1].outputs
 
 
 def what_is_computed(results):

@@ -3,6 +3,7 @@
 
 import importlib.util
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,11 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         """Restores the previous handler of SIGTERM."""
         self.__exit__()
+
+
+def verbosity() -> int:
+    """Of `fit`: 1, a progress bar, on a terminal and in a notebook; 2, one line per epoch, elsewhere."""
+    return 1 if sys.stdout.isatty() or type(sys.stdout).__module__.startswith("ipykernel.") else 2
 
 
 def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.SummaryWriter:
