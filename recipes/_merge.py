@@ -64,7 +64,7 @@ def compare(folder: Path, there: Copied, new: Files, keep: bool = False) -> Chan
         keep: leave what the collection has removed.
     """
     base, changes = there.texts, Changes()
-    places = {path: there.places.get(path, path) for path in base}
+    places = where(folder, there)
     mine = {path: read(folder, place) for path, place in places.items()}
     lost = {path: base[path] for path, text in mine.items() if text is None}
     beside = {file for path in base for file in (folder / path).parent.glob("*.py")} if lost else set()
@@ -86,7 +86,7 @@ def compare(folder: Path, there: Copied, new: Files, keep: bool = False) -> Chan
         if path in before:
             old = before[path]
             _bring(folder, changes, (old, base[old]), (places[old], mine[old]), (path, text))
-        elif _in_the_way(folder, path, (text,)):
+        elif in_the_way(folder, path, (text,)):
             changes.tell("added", f"{path}: a file of yours is in the way; move it, then update again", unsettled=True)
         else:
             changes.tell("added", path)
@@ -104,6 +104,16 @@ def compare(folder: Path, there: Copied, new: Files, keep: bool = False) -> Chan
     return changes
 
 
+def where(folder: Path, there: Copied) -> dict[str, str]:
+    """The places of what has been copied, by path."""
+    taken, places = set(there.places.values()), {}
+    for path in there.texts:
+        place = there.places.get(path, path)
+        renamed_back = place != path and path not in taken and read(folder, place) is None
+        places[path] = path if renamed_back and read(folder, path) is not None else place
+    return places
+
+
 def _bring(
     folder: Path, changes: Changes, base: tuple[str, bytes], mine: tuple[str, bytes | None], new: tuple[str, bytes]
 ) -> None:
@@ -113,7 +123,7 @@ def _bring(
     merged, conflicts = (text, False) if text is None else _merge(text, was, now)
     what = path if path == old else f"{old} -> {path}"
     word = "changed" if path == old else "moved"
-    if target != place and _in_the_way(folder, target, (now, merged)):
+    if target != place and in_the_way(folder, target, (now, merged)):
         changes.tell(word, f"{what}: a file of yours is in the way; move it, then update again", unsettled=True)
         changes.texts[old] = was  # as if the collection had not moved it yet
         return
@@ -171,10 +181,11 @@ def _without(files: Files, others: Files | dict[str, str]) -> Files:
     return {path: text for path, text in files.items() if path not in others}
 
 
-def _in_the_way(folder: Path, path: str, allowed: Sequence[bytes | None]) -> bool:
-    """Whether there is something that an update would destroy; a broken link is something too."""
-    if any((folder / parent).is_file() for parent in list(Path(path).parents)[:-1]):
-        return True
+def in_the_way(folder: Path, path: str, allowed: Sequence[bytes | None] = ()) -> bool:
+    """Whether there is something that writing a file would destroy, or that forbids it; a broken link is such too."""
+    for parent in list(Path(path).parents)[:-1]:
+        if os.path.lexists(folder / parent) and not (folder / parent).is_dir():
+            return True
     return os.path.lexists(folder / path) and (read(folder, path) is None or read(folder, path) not in allowed)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipes._contents import with_modules
-from recipes._copy import MANIFEST
+from recipes._copy import FOLDERS, MANIFEST
 
 ROOT = Path(__file__).parent.parent
 ORDER, LOSSES = "common/data/order.py", "common/training/losses.py"  # two helpers that bert_mlm uses
@@ -162,6 +162,18 @@ def test_renamed(history):
     assert (history.project / "common/training/my_losses.py").read_bytes() == (ROOT / LOSSES).read_bytes()
 
 
+def test_renamed_and_renamed_back(history):
+    (history.project / LOSSES).rename(history.project / "common/training/my_losses.py")
+    add_line(history.upstream / LOSSES, "# theirs\n")
+    history.update()
+    (history.project / "common/training/my_losses.py").rename(history.project / LOSSES)
+    assert history.check()[0][LOSSES] == "as-copied"
+    add_line(history.upstream / LOSSES, "# theirs again\n")
+    assert history.update() == [f"changed    {LOSSES}"]
+    assert (history.project / LOSSES).read_bytes() == (history.upstream / LOSSES).read_bytes()
+    assert "place" not in history.manifest()["files"][LOSSES]
+
+
 def test_added_upstream(history):
     (history.upstream / "common/data/added.py").write_text("# theirs\n")
     edit(history.upstream / ORDER, "import tensorflow", "import common.data.added\nimport tensorflow")
@@ -296,6 +308,17 @@ def test_no_manifest(history, option):
         whole[:-9],
         outside,
         newer,
+        "[" * 200_000,
+        whole.replace('"bert_mlm"', "1"),
+        whole.replace('"bert_mlm"', '["a"]'),
+        whole.replace(f'"{ORDER}"', '""'),
+        whole.replace(f'"{ORDER}"', '"requirements.txt/order.py"'),
+        whole.replace(f'"{ORDER}"', r'"\ud800.py"'),
+        json.dumps(json.loads(whole) | {"recipes": "bert_mlm"}),
+        json.dumps(json.loads(whole) | {"recipes": []}),
+        json.dumps(json.loads(whole) | {"package": "a b"}),
+        json.dumps(json.loads(whole) | {"package": "other"}),
+        json.dumps(json.loads(whole) | {"files": {}}),
     ):
         path.write_text(text)
         done = history.cp(option, history.project)
@@ -341,6 +364,35 @@ def test_several_recipes_share_a_folder(history):
     add_line(history.upstream / ORDER, "# theirs\n")
     older = history.cp("causal_lm", history.project)  # whose helpers would be of two versions
     assert older.returncode == 2 and "has copies from version 0.1.0. First: " in older.stderr
+
+
+def test_a_second_recipe_gets_what_was_deleted_from_the_first(history):
+    for path in (ORDER, "requirements.txt", "bert_mlm.py"):
+        (history.project / path).unlink()
+    done = history.cp("glue_custom_loop", history.project)
+    assert done.returncode == 0 and f"{history.project / ORDER}\n" in done.stdout
+    assert (history.project / ORDER).read_bytes() == (ROOT / ORDER).read_bytes()
+    assert "tqdm" in (history.project / "requirements.txt").read_text()
+    assert not (history.project / "bert_mlm.py").exists()  # which the second does not use
+    assert history.check()[0][ORDER] == "as-copied" and no_news(history)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_second_recipe_is_refused_where_a_helper_is_renamed(history, known):
+    (history.project / ORDER).rename(history.project / "common/data/mine.py")
+    if known:
+        add_line(history.upstream / ORDER, "# theirs\n")
+        history.update()
+    before = tree(history.project)
+    refused = history.cp("glue_custom_loop", history.project)
+    advice = "Rename it back, or copy to another folder"
+    assert (
+        refused.stderr == f"error: the recipe needs what you have renamed: {ORDER} -> common/data/mine.py. {advice}\n"
+    )
+    assert refused.returncode == 2 and tree(history.project) == before
+    (history.project / "common/data/mine.py").unlink()  # by now it is deleted
+    assert history.cp("glue_custom_loop", history.project).returncode == 0
+    assert (history.project / ORDER).is_file() and no_news(history)
 
 
 def test_a_recipe_that_is_gone_leaves_its_copy(history):
@@ -425,6 +477,11 @@ def test_the_manifest_says_what_was_copied(history, tmp_path):
         (["--update", "x", "--package", "a"], "give one of NAME DEST, --check DEST and --update DEST"),
         (["bert_mlm", "x", "--diff"], "--diff and --dry-run go with --check DEST or --update DEST"),
         (["bert_mlm", "."], ". is this collection itself: copy to a folder of your own"),
+        (["bert_mlm", "recipes"], "recipes is this collection itself: copy to a folder of your own"),
+        (["bert_mlm", "common/data/x"], "common/data/x is this collection itself: copy to a folder of your own"),
+        (["bert_mlm", "x", "--package", "test"], "would hide the package test that Python imports"),
+        (["bert_mlm", "x", "--package", "test_bert_mlm"], "would be hidden by x/test_bert_mlm.py; give another name"),
+        (["bert_mlm", "x", "--package", "my.\ufb01t"], "--package 'my.\ufb01t' is not the name of a package"),
         (["--package", "my-train", "bert_mlm", "x"], "--package 'my-train' is not the name of a package"),
         (["bert_mlm", "--package", "my.class", "x"], "--package 'my.class' is not the name of a package"),
         (["bert_mlm", "x", "--package", ""], "--package '' is not the name of a package"),
@@ -437,6 +494,18 @@ def test_bad_input_is_one_line(words, message):
     done = subprocess.run([sys.executable, "-m", "recipes", "cp", *words], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert message in done.stderr and not (ROOT / "x").exists()
+
+
+def test_the_folders_of_the_collection_are_known():
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a clone")
+    assert {path.split("/")[0] for path in done.stdout.splitlines() if "/" in path} | {".git"} == set(FOLDERS)
+
+
+def test_a_new_folder_in_the_collection_takes_a_copy(history):
+    assert history.cp("bert_mlm", "my_project").returncode == 0
+    assert (history.upstream / "my_project/bert_mlm.py").is_file()
 
 
 def test_modules_are_renamed_by_syntax():
