@@ -25,7 +25,7 @@ from recipes._merge import MARKER, Changes, Copied, compare, describe, differenc
 
 MANIFEST = "recipes-manifest.json"
 FORMAT = 1  # of the manifest
-# What the collection itself is in, where a copy would damage it.
+# The collection's own, which a copy in them would damage.
 FOLDERS = (".ci", ".git", "benchmarks", "common", "docs", "guides", "notebooks", "recipes", "tests")
 
 
@@ -58,7 +58,7 @@ def copy_recipe(name: str, folder: Path, package: str | None) -> int:
         raise UserError(
             f"{folder} has a copy of {name}. To bring it up to date: python -m recipes cp --update {folder}"
         )
-    packages = _list_of_packages(folder, there)
+    packages = _list_of_packages(folder, there, name)
     if contents(there.recipes, there.package, packages) != there.texts:
         raise UserError(f"{folder} has copies from {there.origin}. First: python -m recipes cp --update {folder}")
     names = (*there.recipes, name)
@@ -115,7 +115,7 @@ def update(folder: Path, dry_run: bool, diff: bool) -> int:
     """
     there, changes = _news(folder)
     places = where(folder, there).values()
-    if conflicts := [place for place in places if MARKER in (read(folder, place) or b"")]:
+    if conflicts := [place for place in places if MARKER in (read(folder, place) or b"").replace(b"\r\n", b"\n")]:
         raise UserError(
             f"resolve the conflicts of the last update first, at {MARKER.decode().strip()!r}: {' '.join(conflicts)}"
         )
@@ -229,11 +229,13 @@ def _write_whole(path: Path, text: bytes) -> None:
     unfinished.replace(path)
 
 
-def _list_of_packages(folder: Path, there: Copied) -> str:
+def _list_of_packages(folder: Path, there: Copied, name: str | None = None) -> str:
     """The name of the file that lists the packages needed: no second `requirements.txt`, and none beside a project."""
     if there.texts:
         return FRAGMENT if FRAGMENT in there.texts else REQUIREMENTS
-    return FRAGMENT if any((folder / name).exists() for name in ("pyproject.toml", REQUIREMENTS)) else REQUIREMENTS
+    ours = contents((name,), "", REQUIREMENTS)[REQUIREMENTS] if name else None  # there after an interrupted copy
+    theirs = (folder / REQUIREMENTS).exists() and read(folder, REQUIREMENTS) != ours
+    return FRAGMENT if theirs or (folder / "pyproject.toml").exists() else REQUIREMENTS
 
 
 def _is_package(name: str) -> bool:

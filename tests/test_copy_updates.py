@@ -174,6 +174,68 @@ def test_renamed_and_renamed_back(history):
     assert "place" not in history.manifest()["files"][LOSSES]
 
 
+def test_renamed_to_a_name_that_is_not_utf8(history):
+    name = os.fsdecode(b"common/training/\xff.py")
+    (history.project / LOSSES).rename(history.project / name)
+    add_line(history.upstream / LOSSES, "# theirs\n")
+    assert history.check()[0][f"{LOSSES} -> common/training/\\xff.py"] == "renamed"
+    assert history.update() == [f"changed    {LOSSES} (common/training/\\xff.py)"]
+    assert (history.project / name).read_bytes() == (history.upstream / LOSSES).read_bytes() and no_news(history)
+
+
+def test_crlf(history):
+    """As in a checkout of the project on Windows."""
+    for path in history.project.rglob("*"):
+        if path.is_file() and path.name != MANIFEST:
+            path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert set(history.check()[0].values()) == {"as-copied"}
+    mine = (history.project / LOSSES).read_bytes().replace(b'"""', b'"""Mine. ', 1)
+    (history.project / LOSSES).write_bytes(mine)
+    edit(history.upstream / "recipes/bert_mlm.py", '"""', '"""Theirs. ')
+    for path in (ORDER, LOSSES):
+        add_line(history.upstream / path, "# theirs\n")
+    move_upstream(history)
+    rows = history.update()
+    assert f"changed    {LOSSES}: merged with your edits" in rows and not any("CONFLICT" in row for row in rows)
+    assert (history.project / LOSSES).read_bytes() == mine + b"# theirs\r\n" and no_news(history)
+    for path in ("bert_mlm.py", "common/data/sequence.py"):
+        theirs = (history.upstream / ("recipes" if path == "bert_mlm.py" else "") / path).read_bytes()
+        assert (history.project / path).read_bytes() == theirs.replace(b"\n", b"\r\n")
+    edit(history.upstream / LOSSES, '"""', '"""Theirs. ')
+    history.update(status=1)
+    assert b"<<<<<<< yours\r\n" in (history.project / LOSSES).read_bytes()
+    assert history.cp("--update", history.project).stderr.startswith("error: resolve the conflicts of the last update")
+
+
+def test_saved_as_utf16(history):
+    text = (history.project / ORDER).read_text()
+    (history.project / ORDER).write_bytes(text.encode("utf-16"))
+    for path in (ORDER, LOSSES):
+        add_line(history.upstream / path, "# theirs\n")
+    not_merged = f"changed    {ORDER}: {ORDER} is not UTF-8, and cannot be merged; save it as that, then update again"
+    assert not_merged in history.update(status=1)
+    assert (history.project / ORDER).read_bytes() == text.encode("utf-16")
+    assert (history.project / LOSSES).read_bytes() == (history.upstream / LOSSES).read_bytes()
+    assert history.check()[1] == 1
+    (history.project / ORDER).write_text(text)
+    assert history.update() == [f"changed    {ORDER}"] and no_news(history)
+
+
+def test_the_settings_of_git_do_not_matter(history, monkeypatch, tmp_path):
+    (tmp_path / "settings").write_text("[diff]\n\torderFile = /nowhere\n")
+    monkeypatch.setitem(ENVIRONMENT, "GIT_CONFIG_GLOBAL", str(tmp_path / "settings"))
+    (history.project / LOSSES).rename(history.project / "common/training/my_losses.py")
+    assert history.check()[0][f"{LOSSES} -> common/training/my_losses.py"] == "renamed"
+
+
+def test_a_failure_of_git_is_told(history, monkeypatch, tmp_path):
+    (tmp_path / "settings").write_text("[diff\n")
+    monkeypatch.setitem(ENVIRONMENT, "GIT_CONFIG_GLOBAL", str(tmp_path / "settings"))
+    (history.project / LOSSES).rename(history.project / "common/training/my_losses.py")
+    done = history.cp("--check", history.project)
+    assert done.returncode == 2 and done.stderr.startswith("error: git diff failed: fatal: ")
+
+
 def test_added_upstream(history):
     (history.upstream / "common/data/added.py").write_text("# theirs\n")
     edit(history.upstream / ORDER, "import tensorflow", "import common.data.added\nimport tensorflow")
@@ -325,7 +387,9 @@ def test_no_manifest(history, option):
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
         assert ("is damaged" in done.stderr) == (text != newer)
     path.unlink()
+    before = tree(history.project)
     assert history.cp("bert_mlm", history.project).returncode == 0  # what is there is as it would be copied
+    assert tree(history.project).keys() == before.keys() | {MANIFEST}  # and no second list of packages
     assert no_news(history)
 
 
@@ -409,6 +473,7 @@ def test_a_dry_run_shows_what_an_update_does(history, tmp_path):
     move_upstream(history)
     before = tree(history.project)
     dry = history.cp("--update", history.project, "--dry-run", "--diff").stdout
+    assert history.cp("--update", "--dry-run", "--diff", history.project).stdout == dry
     assert tree(history.project) == before
     news, patch = dry.split("diff --git", 1)
     patch = f"diff --git{patch}"
@@ -476,6 +541,10 @@ def test_the_manifest_says_what_was_copied(history, tmp_path):
         (["bert_mlm", "x", "--check", "x"], "give one of NAME DEST, --check DEST and --update DEST"),
         (["--update", "x", "--package", "a"], "give one of NAME DEST, --check DEST and --update DEST"),
         (["bert_mlm", "x", "--diff"], "--diff and --dry-run go with --check DEST or --update DEST"),
+        (["--update", "--dry-run"], "give the folder of the copy: --check DEST or --update DEST"),
+        (["bert_mlm", "x", "--check"], "give one of NAME DEST, --check DEST and --update DEST"),
+        (["bert_mlm", ""], "argument DEST: give the name of a folder, such as my_project"),
+        (["--check", ""], "argument --check: give the name of a folder, such as my_project"),
         (["bert_mlm", "."], ". is this collection itself: copy to a folder of your own"),
         (["bert_mlm", "recipes"], "recipes is this collection itself: copy to a folder of your own"),
         (["bert_mlm", "common/data/x"], "common/data/x is this collection itself: copy to a folder of your own"),
