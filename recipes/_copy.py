@@ -48,9 +48,10 @@ def copy_recipe(name: str, folder: Path, package: str | None) -> int:
     recipe_path(name)
     if package is not None:
         _check_package(package, folder)
-    real, root = folder.resolve(), ROOT.resolve()
-    if real.is_relative_to(root) and (real.relative_to(root).parts or FOLDERS)[0] in FOLDERS:
-        raise UserError(f"{folder} is this collection itself: copy to a folder of your own")
+    for place in (folder, folder.joinpath(*(package or "").split("."))):
+        real, root = place.resolve(), ROOT.resolve()
+        if real.is_relative_to(root) and (real.relative_to(root).parts or FOLDERS)[0] in FOLDERS:
+            raise UserError(f"{place} is this collection itself: copy to a folder of your own")
     there = read_manifest(folder) if (folder / MANIFEST).is_file() else Copied(package or "")
     if package not in (None, there.package):
         raise UserError(f"the copies in {folder} are in {there.package or 'no package'}: copy to another folder")
@@ -152,10 +153,12 @@ def read_manifest(folder: Path) -> Copied:
             raise ValueError("a file in a file")
         if package and not _is_package(package):
             raise ValueError("not a package")
-        recipes_paths = [f"{package.replace('.', '/')}/{name}.py".lstrip("/") for name in names]
-        if not isinstance(names, list) or not set(recipes_paths) <= texts.keys() or bool(names) != bool(texts):
+        paths = {f"{package.replace('.', '/')}/{name}.py".lstrip("/") for name in names if name.isidentifier()}
+        if not isinstance(names, list) or len(paths & texts.keys()) != len(names) or bool(names) != bool(texts):
             raise ValueError("recipes and files that do not go together")
-        return Copied(package, tuple(map(str, names)), texts, places, _describe(manifest))
+        origin = _describe(manifest)
+        origin.encode()  # a ValueError for what cannot be printed
+        return Copied(package, tuple(names), texts, places, origin)
     except (KeyError, TypeError, AttributeError, ValueError, zlib.error):
         raise UserError(f"{path} is damaged: restore it, as from your version control") from None
 

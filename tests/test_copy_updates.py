@@ -378,6 +378,7 @@ def test_no_manifest(history, option):
         whole.replace(f'"{ORDER}"', r'"\ud800.py"'),
         json.dumps(json.loads(whole) | {"recipes": "bert_mlm"}),
         json.dumps(json.loads(whole) | {"recipes": []}),
+        json.dumps(json.loads(whole) | {"version": "\ud800"}),
         json.dumps(json.loads(whole) | {"package": "a b"}),
         json.dumps(json.loads(whole) | {"package": "other"}),
         json.dumps(json.loads(whole) | {"files": {}}),
@@ -575,6 +576,8 @@ def test_the_folders_of_the_collection_are_known():
 def test_a_new_folder_in_the_collection_takes_a_copy(history):
     assert history.cp("bert_mlm", "my_project").returncode == 0
     assert (history.upstream / "my_project/bert_mlm.py").is_file()
+    refused = history.cp("bert_mlm", "..", "--package", "upstream")
+    assert refused.returncode == 2 and refused.stderr.startswith("error: ../upstream is this collection itself: ")
 
 
 def test_modules_are_renamed_by_syntax():
