@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is no such file, or it is truncated or not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import textwrap
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from common.errors import UserError
 from common.run.command_line import fail, quiet_stderr, quiet_without_reader
@@ -56,11 +56,25 @@ def list_recipes() -> None:
             print(textwrap.fill(line, width, initial_indent=f"{start:20} ", subsequent_indent=" " * 21))
 
 
+def folder_named(word: str) -> Path:
+    """The folder; the empty word is a mistake, as of an unset variable, and not this folder."""
+    if not word:
+        raise argparse.ArgumentTypeError("give the name of a folder, such as my_project")
+    return Path(word)
+
+
 def copy_or_update(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Does what `cp` was asked for, and returns the exit status; `parser` reports arguments that do not go together."""
+    for option in ("check", "update"):
+        if getattr(arguments, option) is True and arguments.name and not arguments.destination:
+            # Another option is between the two, as in `--update --dry-run DEST`.
+            setattr(arguments, option, Path(arguments.name))
+            arguments.name = None
     folders = [folder for folder in (arguments.check, arguments.update) if folder]
     if len(folders) > 1 or (folders and (arguments.name or arguments.package)):
         parser.error("give one of NAME DEST, --check DEST and --update DEST")
+    if True in folders:
+        parser.error("give the folder of the copy: --check DEST or --update DEST")
     if not folders:
         missing = [word for word, value in (("NAME", arguments.name), ("DEST", arguments.destination)) if not value]
         if missing:
@@ -107,13 +121,14 @@ def main() -> None:
     copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses; update a copy")
     copied = (
         copy.add_argument("name", metavar="NAME", help="the recipe"),
-        copy.add_argument("destination", metavar="DEST", type=Path, help="folder, created if missing"),
+        copy.add_argument("destination", metavar="DEST", type=folder_named, help="folder, created if missing"),
     )
     for argument in copied:
         argument.required = False  # with --check or --update
     copy.add_argument("--package", metavar="my.train", help="copy into this package of DEST, and rename imports")
-    copy.add_argument("--check", metavar="DEST", type=Path, help="what you and the collection have changed since")
-    copy.add_argument("--update", metavar="DEST", type=Path, help="merge the collection's changes with yours")
+    of_a_copy: dict[str, Any] = {"metavar": "DEST", "type": folder_named, "nargs": "?", "const": True}
+    copy.add_argument("--check", **of_a_copy, help="what you and the collection have changed since")
+    copy.add_argument("--update", **of_a_copy, help="merge the collection's changes with yours")
     copy.add_argument("--diff", action="store_true", help="with either: print what an update changes")
     copy.add_argument("--dry-run", action="store_true", help="with --update: write nothing")
     doctor_of = commands.add_parser("doctor", help="verify on this machine that training is exact")

@@ -9,20 +9,24 @@ shallow clone lacks and a rebase drops; and in one file, which is replaced as a 
 import base64
 import hashlib
 import keyword
+import os
 import shutil
 import sys
+import unicodedata
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from common.errors import UserError
 from common.files import UNFINISHED, flush, read_json, remove_unfinished, write_json
 from recipes._contents import FRAGMENT, REQUIREMENTS, ROOT, contents, imports, project, recipe_path, recipes
-from recipes._merge import MARKER, Changes, Copied, compare, describe, difference, read
+from recipes._merge import MARKER, Changes, Copied, compare, describe, difference, in_the_way, read, where
 
 MANIFEST = "recipes-manifest.json"
 FORMAT = 1  # of the manifest
+# The collection's own, which a copy in them would damage.
+FOLDERS = (".ci", ".git", "benchmarks", "common", "docs", "guides", "notebooks", "recipes", "tests")
 
 
 def copy_recipe(name: str, folder: Path, package: str | None) -> int:
@@ -37,14 +41,17 @@ def copy_recipe(name: str, folder: Path, package: str | None) -> int:
         The exit status: 1 where the list of packages is left with a conflict.
 
     Raises:
-        UserError: when there is a copy of the recipe, or an older one of another; when a file is in the way, nothing
-            can be written there, or the package's name is invalid.
+        UserError: when there is a copy of the recipe, or an older one of another; when the user has renamed a helper
+            that the recipe uses; when a file is in the way, nothing can be written there, or the folder or the package
+            is not one to copy to.
     """
     recipe_path(name)
     if package is not None:
         _check_package(package, folder)
-    if folder.resolve() == ROOT.resolve():
-        raise UserError(f"{folder} is this collection itself: copy to a folder of your own")
+    for place in (folder, folder.joinpath(*(package or "").split("."))):
+        real, root = place.resolve(), ROOT.resolve()
+        if real.is_relative_to(root) and (real.relative_to(root).parts or FOLDERS)[0] in FOLDERS:
+            raise UserError(f"{place} is this collection itself: copy to a folder of your own")
     there = read_manifest(folder) if (folder / MANIFEST).is_file() else Copied(package or "")
     if package not in (None, there.package):
         raise UserError(f"the copies in {folder} are in {there.package or 'no package'}: copy to another folder")
@@ -52,15 +59,19 @@ def copy_recipe(name: str, folder: Path, package: str | None) -> int:
         raise UserError(
             f"{folder} has a copy of {name}. To bring it up to date: python -m recipes cp --update {folder}"
         )
-    packages = _list_of_packages(folder, there)
+    packages = _list_of_packages(folder, there, name)
     if contents(there.recipes, there.package, packages) != there.texts:
         raise UserError(f"{folder} has copies from {there.origin}. First: python -m recipes cp --update {folder}")
     names = (*there.recipes, name)
     new = contents(names, there.package, packages)
     changes = compare(folder, there, new)
-    if in_the_way := [str(folder / path) for path in new if path not in changes.texts]:
+    obstacles = [path for path in new if path not in changes.texts]
+    obstacles += _restore(folder, changes, contents((name,), there.package, packages).keys() & there.texts.keys())
+    if not (folder / MANIFEST).is_file() and in_the_way(folder, MANIFEST):
+        obstacles.append(MANIFEST)
+    if obstacles:
         advice = "Move what is yours, or copy into a package: --package NAME"
-        raise UserError(f"{', '.join(in_the_way)} already exist(s). {advice}")
+        raise UserError(f"{', '.join(str(folder / path) for path in obstacles)} already exist(s). {advice}")
     _write(folder, changes, there.package, names)
     print(*(folder / path for path in changes.writes), folder / MANIFEST, *changes.unsettled, sep="\n")
     program = f"-m {there.package}.{name}" if there.package else f"{name}.py"
@@ -104,8 +115,8 @@ def update(folder: Path, dry_run: bool, diff: bool) -> int:
         UserError: as `check`, and where conflicts of the last update are left, or a file cannot be written.
     """
     there, changes = _news(folder)
-    places = [there.places.get(path, path) for path in there.texts]
-    if conflicts := [place for place in places if MARKER in (read(folder, place) or b"")]:
+    places = where(folder, there).values()
+    if conflicts := [place for place in places if MARKER in (read(folder, place) or b"").replace(b"\r\n", b"\n")]:
         raise UserError(
             f"resolve the conflicts of the last update first, at {MARKER.decode().strip()!r}: {' '.join(conflicts)}"
         )
@@ -133,14 +144,52 @@ def read_manifest(folder: Path) -> Copied:
         texts = {name: zlib.decompress(base64.b64decode(file["base"])) for name, file in manifest["files"].items()}
         hashes = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
         places = {name: file["place"] for name, file in manifest["files"].items() if "place" in file}
-        paths = [*texts, *places.values(), manifest["package"].replace(".", "/")]
-        if any(PurePosixPath(path).is_absolute() or ".." in path.split("/") for path in paths):
-            raise ValueError("a path out of the folder")
         if hashes != {name: file["sha256"] for name, file in manifest["files"].items()}:
             raise ValueError("a wrong hash")
-        return Copied(manifest["package"], tuple(manifest["recipes"]), texts, places, _describe(manifest))
+        package, names = manifest["package"], manifest["recipes"]
+        if not all(_is_inside(path) for path in [*texts, *places.values()]):
+            raise ValueError("a path that is none in the folder")
+        if any(str(parent) in texts for path in texts for parent in PurePosixPath(path).parents):
+            raise ValueError("a file in a file")
+        if package and not _is_package(package):
+            raise ValueError("not a package")
+        paths = {f"{package.replace('.', '/')}/{name}.py".lstrip("/") for name in names if name.isidentifier()}
+        if not isinstance(names, list) or len(paths & texts.keys()) != len(names) or bool(names) != bool(texts):
+            raise ValueError("recipes and files that do not go together")
+        origin = _describe(manifest)
+        origin.encode()  # a ValueError for what cannot be printed
+        return Copied(package, tuple(names), texts, places, origin)
     except (KeyError, TypeError, AttributeError, ValueError, zlib.error):
         raise UserError(f"{path} is damaged: restore it, as from your version control") from None
+
+
+def _is_inside(path: str) -> bool:
+    """Whether that is the path of a file in the folder, as this program writes it."""
+    parts = PurePosixPath(path)
+    os.fsencode(path)  # a ValueError for what is no name
+    plain = str(parts) == path != "." and "\0" not in path
+    return plain and not parts.is_absolute() and ".." not in parts.parts
+
+
+def _restore(folder: Path, changes: Changes, needed: Collection[str]) -> list[str]:
+    """Writes again what the user has deleted and another recipe needs.
+
+    Returns:
+        The paths where something is in the way.
+
+    Raises:
+        UserError: when the user has renamed something that it needs, under which name it would not be found.
+    """
+    places = {path: changes.places.get(path, path) for path in sorted(needed)}
+    deleted = [path for path, place in places.items() if read(folder, place) is None]
+    if renamed := [f"{path} -> {place}" for path, place in places.items() if path != place and path not in deleted]:
+        raise UserError(
+            f"the recipe needs what you have renamed: {', '.join(renamed)}. Rename it back, or copy to another folder"
+        )
+    for path in deleted:
+        changes.writes[path] = changes.texts[path]
+        changes.places.pop(path, None)
+    return [path for path in deleted if in_the_way(folder, path)]
 
 
 def _news(folder: Path) -> tuple[Copied, Changes]:
@@ -183,22 +232,33 @@ def _write_whole(path: Path, text: bytes) -> None:
     unfinished.replace(path)
 
 
-def _list_of_packages(folder: Path, there: Copied) -> str:
+def _list_of_packages(folder: Path, there: Copied, name: str | None = None) -> str:
     """The name of the file that lists the packages needed: no second `requirements.txt`, and none beside a project."""
     if there.texts:
         return FRAGMENT if FRAGMENT in there.texts else REQUIREMENTS
-    return FRAGMENT if any((folder / name).exists() for name in ("pyproject.toml", REQUIREMENTS)) else REQUIREMENTS
+    ours = contents((name,), "", REQUIREMENTS)[REQUIREMENTS] if name else None  # there after an interrupted copy
+    theirs = (folder / REQUIREMENTS).exists() and read(folder, REQUIREMENTS) != ours
+    return FRAGMENT if theirs or (folder / "pyproject.toml").exists() else REQUIREMENTS
+
+
+def _is_package(name: str) -> bool:
+    # Python looks for a name's normal form, which is another one on the disk.
+    return unicodedata.normalize("NFKC", name) == name and all(
+        part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")
+    )
 
 
 def _check_package(package: str, folder: Path) -> None:
     parts = package.split(".")
-    if not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
+    if not _is_package(package):
         raise UserError(f"--package {package!r} is not the name of a package; give one such as my.train")
     installed = {
         name.split(".")[0] for path in [*recipes().values(), *ROOT.glob("common/*/*.py")] for name in imports(path)
     }
-    if parts[0] in (installed - {"common"}) | sys.stdlib_module_names:
+    if parts[0] in (installed - {"common"}) | sys.stdlib_module_names | {"test"}:  # which is Python's, and not in it
         raise UserError(f"--package {package} would hide the package {parts[0]} that Python imports; give another name")
+    if parts[0] in {f"test_{name}" for name in recipes()}:
+        raise UserError(f"--package {package} would be hidden by {folder / parts[0]}.py; give another name")
     for end in range(1, len(parts) + 1):
         if (module := folder.joinpath(*parts[:end]).with_suffix(".py")).exists():
             raise UserError(f"--package {package} would hide {module}; give another name")

@@ -50,8 +50,8 @@ class Changes:
 
 
 def line(word: str, what: str) -> str:
-    """A row of the two columns that are printed."""
-    return f"{word:10} {what}"
+    """A row of the two columns that are printed, where a name that is not UTF-8 is escaped."""
+    return f"{word:10} {os.fsencode(what).decode(errors='backslashreplace')}"
 
 
 def compare(folder: Path, there: Copied, new: Files, keep: bool = False) -> Changes:
@@ -64,7 +64,7 @@ def compare(folder: Path, there: Copied, new: Files, keep: bool = False) -> Chan
         keep: leave what the collection has removed.
     """
     base, changes = there.texts, Changes()
-    places = {path: there.places.get(path, path) for path in base}
+    places = where(folder, there)
     mine = {path: read(folder, place) for path, place in places.items()}
     lost = {path: base[path] for path, text in mine.items() if text is None}
     beside = {file for path in base for file in (folder / path).parent.glob("*.py")} if lost else set()
@@ -72,6 +72,8 @@ def compare(folder: Path, there: Copied, new: Files, keep: bool = False) -> Chan
     found = {place: text for place in strange if (text := read(folder, place)) is not None}
     for path, place in _renames(lost, found).items():
         places[path], mine[path] = place, found[place]
+    crlf = {path for path, text in mine.items() if text and as_lf(text) != text and b"\r" not in base[path]}
+    mine |= {path: as_lf(mine[path] or b"") for path in crlf}
     moves = _renames(_without(base, new), _without(new, base))
     before = {path: path for path in base if path in new} | {path: old for old, path in moves.items()}
 
@@ -86,13 +88,16 @@ def compare(folder: Path, there: Copied, new: Files, keep: bool = False) -> Chan
         if path in before:
             old = before[path]
             _bring(folder, changes, (old, base[old]), (places[old], mine[old]), (path, text))
-        elif _in_the_way(folder, path, (text,)):
+        elif in_the_way(folder, path, (text,)):
             changes.tell("added", f"{path}: a file of yours is in the way; move it, then update again", unsettled=True)
         else:
             changes.tell("added", path)
             changes.texts[path] = text
             if read(folder, path) is None:
                 changes.writes[path] = text
+    for path, old in before.items():
+        if old in crlf and (place := changes.places.get(path, path)) in changes.writes:
+            changes.writes[place] = changes.writes[place].replace(b"\n", b"\r\n")
     for path in _without(_without(base, new), moves):
         if mine[path] is None:
             changes.tell("removed", f"{path}: as you did")
@@ -104,18 +109,34 @@ def compare(folder: Path, there: Copied, new: Files, keep: bool = False) -> Chan
     return changes
 
 
+def where(folder: Path, there: Copied) -> dict[str, str]:
+    """The places of what has been copied, by path."""
+    taken, places = set(there.places.values()), {}
+    for path in there.texts:
+        place = there.places.get(path, path)
+        renamed_back = place != path and path not in taken and read(folder, place) is None
+        places[path] = path if renamed_back and read(folder, path) is not None else place
+    return places
+
+
 def _bring(
     folder: Path, changes: Changes, base: tuple[str, bytes], mine: tuple[str, bytes | None], new: tuple[str, bytes]
 ) -> None:
     """Decides about a file that is in the copy and in the collection; each time its path and its content."""
     (old, was), (place, text), (path, now) = base, mine, new
     target = path if place == old else place
-    merged, conflicts = (text, False) if text is None else _merge(text, was, now)
+    binary = b"\0" in (text or b"") and text not in (was, now) and was != now  # to git, as all in UTF-16
+    merged, conflicts = (text, False) if text is None or binary else _merge(text, was, now)
     what = path if path == old else f"{old} -> {path}"
     word = "changed" if path == old else "moved"
-    if target != place and _in_the_way(folder, target, (now, merged)):
-        changes.tell(word, f"{what}: a file of yours is in the way; move it, then update again", unsettled=True)
-        changes.texts[old] = was  # as if the collection had not moved it yet
+    problem = f"{place} is not UTF-8, and cannot be merged; save it as that" if binary else ""
+    if not binary and target != place and in_the_way(folder, target, (now, merged)):
+        problem = "a file of yours is in the way; move it"
+    if problem:
+        changes.tell(word, f"{what}: {problem}, then update again", unsettled=True)
+        changes.texts[old] = was  # as if the collection had not changed it yet
+        if place != old:
+            changes.places[old] = place
         return
     changes.texts[path] = now
     if target != path:
@@ -146,6 +167,12 @@ def read(folder: Path, path: str) -> bytes | None:
         raise UserError(f"cannot read {folder / path}: {error.strerror}") from None
 
 
+def as_lf(text: bytes) -> bytes:
+    """A text that has CRLF throughout, as a checkout on Windows, with LF; any other as it is."""
+    ends = text.count(b"\r\n")
+    return text.replace(b"\r\n", b"\n") if ends == text.count(b"\r") == text.count(b"\n") else text
+
+
 def difference(folder: Path, changes: Changes) -> str:
     """What an update would change in the folder, as a unified diff; empty for nothing."""
     paths = {*changes.writes, *changes.removes}
@@ -171,11 +198,13 @@ def _without(files: Files, others: Files | dict[str, str]) -> Files:
     return {path: text for path, text in files.items() if path not in others}
 
 
-def _in_the_way(folder: Path, path: str, allowed: Sequence[bytes | None]) -> bool:
-    """Whether there is something that an update would destroy; a broken link is something too."""
-    if any((folder / parent).is_file() for parent in list(Path(path).parents)[:-1]):
-        return True
-    return os.path.lexists(folder / path) and (read(folder, path) is None or read(folder, path) not in allowed)
+def in_the_way(folder: Path, path: str, allowed: Sequence[bytes | None] = ()) -> bool:
+    """Whether there is something that writing a file would destroy, or that forbids it; a broken link is such too."""
+    for parent in list(Path(path).parents)[:-1]:
+        if os.path.lexists(folder / parent) and not (folder / parent).is_dir():
+            return True
+    text = read(folder, path)
+    return os.path.lexists(folder / path) and (text is None or not {text, as_lf(text)} & {*allowed})
 
 
 def _merge(mine: bytes, base: bytes, new: bytes) -> tuple[bytes, bool]:
@@ -196,7 +225,8 @@ def _renames(old: Files, new: Files) -> dict[str, str]:
     """Which of the new files git takes for old ones, by paths."""
     if not old or not new:
         return {}
-    words = _compare_trees(old, new, "--name-status", "-z", "-M", "--diff-filter=R").decode().split("\0")
+    names = _compare_trees(old, new, "--name-status", "-z", "-M", "--diff-filter=R")
+    words = os.fsdecode(names).split("\0")
     return {a.removeprefix("a/"): b.removeprefix("b/") for a, b in zip(words[1::3], words[2::3], strict=False)}
 
 
@@ -207,8 +237,12 @@ def _compare_trees(old: Files, new: Files, *options: str) -> bytes:
             for path, text in files.items():
                 Path(folder, tree, path).parent.mkdir(parents=True, exist_ok=True)
                 Path(folder, tree, path).write_bytes(text)
-        plain = ("--no-index", "--no-prefix", "--no-ext-diff", "--no-textconv", "--no-color")
-        return _git("diff", *plain, *options, "a", "b", folder=Path(folder)).stdout
+        # Without the user's own settings; of those, `diff.orderFile` may name a file that is missing.
+        plain = ("--no-index", "--no-prefix", "--no-ext-diff", "--no-textconv", "--no-color", "-O/dev/null")
+        done = _git("diff", *plain, *options, "a", "b", folder=Path(folder))
+    if done.returncode > 1:  # 1: there are differences
+        raise UserError(f"git diff failed: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout
 
 
 def _git(*words: str, folder: Path) -> "subprocess.CompletedProcess[bytes]":

@@ -131,6 +131,14 @@ def test_a_file_with_the_name_of_a_folder_is_in_the_way(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["common"]
 
 
+@pytest.mark.parametrize("name", ["common", MANIFEST])
+def test_a_broken_link_or_a_folder_is_in_the_way(name, tmp_path):
+    (tmp_path / "common").symlink_to("nowhere") if name == "common" else (tmp_path / MANIFEST).mkdir()
+    refused = cp(ROOT / "recipes/bert_mlm.py", tmp_path)
+    assert refused.returncode == 2 and f"{tmp_path}/{name}" in refused.stderr and "already exist(s)" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_a_destination_that_is_a_file_is_told_of(tmp_path):
     (tmp_path / "mine").write_text("")
     refused = cp(ROOT / "recipes/bert_mlm.py", tmp_path / "mine")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipes._contents import with_modules
-from recipes._copy import MANIFEST
+from recipes._copy import FOLDERS, MANIFEST
 
 ROOT = Path(__file__).parent.parent
 ORDER, LOSSES = "common/data/order.py", "common/training/losses.py"  # two helpers that bert_mlm uses
@@ -162,6 +162,80 @@ def test_renamed(history):
     assert (history.project / "common/training/my_losses.py").read_bytes() == (ROOT / LOSSES).read_bytes()
 
 
+def test_renamed_and_renamed_back(history):
+    (history.project / LOSSES).rename(history.project / "common/training/my_losses.py")
+    add_line(history.upstream / LOSSES, "# theirs\n")
+    history.update()
+    (history.project / "common/training/my_losses.py").rename(history.project / LOSSES)
+    assert history.check()[0][LOSSES] == "as-copied"
+    add_line(history.upstream / LOSSES, "# theirs again\n")
+    assert history.update() == [f"changed    {LOSSES}"]
+    assert (history.project / LOSSES).read_bytes() == (history.upstream / LOSSES).read_bytes()
+    assert "place" not in history.manifest()["files"][LOSSES]
+
+
+def test_renamed_to_a_name_that_is_not_utf8(history):
+    name = os.fsdecode(b"common/training/\xff.py")
+    (history.project / LOSSES).rename(history.project / name)
+    add_line(history.upstream / LOSSES, "# theirs\n")
+    assert history.check()[0][f"{LOSSES} -> common/training/\\xff.py"] == "renamed"
+    assert history.update() == [f"changed    {LOSSES} (common/training/\\xff.py)"]
+    assert (history.project / name).read_bytes() == (history.upstream / LOSSES).read_bytes() and no_news(history)
+
+
+def test_crlf(history):
+    """As in a checkout of the project on Windows."""
+    for path in history.project.rglob("*"):
+        if path.is_file() and path.name != MANIFEST:
+            path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert set(history.check()[0].values()) == {"as-copied"}
+    mine = (history.project / LOSSES).read_bytes().replace(b'"""', b'"""Mine. ', 1)
+    (history.project / LOSSES).write_bytes(mine)
+    edit(history.upstream / "recipes/bert_mlm.py", '"""', '"""Theirs. ')
+    for path in (ORDER, LOSSES):
+        add_line(history.upstream / path, "# theirs\n")
+    move_upstream(history)
+    rows = history.update()
+    assert f"changed    {LOSSES}: merged with your edits" in rows and not any("CONFLICT" in row for row in rows)
+    assert (history.project / LOSSES).read_bytes() == mine + b"# theirs\r\n" and no_news(history)
+    for path in ("bert_mlm.py", "common/data/sequence.py"):
+        theirs = (history.upstream / ("recipes" if path == "bert_mlm.py" else "") / path).read_bytes()
+        assert (history.project / path).read_bytes() == theirs.replace(b"\n", b"\r\n")
+    edit(history.upstream / LOSSES, '"""', '"""Theirs. ')
+    history.update(status=1)
+    assert b"<<<<<<< yours\r\n" in (history.project / LOSSES).read_bytes()
+    assert history.cp("--update", history.project).stderr.startswith("error: resolve the conflicts of the last update")
+
+
+def test_saved_as_utf16(history):
+    text = (history.project / ORDER).read_text()
+    (history.project / ORDER).write_bytes(text.encode("utf-16"))
+    for path in (ORDER, LOSSES):
+        add_line(history.upstream / path, "# theirs\n")
+    not_merged = f"changed    {ORDER}: {ORDER} is not UTF-8, and cannot be merged; save it as that, then update again"
+    assert not_merged in history.update(status=1)
+    assert (history.project / ORDER).read_bytes() == text.encode("utf-16")
+    assert (history.project / LOSSES).read_bytes() == (history.upstream / LOSSES).read_bytes()
+    assert history.check()[1] == 1
+    (history.project / ORDER).write_text(text)
+    assert history.update() == [f"changed    {ORDER}"] and no_news(history)
+
+
+def test_the_settings_of_git_do_not_matter(history, monkeypatch, tmp_path):
+    (tmp_path / "settings").write_text("[diff]\n\torderFile = /nowhere\n")
+    monkeypatch.setitem(ENVIRONMENT, "GIT_CONFIG_GLOBAL", str(tmp_path / "settings"))
+    (history.project / LOSSES).rename(history.project / "common/training/my_losses.py")
+    assert history.check()[0][f"{LOSSES} -> common/training/my_losses.py"] == "renamed"
+
+
+def test_a_failure_of_git_is_told(history, monkeypatch, tmp_path):
+    (tmp_path / "settings").write_text("[diff\n")
+    monkeypatch.setitem(ENVIRONMENT, "GIT_CONFIG_GLOBAL", str(tmp_path / "settings"))
+    (history.project / LOSSES).rename(history.project / "common/training/my_losses.py")
+    done = history.cp("--check", history.project)
+    assert done.returncode == 2 and done.stderr.startswith("error: git diff failed: fatal: ")
+
+
 def test_added_upstream(history):
     (history.upstream / "common/data/added.py").write_text("# theirs\n")
     edit(history.upstream / ORDER, "import tensorflow", "import common.data.added\nimport tensorflow")
@@ -296,13 +370,27 @@ def test_no_manifest(history, option):
         whole[:-9],
         outside,
         newer,
+        "[" * 200_000,
+        whole.replace('"bert_mlm"', "1"),
+        whole.replace('"bert_mlm"', '["a"]'),
+        whole.replace(f'"{ORDER}"', '""'),
+        whole.replace(f'"{ORDER}"', '"requirements.txt/order.py"'),
+        whole.replace(f'"{ORDER}"', r'"\ud800.py"'),
+        json.dumps(json.loads(whole) | {"recipes": "bert_mlm"}),
+        json.dumps(json.loads(whole) | {"recipes": []}),
+        json.dumps(json.loads(whole) | {"version": "\ud800"}),
+        json.dumps(json.loads(whole) | {"package": "a b"}),
+        json.dumps(json.loads(whole) | {"package": "other"}),
+        json.dumps(json.loads(whole) | {"files": {}}),
     ):
         path.write_text(text)
         done = history.cp(option, history.project)
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
         assert ("is damaged" in done.stderr) == (text != newer)
     path.unlink()
+    before = tree(history.project)
     assert history.cp("bert_mlm", history.project).returncode == 0  # what is there is as it would be copied
+    assert tree(history.project).keys() == before.keys() | {MANIFEST}  # and no second list of packages
     assert no_news(history)
 
 
@@ -343,6 +431,35 @@ def test_several_recipes_share_a_folder(history):
     assert older.returncode == 2 and "has copies from version 0.1.0. First: " in older.stderr
 
 
+def test_a_second_recipe_gets_what_was_deleted_from_the_first(history):
+    for path in (ORDER, "requirements.txt", "bert_mlm.py"):
+        (history.project / path).unlink()
+    done = history.cp("glue_custom_loop", history.project)
+    assert done.returncode == 0 and f"{history.project / ORDER}\n" in done.stdout
+    assert (history.project / ORDER).read_bytes() == (ROOT / ORDER).read_bytes()
+    assert "tqdm" in (history.project / "requirements.txt").read_text()
+    assert not (history.project / "bert_mlm.py").exists()  # which the second does not use
+    assert history.check()[0][ORDER] == "as-copied" and no_news(history)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_second_recipe_is_refused_where_a_helper_is_renamed(history, known):
+    (history.project / ORDER).rename(history.project / "common/data/mine.py")
+    if known:
+        add_line(history.upstream / ORDER, "# theirs\n")
+        history.update()
+    before = tree(history.project)
+    refused = history.cp("glue_custom_loop", history.project)
+    advice = "Rename it back, or copy to another folder"
+    assert (
+        refused.stderr == f"error: the recipe needs what you have renamed: {ORDER} -> common/data/mine.py. {advice}\n"
+    )
+    assert refused.returncode == 2 and tree(history.project) == before
+    (history.project / "common/data/mine.py").unlink()  # by now it is deleted
+    assert history.cp("glue_custom_loop", history.project).returncode == 0
+    assert (history.project / ORDER).is_file() and no_news(history)
+
+
 def test_a_recipe_that_is_gone_leaves_its_copy(history):
     (history.upstream / "recipes/bert_mlm.py").unlink()
     before = tree(history.project)
@@ -357,6 +474,7 @@ def test_a_dry_run_shows_what_an_update_does(history, tmp_path):
     move_upstream(history)
     before = tree(history.project)
     dry = history.cp("--update", history.project, "--dry-run", "--diff").stdout
+    assert history.cp("--update", "--dry-run", "--diff", history.project).stdout == dry
     assert tree(history.project) == before
     news, patch = dry.split("diff --git", 1)
     patch = f"diff --git{patch}"
@@ -424,7 +542,16 @@ def test_the_manifest_says_what_was_copied(history, tmp_path):
         (["bert_mlm", "x", "--check", "x"], "give one of NAME DEST, --check DEST and --update DEST"),
         (["--update", "x", "--package", "a"], "give one of NAME DEST, --check DEST and --update DEST"),
         (["bert_mlm", "x", "--diff"], "--diff and --dry-run go with --check DEST or --update DEST"),
+        (["--update", "--dry-run"], "give the folder of the copy: --check DEST or --update DEST"),
+        (["bert_mlm", "x", "--check"], "give one of NAME DEST, --check DEST and --update DEST"),
+        (["bert_mlm", ""], "argument DEST: give the name of a folder, such as my_project"),
+        (["--check", ""], "argument --check: give the name of a folder, such as my_project"),
         (["bert_mlm", "."], ". is this collection itself: copy to a folder of your own"),
+        (["bert_mlm", "recipes"], "recipes is this collection itself: copy to a folder of your own"),
+        (["bert_mlm", "common/data/x"], "common/data/x is this collection itself: copy to a folder of your own"),
+        (["bert_mlm", "x", "--package", "test"], "would hide the package test that Python imports"),
+        (["bert_mlm", "x", "--package", "test_bert_mlm"], "would be hidden by x/test_bert_mlm.py; give another name"),
+        (["bert_mlm", "x", "--package", "my.\ufb01t"], "--package 'my.\ufb01t' is not the name of a package"),
         (["--package", "my-train", "bert_mlm", "x"], "--package 'my-train' is not the name of a package"),
         (["bert_mlm", "--package", "my.class", "x"], "--package 'my.class' is not the name of a package"),
         (["bert_mlm", "x", "--package", ""], "--package '' is not the name of a package"),
@@ -437,6 +564,20 @@ def test_bad_input_is_one_line(words, message):
     done = subprocess.run([sys.executable, "-m", "recipes", "cp", *words], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert message in done.stderr and not (ROOT / "x").exists()
+
+
+def test_the_folders_of_the_collection_are_known():
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a clone")
+    assert {path.split("/")[0] for path in done.stdout.splitlines() if "/" in path} | {".git"} == set(FOLDERS)
+
+
+def test_a_new_folder_in_the_collection_takes_a_copy(history):
+    assert history.cp("bert_mlm", "my_project").returncode == 0
+    assert (history.upstream / "my_project/bert_mlm.py").is_file()
+    refused = history.cp("bert_mlm", "..", "--package", "upstream")
+    assert refused.returncode == 2 and refused.stderr.startswith("error: ../upstream is this collection itself: ")
 
 
 def test_modules_are_renamed_by_syntax():
