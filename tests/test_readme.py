@@ -192,7 +192,8 @@ def test_each_recipe_and_each_name_of_a_helper_is_one():
 
 
 def test_every_command_is_of_a_known_kind():
-    ours = r"python (-m recipes\b|-m benchmarks\b|-m notebooks\.generate\b|(recipes|my_project|docs/upstream)/\w+\.py\b)"
+    files = r"(recipes|my_project|docs/upstream)/\w+\.py"
+    ours = rf"python (-m recipes\b|-m benchmarks\b|-m notebooks\.generate\b|{files}\b)"
     kinds = rf"{ours}|(tensorboard|sbatch|ray job|kubectl) |{OF_TOOLS}"
     assert [command for command in COMMANDS if not re.match(kinds, command)] == []
     assert len(OF_RECIPES) > 20
