@@ -132,7 +132,7 @@ def test_a_plan_counts_memory_for_the_longest_batch(gpt2, capsys):
     ids = tf.ones([2, 8], tf.int32)
     batch = {"token_ids": ids, "padding_mask": ids}, ids, tf.ones([2, 8])
     print_plan(model, lambda step: 1.0, {}, [batch], ["so", "why"], longest=64)
-    numbers = 2**9 * (16 * 64 * 2 * 2**9 + 2 * 64**2 * 2)
+    numbers = 2**9 * (32 * 64 * 2 * 2**9 + 3 * 64**2 * 2)
     assert f"about {4 * numbers / 2**20:,.0f} MiB for activations" in capsys.readouterr().out
 
 
