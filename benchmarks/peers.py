@@ -112,15 +112,21 @@ def table(results: dict[str, Any]) -> str:
     """In Markdown: the fastest contender of each side by its median, and the range of the rounds' ratios."""
     lines = ["| recipe | ours, at its best | the peer, at its best | ratio | range |", "| --- " * 5 + "|"]
     for recipe, found in results["recipes"].items():
-        medians = {name: statistics.median(each) for name, each in found["speeds"].items()}
-        ours, theirs = (
-            max((name for name in medians if name.startswith(PEER) == peer), key=medians.__getitem__)
-            for peer in (False, True)
-        )
-        ratios = [a / b for a, b in zip(found["speeds"][ours], found["speeds"][theirs], strict=True)]
-        sides = [f"{medians[name]:,.0f} {found['unit']}: {name}" for name in (ours, theirs)]
+        sides = {name: found["speeds"][name] for name in fastest(found["speeds"])}
+        medians = [statistics.median(rounds) for rounds in sides.values()]
+        ratios = [a / b for a, b in zip(*sides.values(), strict=True)]
+        cells = [f"{median:,.0f} {found['unit']}: {name}" for name, median in zip(sides, medians, strict=True)]
         lines.append(
-            f"| `{recipe}` | {' | '.join(sides)} | {medians[ours] / medians[theirs]:.2f} x "
+            f"| `{recipe}` | {' | '.join(cells)} | {medians[0] / medians[1]:.2f} x "
             f"| {min(ratios):.2f} to {max(ratios):.2f} |"
         )
     return "\n".join(lines)
+
+
+def fastest(speeds: dict[str, list[float]]) -> tuple[str, str]:
+    """The names of our fastest contender and of the peer's, by the medians of their rounds."""
+    ours, theirs = (
+        max((n for n in speeds if n.startswith(PEER) == peer), key=lambda name: statistics.median(speeds[name]))
+        for peer in (False, True)
+    )
+    return ours, theirs
