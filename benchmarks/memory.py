@@ -35,7 +35,7 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("BERT-small", BERT, {"model": "small"}),
     ("BERT-base, 8 sequences", BERT, {"model": "base", "batch_size": 8}),
     ("GPT-2 of the size small, 16 sequences", CAUSAL, {"model": "small", "batch_size": 16}),
-    ("the same, `--lora-rank 8`", CAUSAL, {"model": "small", "batch_size": 16, "lora_rank": 8}),
+    ("the same, LoRA of rank 8", CAUSAL, {"model": "small", "batch_size": 16, "lora_rank": 8}),
 )
 WORKERS = {"a worker of two": True, "the same, freed memory not kept": False}
 
