@@ -228,10 +228,11 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(small, wikitext, capsys):
 
 
 def test_memory_of_a_replica_counts_what_a_step_keeps(small):
-    config = bert_mlm.Config(**small)
+    config = bert_mlm.Config(**small | {"wire": "bfloat16"})
     vocabulary, sequences = bert_mlm.make_datasets(config)
     model = bert_mlm.build_model(config, vocabulary, 0.1)
     batch = next(iter(bert_mlm.masked_batches(config, vocabulary, sequences, bert_mlm.Scaled(8, 8), "train")))
+    assert model.wire == "bfloat16"
     state, activations = memory_of_a_replica(model, batch)
     pooler = 64 * 64 + 64  # has no gradient and no moments
     counters = 2  # of steps, and the rate

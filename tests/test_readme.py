@@ -232,8 +232,9 @@ def check_options_of(name, options, capsys):
         assert end.code == 2 and any(words in told for words in NETWORK), f"{name} {shlex.join(options)}: {told}"
 
 
-@pytest.mark.parametrize("command", OF_RECIPES)
-def test_the_words_of_a_command_parse(command, at_the_reader, monkeypatch, capsys):
+def parsed(main, command, monkeypatch):
+    """What the words of a command are to a program, which does nothing else."""
+
     class Parsed(Exception):
         pass
 
@@ -245,8 +246,14 @@ def test_the_words_of_a_command_parse(command, at_the_reader, monkeypatch, capsy
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     monkeypatch.setattr(sys, "argv", words_of(command)[2:])
     with pytest.raises(Parsed) as found:
-        command_line.main()
+        main()
     (arguments,) = found.value.args
+    return arguments
+
+
+@pytest.mark.parametrize("command", OF_RECIPES)
+def test_the_words_of_a_command_parse(command, at_the_reader, monkeypatch, capsys):
+    arguments = parsed(command_line.main, command, monkeypatch)
     assert (getattr(arguments, "name", None) or "bert_mlm") in RECIPES  # without one: `cp --check DEST`
     if arguments.command in ("run", "launch"):
         check_options_of(arguments.name, arguments.options, capsys)
@@ -255,20 +262,8 @@ def test_the_words_of_a_command_parse(command, at_the_reader, monkeypatch, capsy
 @pytest.mark.parametrize("command", OF_OTHER_PROGRAMS)
 def test_the_words_of_our_other_programs_parse(command, at_the_reader, monkeypatch):
     program = benchmarks.__main__ if command.startswith("python -m benchmarks") else generate
-
-    class Parsed(Exception):
-        pass
-
-    parse_args = argparse.ArgumentParser.parse_args
-
-    def stop(parser):
-        raise Parsed(parse_args(parser))
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    monkeypatch.setattr(sys, "argv", words_of(command)[2:])
-    with pytest.raises(Parsed) as found:
-        program.main()
-    assert set(getattr(found.value.args[0], "names", [])) <= {*generate.narratives(), "NAME"}
+    arguments = parsed(program.main, command, monkeypatch)
+    assert set(getattr(arguments, "names", [])) <= {*generate.narratives(), "NAME"}
 
 
 @pytest.mark.parametrize("command", BY_SCHEDULERS)

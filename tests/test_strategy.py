@@ -133,3 +133,18 @@ def test_a_tpu_that_is_not_there():
         [sys.executable, "-c", code], env=os.environ | {"TPU_NAME": "local"}, cwd=ROOT, capture_output=True, text=True
     )
     assert "common.errors.UserError: no TPU at TPU_NAME=local (" in done.stderr
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, [2]), (2, [])])
+def test_a_worker_with_one_core_has_a_second_thread_to_answer_others(monkeypatch, cores, threads):
+    asked = []
+    for name, instead in {
+        "num_cores": lambda: cores,
+        "num_workers": lambda: 2,
+        "keep_freed_memory": lambda: None,
+        "join": lambda options: "joined",
+    }.items():
+        monkeypatch.setattr(f"common.devices.strategy.{name}", instead)
+    monkeypatch.setattr(tf.config.threading, "set_inter_op_parallelism_threads", asked.append)
+    assert make_strategy() == "joined"
+    assert asked == threads
