@@ -430,6 +430,8 @@ def tiny(command, workdir):
         return ["-m", "tensorboard.main", *words[1:], "--inspect"]
     if words[0].startswith(("recipes/", "my_project/")):  # which is a copy
         return [str(ROOT / "recipes" / Path(words[0]).name), "--help"]
+    if words[0].startswith("docs/"):
+        return [str(ROOT / words[0])]
     words = ["runs/bert_mlm/preset" if word == "PRESET" else word for word in words]
     words = [f"{workdir}-exported" if word in ("FOLDER", "DEST") else word for word in words]
     if words[2] not in ("run", "launch") or "--help" in words:
