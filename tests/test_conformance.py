@@ -379,9 +379,16 @@ def difference(feature: str, replicas: int) -> float | str:
     return float(largest)
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(n, marks=() if n == 2 else pytest.mark.slow) for n in REPLICAS])
+def tier(feature, replicas):
+    """Of the slow rows, all but four replicas are long; of the others, two replicas are quick."""
+    if ROWS[feature]["slow"]:
+        return pytest.mark.slow if replicas == 4 else pytest.mark.long
+    return () if replicas == 2 else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "feature", [pytest.param(name, marks=pytest.mark.slow if row["slow"] else ()) for name, row in ROWS.items()]
+    ("feature", "replicas"),
+    [pytest.param(feature, n, marks=tier(feature, n)) for feature in ROWS for n in REPLICAS],
 )
 def test_replicas_compute_what_one_device_does(feature, replicas):
     found = difference(feature, replicas)

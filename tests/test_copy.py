@@ -170,18 +170,27 @@ def test_a_copy_runs_alone_and_gives_the_same_results(recipe, small, tmp_path):
     assert (tmp_path / "copied/steps.jsonl").read_bytes() == (tmp_path / "original/steps.jsonl").read_bytes()
 
 
+def packaged(recipe, folder):
+    """A copy in a package, beside another `common`, and the command of its test."""
+    (folder / "common").mkdir()
+    (folder / "common/__init__.py").write_text("raise ImportError('another')\n")
+    cp(recipe, folder, "--package", "my.train")
+    return [sys.executable, "-S", f"test_{recipe.name}"]
+
+
 @pytest.mark.slow
 @EACH_RECIPE
-def test_the_test_of_a_copy_passes_and_finds_a_fault(recipe, tmp_path):
-    """In a package, beside another `common`. The fault: a learning rate that grows with the replicas."""
-    (tmp_path / "common").mkdir()
-    (tmp_path / "common/__init__.py").write_text("raise ImportError('another')\n")
-    cp(recipe, tmp_path, "--package", "my.train")
-    test = [sys.executable, "-S", f"test_{recipe.name}"]
+def test_the_test_of_a_copy_passes(recipe, tmp_path):
+    test = packaged(recipe, tmp_path)
     passed = subprocess.run(test, cwd=tmp_path, env=alone(), capture_output=True, text=True)
     assert passed.returncode == 0 and passed.stdout.endswith("\npassed: two replicas compute what one does\n"), (
         passed.stderr
     )
+
+
+@pytest.mark.slow
+def test_the_test_of_a_copy_finds_a_learning_rate_that_grows_with_the_replicas(tmp_path):
+    test = packaged(ROOT / "recipes/bert_mlm.py", tmp_path)
     scaling = tmp_path / "my/train/common/training/scaling.py"
     scaling.write_text(scaling.read_text() + "\n\ndef learning_rate_factor(rule, replicas):\n    return replicas\n")
     test[2:2] = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]

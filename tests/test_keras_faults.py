@@ -103,7 +103,7 @@ def patched_keras(patch, folder):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_the_patch_mends_keras(patch, tmp_path):
     """That the program prints `FAULT:` without it, the test above tells."""

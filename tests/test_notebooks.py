@@ -279,8 +279,12 @@ def what_is_computed(results):
     return {name: value for name, value in results.items() if name not in {*measured, "config"}}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+LIKE_OTHERS = ("bert_from_scratch", "glue_controller", "glue_custom_loop")  # which the rest have the cells of
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LIKE_OTHERS else pytest.mark.slow) for name in NAMES]
+)
 def test_a_notebook_runs_and_gives_the_results_of_its_recipe(name, small, monkeypatch):
     recipe = importlib.import_module(f"recipes.{name if name in RECIPES else 'bert_mlm'}")
     options = {field.name for field in dataclasses.fields(recipe.Config)} - {"workdir"}
