@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of training: what a replica takes, by what is trained and how, beside what `--dry-run` predicts.
 
-Each figure is the peak of a process of its own (Linux: VmHWM, which begins anew with a program), less that of a process
-that trains a batch of one sequence with the smallest model: TensorFlow, the text and the rest of the program.
+Each figure is the peak of a process of its own (Linux: VmHWM, which begins anew with a program), less what TensorFlow, the
+text and the rest of the program take: the peak of a process that trains a batch of one sequence with the smallest model,
+but for what is predicted of that.
 """
 
 import argparse
@@ -51,9 +52,9 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.quick:
         arguments.vocabulary_size = 500
         rows = tuple((name, recipe, own | {"model": "nano"}) for name, recipe, own in (ROWS[0], ROWS[-1]))
-    results: dict[str, Any] = {"machine": machine(), "rows": {}, "workers": {}}
     with temporary_folder() as folder:
         text = prepare_text(arguments, COMMON["seq_length"], folder)
+        results: dict[str, Any] = {"machine": machine(), "pieces": text["pieces"], "rows": {}, "workers": {}}
         bert = {"corpus": text["corpus"], "vocabulary": text["vocabulary"]}
         causal = {"corpus": text["corpus"], "vocabulary_size": min(arguments.vocabulary_size, 8192)}
 
@@ -68,7 +69,8 @@ def main(arguments: argparse.Namespace) -> None:
 
         rest = {}
         for recipe in (BERT, CAUSAL):
-            rest[recipe] = once("benchmarks.memory:peak", options(recipe, SMALLEST))["peak_mb"]
+            found = once("benchmarks.memory:peak", options(recipe, SMALLEST))
+            rest[recipe] = found["peak_mb"] - found["state_mb"] - found["activations_mb"]
         for name, recipe, own in rows:
             found = once("benchmarks.memory:peak", options(recipe, own))
             results["rows"][name] = found | {"rest_mb": rest[recipe]}
@@ -131,7 +133,8 @@ def peak_memory_mb() -> int:
 
 def table(results: dict[str, Any]) -> str:
     """The results in Markdown, for each replica."""
-    lines = ["| | peak of the process | for the replica | predicted | error |", "| --- " * 5 + "|"]
+    lines = [f"BERT's vocabulary has {results['pieces']:,} word pieces.", ""]
+    lines += ["| | peak of the process | for the replica | predicted | error |", "| --- " * 5 + "|"]
     for name, row in (results["rows"] | results["workers"]).items():
         measured = (row["peak_mb"] - row["rest_mb"]) / row["local_replicas"]
         predicted = row["state_mb"] + row["activations_mb"]

@@ -116,7 +116,7 @@ def sample_results():
                 }
             }
         },
-        "memory": {"rows": {"BERT-tiny": memory_row}, "workers": {"a worker of two": memory_row | {"peak_mb": 800}}},
+        "memory": {"pieces": 30_522, "rows": {"BERT-tiny": memory_row}, "workers": {"a worker of two": memory_row | {"peak_mb": 800}}},
         "input": {
             "pipeline": {"sequences_per_second": [1000], "tokens_per_second": [128_000]},
             "waiting": {name: [answer] for name, _ in benchmarks.input.WAYS},
@@ -149,6 +149,7 @@ def test_the_readme_says_what_was_measured(name):
         ],
         "peers": ["| `causal_lm` | 40 tokens/s: fit | 20 tokens/s: transformers, x | 2.00 x | 1.50 to 3.00 |"],
         "memory": [
+            "BERT's vocabulary has 30,522 word pieces.",
             "| BERT-tiny | 900 MiB | 200 MiB | 210 MiB | +5% |",
             "| a worker of two | 800 MiB | 150 MiB | 210 MiB | +40% |",
         ],
