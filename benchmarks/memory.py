@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of training: what a replica takes, by what is trained and how, beside what `--dry-run` predicts.
 
-Each figure is the peak of a process of its own (Linux: VmHWM, which begins anew with a program), less what TensorFlow, the
-text and the rest of the program take: the peak of a process that trains a batch of one sequence with the smallest model,
-but for what is predicted of that.
+Each figure is the peak of a process of its own (Linux: VmHWM, which begins anew with a program), less what TensorFlow,
+the text and the rest of the program take: the peak of a process that trains a batch of one sequence with the smallest
+model, but for what is predicted of that.
 """
 
 import argparse

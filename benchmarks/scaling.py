@@ -2,7 +2,8 @@
 """What 2 replicas and 2 workers make of the cores that one device has, and two workers over links of several speeds.
 
 Same global batch, loop and dtype on all sides. The workers of the second part are in two network namespaces, which
-root may make; a step is timed beside its computation alone, and the reduction of as many bytes alone.
+root may make; a step is timed beside its computation alone, and the reduction of as many bytes alone. Last, what is
+learned with half the bytes: default runs of `bert_mlm` with either dtype on the wire.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import contextlib
 import json
 import math
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +32,7 @@ WIRE = "2 workers, bfloat16 on the wire"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_step_arguments(parser)
+    parser.add_argument("--seeds", type=int, default=3, help="default runs with either dtype on the wire")
     parser.add_argument("--before", metavar="COMMIT", help="also time steps over links by this commit's code")
 
 
@@ -37,6 +40,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     if arguments.quick:
         arguments.model, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
+        arguments.seeds = 0
     results: dict[str, Any] = {"machine": machine(), "model": arguments.model, "batch": arguments.batch_size}
     with temporary_folder() as folder:
         text = prepare_text(arguments, 128, folder)
@@ -48,6 +52,8 @@ def main(arguments: argparse.Namespace) -> None:
             for name, jit in (("float32", False), ("float32, jit", True))
         }
         results["links"] = measure_links(options, arguments)
+        wires = ("float32", "bfloat16")
+        results["val_loss"] = {wire: [learn(wire, seed, folder) for seed in range(arguments.seeds)] for wire in wires}
     print(tables(results), flush=True)
     if not arguments.quick:
         write_results("scaling", results)
@@ -120,6 +126,14 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace) -> lis
     return rows
 
 
+def learn(wire: str, seed: int, folder: str) -> float:
+    """The validation loss at the end of a default run of `bert_mlm` on two workers, with a dtype on the wire."""
+    options = ["--wire", wire, "--seed", str(seed), "--workdir", folder, "--overwrite"]
+    command = [sys.executable, "-m", "recipes", "launch", "--workers", "2", "bert_mlm", *options]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    return json.loads(Path(folder, "results.json").read_text())["val_loss"]
+
+
 def two_workers(
     function: str, arguments: dict[str, Any], hosts: Sequence[str] = (), port: int = 0, root: Path = ROOT
 ) -> contextlib.AbstractContextManager[list[Worker]]:
@@ -165,8 +179,16 @@ def ask(group: list[Worker], **question: Any) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """The results in Markdown: two tables."""
-    return f"{ways_table(results['ways'])}\n\n{links_table(results['links'], results['before'])}"
+    """The results in Markdown: two tables, and the validation losses."""
+    links = links_table(results["links"], results["before"])
+    losses = [f"{of_seeds(found)} with {wire}" for wire, found in results["val_loss"].items() if found]
+    losses = f"\n\nValidation loss by the dtype on the wire: {', '.join(losses)}." if losses else ""
+    return f"{ways_table(results['ways'])}\n\n{links}{losses}"
+
+
+def of_seeds(values: Sequence[float]) -> str:
+    """The mean, and the standard deviation between seeds."""
+    return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def ways_table(ways: dict[str, Any]) -> str:

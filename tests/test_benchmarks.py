@@ -66,6 +66,7 @@ def sample_scaling():
         "before": "abc",
         "ways": {"float32": dict.fromkeys(("one device", "2 replicas", "2 workers", scaling.WIRE), way)},
         "links": [row | {"megabits": megabits} for megabits in (None, 400)],
+        "val_loss": {"float32": [3.0, 5.0], "bfloat16": [4.0]},
     }
 
 
@@ -116,7 +117,11 @@ def sample_results():
                 }
             }
         },
-        "memory": {"pieces": 30_522, "rows": {"BERT-tiny": memory_row}, "workers": {"a worker of two": memory_row | {"peak_mb": 800}}},
+        "memory": {
+            "pieces": 30_522,
+            "rows": {"BERT-tiny": memory_row},
+            "workers": {"a worker of two": memory_row | {"peak_mb": 800}},
+        },
         "input": {
             "pipeline": {"sequences_per_second": [1000], "tokens_per_second": [128_000]},
             "waiting": {name: [answer] for name, _ in benchmarks.input.WAYS},
@@ -146,6 +151,7 @@ def test_the_readme_says_what_was_measured(name):
         "scaling": [
             "| float32 | 20,000 tokens/s | 20,000 | 100% | 20,000 | 100% | 20,000 | 100% |",
             "| 400 Mbit/s | 250 ms | 500 ms | 800 ms | 600 ms | 1.20 | 18.0 MB | 400 ms | 9.0 MB |",
+            "Validation loss by the dtype on the wire: 4.000 ± 1.414 with float32, 4.000 with bfloat16.",
         ],
         "peers": ["| `causal_lm` | 40 tokens/s: fit | 20 tokens/s: transformers, x | 2.00 x | 1.50 to 3.00 |"],
         "memory": [
