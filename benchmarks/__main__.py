@@ -4,6 +4,9 @@
 import argparse
 import importlib
 
+from common.errors import UserError
+from common.run.command_line import fail
+
 NAMES = {
     "throughput": "training speed, beside the published Keras example and transformers with Accelerate",
     "peers": "training speed of every recipe beside transformers with Accelerate, each at its best",
@@ -32,7 +35,10 @@ def main() -> None:
         command.add_argument("--quick", action="store_true", help="to try it: few steps, smallest size, nothing kept")
         command.set_defaults(main=module.main)
     arguments = parser.parse_args()
-    arguments.main(arguments)
+    try:
+        arguments.main(arguments)
+    except UserError as error:
+        fail(error)
 
 
 if __name__ == "__main__":

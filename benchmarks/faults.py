@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does to runs on two workers what clusters do to jobs, and compares each with a run that nothing happened to.
 
-    python -m benchmarks.faults        # stopped and started again, it goes on where it was
+    python -m benchmarks.faults        # stopped and started again, it goes on where it was; without its results, anew
 
 Every trial is a line of `results/faults.jsonl`; the table in docs/fault-tolerance.md is made from them.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -37,6 +38,7 @@ A_RUN = 180  # seconds within which every run has ended, with time to spare
 
 def main() -> None:
     """Makes the trials that are missing, and ends with status 1 where one of them failed."""
+    argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__).parse_args()
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         expected = undisturbed(Path(folder, "undisturbed"))

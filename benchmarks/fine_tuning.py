@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import RESULTS, cores, machine, write_results
+from benchmarks.machine import RESULTS, cores, existing, machine, write_results
 from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
 from benchmarks.workers import Worker, together
 
@@ -46,10 +46,10 @@ PEERS_RUN = {"batch_size": BATCH, "rate": RATE, "by_length": True, "precision": 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--preset", required=True, help="a folder in Hugging Face's format")
-    parser.add_argument("--mrpc", required=True, help="folder in GLUE's format")
-    parser.add_argument("--rte", default="", help="the same")
-    parser.add_argument("--sst2", default="", help="the same; its speed alone")
+    parser.add_argument("--preset", type=existing, required=True, help="a folder in Hugging Face's format")
+    parser.add_argument("--mrpc", type=existing, required=True, help="folder in GLUE's format")
+    parser.add_argument("--rte", type=existing, default="", help="the same")
+    parser.add_argument("--sst2", type=existing, default="", help="the same; its speed alone")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each side for the scores")
     parser.add_argument("--epochs", type=int, default=4, help="of these runs")
     add_round_arguments(parser)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a figure depends on: machine, packages, code. And the machine's peak, to which speeds are compared."""
 
+import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from common.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -47,18 +50,25 @@ def checkout(commit: str) -> Iterator[Path]:
     """The folder of the collection as of a commit, or of what else git takes for one; gone after the block.
 
     Raises:
-        ValueError: when git has no such commit.
+        UserError: when git has no such commit.
     """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "collection")
         command = ["git", "-C", str(ROOT), "worktree"]
         made = subprocess.run([*command, "add", "--detach", str(root), commit], capture_output=True, text=True)
         if made.returncode:
-            raise ValueError(f"no checkout of {commit}: {made.stderr.strip()}")
+            raise UserError(f"no checkout of {commit}: {made.stderr.strip()}")
         try:
             yield root
         finally:
             subprocess.run([*command, "remove", "--force", str(root)], capture_output=True)
+
+
+def existing(word: str) -> str:
+    """The name of a file or a folder that exists, or the empty word; the type of an option."""
+    if word and not Path(word).exists():
+        raise argparse.ArgumentTypeError(f"no file or folder {word}")
+    return word
 
 
 def cores() -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import causal, fine_tuning, throughput
-from benchmarks.machine import machine, write_results
+from benchmarks.machine import existing, machine, write_results
 from benchmarks.rounds import PEER, Timed, add_round_arguments, take_rounds
 from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
 from benchmarks.workers import once
@@ -35,8 +35,10 @@ PEERS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_text_arguments(parser)
-    parser.add_argument("--preset", default="", help="weights to fine-tune, in Hugging Face's format; needs --mrpc")
-    parser.add_argument("--mrpc", default="", help="folder in GLUE's format")
+    parser.add_argument(
+        "--preset", type=existing, default="", help="weights to fine-tune, in Hugging Face's format; needs --mrpc"
+    )
+    parser.add_argument("--mrpc", type=existing, default="", help="folder in GLUE's format")
     parser.add_argument("--dropout", type=float, default=0.1, help="of every language model")
     add_round_arguments(parser)
 

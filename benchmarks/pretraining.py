@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fine_tuning import OURS, score_table, scores
-from benchmarks.machine import machine, write_results
+from benchmarks.machine import existing, machine, write_results
 from common.run.results import report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--pretrained", required=True, help="work directory of a run of bert_from_scratch")
-    parser.add_argument("--sst2", required=True, help="folder in GLUE's format")
+    parser.add_argument(
+        "--pretrained", type=existing, required=True, help="work directory of a run of bert_from_scratch"
+    )
+    parser.add_argument("--sst2", type=existing, required=True, help="folder in GLUE's format")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each side")
     parser.add_argument("--epochs", type=int, default=3, help="of these runs")
 

@@ -24,6 +24,7 @@ import ast
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 import textwrap
@@ -45,6 +46,7 @@ INSTALL = """\
 # Gets the recipes, if they are not here, and the packages that are missing. Run it first, and wait until it is done.
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -58,22 +60,25 @@ def lines_of(*command):
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-if not importlib.util.find_spec("recipes"):
+if not (found := importlib.util.find_spec("recipes")) or not found.origin:  # a folder of that name has none
     new = Path.cwd() / "keras-data-parallel-recipes"
     clone = next((folder for folder in (new, *Path.cwd().parents) if (folder / "recipes/__main__.py").exists()), None)
     if not clone and WHEELS:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--find-links", WHEELS]
-        subprocess.run([*pip, "--no-deps", new.name], check=True)
+        if subprocess.run([*pip, "--no-deps", new.name]).returncode:
+            raise SystemExit("pip could not install the recipes from WHEELS: is it the folder, and for this Python?")
         importlib.invalidate_caches()
     else:
         if not clone:
-            if lines_of("git", "ls-files", ":/recipes/__main__.py"):  # in a clone, but not among its files
+            if not shutil.which("git"):
+                raise SystemExit("The recipes are not here, and git, which gets them, is not installed.")
+            if not ADDRESS and lines_of("git", "ls-files", ":/recipes/__main__.py"):  # in a clone, not among its files
                 ADDRESS = lines_of("git", "remote", "get-url", "origin")
             if not ADDRESS:
                 print("The recipes are not here. Set ADDRESS above to where git can clone them from, or type it below.")
                 ADDRESS = input("Address, as https://...: ").strip()
             if subprocess.run(["git", "clone", "-q", "--depth", "1", ADDRESS, new]).returncode:
-                raise SystemExit(f"git could not clone {ADDRESS!r}. Set ADDRESS above, and run this cell again.")
+                raise SystemExit("git could not clone the recipes. Set ADDRESS above, and run this cell again.")
         sys.path.insert(0, str(clone or new))
         os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
 
@@ -144,12 +149,19 @@ def _divided(body: str) -> str:
 
 
 def public_address() -> str:
-    """The https address of this clone's remote, without a user or password; empty for none, or one on this machine."""
-    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
-    remote = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    for pattern in (r"(?:https?|ssh)://(?:[^/]*@)?([\w.-]+)(?::\d+)?/(.+)", r"[\w.-]+@([\w.-]+):(.+)"):
+    """The https address of this clone's remote, without a user, password or query; empty for none, or a local one."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+
+    if not shutil.which("git") or not git("ls-files", "notebooks/generate.py"):  # no clone, or somebody else's
+        return ""
+    remote = git("remote", "get-url", "origin").partition("?")[0]
+    ways = (r"https?://(?:[^/]*@)?([\w.-]+(?::\d+)?)/(.+)", r"ssh://(?:[^/]*@)?([\w.-]+)(?::\d+)?/(.+)")
+    for pattern in (*ways, r"[\w.-]+@([\w.-]+):(.+)"):
         if found := re.fullmatch(pattern, remote):
-            return f"https://{found[1]}/{found[2].removesuffix('/').removesuffix('.git')}"
+            host, path = found[1].removeprefix("ssh."), found[2].removesuffix("/").removesuffix(".git")
+            return "" if re.match(r"(localhost|127\.[\d.]+)(:|$)", host) else f"https://{host}/{path}"
     return ""
 
 
@@ -255,6 +267,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="by default, all")
     parser.add_argument("--execute", action="store_true", help="run them, and keep what they show")
     arguments = parser.parse_args()
+    if unknown := set(arguments.names) - narratives().keys():
+        parser.error(f"no narrative {', '.join(sorted(unknown))}; there are {', '.join(narratives())}")
     for name in arguments.names or narratives():
         notebook, path = generate(narratives()[name], public_address()), FOLDER / f"{name}.ipynb"
         if arguments.execute:

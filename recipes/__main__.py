@@ -93,8 +93,9 @@ def last_preset(kind: str, recipe: str) -> str:
     Raises:
         UserError: when there is none.
     """
-    tasks = sorted(Path("runs").glob("*/preset/task.json"), key=lambda path: path.stat().st_mtime)
-    presets = [task for task in tasks if kind in task.read_text(encoding="utf-8")]
+    tasks = [path for path in Path("runs").glob("*/preset/task.json") if path.is_file()]
+    tasks.sort(key=lambda path: path.stat().st_mtime)
+    presets = [task for task in tasks if kind in task.read_text(encoding="utf-8", errors="replace")]
     if not presets:
         raise UserError(f"no preset in runs/ yet; train one (python -m recipes run {recipe}), or give --preset DIR")
     return str(presets[-1].parent)

@@ -12,6 +12,7 @@ import keyword
 import os
 import shutil
 import sys
+import sysconfig
 import unicodedata
 import zlib
 from collections.abc import Collection, Iterable, Mapping
@@ -255,6 +256,7 @@ def _check_package(package: str, folder: Path) -> None:
     installed = {
         name.split(".")[0] for path in [*recipes().values(), *ROOT.glob("common/*/*.py")] for name in imports(path)
     }
+    installed |= {path.name.split(".")[0] for path in Path(sysconfig.get_path("purelib")).iterdir()}
     if parts[0] in (installed - {"common"}) | sys.stdlib_module_names | {"test"}:  # which is Python's, and not in it
         raise UserError(f"--package {package} would hide the package {parts[0]} that Python imports; give another name")
     if parts[0] in {f"test_{name}" for name in recipes()}:

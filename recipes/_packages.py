@@ -72,5 +72,6 @@ def is_there(package: Requirement) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """The version of every installed package."""
-    return {found.name.lower(): found.version for found in reversed([*importlib.metadata.distributions()])}
+    """The version of every installed package; one whose installation was interrupted has no name."""
+    found = reversed([*importlib.metadata.distributions()])
+    return {package.name.lower(): package.version for package in found if package.name}

@@ -32,7 +32,7 @@ class Config(LanguageModelOptions):
     """The options of `bert_mlm`, beside those of every recipe."""
 
     workdir: str = "runs/bert_mlm"  # work directory: results, logs, checkpoints, preset
-    corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | a text file or folder
+    corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder
     preset: str = ""  # KerasHub name, or folder made by save_to_preset, to start from; empty: random weights
     model: Size | None = None  # BERT's size, with random weights; default: tiny, unless a preset is given
     vocabulary: str = ""  # WordPiece file, one word piece per line; empty: trained on the corpus

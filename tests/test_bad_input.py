@@ -87,6 +87,7 @@ AT_ONCE = [
     ("--corpus {files}/empty.txt", "there is no text in"),
     ("--corpus {files}/binary.txt", "is a binary file, not text"),
     ("--corpus {files}/latin1.txt", "is not UTF-8 text (invalid continuation byte at byte 3); convert it first"),
+    ("--corpus /dev/null", "nor an existing file or folder"),
     ("--corpus {files}/no_text", "no .txt file and no wiki.train.tokens in the folder"),
     ("--vocabulary missing.txt", "cannot read the vocabulary missing.txt"),
     ("--vocabulary {files}/no_mask.txt", "lacks [MASK]; give a BERT WordPiece file"),

@@ -28,6 +28,7 @@ from benchmarks.readme import MEASURED
 from benchmarks.workers import Worker, together
 from common.data.roles import role_pairs
 from common.data.wordpiece import train_wordpieces
+from common.errors import UserError
 from common.model.export import export_bert
 from common.model.masked_lm import masked_lm_from_size
 from common.model.saving import save_preset
@@ -191,7 +192,7 @@ def test_a_commit_is_checked_out_and_gone_again():
     with machine_module.checkout("HEAD") as root:
         assert (root / "benchmarks/machine.py").is_file()
     assert not root.exists()
-    with pytest.raises(ValueError, match="no checkout of nowhere"), machine_module.checkout("nowhere"):
+    with pytest.raises(UserError, match="no checkout of nowhere"), machine_module.checkout("nowhere"):
         pass
 
 

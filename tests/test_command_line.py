@@ -273,5 +273,8 @@ def test_the_last_preset_is_one_of_the_kind_asked_for(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True)
         path.write_text(f'{{"class_name": "{task}"}}')
         os.utime(path, (1000 - age, 1000 - age))
+    (tmp_path / "runs/damaged/preset").mkdir(parents=True)
+    (tmp_path / "runs/damaged/preset/task.json").write_bytes(b"\xff")
+    (tmp_path / "runs/strange/preset/task.json").mkdir(parents=True)
     assert last_preset("MaskedLM", "bert_mlm") == "runs/a/preset"
     assert last_preset("TextClassifier", "text_classifier") == "runs/b/preset"

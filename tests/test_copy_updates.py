@@ -557,6 +557,7 @@ def test_the_manifest_says_what_was_copied(history, tmp_path):
         (["bert_mlm", "x", "--package", ""], "--package '' is not the name of a package"),
         (["bert_mlm", "x", "--package", "..a"], "--package '..a' is not the name of a package"),
         (["bert_mlm", "x", "--package", "keras.train"], "would hide the package keras that Python imports"),
+        (["bert_mlm", "x", "--package", "pytest.train"], "would hide the package pytest that Python imports"),
         (["bert_mlm", "x", "--package", "json"], "would hide the package json that Python imports"),
     ],
 )

@@ -90,7 +90,7 @@ def kernel(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     env |= {"PYTHONPATH": str(tmp_path / "tools"), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
 
-    def run(cwd, typed="", has=None, **settings):
+    def run(cwd, typed="", has=None, path=os.environ["PATH"], **settings):
         if has:
             words(tmp_path / "had", has)
             pip = [python, "-m", "pip", "install", "-q", "--find-links", tmp_path / "had", f"some-words=={has}"]
@@ -101,7 +101,7 @@ def kernel(tmp_path):
             assert found == 1
         cwd.mkdir(exist_ok=True)
         command = [python, "-c", cell + GOES_ON]
-        done = subprocess.run(command, cwd=cwd, env=env, input=typed, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=cwd, env=env | {"PATH": path}, input=typed, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
 
     return run
@@ -133,6 +133,13 @@ def test_a_clone_without_the_recipes_gets_them_from_its_own_remote(remote, kerne
     assert (tmp_path / "clone/notebooks" / COLLECTION / "recipes/__main__.py").exists()
 
 
+def test_an_address_that_was_set_comes_before_the_clones_remote(remote, kernel, tmp_path):
+    git("clone", "-q", "--sparse", remote, tmp_path / "clone")
+    git("sparse-checkout", "set", "notebooks", cwd=tmp_path / "clone")
+    git("remote", "set-url", "origin", "https://127.0.0.1:1/none.git", cwd=tmp_path / "clone")
+    goes_on(kernel(tmp_path / "clone/notebooks", has="2.1", ADDRESS=remote))
+
+
 def test_elsewhere_it_asks_for_the_address_once(remote, kernel, tmp_path):
     output = goes_on(kernel(tmp_path / "empty", typed=f"{remote}\n", has="2.1"))
     assert QUESTION in output and "Address, as https://" in output
@@ -149,9 +156,14 @@ def test_it_does_not_ask_where_the_address_is_in_it(remote, kernel, tmp_path):
 
 
 def test_an_address_that_git_cannot_clone(kernel, tmp_path):
-    status, output = kernel(tmp_path / "empty", typed=(tmp_path / "none.git").as_uri() + "\n")
+    status, output = kernel(tmp_path / "empty", typed="https://bob:secret@127.0.0.1:1/none.git\n")
     assert status == 1
-    assert "Set ADDRESS above" in output and "Traceback" not in output
+    assert "Set ADDRESS above" in output and "Traceback" not in output and "secret" not in output
+
+
+def test_without_git_it_says_so(kernel, tmp_path):
+    status, output = kernel(tmp_path / "empty", path=str(tmp_path))
+    assert status == 1 and "git, which gets them, is not installed" in output and "Traceback" not in output
 
 
 def test_without_internet_all_comes_from_a_folder_of_wheels(remote, kernel, tmp_path):
@@ -162,6 +174,16 @@ def test_without_internet_all_comes_from_a_folder_of_wheels(remote, kernel, tmp_
     output = goes_on(kernel(tmp_path / "empty", WHEELS=tmp_path / "wheels"))
     assert "installing\n    some-words" in output and "ipykernel" not in output
     assert not [*(tmp_path / "empty").iterdir()]
+
+
+def test_a_folder_without_the_recipes_wheel(kernel, tmp_path):
+    status, output = kernel(tmp_path / "empty", WHEELS=tmp_path / "none")
+    assert status == 1 and "pip could not install the recipes from WHEELS" in output and "Traceback" not in output
+
+
+def test_a_folder_named_recipes_is_not_taken_for_them(remote, kernel, tmp_path):
+    (tmp_path / "empty/recipes").mkdir(parents=True)
+    goes_on(kernel(tmp_path / "empty", has="2.1", ADDRESS=remote))
 
 
 def test_only_what_is_missing_is_installed(remote, kernel, tmp_path):
@@ -175,6 +197,8 @@ def test_only_what_is_missing_is_installed(remote, kernel, tmp_path):
 def test_a_wrong_version_is_replaced_and_the_kernel_must_be_restarted(remote, kernel, tmp_path):
     git("clone", "-q", remote, tmp_path / "clone")
     words(tmp_path / "wheels", "2.1")
+    (packages,) = tmp_path.glob("python/lib/python*/site-packages")
+    (packages / "broken-1.0.dist-info").mkdir()  # as an interrupted installation leaves it
     status, output = kernel(tmp_path / "clone", has="1.0", WHEELS=tmp_path / "wheels")
     assert status == 1
     assert "some-words 1.0 -> 2.1" in output and "restart the kernel" in output and "Traceback" not in output
@@ -202,6 +226,11 @@ def test_another_python_is_told(remote, kernel, tmp_path):
         ("https://somebody:secret@github.com/somebody/recipes/", "https://github.com/somebody/recipes"),
         ("git@github.com:123/recipes.git", "https://github.com/123/recipes"),
         ("ssh://git@gitlab.example.com:22/group/sub/recipes.git", "https://gitlab.example.com/group/sub/recipes"),
+        ("ssh://git@ssh.github.com:443/somebody/recipes.git", "https://github.com/somebody/recipes"),
+        ("https://git.example.com:8443/group/recipes.git", "https://git.example.com:8443/group/recipes"),
+        ("https://github.com/somebody/recipes.git?access_token=secret", "https://github.com/somebody/recipes"),
+        ("http://localhost:3000/somebody/recipes", ""),
+        ("http://127.0.0.1:3000/somebody/recipes.git", ""),
         ("/srv/recipes.git", ""),
         ("../recipes.git", ""),
         ("file:///srv/recipes.git", ""),
@@ -209,8 +238,12 @@ def test_another_python_is_told(remote, kernel, tmp_path):
     ],
 )
 def test_the_address_is_that_of_the_clones_remote_and_has_no_secret(remote, address, tmp_path, monkeypatch):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks/generate.py").touch()
     git("init", "-q", cwd=tmp_path)
     if remote:
         git("remote", "add", "origin", remote, cwd=tmp_path)
     monkeypatch.setattr(generate, "ROOT", tmp_path)
+    assert generate.public_address() == ""  # nor is it that of a repository that the collection only lies in
+    git("add", "notebooks", cwd=tmp_path)
     assert generate.public_address() == address

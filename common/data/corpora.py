@@ -61,7 +61,7 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
         if "validation" not in files:
             raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
         return {split: functools.partial(_read_articles, file) for split, file in files.items()}
-    if path.exists():
+    if path.is_file() or path.is_dir():
         texts = [path] if path.is_file() else sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not texts:
             raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")

@@ -46,7 +46,7 @@ def text(stem: str, fault: dict[str, str], section: str, versions: str, threads:
         f"### Output\n\n```text\n{output}```",
         f"### Expected\n\n{fault['expected']}",
         f"### Cause\n\n{_for_an_issue(cause)}",
-        f"### Mend\n\n{fault['mend']}",
+        f"### Suggested fix\n\n{fault['fix']}",
     ]
     if patch.exists():
         parts[-1] += f" With it the program prints `fine`.\n\n```diff\n{patch.read_text(encoding='utf-8')}```"
