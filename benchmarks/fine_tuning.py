@@ -47,7 +47,7 @@ PEERS_RUN = {"batch_size": BATCH, "rate": RATE, "by_length": True, "precision": 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--preset", type=existing, required=True, help="a folder in Hugging Face's format")
-    parser.add_argument("--mrpc", type=existing, required=True, help="folder in GLUE's format")
+    parser.add_argument("--mrpc", type=existing, default="", help="folder in GLUE's format")
     parser.add_argument("--rte", type=existing, default="", help="the same")
     parser.add_argument("--sst2", type=existing, default="", help="the same; its speed alone")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each side for the scores")
