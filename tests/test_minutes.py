@@ -79,7 +79,7 @@ def test_no_time_is_refused():
 def test_a_time_too_short_for_a_step_is_refused(small):
     options = {name: value for name, value in small.items() if name not in ("epochs", "max_steps")}
     with pytest.raises(
-        UserError, match=r"--minutes 0.001 has no time for a step and a validation: 0\.\d+ s each, after"
+        UserError, match=r"--minutes 0.001 has no time for a step and a validation: [\d.]+ s each, after"
     ):
         bert_mlm.train_and_evaluate(bert_mlm.Config(**options | {"minutes": 0.001}))
     for given in ({"epochs": 2}, {"max_steps": 2}):
@@ -99,7 +99,7 @@ def test_the_model_that_was_timed_is_gone_before_another_is_made(small, monkeypa
     monkeypatch.setattr(bert_mlm, "build_model", build_model)
     monkeypatch.setattr(minutes, "SECONDS", 0.1)
     options = {name: value for name, value in small.items() if name not in ("epochs", "max_steps")}
-    bert_mlm.train_and_evaluate(bert_mlm.Config(**options | {"minutes": 0.2, "dry_run": True}))
+    bert_mlm.train_and_evaluate(bert_mlm.Config(**options | {"minutes": 10, "dry_run": True}))
 
 
 def test_without_minutes_the_steps_are_those_of_the_epochs_or_fewer():
