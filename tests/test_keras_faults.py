@@ -43,7 +43,8 @@ def test_the_texts_for_issues_are_those_of_the_page():
     assert len(generated) == len(ROWS) and {path.stem for path in PATCHES} < {Path(name).stem for name in generated}
     for (name, shown, _), (file, text) in zip(ROWS.values(), generated.items(), strict=True):
         assert block("python", SECTIONS[name]) in text and shown in text
-        assert re.findall("^### (.+)$", text, re.MULTILINE)[:5] == ["Program", "Output", "Expected", "Cause", "Suggested fix"]
+        headings = re.findall("^### (.+)$", text, re.MULTILINE)
+        assert headings[:5] == ["Program", "Output", "Expected", "Cause", "Suggested fix"]
         assert "](#" not in text and ("```diff" in text) == (UPSTREAM / file).with_suffix(".patch").exists()
 
 
