@@ -296,7 +296,7 @@ def test_a_notebook_runs_and_gives_the_results_of_its_recipe(name, small, monkey
     notebook = generate.generate(generate.narratives()[name])
     if name in RECIPES:
         notebook.cells.append(nbformat.v4.new_code_cell("print(json.dumps(results))"))
-    generate.execute(notebook, timeout=200)
+    generate.execute(notebook, timeout=600)
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
     assert {path: path.stat().st_mtime_ns for path in generate.FOLDER.iterdir()} == files
     if name in RECIPES:
