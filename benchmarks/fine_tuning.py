@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.machine import RESULTS, cores, existing, machine, write_results
 from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
 from benchmarks.workers import Worker, together
+from common.errors import UserError
 
 PEERS, OURS = "benchmarks.transformers_classifier", "benchmarks.ours_classifier"
 # A line a contender: its name, its module, its own arguments.
@@ -60,6 +61,8 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.quick:
         arguments.rounds, arguments.seconds, arguments.seeds, arguments.epochs = 1, 0.0, 1, 1
     tasks = {name: getattr(arguments, name) for name in ("mrpc", "sst2", "rte") if getattr(arguments, name)}
+    if not tasks:
+        raise UserError("give a task's folder: --mrpc, --sst2 or --rte")
     path = RESULTS / "fine_tuning.json"
     weights = hashlib.sha256(Path(arguments.preset, "model.safetensors").read_bytes()).hexdigest()
     results: dict[str, Any] = {"machine": machine(), "weights_sha256": weights, "speed": {}, "scores": {}}

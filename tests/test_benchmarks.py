@@ -1,6 +1,7 @@
 """The arithmetic of the benchmarks, and that they run; their figures are measured by hand, on a quiet machine."""
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -340,3 +341,21 @@ def test_every_benchmark_has_its_options():
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
         assert parser.parse_args([]).corpus == "docstrings"
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "told"),
+    [
+        ("benchmarks", "fine_tuning --preset nowhere", "no file or folder nowhere"),
+        ("benchmarks", "fine_tuning --preset .", "give a task's folder"),
+        ("benchmarks", "compare nowhere", "no checkout of nowhere"),
+        ("benchmarks.faults", "--nonsense", "unrecognized arguments: --nonsense"),
+        ("notebooks.generate", "nowhere", "no narrative nowhere"),
+    ],
+)
+def test_a_wrong_word_is_told_without_a_traceback(program, words, told, monkeypatch, capsys):
+    main = importlib.import_module(f"{program}.__main__" if program == "benchmarks" else program).main
+    monkeypatch.setattr(sys, "argv", [program, *words.split()])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2 and told in capsys.readouterr().err
