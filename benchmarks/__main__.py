@@ -22,6 +22,7 @@ NAMES = {
     "pretraining": "SST-2 from a preset of bert_from_scratch, and from random weights",
     "quality": "validation loss by time, beside the published Keras example",
 }
+MAY_BE_ZERO = ("dropout", "seeds")
 
 
 def main() -> None:
@@ -35,6 +36,10 @@ def main() -> None:
         command.add_argument("--quick", action="store_true", help="to try it: few steps, smallest size, nothing kept")
         command.set_defaults(main=module.main)
     arguments = parser.parse_args()
+    for name, value in vars(arguments).items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not (value > 0 or (value == 0 and name in MAY_BE_ZERO)):
+            fail(f"--{name.replace('_', '-')} is too small: {value}")
     try:
         arguments.main(arguments)
     except UserError as error:

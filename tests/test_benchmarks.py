@@ -348,6 +348,7 @@ def test_every_benchmark_has_its_options():
     [
         ("benchmarks", "fine_tuning --preset nowhere", "no file or folder nowhere"),
         ("benchmarks", "fine_tuning --preset .", "give a task's folder"),
+        ("benchmarks", "causal --rounds 0", "--rounds is too small: 0"),
         ("benchmarks", "compare nowhere", "no checkout of nowhere"),
         ("benchmarks.faults", "--nonsense", "unrecognized arguments: --nonsense"),
         ("notebooks.generate", "nowhere", "no narrative nowhere"),
