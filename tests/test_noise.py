@@ -68,6 +68,7 @@ def test_no_two_draws_of_a_run_have_the_same_seed():
     model = make_model(2, dropout=0.1)
     strategy = model.distribute_strategy
     own = [int(v.value[0]) for v in model.non_trainable_variables if v.name == "seed_generator_state"]
+    own.append(model.global_seed)
     for step in (0, 1, 5):
         seeds = strategy.run(lambda step=step: [seed for _, seed in noise_seeds(model, tf.constant(step))])
         for layer, seed in zip(own, seeds, strict=True):

@@ -1,16 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole batch's loss and metrics, of which each replica has a part: as sums that add up, or of what all gather."""
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 import keras
 import tensorflow as tf
 from keras.src.backend import get_keras_mask
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.losses import loss as loss_module
 from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 
+from common.training.gradients import Stateless
 from common.training.replicas import gather, gather_around, no_strategy, replicas, sum_over_replicas
 
 # Losses of Keras that compare a batch's examples with each other, or sum over all of them before they divide.
 BATCHWISE = ("circle", "dice", "tversky")
+
+
+class _Forward(threading.local):
+    """The forward pass that this thread traces: that of one replica."""
+
+    is_running = False
+    has_examples: tf.Tensor | None = None  # whether it is of examples; None, where that is known
+
+
+_forward, _scaled = _Forward(), loss_module.scale_loss_for_distribution
+loss_module.scale_loss_for_distribution = lambda value: value if _forward.is_running else _scaled(value)
+
+
+@contextlib.contextmanager
+def forward_pass(has_examples: tf.Tensor | None) -> Iterator[None]:
+    """While it lasts, a loss of Keras's that a layer computes is what it is on one device.
+
+    Under a strategy Keras divides it by the number of replicas, for gradients to add up.
+
+    Args:
+        has_examples: whether it is of this replica's examples, or there are none; None, where that is known.
+    """
+    _forward.is_running, _forward.has_examples = True, has_examples
+    try:
+        yield
+    finally:
+        _forward.is_running, _forward.has_examples = False, None
+
+
+def of_examples(total: tf.Tensor) -> tf.Tensor:
+    """A sum over examples in a `forward_pass`; zeros where there are none."""
+    if _forward.has_examples is None:
+        return total
+    return tf.where(_forward.has_examples, total, tf.zeros_like(total))
 
 
 class BatchLoss(TensorFlowTrainer):
@@ -62,10 +102,13 @@ class BatchLoss(TensorFlowTrainer):
         return [part + tf.stop_gradient(total - part) for part, total in zip(own, sum_over_replicas(own), strict=True)]
 
     def _own_loss(self, mapping, weights, state, data, y_pred, added, training):
-        """The whole batch's loss by any code, and the metrics' variables after it. Every replica computes it all.
+        """The whole batch's loss by any code, and what it updates. Every replica computes it all.
 
         Gradients flow through this replica's predictions; those that reach weights in another way are divided by the
         number of replicas, so that the sum over replicas is that of the whole batch.
+
+        Returns:
+            The loss; the metrics' variables after it; and other variables' new values, by their ids.
         """
         x, y, sample_weight = data
         count = replicas()
@@ -80,14 +123,16 @@ class BatchLoss(TensorFlowTrainer):
         if count > 1:
             x = gather(x) if self._has_own("compute_loss") else x
             y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)
-        scope = keras.StatelessScope([*weights_shared, *rest, *zip(metric_variables, state, strict=True)])
+        scope = Stateless([*weights_shared, *rest, *zip(metric_variables, state, strict=True)])
+        given = {id(variable): scope.get_current_value(variable) for variable, _ in rest}
         with no_strategy(), scope:
             self._losses_override = added
             try:
                 loss = self._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
             finally:
                 self._losses_override = []
-        return loss, [scope.get_current_value(variable) for variable in metric_variables]
+        updates = {name: scope.state_mapping[name] for name in given if scope.state_mapping[name] is not given[name]}
+        return loss, [scope.get_current_value(variable) for variable in metric_variables], updates
 
     def _added_losses(self, scope):
         """Terms of `add_loss`, `activity_regularizer`s (in Keras a mean over examples) and regularisers."""
@@ -123,6 +168,8 @@ class BatchLoss(TensorFlowTrainer):
 
     def _loss_adds_up(self):
         losses = [] if self._compile_loss is None else self._compile_loss._flat_losses
+        if not self._has_own("compute_loss") and any(each.loss.reduction in (None, "none") for each in losses):
+            raise ValueError("a loss without a reduction is not a number to minimise: give it one, such as sum")
         return not self._has_own("compute_loss") and all(loss_adds_up(each.loss) for each in losses)
 
     def _metrics_add_up(self):
@@ -139,16 +186,18 @@ class BatchLoss(TensorFlowTrainer):
 
 def loss_adds_up(loss: keras.losses.Loss) -> bool:
     """Whether a loss is a sum over examples, divided once: one of Keras's, or one whose `adds_up` is true."""
-    code = getattr(loss, "fn", type(loss))
-    return getattr(loss, "adds_up", False) or (
-        code.__module__.startswith("keras.") and code.__name__.lower() not in BATCHWISE and loss.reduction is not None
-    )
+    return getattr(loss, "adds_up", False) or _is_sum_of_keras(loss, getattr(loss, "fn", type(loss)))
 
 
 def metric_adds_up(metric: keras.metrics.Metric) -> bool:
     """Whether a metric's variables are sums over examples: one of Keras's, or one whose `adds_up` is true."""
-    code = getattr(metric, "_fn", type(metric))
-    return getattr(metric, "adds_up", False) or all(c.__module__.startswith("keras.") for c in (code, type(metric)))
+    return getattr(metric, "adds_up", False) or _is_sum_of_keras(metric, getattr(metric, "_fn", type(metric)))
+
+
+def _is_sum_of_keras(thing, code) -> bool:
+    """Whether it is of Keras's own class and code, and not a mean, or one that compares examples with each other."""
+    own = all(each.__module__.startswith("keras.") for each in (code, type(thing)))
+    return own and not isinstance(code, keras.losses.Loss) and code.__name__.lower() not in BATCHWISE
 
 
 def loss_parts(loss: keras.losses.Loss, y_true, y_pred, sample_weight) -> tuple[tf.Tensor, tf.Tensor | None]:

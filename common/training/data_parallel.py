@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`keras.Model` for N replicas: `fit`, `evaluate` and the rest compute under a strategy what one device would.
 
-`data_parallel(cls)` is a subclass whose trainer, of `trainer.py`, stands where Keras's own does; nothing in Keras
-itself is replaced. Checked against Keras 3.15 and TensorFlow 2.21; docs/keras-under-tf-distribute.md shows
-what Keras's own does.
+`data_parallel(cls)` is a subclass whose trainer, of `trainer.py`, stands where Keras's own does. Checked against Keras
+3.15 and TensorFlow 2.21; docs/keras-under-tf-distribute.md shows what Keras's own does.
 """
 
 import importlib.metadata
@@ -14,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
 from common.training.trainer import Trainer
 
@@ -29,6 +29,7 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
     - The loss that is minimised and reported is what one device would compute for the whole batch, by the loss's own
       reduction. Keras's own losses are summed by replica and divided once. For any other loss, and for a
       `compute_loss` of the class's own, every replica gathers what the others predicted, and computes the whole.
+    - A replica may have no examples: it computes one of zeros, which counts for nothing.
     - A term of `add_loss` is weighted by the replica's share of the examples, as fits a mean over examples, which
       `activity_regularizer` is too, and a regulariser of weights, which is the same on all.
     - Metrics are those of the whole data. Keras's own add up over replicas; any other, and a `compute_metrics` of the
@@ -41,8 +42,12 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
     - Dropout's noise is a function of the seed, the step and the replica, and has no state; see `noise.py`.
     - `jit_compile` compiles the forward and backward pass of each replica, and `accumulate` divides it into parts.
       Both need a single loss of Keras's own, metrics of Keras's own and neither `add_loss` nor `BatchNormalization`.
-    - A class with a `train_step` or `test_step` of its own has it run on each replica, and the values that it returns
-      are averaged, as Keras does.
+    - A class with a `train_step` or `test_step` of its own has it run on each replica, as Keras does, with a warning:
+      gradients are added up, so that a loss must be divided by the number of replicas, as Keras divides its own, and
+      the values that it returns are averaged. A `compute_loss` needs no such care.
+
+    Raises:
+        TypeError: when it is not a class of models.
 
     Attributes of an instance:
         accumulate: parts into which each replica's batch is divided, one after another, to save memory. It must divide
@@ -58,13 +63,18 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
         step_values: for the steps since the last callback, a dict of vectors: each step's own `loss`, metrics (of
             Keras's own), `learning_rate`, and `waited`, seconds that this worker waited for each batch.
     """
+    if not (inspect.isclass(model_class) and issubclass(model_class, keras.Model)):
+        raise TypeError(f"data_parallel makes a class of a subclass of keras.Model, before a model; got {model_class}")
     if issubclass(model_class, Trainer):
         return model_class
     _warn_outside_checked_versions()
     bases = (*mixins, *([HubTask] if hasattr(model_class, "save_to_preset") else []), model_class, Trainer)
     # Under its plain name, so that what is saved is the plain class's.
     names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(model_class.__name__, bases, names | {"plain_class": model_class})
+    ours = type(model_class.__name__, bases, names | {"plain_class": model_class})
+    if model_class in GLOBAL_CUSTOM_NAMES:  # by `keras.saving.register_keras_serializable`
+        GLOBAL_CUSTOM_NAMES[ours] = GLOBAL_CUSTOM_NAMES[model_class]
+    return ours
 
 
 class HubTask:

@@ -11,7 +11,16 @@ BUCKET = 2**22  # bytes that workers reduce at once, about: of less, the latency
 ROWS = 2**11  # for each replica, that a table must have to be sent by rows: for the tokens of a batch have fewer
 
 
-class Uses(keras.StatelessScope):
+class Stateless(keras.StatelessScope):
+    """Keras's, in which no gradient flows through what a variable was assigned, as through none of TensorFlow's."""
+
+    def add_update(self, update):
+        """See `keras.StatelessScope`."""
+        variable, value = update
+        super().add_update((variable, tf.stop_gradient(value)))
+
+
+class Uses(Stateless):
     """A stateless scope in which each use of a weight is a tensor of its own, with a gradient of its own.
 
     BERT uses its table of tokens twice: its last layer as a matrix, its first by rows. Together, their gradients would

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
 DRAWS = 2**16  # more than the random numbers that one layer draws in a step
 
@@ -45,6 +47,21 @@ def make_dropout_fast(model: keras.Model) -> None:
             layer.call = functools.partial(Dropout.call, layer)
 
 
+def keep_global_seed(model: keras.Model) -> None:
+    """Has a model know what Keras draws from where no seed is named, as in `keras.random.normal(shape)`.
+
+    Call it outside of a step, in which it cannot be made, and `use_global_seed` within: each thread has one of its own.
+    """
+    generator = global_seed_generator()
+    seed = int(keras.ops.convert_to_numpy(generator.state)[0])  # of another strategy, maybe, when a step is traced
+    model.__dict__ |= {"global_seed_generator": generator, "global_seed": seed}  # as attributes, they would be saved
+
+
+def use_global_seed(model: keras.Model) -> None:
+    """See `keep_global_seed`."""
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, model.global_seed_generator)
+
+
 def noise_seeds(model: keras.Model, count: tf.Tensor) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
     """The variables that hold seeds, and the values that they have for this replica.
 
@@ -53,6 +70,7 @@ def noise_seeds(model: keras.Model, count: tf.Tensor) -> Iterator[tuple[keras.Va
         count: an integer, another one for each time that the model is called: the step, or a part of it.
     """
     replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-    for variable in model.non_trainable_variables:
-        if variable.name == "seed_generator_state":
-            yield variable, tf.stack([variable.value[0] + replica * 2**32, tf.cast(count, tf.int64) * DRAWS])
+    own = [variable for variable in model.non_trainable_variables if variable.name == "seed_generator_state"]
+    seeds = [(variable, variable.value[0]) for variable in own]
+    for variable, seed in [*seeds, (model.global_seed_generator.state, tf.constant(model.global_seed, tf.int64))]:
+        yield variable, tf.stack([seed + replica * 2**32, tf.cast(count, tf.int64) * DRAWS])

@@ -8,16 +8,20 @@ import warnings
 
 import keras
 import tensorflow as tf
+from keras.src.backend import get_keras_mask, set_keras_mask
 
-from common.training.batch_loss import BatchLoss
+from common.training.batch_loss import BatchLoss, forward_pass
 from common.training.gradients import Uses, add_rows, sum_gradients
-from common.training.noise import noise_seeds
+from common.training.noise import noise_seeds, use_global_seed
 from common.training.replicas import (
     gather,
+    is_first_replica,
+    is_shared,
     local_value,
     no_strategy,
     on_local_copies,
     pack,
+    replicas,
     sum_over_replicas,
 )
 
@@ -39,7 +43,12 @@ class ReplicaStep(BatchLoss):
         """
         data = keras.utils.unpack_x_y_sample_weight(data)
         metric_variables = self._metric_variables()
+        is_first = is_first_replica()
         state = [tf.convert_to_tensor(local_value(variable)) for variable in metric_variables]
+        state = [  # which adds up to what it is
+            tf.where(is_first, value, tf.zeros_like(value)) if is_shared(variable) else value
+            for variable, value in zip(metric_variables, state, strict=True)
+        ]
         gathers = not (self._loss_adds_up() and self._metrics_add_up())
         if gathers:
             self._refuse_if_pure("a loss, metric, compute_loss or compute_metrics of your own")
@@ -82,14 +91,16 @@ class ReplicaStep(BatchLoss):
         with no_strategy(), keras.StatelessScope(list(zip(metric_variables, now, strict=True))) as scope:
             track_losses()
             logs = self.get_metrics_result() if self._metrics_add_up() else self.compute_metrics(*whole["batch"])
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            logs = flat(logs)
         for variable in metric_variables:  # read, Keras's metric variables are the sum over replicas: the first has all
             value = scope.get_current_value(variable)
-            local_value(variable).assign(tf.where(tf.equal(replica, 0), value, tf.zeros_like(value)))
+            keeps = is_first | is_shared(variable)
+            local_value(variable).assign(tf.where(keeps, value, tf.zeros_like(value)))
         if not gathers:
             with no_strategy(), keras.StatelessScope(list(zip(metric_variables, sums["metrics"], strict=True))):
                 track_losses()
-                step_values |= {name: value for name, value in self.get_metrics_result().items() if name != "loss"}
+                metrics = flat(self.get_metrics_result())
+                step_values |= {name: value for name, value in metrics.items() if name != "loss"}
         return logs | {f"step/{name}": value for name, value in step_values.items()} | {"stop": sums["stop"]}
 
     def _apply(self, gradients, share):
@@ -101,7 +112,8 @@ class ReplicaStep(BatchLoss):
             gradients = {index: gradient * tf.cast(share, gradient.dtype) for index, gradient in gradients.items()}
         with on_local_copies(self.optimizer, self.trainable_variables):
             variables = self.trainable_variables
-            self.optimizer.apply([gradients.get(str(index)) for index in range(len(variables))], variables)
+            whole = [gradients.get(str(index)) for index in range(len(variables))]
+            self.optimizer.apply_gradients(zip(whole, variables, strict=True))
 
     def _assign_state(self, sums):
         """What layers have updated, as the mean over the batch's examples, to this replica's own copies."""
@@ -119,16 +131,22 @@ class ReplicaStep(BatchLoss):
                 self._jitted = tf.function(self._part, autograph=False, jit_compile=True)
             part = self._jitted
         if self.accumulate == 1 or not training:
-            return part(weights, self._others(0), state, data, scale, factor, training)
-        parts = keras.tree.map_structure(
-            lambda t: None if t is None else tf.reshape(t, tf.concat([[self.accumulate, -1], tf.shape(t)[1:]], axis=0)),
-            data,
-        )
+            return part(weights, self._others(0), state, data, with_an_example(data[0]), scale, factor, training)
+        told = f"accumulate = {self.accumulate} does not divide a replica's part of a batch"
+        size = tf.cast(count_examples(data[0]), tf.int32)
+        if (_first(data[0]).shape[0] or 0) % self.accumulate:
+            raise ValueError(told)
+        with tf.control_dependencies([tf.debugging.assert_equal(size % self.accumulate, 0, told)]):
+            parts = keras.tree.map_structure(
+                lambda t: None if t is None else tf.reshape(t, [self.accumulate, -1, *tf.unstack(tf.shape(t))[1:]]),
+                data,
+            )
 
         @tf.function(autograph=False)
         def numbered_part(number):
             own = keras.tree.map_structure(lambda t: None if t is None else t[number], parts)
-            gradients, rows, *rest = part(weights, self._others(number), state, own, scale, factor, training)
+            others, x = self._others(number), with_an_example(own[0])
+            gradients, rows, *rest = part(weights, others, state, own, x, scale, factor, training)
             return add_rows(gradients, rows, weights), {}, *rest
 
         def add(totals, number):
@@ -137,12 +155,13 @@ class ReplicaStep(BatchLoss):
         first, rest = numbered_part(tf.constant(0)), tf.range(1, self.accumulate)
         return tf.foldl(add, rest, initializer=first, parallel_iterations=1)
 
-    def _part(self, weights, others, state, data, scale, factor, training):
+    def _part(self, weights, others, state, data, at_least_one, scale, factor, training):
         """A part of a batch, without a change to any variable.
 
         Args:
             weights, others, state: values of the model's trained and other variables, and of its metrics'.
             data: (x, y, sample_weight).
+            at_least_one: x, of one example where there is none.
             scale, factor: of the loss whose gradient is taken; the second of a single loss only.
             training: or evaluation.
 
@@ -151,7 +170,8 @@ class ReplicaStep(BatchLoss):
             what is the same on all of them: `loss`, `batch`, and `metrics`, values of their variables.
         """
         x, y, sample_weight = data
-        variables = self.trainable_variables + self.non_trainable_variables
+        use_global_seed(self)
+        variables = [*self.trainable_variables, *self.non_trainable_variables, self.global_seed_generator.state]
         metric_variables = self._metric_variables()
         mapping = list(zip(variables, [*weights, *others], strict=True))
         mapping += [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metric_variables]
@@ -160,7 +180,7 @@ class ReplicaStep(BatchLoss):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             with Uses(mapping, self.trainable_variables if training else [], tape, collect_losses=True) as scope:
                 given = dict(scope.state_mapping)
-                y_pred = self(x, training=training) if self._call_has_training_arg else self(x)
+                y_pred = self._predicted(x, at_least_one, training)
                 self.update_counts(x, y, sample_weight)
                 if self._compile_metrics is not None and self._metrics_add_up():
                     self._compile_metrics.update_state(y, y_pred, sample_weight)
@@ -177,9 +197,11 @@ class ReplicaStep(BatchLoss):
                     sums["loss"], sums["losses"] = self._sum_of_losses(examples, parts, added)
                     objective = sums["loss"]
                 else:
-                    whole["loss"], whole["metrics"] = self._own_loss(
-                        mapping, weights, state, data, y_pred, self._summed(examples, added), training
+                    added = self._summed(examples, added)
+                    whole["loss"], whole["metrics"], updates = self._own_loss(
+                        mapping, weights, state, data, y_pred, added, training
                     )
+                    scope.state_mapping |= updates
                     objective = whole["loss"]
                 objective *= tf.cast(scale, objective.dtype)
         gradients, rows = scope.gradients(objective) if training else ({}, {})
@@ -195,16 +217,70 @@ class ReplicaStep(BatchLoss):
         return gradients, rows, sums, whole
 
     def _others(self, part):
-        """Values of the variables that are not trained, with seeds for one part of one replica's batch."""
+        """Values of the variables that are not trained, and Keras's seed, for one part of one replica's batch."""
         count = tf.constant(0, tf.int64) if self.optimizer is None else tf.cast(self.optimizer.iterations, tf.int64)
         count = count * self.accumulate + tf.cast(part, tf.int64)
         seeds = {id(variable): seed for variable, seed in noise_seeds(self, count)}
         return [
-            seeds.get(id(variable), tf.convert_to_tensor(variable.value)) for variable in self.non_trainable_variables
+            seeds[id(variable)] if id(variable) in seeds else tf.convert_to_tensor(variable.value)
+            for variable in [*self.non_trainable_variables, self.global_seed_generator.state]
         ]
+
+    def _predicted(self, x, at_least_one, training):
+        """The outputs for this replica's examples, computed of one more where there is none."""
+        examples, known, before = count_examples(x), at_least_one is x, dict(vars(self))
+        with forward_pass(None if known else examples > 0):
+            y_pred = self(at_least_one, training=training) if self._call_has_training_arg else self(at_least_one)
+        noted = [n for n, value in vars(self).items() if isinstance(value, tf.Tensor) and value is not before.get(n)]
+        if noted and self._has_own("compute_loss") and replicas() > 1:
+            raise ValueError(
+                f"call notes {noted[0]}, of one replica's examples, and compute_loss is of the whole batch: return it "
+                "from call, for the replicas to gather, or use add_loss in call"
+            )
+        if known:
+            return y_pred
+
+        def first(output):
+            if output is None or not output.shape.rank:
+                return output
+            result, mask = output[: tf.cast(examples, tf.int32)], get_keras_mask(output)
+            if mask is not None:
+                set_keras_mask(result, mask[: tf.cast(examples, tf.int32)])
+            return result
+
+        return keras.tree.map_structure(first, y_pred)
+
+
+def flat(logs: dict) -> dict:
+    """Logs without the dicts in them, as of metrics with several results, as Keras's callbacks see them."""
+    pairs = [flat(value).items() if isinstance(value, dict) else [(name, value)] for name, value in logs.items()]
+    return {name: value for part in pairs for name, value in part}
+
+
+def with_an_example(x):
+    """This replica's inputs; where it has none, of one example, zeros: many of TensorFlow's kernels fail without.
+
+    The very same, where their number is known.
+    """
+    dense = all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in keras.tree.flatten(x))
+    if not dense or _first(x).shape[0]:
+        return x
+
+    def filled(leaf):
+        if leaf is None:
+            return None
+        shape = tf.concat([[1], tf.shape(leaf)[1:]], axis=0)
+        filled = tf.cond(tf.shape(leaf)[0] > 0, lambda: leaf, lambda: tf.zeros(shape, leaf.dtype))
+        return tf.ensure_shape(filled, [None, *leaf.shape[1:]])
+
+    return keras.tree.map_structure(filled, x)
 
 
 def count_examples(x) -> tf.Tensor:
     """The number of examples in this replica's part of a batch, a float."""
-    first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    first = _first(x)
     return tf.cast(first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0], tf.float32)
+
+
+def _first(x):
+    return next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)

@@ -25,7 +25,11 @@ def sum_over_replicas(values):
     values = tf.nest.map_structure(lambda value: tf.identity(tf.convert_to_tensor(value)), values)
     if replicas() == 1 or not tf.nest.flatten(values):
         return values
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
+    dtypes = tf.nest.map_structure(lambda value: value.dtype, values)
+    # TensorFlow keeps int32 in the memory of the host, from which it does not reduce.
+    values = tf.nest.map_structure(lambda value: tf.cast(value, tf.int64) if value.dtype == tf.int32 else value, values)
+    sums = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
+    return tf.nest.map_structure(tf.cast, sums, dtypes)
 
 
 def gather_over_replicas(values):
@@ -64,6 +68,8 @@ def gather(values: Any) -> Any:
 
 def gather_around(values: Any) -> Any:
     """As `gather`, but this replica's own part is the tensor itself, through which gradients flow."""
+    if any(leaf is not None and not leaf.shape.rank for leaf in keras.tree.flatten(values)):
+        raise ValueError("an output without a batch dimension is a replica's own: a loss of the whole batch needs one")
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     own = next(leaf for leaf in keras.tree.flatten(values) if leaf is not None)
     sizes = gather(tf.shape(own)[:1])
@@ -104,6 +110,16 @@ def local_value(variable: keras.Variable) -> tf.Variable:
     """This replica's own copy of a Keras variable; the variable itself, where there is but one."""
     value = variable._value
     return value._get() if isinstance(value, tf.distribute.DistributedValues) else value
+
+
+def is_first_replica() -> tf.Tensor:
+    """Whether this replica is the first of all workers'."""
+    return tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+
+
+def is_shared(variable: keras.Variable) -> bool:
+    """Whether the replicas have but one of a Keras variable, as where it was made outside of the strategy's scope."""
+    return not isinstance(variable._value, tf.distribute.DistributedValues)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from common.training.replica_step import ReplicaStep
+from common.training.replica_step import ReplicaStep, flat, with_an_example
 from common.training.replicas import first_replica, sum_over_replicas
 
 
@@ -26,6 +26,11 @@ class StepLoop(ReplicaStep):
         """One replica's part of an evaluation step."""
         return _split(self._step(data, training=False))[0]
 
+    def predict_step(self, data):
+        """One replica's part of a batch of predictions."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return self._predicted(x, x if self.jit_compile else with_an_example(x), training=False)
+
     def _on_replicas(self, training):
         """A function of (iterator, left) that does the steps of one call, at most `left`, unless that is None.
 
@@ -40,7 +45,7 @@ class StepLoop(ReplicaStep):
             data = _own(data)
             if step is None:
                 return self._step(data, stop, training)
-            logs = keras.tree.map_structure(lambda t: tf.cast(t, tf.float32), step(data))
+            logs = {name: tf.cast(value, tf.float32) for name, value in flat(step(data)).items()}
             logs, stop = sum_over_replicas((logs, stop))
             return {name: value / strategy.num_replicas_in_sync for name, value in logs.items()} | {"stop": stop}
 
@@ -154,8 +159,12 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
             return tf.concat([tf.reshape(value, [-1]) for value in values.values()], axis=0)
 
         # The flag is an element of the loop: captured by it, on its way to another device, it never arrives.
-        stops = tf.fill([count], stop)
-        return tf.map_fn(one_step, stops, fn_output_signature=tf.float32, parallel_iterations=1)
+        stops, scope = tf.fill([count], stop), tf.compat.v1.get_variable_scope()
+        try:
+            return tf.map_fn(one_step, stops, fn_output_signature=tf.float32, parallel_iterations=1)
+        except BaseException:
+            scope.set_caching_device(None)  # which `map_fn` leaves set: no strategy's scope could be entered again
+            raise
 
     def run_steps(iterator, count, stop=0.0):
         rows = many_steps(iterator, tf.constant(count), tf.constant(float(stop))).numpy()

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import warnings
 from typing import Any
 
 import keras
@@ -13,7 +14,8 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, convert_to_np_if_not_ragged
 
-from common.training.noise import make_dropout_fast
+from common.training.batch_loss import of_examples
+from common.training.noise import keep_global_seed, make_dropout_fast
 from common.training.optimizers import do_not_reduce_again
 from common.training.read_ahead import read_ahead
 from common.training.replicas import replicas, sum_over_replicas
@@ -84,6 +86,7 @@ class Trainer(StepLoop):
     def _make_function(self, step_function):
         """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""
         training = step_function == self.train_step
+        self._jitted = None  # which may be of another loss
         run_steps = self._on_replicas(training)
 
         def train_function(iterator):
@@ -178,10 +181,19 @@ class Trainer(StepLoop):
             if getattr(layer, "stateful", False) and self.distribute_strategy.num_replicas_in_sync > 1:
                 raise ValueError(f"{layer.name} keeps its state from batch to batch, which no replica has: use one")
         make_dropout_fast(self)
+        keep_global_seed(self)
         if self.optimizer is None:
             return
+        several = self.distribute_strategy.num_replicas_in_sync > 1
         if type(self).train_step is Trainer.train_step:
             do_not_reduce_again(self.optimizer)
+        elif several and "super" not in inspect.unwrap(type(self).train_step).__code__.co_names:
+            warnings.warn(
+                f"{type(self).__name__}.train_step runs on each replica with its part of the batch, as under Keras: "
+                "gradients are added up, losses of Keras's are divided by the number of replicas, a mean that it takes "
+                "itself is not, and the values that it returns are averaged. What compute_loss computes is exact",
+                stacklevel=2,
+            )
         if self.built and not self.optimizer.built:
             self.optimizer.build(self.trainable_variables)
 
@@ -197,9 +209,11 @@ def _moments_of_whole_batch(layer, model, inputs, mask):
     else:
         weights, epsilon = tf.cast(mask[..., None], inputs.dtype) * tf.ones_like(inputs), keras.config.epsilon()
         inputs = tf.where(weights > 0, inputs, 0.0)
-    total, count = sum_over_replicas([tf.reduce_sum(each, axes, keepdims=True) for each in (inputs, weights)])
+    sums = [of_examples(tf.reduce_sum(each, axes, keepdims=True)) for each in (inputs, weights)]
+    total, count = sum_over_replicas(sums)
     mean = total / (count + epsilon)
-    squares = sum_over_replicas(tf.reduce_sum(weights * tf.square(inputs - mean), axes, keepdims=True))
+    squares = of_examples(tf.reduce_sum(weights * tf.square(inputs - mean), axes, keepdims=True))
+    squares = sum_over_replicas(squares)
     variance = squares / (count + epsilon)
     return tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
 

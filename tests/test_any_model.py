@@ -1,0 +1,298 @@
+"""Models that users write, on two replicas of which the second has no example in the last batch."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from common.devices.strategy import make_strategy
+from common.training.data_parallel import data_parallel
+from common.training.noise import noise_seeds
+
+EXAMPLES, BATCH, SIZE = 9, 4, 8
+random = np.random.default_rng(0)
+IMAGES = random.normal(size=(EXAMPLES, SIZE, SIZE, 2)).astype(np.float32)
+X, Y = random.normal(size=(2, EXAMPLES, 3)).astype(np.float32)
+
+
+def fit(model, x, y, **options):
+    """Weights, values of each epoch, scores and predictions."""
+    history = model.fit(x, y, BATCH, epochs=2, shuffle=False, verbose=0, **options).history
+    scores = model.evaluate(x, y, BATCH, verbose=0)
+    values = [history[name] for name in sorted(history)]
+    return [*values, scores, *model.get_weights(), *keras.tree.flatten(model.predict(x, BATCH, verbose=0))]
+
+
+def dense(kind, *layers_):
+    return kind([keras.Input((3,)), *layers_, layers.Dense(3)])
+
+
+def images(kind):
+    convolutions = [layers.Conv2D(4, 3), layers.BatchNormalization(), layers.MaxPooling2D(2), layers.DepthwiseConv2D(2)]
+    model = kind([keras.Input(IMAGES.shape[1:]), *convolutions, layers.GlobalAveragePooling2D(), layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return IMAGES, model
+
+
+def images_in_a_sequence(kind):
+    model = kind([keras.Input((None, SIZE, SIZE, 2)), layers.ConvLSTM2D(2, 3), layers.Flatten(), layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return IMAGES[:, None], model
+
+
+class Endpoint(layers.Layer):
+    """As in Keras's guide: a loss of Keras's that a layer computes."""
+
+    loss = keras.losses.MeanSquaredError()
+
+    def call(self, outputs, target):
+        self.add_loss(self.loss(target, outputs))
+        return outputs
+
+
+def a_loss_in_a_layer(kind):
+    inputs = keras.Input((3,))
+    model = kind(inputs, Endpoint()(layers.Dense(3)(inputs), inputs))
+    model.compile(keras.optimizers.SGD(0.1))
+    return X, model
+
+
+def a_loss_as_metric(kind):
+    model = dense(kind)
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[keras.losses.MeanSquaredError(name="q")])
+    return X, model
+
+
+class Positive(keras.losses.MeanSquaredError):
+    """Over the positive labels: a mean of its own, though of Keras's class."""
+
+    def call(self, y_true, y_pred):
+        kept = ops.cast(y_true > 0, y_pred.dtype)
+        return ops.sum(kept * (y_true - y_pred) ** 2) / ops.sum(kept)
+
+
+def a_subclass_of_a_loss_of_keras(kind):
+    model = dense(kind)
+    model.compile(keras.optimizers.SGD(0.1), Positive())
+    return X, model
+
+
+class Counts(keras.metrics.Metric):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = self.add_weight(shape=(), dtype="int32", initializer="zeros", name="seen")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.seen.assign_add(ops.shape(y_true)[0])
+
+    def result(self):
+        return {"seen": self.seen, "twice": 2 * self.seen}
+
+
+def a_metric_of_whole_numbers_with_two_results(kind):
+    model = dense(kind)
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[Counts()])
+    return X, model
+
+
+class Drifting(keras.Model):
+    """A `compute_loss` that updates a variable."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dense, self.scale = layers.Dense(3), self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = ops.mean((y - y_pred) ** 2)
+        if training:
+            self.scale.assign(0.9 * self.scale + 0.1 * loss)
+        return loss * self.scale
+
+
+def a_loss_with_state(kind):
+    model = kind(Drifting)()
+    model.compile(keras.optimizers.SGD(0.1))
+    return X, model
+
+
+class Slow(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients([(0.1 * gradient, variable) for gradient, variable in grads_and_vars])
+
+
+def an_optimizer_with_its_own_apply_gradients(kind):
+    model = dense(kind)
+    model.compile(Slow(0.1), "mse")
+    return X, model
+
+
+@pytest.mark.parametrize(
+    ("make", "base"),
+    [
+        (images, keras.Sequential),
+        (images_in_a_sequence, keras.Sequential),
+        (a_loss_in_a_layer, keras.Model),
+        (a_loss_as_metric, keras.Sequential),
+        (a_subclass_of_a_loss_of_keras, keras.Sequential),
+        (a_metric_of_whole_numbers_with_two_results, keras.Sequential),
+        (a_loss_with_state, None),
+        (an_optimizer_with_its_own_apply_gradients, keras.Sequential),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_it_computes_what_plain_keras_does(make, base):
+    def outcome(kind):
+        keras.utils.set_random_seed(0)
+        x, model = make(kind)
+        return fit(model, x, Y)
+
+    plain = outcome(base or (lambda model_class: model_class))
+    with make_strategy(2).scope():
+        ours = outcome(data_parallel(base) if base else data_parallel)
+    for mine, theirs in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_metric_made_outside_of_the_scope_is_of_the_whole_data():
+    scores = []
+    for strategy in (make_strategy(1), make_strategy(2)):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = dense(data_parallel(keras.Sequential))
+        model.compile("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError()])
+        history = model.fit(X, Y, BATCH, epochs=2, shuffle=False, verbose=0).history
+        scores.append([*history.values(), model.evaluate(X, Y, BATCH, verbose=0)])
+    for mine, theirs in zip(*scores, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+
+
+def test_compiled_again_it_learns_by_the_new_loss():
+    histories = []
+    for options in ({}, {"jit_compile": True}):
+        keras.utils.set_random_seed(0)
+        with make_strategy(1).scope():
+            model = dense(data_parallel(keras.Sequential))
+            for loss in ("mse", "mae"):
+                model.compile(keras.optimizers.SGD(0.1), loss, **options)
+                history = model.fit(X[:8], Y[:8], BATCH, shuffle=False, verbose=0).history
+        histories.append(history["loss"])
+    assert histories[0] == pytest.approx(histories[1], rel=1e-5)
+
+
+class Noise(layers.Layer):
+    """Without a seed: from Keras's own generator."""
+
+    def call(self, x):
+        return x + keras.random.normal(ops.shape(x))
+
+
+def test_noise_without_a_seed_is_another_in_each_step_and_replica():
+    with make_strategy(2).scope():
+        model = dense(data_parallel(keras.Sequential), Noise())
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    zeros, seen = np.zeros((4, 3), np.float32), []
+
+    class Keep(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(float(self.model.step_values["loss"][0]))
+
+    model.fit(zeros, zeros, 4, epochs=3, verbose=0, callbacks=[Keep()])
+    assert len(set(seen)) == 3
+    assert len(model.weights) == 2  # Keras's generator is no part of the model
+
+    @tf.function
+    def of_replicas():
+        def one():
+            return [seed for _, seed in noise_seeds(model, tf.constant(0))][-1]
+
+        return model.distribute_strategy.experimental_local_results(model.distribute_strategy.run(one))
+
+    first, second = of_replicas()
+    assert (first != second).numpy().any()
+
+
+@keras.saving.register_keras_serializable("tests")
+class Registered(keras.Model):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dense = layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_a_registered_class_is_saved_by_its_registered_name(tmp_path):
+    model = data_parallel(Registered)()
+    model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    assert type(again) is Registered
+    np.testing.assert_array_equal(again.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
+class Noting(Drifting):
+    def call(self, x):
+        self.noted = self.dense(x)
+        return self.noted
+
+
+class WithAScalar(Drifting):
+    def call(self, x):
+        return {"y": self.dense(x), "mean": ops.mean(x)}
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean((y - y_pred["y"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: data_parallel(Noting)(), "call notes noted, of one replica's examples"),
+        (lambda: data_parallel(WithAScalar)(), "an output without a batch dimension"),
+        (lambda: dense(data_parallel(keras.Sequential)), "a loss without a reduction"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(make, told):
+    with make_strategy(2).scope():
+        model = make()
+        own = isinstance(model, Drifting)
+        model.compile("sgd", None if own else keras.losses.MeanSquaredError(reduction="none"))
+    with pytest.raises(ValueError, match=told):
+        model.fit(X, Y, BATCH, verbose=0)
+
+
+@pytest.mark.parametrize("rest", [True, False])
+def test_parts_that_do_not_divide_a_batch_are_refused(rest):
+    with make_strategy(2).scope():
+        model = dense(data_parallel(keras.Sequential))
+        model.compile("sgd", "mse")
+    model.accumulate = 3
+    data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(8, drop_remainder=not rest)
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="accumulate = 3 does not divide"):
+        model.fit(data, verbose=0)
+
+
+@pytest.mark.parametrize("wrong", [keras.Sequential(), layers.Dense])
+def test_it_is_for_classes_of_models(wrong):
+    with pytest.raises(TypeError, match="makes a class of a subclass of keras.Model"):
+        data_parallel(wrong)
+
+
+def test_a_train_step_of_its_own_comes_with_a_warning():
+    class Own(Registered):
+        def train_step(self, data):
+            return {"loss": ops.mean(data[0])}
+
+    class Wrapped(Registered):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    with make_strategy(2).scope():
+        with pytest.warns(UserWarning, match="Own.train_step runs on each replica"):
+            data_parallel(Own)().compile("sgd", "mse")
+        data_parallel(Wrapped)().compile("sgd", "mse")  # warnings are errors in these tests
