@@ -99,8 +99,7 @@ class ReplicaStep(BatchLoss):
         if not gathers:
             with no_strategy(), keras.StatelessScope(list(zip(metric_variables, sums["metrics"], strict=True))):
                 track_losses()
-                metrics = flat(self.get_metrics_result())
-                step_values |= {name: value for name, value in metrics.items() if name != "loss"}
+                step_values |= {name: value for name, value in self.get_metrics_result().items() if name != "loss"}
         return logs | {f"step/{name}": value for name, value in step_values.items()} | {"stop": sums["stop"]}
 
     def _apply(self, gradients, share):
