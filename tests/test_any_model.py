@@ -64,6 +64,22 @@ def a_loss_as_metric(kind):
     return X, model
 
 
+def a_dict_of_outputs_and_losses(kind):
+    inputs = keras.Input((3,))
+    outputs = {name: layers.Dense(3, name=name)(inputs) for name in ("high", "low")}
+    model = kind(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.1), {"high": "mse", "low": "mae"})
+    return X, model
+
+
+def a_masked_mean(kind):
+    """Of an example that is all padding it is NaN."""
+    words = layers.Embedding(9, 3, mask_zero=True)
+    model = kind([keras.Input((5,)), words, layers.GlobalAveragePooling1D(), layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return 1 + np.arange(5 * EXAMPLES).reshape(EXAMPLES, 5) % 8, model
+
+
 class OfLarge(keras.losses.MeanSquaredError):
     """Over the large labels: a mean of its own, though of Keras's class."""
 
@@ -137,6 +153,8 @@ def an_optimizer_with_its_own_apply_gradients(kind):
         (images_in_a_sequence, keras.Sequential),
         (a_loss_in_a_layer, keras.Model),
         (a_loss_as_metric, keras.Sequential),
+        (a_dict_of_outputs_and_losses, keras.Model),
+        (a_masked_mean, keras.Sequential),
         (a_subclass_of_a_loss_of_keras, keras.Sequential),
         (a_metric_of_whole_numbers_with_two_results, keras.Sequential),
         (a_loss_with_state, None),
@@ -148,7 +166,7 @@ def test_it_computes_what_plain_keras_does(make, base):
     def outcome(kind):
         keras.utils.set_random_seed(0)
         x, model = make(kind)
-        return fit(model, x, Y)
+        return fit(model, x, dict.fromkeys(model.output, Y) if make is a_dict_of_outputs_and_losses else Y)
 
     plain = outcome(base or (lambda model_class: model_class))
     with make_strategy(2).scope():

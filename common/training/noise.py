@@ -54,7 +54,7 @@ def keep_global_seed(model: keras.Model) -> None:
     """
     generator = global_seed_generator()
     seed = int(keras.ops.convert_to_numpy(generator.state)[0])  # of another strategy, maybe, when a step is traced
-    model.__dict__ |= {"global_seed_generator": generator, "global_seed": seed}  # as attributes, they would be saved
+    vars(model).update(global_seed_generator=generator, global_seed=seed)  # set as attributes, they would be saved
 
 
 def use_global_seed(model: keras.Model) -> None:

@@ -124,13 +124,19 @@ class ReplicaStep(BatchLoss):
 
     def _in_parts(self, weights, state, data, scale, factor, training):
         """See `_part`; of the `accumulate` parts of this replica's batch, gradients and sums are added up."""
-        part = self._part
+        compute = self._part
         if self.jit_compile:
             if self._jitted is None:
                 self._jitted = tf.function(self._part, autograph=False, jit_compile=True)
-            part = self._jitted
+            compute = self._jitted
+
+        def part(number, own):
+            at_least_one = with_an_example(own[0])
+            found = compute(weights, self._others(number), state, own, at_least_one, scale, factor, training)
+            return found if at_least_one is own[0] else nothing_without_examples(count_examples(own[0]), *found)
+
         if self.accumulate == 1 or not training:
-            return part(weights, self._others(0), state, data, with_an_example(data[0]), scale, factor, training)
+            return part(0, data)
         told = f"accumulate = {self.accumulate} does not divide a replica's part of a batch"
         size = tf.cast(count_examples(data[0]), tf.int32)
         if (_first(data[0]).shape[0] or 0) % self.accumulate:
@@ -144,8 +150,7 @@ class ReplicaStep(BatchLoss):
         @tf.function(autograph=False)
         def numbered_part(number):
             own = keras.tree.map_structure(lambda t: None if t is None else t[number], parts)
-            others, x = self._others(number), with_an_example(own[0])
-            gradients, rows, *rest = part(weights, others, state, own, x, scale, factor, training)
+            gradients, rows, *rest = part(number, own)
             return add_rows(gradients, rows, weights), {}, *rest
 
         def add(totals, number):
@@ -279,6 +284,14 @@ def count_examples(x) -> tf.Tensor:
     """The number of examples in this replica's part of a batch, a float."""
     first = _first(x)
     return tf.cast(first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0], tf.float32)
+
+
+def nothing_without_examples(examples, gradients, rows, sums, whole):
+    """What `_part` returns, with zeros for what came of an example that is none: NaN, maybe, as of a masked mean."""
+    found = gradients, rows, sums["state"]
+    zeros = tf.nest.map_structure(tf.zeros_like, found)
+    gradients, rows, after = tf.cond(examples > 0, lambda: found, lambda: zeros) if tf.nest.flatten(found) else found
+    return gradients, rows, sums | {"state": after}, whole
 
 
 def _first(x):
