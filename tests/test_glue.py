@@ -224,7 +224,7 @@ GLUE_FOLDERS = [
     ({"dev.tsv": "sentence\tlabel\nA\tB\t1\n"}, "dev.tsv, line 2 has 3 fields, the first line 2"),
     ({"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "has two columns of the same name"),
     ({"dev.tsv": "sentence\tlabel\nA\t1\nB\t2\n"}, "dev.tsv, line 3: the label '2' is not one of 0, 1"),
-    ({"dev.tsv": "sentence\tlabel\nA\t1\n" + "B\t\n"}, "dev.tsv, line 3: the label '' is not one of 0, 1"),
+    ({"dev.tsv": "sentence\tlabel\nA\t1\n" + "B\t\n"}, "dev.tsv, line 3: label is empty. Leave out the row"),
     ({"dev.tsv": b"sentence\tlabel\nA\t1\ncaf\xe9 \t1\n"}, "dev.tsv, line 3 is not UTF-8 text (invalid continuation"),
     ({"dev.tsv": b"\0\1\2"}, "is a binary file"),
     ({"train.tsv": "sentence\tlabel\nA\t1\nB\t1\n"}, "all labels of the split train are the same"),
@@ -277,6 +277,13 @@ def test_a_label_that_is_no_number(label, tmp_path):
     assert "\n" not in str(error.value) and len(str(error.value)) < len(str(tmp_path)) + 200
 
 
+def test_a_text_may_be_long(tmp_path):
+    rows = [f'"{number} {"word " * 40_000}",{number % 2}' for number in range(12)]
+    write(tmp_path, {"a.csv": "\n".join(["text,label", *rows])})
+    texts = open_examples("own", str(tmp_path / "a.csv"), "text", "label")
+    assert sum(len(part.texts) for part in texts.splits.values()) == 12
+
+
 # A file of one's own, with columns `text` and `label`.
 OWN_FILES = [
     ("a.csv", 'text,label\n"A,0\nB,1\n', "a.csv, line 2: broken quoting (unexpected end of data)"),
@@ -287,6 +294,7 @@ OWN_FILES = [
     ("a.csv", "text,label\n", "the split train has no examples"),
     ("a.csv", "text,label\nA,0\nB,1\n", "the split validation has no examples"),
     ("a.csv", 'text,label\nA,"0\n1"\n', 'a.csv, line 2: label must be a string of one line or an integer; got "0\\n1"'),
+    ("a.csv", "text,label\nA,0\nB,\n", "a.csv, line 3: label is empty. Leave out the row, or give it a label"),
     ("a.jsonl", '{"text": "A", "label": 0}\n{"text": "B"\n', "a.jsonl, line 2 is not JSON"),
     ("a.jsonl", "[" * 100_000, "a.jsonl, line 1 is not JSON"),
     ("a.jsonl", '["A", 0]\n', "a.jsonl, line 1 is not a JSON object"),

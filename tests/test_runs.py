@@ -495,3 +495,16 @@ def test_a_dry_run_writes_nothing_and_takes_no_notice_of_a_run(config):
 def test_a_run_knows_its_predictions_by_every_name_that_glue_wants():
     names = {f"predictions/{task.submission}" for task in TASKS.values()}
     assert names < {*run_folder.OF_SOME_RUNS["predictions"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class OfData(Config):
+    data: str = ""
+
+
+def test_a_complete_run_says_of_which_data_it_is(tmp_path, capsys):
+    config = OfData(str(tmp_path / "run"), data="a.csv")
+    write_json(reopen(config).workdir / "results.json", {"steps": 3})
+    for data, told in (("b.csv", "is complete on the data a.csv; --overwrite"), ("a.csv", "is complete; --overwrite")):
+        reopen(config, data=data)
+        assert told in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import io
 import shutil
 
+import keras
 import keras_hub
 import numpy as np
 import pytest
@@ -255,6 +256,18 @@ def test_more_tokens_than_positions_are_refused(presets):
     data = EncodedTexts.of(texts, make_preprocessor(str(folder), None, 33))
     with pytest.raises(UserError, match="--seq-length 33 is more than the 32 positions of the preset"):
         make_classifier(str(folder), "", data, 0.0)
+
+
+def test_in_mixed_precision_its_numbers_are_in_float32():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        texts = LabelledTexts([], {"train": Examples([("a",)] * 2, [1999.0, 2001.5], ["0", "1"])}, "")
+        data = EncodedTexts.of(texts, make_preprocessor("", train_wordpieces(sentences, 300), 16))
+        model = make_classifier("", "nano", data, 0.0)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model.output_dense.kernel.assign(0 * model.output_dense.kernel)
+    assert float(model(data.preprocessor(x=(["a"],)))[0, 0]) == 2000.25
 
 
 def test_a_size_is_a_bert_and_regression_begins_at_the_mean_of_the_training_labels():

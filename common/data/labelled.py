@@ -115,6 +115,8 @@ def _label(where: str, row: dict[str, Any], name: str) -> str:
     value = _value(where, row, name)
     if isinstance(value, int):
         return json.dumps(value)
+    if value == "":
+        raise UserError(f"{where}: {name} is empty. Leave out the row, or give it a label")
     if not isinstance(value, str) or not _is_unicode(value) or set(value) & set("\t\r\n"):
         advice = ". To predict numbers, give --regression" if isinstance(value, float) else ""
         raise UserError(f"{where}: {name} must be a string of one line or an integer; got {json.dumps(value)}{advice}")

@@ -70,6 +70,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _quoted(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(2**31 - 1)  # of a process; by default a text of 128 KiB is an error
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     began = 1
     try:

@@ -6,6 +6,7 @@ import functools
 import math
 from pathlib import Path
 
+import keras
 import keras_hub
 import numpy as np
 from keras_hub.src.utils.preset_utils import find_subclass, load_json
@@ -82,6 +83,7 @@ def make_classifier(
                 layer.trainable = True
     kind = find_subclass(preset, keras_hub.models.TextClassifier, type(backbone))
     model = classifier_class(kind)(backbone, len(data.texts.classes) or 1, dropout=dropout, compile=False)
+    model.output_dense.dtype_policy = keras.DTypePolicy("float32")  # bfloat16 has no number between 256 and 258
     _classify_by_first_token(backbone)
     if not data.texts.classes:
         model.output_dense.bias.assign([np.mean(data.texts.splits["train"].labels or [])])

@@ -113,7 +113,8 @@ class Run:
         if sizes["train"] < self.saved["global_batch_size"]:
             raise UserError(
                 f"the data has {sizes['train']} training examples, too few for a global batch of "
-                f"{self.saved['global_batch_size']}. Give more data, or a smaller --batch-size or --seq-length"
+                f"{self.saved['global_batch_size']}. Give more data, or a smaller --batch-size, fewer --replicas, or "
+                "for a language model a smaller --seq-length"
             )
         if not sizes["validation"]:
             raise UserError("no text is left for validation. Give more text, or a folder with a wiki.valid.tokens")
@@ -158,7 +159,9 @@ def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
             )
     run = opened or _look_at(workdir, wanted)
     if run.results:
-        print(f"The run in {workdir} is complete; --overwrite starts afresh.")
+        before = run.saved.get("data", "")
+        of_other = f" on the data {before or 'of its task'}" if before != wanted.get("data", before) else ""
+        print(f"The run in {workdir} is complete{of_other}; --overwrite starts afresh.")
         if uri := getattr(config, "push_to", ""):
             private = "" if config.push_public else " --private"  # without it, hf makes a new repository public
             preset = shlex.quote(str(workdir / "preset"))
