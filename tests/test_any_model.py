@@ -113,7 +113,7 @@ def a_metric_of_whole_numbers_with_two_results(kind):
 
 
 class Drifting(keras.Model):
-    """A `compute_loss` that updates a variable."""
+    """A `compute_loss` that updates a variable, and has weights in it."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -126,7 +126,7 @@ class Drifting(keras.Model):
         loss = ops.mean((y - y_pred) ** 2)
         if training:
             self.scale.assign(0.9 * self.scale + 0.1 * loss)
-        return loss * self.scale
+        return loss * self.scale + 0.1 * ops.sum(self.dense.kernel**2)
 
 
 def a_loss_with_state(kind):

@@ -95,32 +95,30 @@ class BatchLoss(TensorFlowTrainer):
             raise ValueError("No loss to compute. Provide a `loss` argument in `compile()`.")
         return tf.add_n(terms), losses
 
-    def _summed(self, examples, added):
-        """Terms of `add_loss` with the whole batch's value, and this replica's part of its gradient."""
-        share = tf.math.divide_no_nan(examples, sum_over_replicas(examples))
+    def _summed(self, share, added):
+        """Terms of `add_loss` with the whole batch's value, and this replica's share of the gradient."""
         own = [tf.math.multiply_no_nan(loss, share) for loss in added]
         return [part + tf.stop_gradient(total - part) for part, total in zip(own, sum_over_replicas(own), strict=True)]
 
-    def _own_loss(self, mapping, weights, state, data, y_pred, added, training):
+    def _own_loss(self, mapping, weights, state, data, y_pred, added, share, training):
         """The whole batch's loss by any code, and what it updates. Every replica computes it all.
 
-        Gradients flow through this replica's predictions; those that reach weights in another way are divided by the
-        number of replicas, so that the sum over replicas is that of the whole batch.
+        Gradients flow through this replica's predictions; of those that reach weights in another way it takes its share
+        of the examples, so that the sum over replicas is that of the whole batch.
 
         Returns:
             The loss; the metrics' variables after it; and other variables' new values, by their ids.
         """
         x, y, sample_weight = data
-        count = replicas()
 
         @tf.custom_gradient
         def shared(weight):
-            return tf.identity(weight), lambda gradient: tf.convert_to_tensor(gradient) / count
+            return tf.identity(weight), lambda gradient: tf.convert_to_tensor(gradient) * tf.cast(share, weight.dtype)
 
         metric_variables = self._metric_variables()
         weights_shared = zip(self.trainable_variables, map(shared, weights), strict=True)
         rest = mapping[len(weights) : len(mapping) - len(state)]
-        if count > 1:
+        if replicas() > 1:
             x = gather(x) if self._has_own("compute_loss") else x
             y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)
         scope = Stateless([*weights_shared, *rest, *zip(metric_variables, state, strict=True)])

@@ -201,9 +201,10 @@ class ReplicaStep(BatchLoss):
                     sums["loss"], sums["losses"] = self._sum_of_losses(examples, parts, added)
                     objective = sums["loss"]
                 else:
-                    added = self._summed(examples, added)
+                    share = tf.math.divide_no_nan(examples, sum_over_replicas(examples))
+                    added = self._summed(share, added)
                     whole["loss"], whole["metrics"], updates = self._own_loss(
-                        mapping, weights, state, data, y_pred, added, training
+                        mapping, weights, state, data, y_pred, added, share, training
                     )
                     scope.state_mapping |= updates
                     objective = whole["loss"]
