@@ -316,5 +316,5 @@ def test_a_train_step_of_its_own_comes_with_a_warning():
     with make_strategy(2).scope():
         with pytest.warns(UserWarning, match="Own.train_step runs on each replica"):
             data_parallel(Own)().compile("sgd", "mse")
-        with warnings.catch_warnings(action="error"):
+        with warnings.catch_warnings(action="error", category=UserWarning):
             data_parallel(Wrapped)().compile("sgd", "mse")
