@@ -46,6 +46,7 @@ def command(options, *words):
     return [sys.executable, "-m", "recipes", *words, "bert_from_scratch", *options]
 
 
+@pytest.mark.slow
 def test_overwrite_replaces_shards_in_the_work_directory_named_or_not(options, tmp_path, wikitext):
     other = shutil.copytree(wikitext, tmp_path / "other")
     (other / "wiki.valid.tokens").write_text((wikitext / "wiki.test.tokens").read_text())
@@ -55,6 +56,7 @@ def test_overwrite_replaces_shards_in_the_work_directory_named_or_not(options, t
     train(options, max_steps=1, overwrite=True)
 
 
+@pytest.mark.slow
 def test_a_users_folder_data_stays_where_the_shards_are_elsewhere(options, tmp_path):
     elsewhere = {"data": str(tmp_path / "shards"), "max_steps": 1}
     theirs = Path(train(options, **elsewhere)["config"]["workdir"], "data/notes.txt")
@@ -114,6 +116,7 @@ def test_validation_masks_by_a_rate_of_its_own(options):
         assert labels.shape == (4, slots)
 
 
+@pytest.mark.slow
 def test_a_dry_run_leaves_nothing_and_looks_at_no_run(options, capsys, tmp_path):
     environ = os.environ | {"TMPDIR": str(tmp_path)}
     dry_run = [*command(options, "run"), "--dry-run"]

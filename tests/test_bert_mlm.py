@@ -180,6 +180,7 @@ def test_a_second_run_gives_the_results_again(finished, capsys):
     assert "complete" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_replicas_do_not_change_what_is_computed(small, tmp_path):
     """Same global batch, two epochs with an uneven last batch, on 1 and 4 replicas."""
     options = small | {"lr_scaling": "none", "epochs": 2, "max_steps": 0, "learning_rate": 1e-3}

@@ -132,7 +132,7 @@ def test_checkpoints_come_when_due_and_at_the_end_of_each_epoch(tmp_path):
 
 @pytest.mark.parametrize(
     ("step", "validating", "saved"),
-    [(1, False, 2), pytest.param(2, False, 3, marks=pytest.mark.slow), (3, True, 3)],
+    [(1, False, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False, 3), (3, True, 3)))],
     ids=["in an epoch", "in its last step", "in its validation"],
 )
 def test_sigterm_saves_and_leaves(tmp_path, step, validating, saved, capsys):

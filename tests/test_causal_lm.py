@@ -115,6 +115,7 @@ def assert_same(ours, theirs, bound=1e-6):
     assert np.linalg.norm(one - other) <= bound * np.linalg.norm(other)
 
 
+@SLOW
 @EACH_FAMILY
 def test_every_family_trains_alike_on_one_and_two_replicas_and_is_saved(family, presets, small, tmp_path, capsys):
     small |= {"preset": presets(family)[0], "model": None}
@@ -403,6 +404,7 @@ def test_each_epochs_model_goes_to_the_hub_and_adapters_stay(small, presets, mon
     assert not any(path.is_file() for path in (tmp_path / "run").glob("[!.]*/**/*"))
 
 
+@SLOW
 def test_of_prompts_with_answers_the_answers_alone_are_learned(small, answers, tmp_path):
     small |= {"corpus": "docstrings", "data": str(answers), "seq_length": 64}
     one = train(small, replicas=1, batch_size=16, workdir=str(tmp_path / "one"))
@@ -514,6 +516,7 @@ def written(presets):
     return write
 
 
+@SLOW
 def test_the_same_seed_writes_the_same_text(written, capsys):
     texts = {}
     for sampler in ("top-k", "random"):

@@ -76,6 +76,7 @@ def hand_loss(model, data):
     return (losses * weight).sum() / weight.sum()
 
 
+@pytest.mark.slow
 def test_keras_itself_still_fails_and_ours_does_not():
     """keras-team/keras#19246: the day the first half fails, `data_parallel` may lose a part."""
     x, y, weight = examples(8)
@@ -181,7 +182,7 @@ def test_in_float16_the_gradient_is_clipped_as_it_is_without_the_losss_scale(rep
     assert np.linalg.norm(weights_after(model) - before) == pytest.approx(0.1 * 0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("replica", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_overflow_on_one_replica_is_skipped_on_all(replica):
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -250,6 +251,7 @@ def test_epoch_values_are_exact_and_steps_are_their_own():
     assert history["tokens"] == [16 * LENGTH] and own[0]["tokens"] == log.logs[0]["tokens"] == 4 * LENGTH
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_replicas_parts_and_steps_and_has_no_state():
     data = tf.nest.map_structure(tf.constant, examples(1))
     model = make_model(2, dropout=0.5, optimizer=still, accumulate=2)
@@ -444,6 +446,7 @@ def test_all_stop_after_the_step_in_which_one_was_told_to(eagerly, steps):
     assert stopped == [False, True, False]
 
 
+@pytest.mark.slow
 def test_backup_and_restore_goes_on_with_the_epoch_after_the_last_whole_one(tmp_path):
     def trained(folder, *callbacks):
         keras.utils.set_random_seed(0)

@@ -81,7 +81,8 @@ def numbers_in(predictions):
     return [float(np.float32(line.split("\t")[1])) for line in lines[1:]]
 
 
-@pytest.mark.parametrize("kind", [{}, pytest.param(REGRESSION, marks=pytest.mark.slow)], ids=["classes", "regression"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [{}, REGRESSION], ids=["classes", "regression"])
 def test_controller_loop_and_fit_agree(small, kind, tmp_path):
     small |= kind
     by_fit, *others = (

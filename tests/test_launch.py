@@ -444,7 +444,7 @@ run(restore, int(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("differ", [0, 1])
+@pytest.mark.parametrize("differ", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_workers_with_other_weights_are_refused(tmp_path, differ):
     addresses = free_addresses(2)
     workers = [

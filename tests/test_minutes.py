@@ -76,6 +76,7 @@ def test_no_time_is_refused():
         bert_mlm.Config(minutes=0.0)
 
 
+@pytest.mark.slow
 def test_a_time_too_short_for_a_step_is_refused(small):
     options = {name: value for name, value in small.items() if name not in ("epochs", "max_steps")}
     with pytest.raises(

@@ -333,6 +333,7 @@ run(make_datasets, Config(corpus=sys.argv[1], workdir=sys.argv[2], vocabulary_si
 """
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_write_one_set_of_shards(wikitext, written, tmp_path):
     data = tmp_path / "data"
     data.mkdir()

@@ -124,7 +124,8 @@ def test_every_family_trains_alike_on_one_and_two_replicas_and_is_saved(family, 
     assert not any(path.is_file() for path in (tmp_path / "run").glob("[!.]*/**/*"))
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=SLOW) for name in ("Bert", "Albert")] + ["DebertaV3"])
+@SLOW
+@pytest.mark.parametrize("family", ["Bert", "Albert", "DebertaV3"])
 def test_lora_trains_adapters_and_the_head_alone(family, presets, small, tmp_path):
     folder, backbone = presets(family)
     results = train(small, preset=str(folder), lora_rank=4, replicas=2, learning_rate=0.01)
@@ -214,6 +215,7 @@ def test_a_file_of_examples_is_classified(presets, small, tmp_path, capsys):
         classify(str(tmp_path / "run/preset"), ["a", "b"], "", "", "")
 
 
+@SLOW
 def test_a_run_that_lost_its_results_after_its_last_step_is_finished(small, tmp_path):
     """In the middle of an epoch, and without what is not the best."""
     small |= {"model": "nano", "vocabulary_size": 300, "max_steps": 16, "epochs": 2}  # an epoch has 13
