@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from common.devices.cluster import has_parameter_servers, num_workers
+from common.devices.device_copies import do_not_tune_device_copies
 from common.devices.rendezvous import join
 from common.errors import UserError, first_line
 
@@ -100,10 +101,10 @@ def distribute(
             Shards are replicas, or workers, whose replicas take batches in turn.
         arguments: for `make_batches`.
     """
+    do_not_tune_device_copies()
     options = None
     if isinstance(strategy, tf.distribute.MirroredStrategy) and num_workers() == 1:
-        # Without these, deleting an iterator (as fit does at each validation) waits for the thread that tunes its
-        # copies of the data on the devices, which sleeps for up to a minute (TensorFlow 2.21).
+        # Each replica reads its own batches, without a copy on its device held ready: up to a fifth faster on CPUs.
         options = tf.distribute.InputOptions(
             experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
             experimental_fetch_to_device=False,

@@ -11,6 +11,8 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
+from common.devices.device_copies import do_not_tune_device_copies
+
 
 @contextlib.contextmanager
 def read_ahead(given: dict[str, Any], shuffle: bool = False) -> Iterator[dict[str, Any]]:
@@ -18,6 +20,7 @@ def read_ahead(given: dict[str, Any], shuffle: bool = False) -> Iterator[dict[st
 
     The other arguments, given by name, stay as they are; `shuffle` is whether `x` is to be shuffled.
     """
+    do_not_tune_device_copies()
     own = {}
     of_x = {name: given.get(name) for name in ("y", "sample_weight", "class_weight")} | {"shuffle": shuffle}
     for name, options in (("x", of_x), ("validation_data", {})):

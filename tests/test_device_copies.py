@@ -1,0 +1,51 @@
+"""The copies of batches on devices have no thread of their own, for which the end of an epoch would wait."""
+
+import os
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.data.ops import multi_device_iterator_ops as tensorflow_module
+
+from common.devices import device_copies
+from common.devices.strategy import distribute, make_strategy
+from common.training.data_parallel import data_parallel
+from tests.test_conformance import no_autotune
+
+X = np.zeros((8, 4), np.float32)
+
+
+@pytest.fixture
+def tensorflows_own(monkeypatch):
+    """TensorFlow as it is before the first call."""
+    monkeypatch.setattr(tensorflow_module, "_create_device_dataset", device_copies._create)
+
+
+def num_threads_that_read(dataset):
+    iterator = iter(make_strategy(2).experimental_distribute_dataset(dataset))
+    next(iterator)
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in Linux's /proc")
+def test_device_copies_have_no_thread_that_tunes_them(tensorflows_own):
+    dataset = tf.data.Dataset.from_tensor_slices(X).batch(2).with_options(no_autotune())
+    num_threads_that_read(dataset)  # the first time, TensorFlow starts threads that it keeps
+    tuned = num_threads_that_read(dataset)
+    device_copies.do_not_tune_device_copies()
+    assert num_threads_that_read(dataset) == tuned - 2  # one of each replica
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict", "distribute"])
+def test_whatever_reads_batches_leaves_their_device_copies_untuned(tensorflows_own, call):
+    strategy = make_strategy(2)
+    if call == "distribute":
+        distribute(strategy, lambda num_shards, shard: tf.data.Dataset.from_tensor_slices(X).batch(2))
+    else:
+        with strategy.scope():
+            model = data_parallel(keras.Sequential)([keras.Input([4]), keras.layers.Dense(4)])
+            model.compile(loss="mse")
+        getattr(model, call)(X, *([] if call == "predict" else [X]), verbose=0)
+    assert tensorflow_module._create_device_dataset is not device_copies._create
