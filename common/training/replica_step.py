@@ -4,6 +4,7 @@
 The passes change no variable, so that XLA compiles them, and parts of a batch come one after another.
 """
 
+import contextlib
 import warnings
 
 import keras
@@ -11,6 +12,7 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
 from common.training.batch_loss import BatchLoss, forward_pass
+from common.training.gelu import fuse_gelu
 from common.training.gradients import Uses, add_rows, sum_gradients
 from common.training.noise import noise_seeds, use_global_seed
 from common.training.replicas import (
@@ -234,7 +236,8 @@ class ReplicaStep(BatchLoss):
     def _predicted(self, x, at_least_one, training):
         """The outputs for this replica's examples, computed of one more where there is none."""
         examples, known, before = count_examples(x), at_least_one is x, dict(vars(self))
-        with forward_pass(None if known else examples > 0):
+        fused = contextlib.nullcontext() if self.jit_compile else fuse_gelu()  # XLA fuses all there
+        with forward_pass(None if known else examples > 0), fused:
             y_pred = self(at_least_one, training=training) if self._call_has_training_arg else self(at_least_one)
         noted = [n for n, value in vars(self).items() if isinstance(value, tf.Tensor) and value is not before.get(n)]
         if noted and self._has_own("compute_loss") and replicas() > 1:
