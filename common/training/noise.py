@@ -32,9 +32,7 @@ class Dropout(keras.layers.Dropout):
         words = tf.random.stateless_uniform([(units + 3) // 4], seed, minval=None, maxval=None, dtype=tf.uint64)
         numbers = tf.reshape(tf.reshape(tf.bitcast(words, tf.uint16), [-1])[:units], tf.shape(inputs))
         stays = numbers >= tf.constant(dropped, tf.uint16)
-        return tf.where(
-            stays, inputs * tf.constant(2**16 / (2**16 - dropped), inputs.dtype), tf.zeros([], inputs.dtype)
-        )
+        return inputs * (tf.cast(stays, inputs.dtype) * tf.constant(2**16 / (2**16 - dropped), inputs.dtype))
 
 
 def make_dropout_fast(model: keras.Model) -> None:
