@@ -109,7 +109,7 @@ GLUE = [
     ("--task mrpc --regression", "--regression is for your own files: give --task own, or leave it out"),
     (
         "--task own --data {files}/said.csv --text-columns text --label-column said --regression",
-        'said.csv, line 3: said must be a finite number; got "bad"',
+        'said.csv, line 3: said must be a number from -1e12 to 1e12; got "bad"',
     ),
     ("--task mrpc --data missing", "there is no folder missing"),
     ("--task own --data {files}/reviews.csv", "give --text-columns and --label-column"),

@@ -31,7 +31,7 @@ def open_examples(
         text_columns: for `own`, the name of the texts' column, or two names with a comma between them.
         label_column: for `own`, the name of the labels' column. The classes are the distinct labels in `train`,
             sorted by value where all are numbers, otherwise as texts.
-        regression: for `own`, the labels are finite numbers to be predicted, not classes.
+        regression: for `own`, the labels are numbers to be predicted, from -1e12 to 1e12, not classes.
 
     Raises:
         UserError: when it cannot be read, or is invalid.

@@ -15,6 +15,7 @@ from common.data.tables import Row, name_columns
 from common.errors import UserError
 
 HELD_OUT = 10  # one example in this many is the validation split of data without one
+LARGEST_NUMBER = 1e12  # in float32, the squares of errors must not overflow, nor those of gradients
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,9 @@ def _number(where: str, row: dict[str, Any], name: str) -> float:
     value = _value(where, row, name)
     with contextlib.suppress(TypeError, ValueError, OverflowError), np.errstate(over="ignore"):
         number = float(np.float32(float(value)))
-        if math.isfinite(number) and not isinstance(value, bool):
+        if abs(number) <= LARGEST_NUMBER and not isinstance(value, bool):
             return number
-    raise UserError(f"{where}: {name} must be a finite number; got {name_columns([json.dumps(value)])}")
+    raise UserError(f"{where}: {name} must be a number from -1e12 to 1e12; got {name_columns([json.dumps(value)])}")
 
 
 def _value(where: str, row: dict[str, Any], name: str) -> Any:
