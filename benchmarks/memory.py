@@ -120,7 +120,7 @@ def peak(recipe: str, batch_size: int, keep: bool = True, **options: Any) -> Cal
             "peak_mb": peak_memory_mb(),
             "local_replicas": len(strategy.extended.worker_devices),
             "state_mb": state / 2**20,
-            "activations_mb": activations / 2**20 / model.accumulate,
+            "activations_mb": activations / 2**20,
         }
 
     return train

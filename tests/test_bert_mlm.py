@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from common.devices.cluster import worker_config
 from common.run.plan import memory_of_a_replica
 from common.training.optimizers import Muon
 from common.training.schedules import WarmUpPolynomialDecay
@@ -228,7 +229,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(small, wikitext, capsys):
     assert plan.count("«") - 1 == round(0.3 * 30) and "    [CLS]" in plan
 
 
-def test_memory_of_a_replica_counts_what_a_step_keeps(small):
+def test_memory_of_a_replica_counts_what_a_step_keeps(small, monkeypatch):
     config = bert_mlm.Config(**small | {"wire": "bfloat16"})
     vocabulary, sequences = bert_mlm.make_datasets(config)
     model = bert_mlm.build_model(config, vocabulary, 0.1)
@@ -240,8 +241,15 @@ def test_memory_of_a_replica_counts_what_a_step_keeps(small):
     seeds = 2 * sum(v.name == "seed_generator_state" for v in model.variables)
     of_muon = 4 * 64 * 64 + 2 * 64 * 256  # kernels, which have one moment
     assert state == 4 * (5 * (model.count_params() - pooler) - of_muon + pooler + counters + seeds)
-    one_layer = 32 * 32 * 8 * 64 + 3 * 1 * 32**2 * 8
-    assert activations == 4 * (one_layer + 3 * 8 * 10 * len(vocabulary.pieces))
+    logits, attention = 3 * 8 * 10 * len(vocabulary.pieces), 2 * 1 * 32**2 * 8
+    assert activations == 4 * (20 * 32 * 8 * 64 + attention + logits)  # 20 for a fused GELU
+    model.jit_compile = True
+    assert memory_of_a_replica(model, batch) == (state, 4 * (32 * 32 * 8 * 64 + attention + logits))
+    model.accumulate = 4
+    gradients = 4 * (model.count_params() - pooler)
+    assert memory_of_a_replica(model, batch) == (state + gradients, 32 * 32 * 8 * 64 + attention + logits)
+    monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(["a:1", "b:1"], 0)))
+    assert memory_of_a_replica(model, batch)[0] == state + 6 * gradients
 
 
 @pytest.mark.slow

@@ -1,3 +1,5 @@
+import time
+
 import keras
 import keras_hub
 import numpy as np
@@ -472,3 +474,31 @@ def test_backup_and_restore_goes_on_with_the_epoch_after_the_last_whole_one(tmp_
     np.testing.assert_array_equal(weights_after(again), weights_after(whole))
     for mine, theirs in zip(again.optimizer.variables, whole.optimizer.variables, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_parts_of_a_batch_are_computed_one_after_another():
+    passes = []
+
+    def noted(name, tensor, seconds=0.0):
+        def note(value):
+            time.sleep(seconds)
+            passes.append(name)
+            return value
+
+        return tf.ensure_shape(tf.numpy_function(note, [tensor], tensor.dtype), tensor.shape)
+
+    @tf.custom_gradient
+    def slow_backward(x):
+        return noted("forward", x), lambda upstream: noted("backward", upstream, seconds=0.2)
+
+    class Noting(keras.layers.Layer):
+        def call(self, x):
+            return slow_backward(x)
+
+    with make_strategy(1).scope():
+        model = data_parallel(keras.Sequential)([keras.Input((3,)), keras.layers.Dense(2), Noting()])
+        model.compile("sgd", "mse")
+        model.accumulate = 3
+    data = tf.data.Dataset.from_tensors((tf.ones((6, 3)), tf.ones((6, 2))))
+    model.fit(data, verbose=0)
+    assert passes == ["forward", "backward"] * 3

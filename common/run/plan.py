@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from common.devices.cluster import num_workers
+
 BAR = 40  # columns of the highest learning rate
 HEADS = ("num_heads", "num_query_heads", "num_attention_heads")  # what families call them
 
@@ -61,22 +63,26 @@ def print_plan(
 def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
     """Bytes that a training step needs on each replica: state, and an estimate of the activations.
 
-    The state is weights, for each trainable one a gradient and a copy of it while it is clipped, and the optimizer's
-    variables. The activations, kept for the backward pass, are in the form of Korthikanti et al. 2022,
-    arXiv:2205.05198, section 4.1: 32 s b h + 3 a s^2 b numbers a layer (batch b, length s, width h, a heads). The
-    factors are measured (`python -m benchmarks memory`): Keras's layers keep more than the paper's fused ones, 16 and
-    2. Logits, their exponentials and gradient are 3 b slots vocabulary in float32, and the logits in mixed precision.
+    The state is weights, the optimizer's variables, and for each trainable weight a gradient and a copy of it while it
+    is clipped; with gradient accumulation another, the sum; on each of several workers five more, of what it sends,
+    receives and adds up. The activations, kept for the backward pass of a part of the batch, are in the form of
+    Korthikanti et al. 2022, arXiv:2205.05198, section 4.1: 32 s b h + 2 a s^2 b numbers a layer (batch b, length s,
+    width h, a heads), or 20 s b h where GELU keeps nothing but its input (`gelu.py`). Logits, their exponentials and
+    gradient are 3 b slots vocabulary in float32, and the logits in mixed precision. The factors are measured
+    (`python -m benchmarks memory`).
 
     The model is compiled, with a BERT or a decoder as its backbone; the batch is one replica's `(x, y, sample_weight)`.
     """
-    kept = [*model.variables, *model.trainable_variables, *model.trainable_variables, *model.optimizer.variables]
-    state = sum(4 * math.prod(variable.shape) for variable in kept)
+    gradients = 2 + (model.accumulate > 1) + 5 * (num_workers() > 1)
+    held = [*model.variables, *model.optimizer.variables, *(gradients * model.trainable_variables)]
+    state = sum(4 * math.prod(variable.shape) for variable in held)
     backbone, (x, y, _) = model.backbone, batch
     b, s = x["token_ids"].shape
     size = tf.as_dtype(model.compute_dtype).size
-    numbers = backbone.num_layers * (32 * s * b * backbone.hidden_dim + 3 * num_heads(backbone) * s**2 * b)
+    kept = 32 if model.jit_compile or tf.config.list_logical_devices("GPU") else 20
+    numbers = backbone.num_layers * (kept * s * b * backbone.hidden_dim + 2 * num_heads(backbone) * s**2 * b)
     logits = math.prod(y.shape) * backbone.vocabulary_size * (3 * 4 + (size if size < 4 else 0))
-    return state, numbers * size + logits
+    return state, (numbers * size + logits) / model.accumulate
 
 
 def _padded(batch, length: int | None):

@@ -156,6 +156,8 @@ class ReplicaStep(BatchLoss):
             return add_rows(gradients, rows, weights), {}, *rest
 
         def add(totals, number):
+            with tf.control_dependencies(tf.nest.flatten(totals)):  # else the parts are computed at the same time
+                number = tf.identity(number)
             return tf.nest.map_structure(tf.add, totals, numbered_part(number))
 
         first, rest = numbered_part(tf.constant(0)), tf.range(1, self.accumulate)
