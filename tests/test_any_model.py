@@ -152,7 +152,7 @@ def an_optimizer_with_its_own_apply_gradients(kind):
     ("make", "base"),
     [
         (images, keras.Sequential),
-        (images_in_a_sequence, keras.Sequential),
+        pytest.param(images_in_a_sequence, keras.Sequential, marks=pytest.mark.slow),
         (a_loss_in_a_layer, keras.Model),
         (a_loss_as_metric, keras.Sequential),
         (a_dict_of_outputs_and_losses, keras.Model),
