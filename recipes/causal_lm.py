@@ -89,7 +89,7 @@ from common.run.results import report, training_results
 from common.run.runs import open_run
 from common.run.samples import Samples
 from common.run.speed import model_flops
-from common.scores.language_model import causal_scores, count_pairs
+from common.scores.causal import causal_scores, count_pairs
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay

@@ -11,7 +11,7 @@ from common.data.glue_tasks import TASKS
 from common.data.labelled import HELD_OUT
 from common.errors import UserError
 from common.run.classifier_options import ClassifierOptions
-from common.scores.metrics import METRICS
+from common.scores.entries import METRICS
 
 # In GLUE's own form: a byte-order mark, and quotation marks that stand for themselves, also alone at a field's start.
 MRPC = {

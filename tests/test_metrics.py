@@ -10,15 +10,8 @@ import sklearn.metrics
 
 from common.data.byte_pairs import BytePairs
 from common.data.wordpiece import WordPieces
-from common.scores.language_model import (
-    bigram_loss,
-    causal_scores,
-    count_ids,
-    count_pairs,
-    language_model_scores,
-    perplexity,
-    unigram_loss,
-)
+from common.scores.causal import bigram_loss, causal_scores, count_pairs
+from common.scores.language_model import count_ids, language_model_scores, perplexity, unigram_loss
 from common.scores.metrics import classification_scores, confusion_matrix, matthews, ranks, regression_scores
 
 

@@ -34,7 +34,7 @@ class LabelledTexts:
     classes: list[str]  # their names, as in the files; none for regression, whose labels are numbers
     splits: dict[str, Examples]  # "train", "validation", and "test" where there is one
     submission: str  # file name that GLUE wants for predictions of the test split; for other data, `test.tsv`
-    metrics: tuple[str, ...] = ("accuracy", "f1")  # of `common.scores.metrics`; the first is the main one
+    metrics: tuple[str, ...] = ("accuracy", "f1")  # of `common.scores.entries`; the first is the main one
     limits: tuple[float, float] = (-math.inf, math.inf)  # to which predictions of the test split are clipped
 
     @property

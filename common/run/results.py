@@ -14,7 +14,7 @@ from common.devices.cluster import num_workers
 from common.run.runs import PACKAGES
 from common.run.speed import cpu_name, peak_memory_mb
 from common.run.step_log import StepLog
-from common.scores.metrics import METRICS
+from common.scores.entries import METRICS
 
 INPUT_BOUND = 0.1  # fraction of the time spent waiting for input from which the report calls a run input-bound
 # A model must beat its baseline by more than this, or the report warns that it does not: a model at the baseline ends a

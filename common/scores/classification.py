@@ -18,7 +18,7 @@ from common.data.text_batches import EncodedTexts, in_order, token_ids
 from common.devices.cluster import is_chief
 from common.devices.strategy import distribute
 from common.scores.baselines import baseline_outputs
-from common.scores.language_model import entry
+from common.scores.entries import entry
 from common.scores.metrics import classification_scores, confusion_matrix, regression_scores
 from common.training.replicas import first_replica, gather_over_replicas
 

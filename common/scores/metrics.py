@@ -3,16 +3,6 @@
 
 import numpy as np
 
-# Names in reports. The first that a task has is its main metric: of MRPC, accuracy, of STS-B, Pearson's correlation, as
-# in Liu et al. 2019, arXiv:1907.11692. A higher one is better.
-METRICS = {
-    "accuracy": "accuracy",
-    "f1": "F1",
-    "matthews": "Matthews correlation",
-    "pearson": "Pearson correlation",
-    "spearman": "Spearman",
-}
-
 
 def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Scores of a classifier's logits, [examples, classes], taken as float64, by the true classes, [examples].
