@@ -32,13 +32,15 @@ CONTENDERS = (
     ("fit, one device", OURS, {"replicas": 1}, "float32"),
     ("fit, one device, jit", OURS, {"replicas": 1, "jit": True}, "float32"),
     ("fit, one device, bfloat16", OURS, {"replicas": 1, "precision": "mixed_bfloat16"}, "bfloat16"),
+    ("fit, one device, Muon", OURS, {"replicas": 1, "optimizer": "muon"}, "float32"),
+    ("fit, one device, jit, Muon", OURS, {"replicas": 1, "jit": True, "optimizer": "muon"}, "float32"),
     ("fit, 2 replicas", OURS, {"replicas": 2}, "float32"),
     ("fit, 2 replicas, jit", OURS, {"replicas": 2, "jit": True}, "float32"),
     ("fit, 2 replicas, bfloat16", OURS, {"replicas": 2, "precision": "mixed_bfloat16"}, "bfloat16"),
 )
 # Sequences in a step: of 128 tokens, and of the published example's 512, whose own 64 need more memory than time tells.
 BATCHES = {"nano": (32, 32), "tiny": (32, 64), "small": (32, 16), "base": (16, 4)}
-FRESH = ("base",)  # sizes whose contenders do not fit in memory together: each is started anew in every round
+FRESH = ("small", "base")  # sizes whose contenders do not fit in memory together: each is started anew in every round
 FRESH_ROUNDS = 3  # of these, at most
 
 
