@@ -205,9 +205,8 @@ def main() -> None:
             generate(preset, arguments.prompts, *draws, arguments.tokens)
         case "export":
             with quiet_stderr():
-                from common.model.export import export_bert
+                from common.model.export import export_bert, task_class
                 from common.model.export_gpt2 import export_gpt2
-                from common.model.huggingface import task_class
             gpt2 = task_class(arguments.preset) == "GPT2CausalLM"
             (export_gpt2 if gpt2 else export_bert)(arguments.preset, arguments.destination)
             print(f"{arguments.destination}: {' '.join(sorted(path.name for path in arguments.destination.iterdir()))}")

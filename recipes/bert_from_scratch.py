@@ -24,7 +24,7 @@ from typing import Literal
 from common.data.corpora import check_corpus
 from common.model.push_target import check_push_to
 from common.model.sizes import check_model, check_vocabulary_size
-from common.run.command_line import parse, quiet_stderr, run
+from common.run.command_line import parse, quiet_stderr, run, verbosity
 from common.run.options import LanguageModelOptions, set_defaults
 
 
@@ -83,7 +83,7 @@ from common.model.masked_card import MASKED, masked_card
 from common.model.masked_lm import masked_lm_from_size
 from common.model.publish import Publish
 from common.model.saving import save_preset
-from common.run.callbacks import FitCheckpoints, FitLog, Profile, verbosity
+from common.run.callbacks import FitCheckpoints, FitLog, Profile
 from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
 from common.run.results import report, training_results

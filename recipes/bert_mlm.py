@@ -23,7 +23,7 @@ from typing import Literal
 
 from common.data.corpora import check_corpus
 from common.model.sizes import Size, check_model
-from common.run.command_line import parse, quiet_stderr, run
+from common.run.command_line import parse, quiet_stderr, run, verbosity
 from common.run.options import LanguageModelOptions, set_defaults
 
 
@@ -70,11 +70,11 @@ from common.data.order import Scaled, locate, steps_per_epoch
 from common.data.packing import checksums, count_tokens, make_all_sequences, read_sequences
 from common.data.wordpiece import load_wordpieces, train_wordpieces
 from common.devices.strategy import distribute, make_strategy
-from common.model.backbones import model_width, preset_vocabulary
+from common.model.backbones import model_width
 from common.model.fill_mask import print_filled_masks
-from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
+from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_vocabulary
 from common.model.saving import save_preset
-from common.run.callbacks import FitCheckpoints, FitLog, Profile, verbosity
+from common.run.callbacks import FitCheckpoints, FitLog, Profile
 from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
 from common.run.results import report, training_results

@@ -25,7 +25,7 @@ from typing import Literal
 from common.data.dialogues import check_texts, is_dialogues, read_dialogues, said_in
 from common.model.push_target import check_push_to
 from common.model.sizes import CausalSize, check_lora, check_model, check_vocabulary_size
-from common.run.command_line import parse, quiet_stderr, run
+from common.run.command_line import parse, quiet_stderr, run, verbosity
 from common.run.options import LanguageModelOptions, set_defaults
 
 
@@ -82,7 +82,7 @@ from common.model.causal_card import CAUSAL, causal_card
 from common.model.causal_lm import make_causal_lm, make_preprocessor, pieces_of, save_causal_lm
 from common.model.generate import print_continuations
 from common.model.publish import Publish
-from common.run.callbacks import FitCheckpoints, FitLog, Profile, verbosity
+from common.run.callbacks import FitCheckpoints, FitLog, Profile
 from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
 from common.run.results import report, training_results

@@ -47,7 +47,7 @@ from common.data.wordpiece import train_wordpieces
 from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.run.callbacks import when_best
+from common.run.best import when_best
 from common.run.checkpoints import Checkpoints
 from common.run.controller import Controller, Evaluator, Trainer
 from common.run.results import report, training_results

@@ -23,7 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 
 from common.run.classifier_options import ClassifierOptions
-from common.run.command_line import parse, quiet_stderr, run
+from common.run.command_line import parse, quiet_stderr, run, verbosity
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,11 @@ from common.devices.parameter_server import asynchronous_steps, parameter_server
 from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.run.callbacks import open_board, verbosity
 from common.run.checkpoints import Checkpoints
 from common.run.results import report, training_results
 from common.run.runs import open_run
 from common.run.speed import model_flops
-from common.run.step_log import StepLog
+from common.run.step_log import StepLog, open_board
 from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
 from common.training.explicit_step import batch_sums, means_of, noise_of_step
 from common.training.losses import CrossEntropy

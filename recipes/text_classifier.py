@@ -22,7 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 
 from common.run.classifier_options import ClassifierOptions
-from common.run.command_line import parse, quiet_stderr, run
+from common.run.command_line import parse, quiet_stderr, run, verbosity
 from common.run.options import FitOptions
 
 
@@ -45,7 +45,8 @@ from common.data.wordpiece import train_wordpieces
 from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.run.callbacks import FitCheckpoints, FitLog, Profile, verbosity, when_best
+from common.run.best import when_best
+from common.run.callbacks import FitCheckpoints, FitLog, Profile
 from common.run.results import report, training_results
 from common.run.runs import open_run
 from common.run.speed import model_flops

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from common.model.backbones import preset_vocabulary
 from common.model.fill_mask import fill_mask
-from common.model.masked_lm import masked_lm_from_preset
+from common.model.masked_lm import masked_lm_from_preset, preset_vocabulary
 from common.training.schedules import WarmUpPolynomialDecay
 from recipes import bert_from_scratch
 from tests.conftest import ROOT

@@ -13,7 +13,9 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from common.devices.cluster import worker_config
-from common.run.callbacks import FitCheckpoints, FitLog, Profile, verbosity, when_best
+from common.run.best import when_best
+from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.command_line import verbosity
 from common.run.speed import ModelFlops
 from common.training.replicas import COUNTS
 from tests.test_conformance import no_autotune

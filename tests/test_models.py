@@ -9,8 +9,8 @@ import pytest
 
 from common.data.byte_pairs import train_byte_pairs
 from common.data.wordpiece import train_wordpieces
-from common.model.backbones import model_width, preset_vocabulary, sinusoids
-from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
+from common.model.backbones import model_width, sinusoids
+from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_vocabulary
 from common.model.saving import save_preset
 
 KINDS = {

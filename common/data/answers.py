@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from common.data.by_length import batches_by_length, lengths_of, padded_length
 from common.data.dialogues import ANSWERS, Dialogue
+from common.data.encoding import token_ids
 from common.data.order import Scaled, steps_per_epoch
 from common.data.packed_text import as_prompts
-from common.data.text_batches import token_ids
 from common.errors import UserError
 
 # What stands before a message and behind it, if the tokenizer has these tokens: Gemma's, ChatML as of Qwen, Llama 3's.

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from common.data.corpora import Documents
+from common.data.sources import Documents
 from common.data.wordpiece import UNKNOWN, SpecialTokens, WordPieces
 from common.files import cached_file
 

@@ -10,14 +10,12 @@ import functools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from common.data.docstrings import docstring_file
+from common.data.sources import Documents, from_hub
 from common.errors import UserError
-
-Documents = Callable[[], Iterator[str]]
 
 NAMES = ("docstrings", "wikitext-2", "wikitext-103")
 HUB = "hf://"
@@ -104,30 +102,6 @@ def hub_name(corpus: str) -> tuple[str, str | None]:
     if len(parts) not in (2, 3) or not all(parts):
         raise UserError(f"--corpus {corpus} must be {HUB}user/name or {HUB}user/name/configuration")
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
-
-
-def from_hub(function: str, name: str, configuration: str | None, option: str = "--corpus", **options) -> Any:
-    """What a function of the `datasets` library gives for a data set of the Hugging Face Hub.
-
-    Args:
-        function: `load_dataset`, for a dict of splits, iterables of rows, which are dicts; with the option
-            `streaming`, rows come on demand. `load_dataset_builder`, which downloads no data.
-        name, configuration: of the data set, where it has several; or a local folder of files that the library reads.
-        option: of the recipe, by which a folder can be given instead.
-        options: of the function.
-
-    Raises:
-        UserError: when it cannot be fetched.
-    """
-    import datasets  # takes a second
-
-    try:
-        return getattr(datasets, function)(name, configuration, **options)
-    except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
-        raise UserError(
-            f"cannot fetch {name} from the Hugging Face Hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            f"Without a network, download its files elsewhere and give their folder: {option} FOLDER"
-        ) from error
 
 
 def _lines(path: Path) -> Iterator[str]:

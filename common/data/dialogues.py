@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.data.corpora import Documents, check_corpus
+from common.data.corpora import check_corpus
+from common.data.sources import Documents
 from common.data.tables import name_columns, read_rows
 from common.errors import UserError
 

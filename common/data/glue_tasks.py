@@ -14,7 +14,7 @@
 import math
 from dataclasses import dataclass
 
-from common.data.corpora import from_hub
+from common.data.sources import from_hub
 from common.data.tables import Row
 
 HUB_NAME = "nyu-mll/glue"

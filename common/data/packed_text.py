@@ -18,9 +18,10 @@ import keras_hub
 import numpy as np
 import tensorflow as tf
 
-from common.data.corpora import NEEDED_SPLITS, Documents
+from common.data.corpora import NEEDED_SPLITS
+from common.data.encoding import token_ids
 from common.data.order import NO_EXAMPLE, Scaled, locate, steps_per_epoch
-from common.data.text_batches import token_ids
+from common.data.sources import Documents
 from common.files import cached_file
 
 DOCUMENTS_AT_ONCE = 256  # tokenised in one call, on all cores

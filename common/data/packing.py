@@ -11,8 +11,9 @@ import tensorflow as tf
 from tokenizers import Tokenizer
 
 from common.data.byte_pairs import Vocabulary, special_ids
-from common.data.corpora import NEEDED_SPLITS, Documents
+from common.data.corpora import NEEDED_SPLITS
 from common.data.order import NO_EXAMPLE
+from common.data.sources import Documents
 from common.errors import UserError
 from common.files import cached_file
 

@@ -19,8 +19,9 @@ import numpy as np
 import tensorflow as tf
 
 from common.data.byte_pairs import Vocabulary, special_ids, train_byte_pairs
-from common.data.corpora import NEEDED_SPLITS, Documents, open_corpus
+from common.data.corpora import NEEDED_SPLITS, open_corpus
 from common.data.shards import answered, find_shards, fingerprint, read_bytes, short_hash, size_and_crc32
+from common.data.sources import Documents
 from common.data.tokens import TokenRow, write_tokens
 from common.data.wordpiece import train_wordpieces
 from common.errors import UserError

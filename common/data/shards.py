@@ -23,8 +23,9 @@ import numpy as np
 import tensorflow as tf
 
 from common.data.byte_pairs import BytePairs, Vocabulary
-from common.data.corpora import HUB, NAMES, from_hub, hub_name
+from common.data.corpora import HUB, NAMES, hub_name
 from common.data.docstrings import docstring_file
+from common.data.sources import from_hub
 from common.data.wordpiece import WordPieces
 from common.errors import UserError
 

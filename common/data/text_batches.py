@@ -36,16 +36,6 @@ def encode(
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
-def token_ids(texts: Sequence[tuple[str, ...]], tokenizer: keras_hub.models.Tokenizer) -> list[list[list[int]]]:
-    """The ids of each example's texts. No special tokens are added; the name of one within a text may become it."""
-    columns = [_ragged(tokenizer(list(column))) for column in zip(*texts, strict=True)]
-    return [list(parts) for parts in zip(*columns, strict=True)]
-
-
-def _ragged(ids) -> list[list[int]]:
-    return ids.to_list() if isinstance(ids, tf.RaggedTensor) else [list(map(int, part)) for part in ids]
-
-
 @dataclass(frozen=True)
 class EncodedTexts:
     """Labelled texts, the preprocessor that encoded them, and of each split what `encode` gives."""

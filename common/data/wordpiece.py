@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from common.data.corpora import Documents
+from common.data.sources import Documents
 from common.errors import UserError
 from common.files import cached_file
 

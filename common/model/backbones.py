@@ -8,10 +8,7 @@ import keras_hub
 import numpy as np
 from keras_hub.src.utils.preset_utils import load_json
 
-from common.data.byte_pairs import BytePairs, Vocabulary
-from common.data.wordpiece import WordPieces
 from common.errors import UserError, first_line
-from common.model.huggingface import in_huggingface_form, read_vocabulary
 from common.model.sizes import dimensions
 
 POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
@@ -79,18 +76,3 @@ def model_width(preset: str, size: str) -> int:
             raise UserError(f"the preset {preset} has a {type(backbone).__name__}: give one of a plain transformer")
         return backbone.hidden_dim
     return dimensions(size)["hidden_dim"]
-
-
-def preset_vocabulary(preset: str) -> Vocabulary:
-    """The vocabulary of a preset.
-
-    Raises:
-        UserError: when there is no such preset, or it cannot be fetched.
-    """
-    if in_huggingface_form(preset):
-        return read_vocabulary(preset)
-    tokenizer = from_preset(keras_hub.models.Tokenizer, preset)
-    if isinstance(tokenizer, keras_hub.models.RobertaTokenizer):
-        pieces = sorted(tokenizer.vocabulary, key=tokenizer.vocabulary.get)
-        return BytePairs(pieces, [merge for merge in tokenizer.merges if not merge.startswith("#version")])
-    return WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)

@@ -12,15 +12,21 @@ Published checkpoints have the exact gelu, so that their encoder is off by as mu
 import functools
 import json
 import math
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import keras_hub
 import numpy as np
+from keras_hub.src.utils.preset_utils import load_json
 from safetensors.numpy import save
 from tokenizers import processors
 
 from common.data.wordpiece import WordPieces
-from common.model.huggingface import masked_lm_variables, one_line, require_head, require_new, write_folder
+from common.errors import UserError
+from common.files import UNFINISHED
+from common.model.huggingface import masked_lm_variables, one_line, require_head
 
 
 def export_bert(preset: str, folder: Path) -> None:
@@ -92,3 +98,30 @@ def _write(model: keras_hub.models.BertMaskedLM, vocabulary: WordPieces, folder:
         *((token, vocabulary.pieces.index(token)) for token in (special.end, special.start))
     )
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def task_class(preset: str) -> str:
+    """The name of a preset's task, such as `GPT2CausalLM`; empty where it is of none, or there is no such preset."""
+    try:
+        return load_json(preset, "task.json")["class_name"]
+    except (ValueError, OSError, RuntimeError, KeyError):
+        return ""
+
+
+def require_new(folder: Path) -> None:
+    """Raises a `UserError` unless a folder is empty, or does not exist."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder.resolve()} already exists; give a new folder")
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Makes a new folder, which `write` fills: it is complete, or absent. A `UserError` when it cannot be written."""
+    folder = folder.resolve()
+    unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
+    try:
+        with one_line(f"cannot write {folder}"):
+            unfinished.mkdir(parents=True)
+            write(unfinished)
+            os.replace(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

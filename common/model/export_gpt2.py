@@ -16,7 +16,8 @@ from tokenizers import processors
 
 from common.data.byte_pairs import byte_pair_tokenizer
 from common.errors import UserError
-from common.model.huggingface import one_line, require_new, task_class, write_folder
+from common.model.export import require_new, task_class, write_folder
+from common.model.huggingface import one_line
 
 
 def export_gpt2(preset: str, folder: Path) -> None:

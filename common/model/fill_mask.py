@@ -10,9 +10,8 @@ import numpy as np
 from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.wordpiece import WordPieces
 from common.errors import UserError
-from common.model.backbones import preset_vocabulary
 from common.model.huggingface import in_huggingface_form, require_head
-from common.model.masked_lm import masked_lm_from_preset
+from common.model.masked_lm import masked_lm_from_preset, preset_vocabulary
 
 SENTENCES = (  # to try a model of the default text on
     "Returns a [MASK] with the same shape as the input.",

@@ -6,9 +6,7 @@ exact form of gelu, where KerasHub's encoder has the tanh form.
 """
 
 import contextlib
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import keras
@@ -19,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 
 from common.data.wordpiece import WordPieces
 from common.errors import UserError, first_line
-from common.files import UNFINISHED
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 
@@ -37,14 +34,6 @@ def require_head(preset: str, *kinds: str) -> None:
         if (kind := load_json(preset, "task.json")["class_name"]) not in kinds:
             raise ValueError(f"it is a {kind}")
         get_file(preset, "task.weights.h5")
-
-
-def task_class(preset: str) -> str:
-    """The name of a preset's task, such as `GPT2CausalLM`; empty where it is of none, or there is no such preset."""
-    try:
-        return load_json(preset, "task.json")["class_name"]
-    except (ValueError, OSError, RuntimeError, KeyError):
-        return ""
 
 
 def in_huggingface_form(preset: str) -> bool:
@@ -100,25 +89,6 @@ def read_vocabulary(preset: str) -> WordPieces:
             ids = load_json(preset, "tokenizer.json")["model"]["vocab"]
             pieces = sorted(ids, key=ids.get)
     return WordPieces(pieces, lowercase, lowercase if strip_accents is None else strip_accents)
-
-
-def require_new(folder: Path) -> None:
-    """Raises a `UserError` unless a folder is empty, or does not exist."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder.resolve()} already exists; give a new folder")
-
-
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Makes a new folder, which `write` fills: it is complete, or absent. A `UserError` when it cannot be written."""
-    folder = folder.resolve()
-    unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
-    try:
-        with one_line(f"cannot write {folder}"):
-            unfinished.mkdir(parents=True)
-            write(unfinished)
-            os.replace(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextlib.contextmanager

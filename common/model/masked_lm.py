@@ -3,11 +3,11 @@
 
 import keras_hub
 
-from common.data.byte_pairs import Vocabulary
+from common.data.byte_pairs import BytePairs, Vocabulary
 from common.data.wordpiece import WordPieces
 from common.model.backbones import backbone_from_size, from_preset
 from common.model.counts import CountsTokens
-from common.model.huggingface import in_huggingface_form, masked_lm_variables, read_weights
+from common.model.huggingface import in_huggingface_form, masked_lm_variables, read_vocabulary, read_weights
 from common.training.data_parallel import data_parallel
 
 BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM, CountsTokens)
@@ -46,6 +46,21 @@ def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None =
     model = (BertMaskedLM if bert else RobertaMaskedLM)(backbone, compile=False)
     model.set_weights(plain.get_weights())
     return _without_pooler(model)
+
+
+def preset_vocabulary(preset: str) -> Vocabulary:
+    """The vocabulary of a preset.
+
+    Raises:
+        UserError: when there is no such preset, or it cannot be fetched.
+    """
+    if in_huggingface_form(preset):
+        return read_vocabulary(preset)
+    tokenizer = from_preset(keras_hub.models.Tokenizer, preset)
+    if isinstance(tokenizer, keras_hub.models.RobertaTokenizer):
+        pieces = sorted(tokenizer.vocabulary, key=tokenizer.vocabulary.get)
+        return BytePairs(pieces, [merge for merge in tokenizer.merges if not merge.startswith("#version")])
+    return WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
 
 
 def _without_pooler(model: keras_hub.models.MaskedLM) -> keras_hub.models.MaskedLM:

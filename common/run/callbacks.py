@@ -2,8 +2,6 @@
 """Keras callbacks that every recipe's `fit` uses. They need a model of `common.training.data_parallel`."""
 
 import importlib.util
-import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +12,11 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from common.devices.cluster import is_chief
 from common.errors import UserError
-from common.files import read_json, write_json
 from common.run.checkpoints import Checkpoints, checksum
 from common.run.options import step_range
 from common.run.run_folder import afresh
 from common.run.speed import UNKNOWN, ModelFlops
-from common.run.step_log import StepLog
+from common.run.step_log import StepLog, open_board
 from common.training.replicas import COUNTS, MEANS
 
 
@@ -140,49 +137,6 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         """Restores the previous handler of SIGTERM."""
         self.__exit__()
-
-
-def verbosity() -> int:
-    """Of `fit`: 1, a progress bar, on a terminal and in a notebook; 2, one line per epoch, elsewhere."""
-    return 1 if sys.stdout.isatty() or type(sys.stdout).__module__.startswith("ipykernel.") else 2
-
-
-def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.SummaryWriter:
-    """TensorBoard's writer to the run's `tensorboard/`, with the configuration as text. Only the chief writes."""
-    if not is_chief():
-        return tf.summary.create_noop_writer()
-    board = tf.summary.create_file_writer(str(workdir / "tensorboard"))
-    with board.as_default(step=first_step):
-        tf.summary.text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
-    return board
-
-
-def when_best(
-    metric: str, action: Callable, folder: Path, first_step: int = 0
-) -> Callable[[int, dict[str, float]], None]:
-    """What calls an action when a metric is better than ever before: higher, or a loss lower. Only the chief acts.
-
-    It is an action of a `Controller`, which passes it the step and the evaluation's metrics, or the `on_epoch_end` of
-    Keras's `LambdaCallback`, which passes the epoch and the logs; both it passes on.
-
-    Args:
-        metric: a name.
-        action: takes the same two.
-        folder: whose `best.json` has the best value, for a resumed run.
-        first_step: the steps done before; if there are none, what another run has left there does not count.
-    """
-    record = folder / "best.json"
-    sign = -1 if metric.endswith("loss") else 1
-    if not first_step and is_chief():
-        record.unlink(missing_ok=True)
-
-    def act(step: int, metrics: dict[str, float]) -> None:
-        best = (read_json(record) or {}).get(metric, -sign * math.inf)
-        if is_chief() and sign * metrics[metric] > sign * best:
-            action(step, metrics)
-            write_json(record, {metric: metrics[metric]})
-
-    return act
 
 
 class Profile(keras.callbacks.Callback):

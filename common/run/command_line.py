@@ -163,6 +163,11 @@ def quiet_stderr() -> Iterator[None]:
             os.close(stderr)
 
 
+def verbosity() -> int:
+    """Of `fit`: 1, a progress bar, on a terminal and in a notebook; 2, one line per epoch, elsewhere."""
+    return 1 if sys.stdout.isatty() or type(sys.stdout).__module__.startswith("ipykernel.") else 2
+
+
 def _ask_to_stop(*_: object) -> None:
     global ctrl_c_pressed
     ctrl_c_pressed = True

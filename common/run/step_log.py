@@ -9,6 +9,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from common.devices.cluster import is_chief
 from common.errors import UserError
@@ -136,6 +137,16 @@ class StepLog:
         self.learning_rate = {"first": first, "peak": max(peak, rate), "last": rate}
         self._tokens += line["tokens"]
         self._slots += line["slots"]
+
+
+def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.SummaryWriter:
+    """TensorBoard's writer to the run's `tensorboard/`, with the configuration as text. Only the chief writes."""
+    if not is_chief():
+        return tf.summary.create_noop_writer()
+    board = tf.summary.create_file_writer(str(workdir / "tensorboard"))
+    with board.as_default(step=first_step):
+        tf.summary.text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
+    return board
 
 
 def read_line(line: str) -> dict[str, float]:

@@ -12,9 +12,10 @@ import keras_hub
 import numpy as np
 import tensorflow as tf
 
+from common.data.encoding import token_ids
 from common.data.labelled import LabelledTexts
 from common.data.order import Scaled
-from common.data.text_batches import EncodedTexts, in_order, token_ids
+from common.data.text_batches import EncodedTexts, in_order
 from common.devices.cluster import is_chief
 from common.devices.strategy import distribute
 from common.scores.baselines import baseline_outputs

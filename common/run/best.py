@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done when a metric is better than ever before."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from common.devices.cluster import is_chief
+from common.files import read_json, write_json
+
+
+def when_best(
+    metric: str, action: Callable, folder: Path, first_step: int = 0
+) -> Callable[[int, dict[str, float]], None]:
+    """What calls an action when a metric is better than ever before: higher, or a loss lower. Only the chief acts.
+
+    It is an action of a `Controller`, which passes it the step and the evaluation's metrics, or the `on_epoch_end` of
+    Keras's `LambdaCallback`, which passes the epoch and the logs; both it passes on.
+
+    Args:
+        metric: a name.
+        action: takes the same two.
+        folder: whose `best.json` has the best value, for a resumed run.
+        first_step: the steps done before; if there are none, what another run has left there does not count.
+    """
+    record = folder / "best.json"
+    sign = -1 if metric.endswith("loss") else 1
+    if not first_step and is_chief():
+        record.unlink(missing_ok=True)
+
+    def act(step: int, metrics: dict[str, float]) -> None:
+        best = (read_json(record) or {}).get(metric, -sign * math.inf)
+        if is_chief() and sign * metrics[metric] > sign * best:
+            action(step, metrics)
+            write_json(record, {metric: metrics[metric]})
+
+    return act
