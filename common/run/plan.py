@@ -73,8 +73,7 @@ def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
 
     The model is compiled, with a BERT or a decoder as its backbone; the batch is one replica's `(x, y, sample_weight)`.
     """
-    gradients = 2 + (model.accumulate > 1) + 5 * (num_workers() > 1)
-    held = [*model.variables, *model.optimizer.variables, *(gradients * model.trainable_variables)]
+    held = [*model.variables, *model.optimizer.variables, *(copies_of_a_gradient(model) * model.trainable_variables)]
     state = sum(4 * math.prod(variable.shape) for variable in held)
     backbone, (x, y, _) = model.backbone, batch
     b, s = x["token_ids"].shape
@@ -83,6 +82,11 @@ def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
     numbers = backbone.num_layers * (kept * s * b * backbone.hidden_dim + 2 * num_heads(backbone) * s**2 * b)
     logits = math.prod(y.shape) * backbone.vocabulary_size * (3 * 4 + (size if size < 4 else 0))
     return state, (numbers * size + logits) / model.accumulate
+
+
+def copies_of_a_gradient(model: keras.Model) -> int:
+    """How many tensors of a gradient's size a step holds at most; see `memory_of_a_replica`."""
+    return 2 + (model.accumulate > 1) + 5 * (num_workers() > 1)
 
 
 def _padded(batch, length: int | None):
@@ -95,12 +99,12 @@ def _padded(batch, length: int | None):
 def state_without_lora(model: keras.Model) -> int:
     """As the state of `memory_of_a_replica`, of a model with adapters, if all its weights were trained instead."""
 
-    def copies(weight: keras.Variable) -> int:  # itself, a gradient, its copy, and its moments
+    def copies(weight: keras.Variable) -> int:  # itself, what there is of its gradient, and its moments
         optimizer = model.optimizer
         one = isinstance(optimizer, keras.optimizers.SGD) or (
             isinstance(optimizer, keras.optimizers.Muon) and not optimizer._should_use_adamw(weight)
         )
-        return 3 + (1 if one else 2)
+        return 1 + copies_of_a_gradient(model) + (1 if one else 2)
 
     weights = [weight for weight in model.weights if not weight.name.startswith("lora_")]
     return sum(4 * copies(weight) * math.prod(weight.shape) for weight in weights)
