@@ -288,7 +288,7 @@ ROWS = {
     "a metric of one's own": row(metrics=lambda: [Largest(), keras.metrics.SparseTopKCategoricalAccuracy(2)]),
     "AUC, F1 and precision": row(
         data=(X, ONE_HOT),
-        loss=lambda: "categorical_crossentropy",
+        loss=lambda: keras.losses.CategoricalCrossentropy(from_logits=True),
         metrics=lambda: [
             keras.metrics.AUC(from_logits=True, name="auc"),
             keras.metrics.F1Score(),
