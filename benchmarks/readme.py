@@ -15,6 +15,7 @@ from benchmarks import (
     peers,
     pretraining,
     quality,
+    same_steps,
     scaling,
     techniques,
     throughput,
@@ -163,8 +164,8 @@ def throughput_table(results: dict) -> str:
             f"BERT-{size}, vocabulary size {one['pieces']:,}, {one['flops_per_token'] / 1e6:,.1f} MFLOP per token; "
             f"the machine's peak is {single} GFLOP/s in float32, {half} in bfloat16:"
         )
-        parts.append(throughput.table(one))
-    return "\n\n".join([*parts, hardware_line(results)])
+        parts += [throughput.table(one), hardware_line(one)]
+    return "\n\n".join(parts)
 
 
 def with_machine(table: Callable[[dict], str]) -> Callable[[dict], str]:
@@ -214,6 +215,7 @@ MEASURED = {
     "quality": with_machine(quality.table),
     "techniques": with_machine(techniques.table),
     "fine_tuning": with_machine(fine_tuning.tables),
+    "same_steps": with_machine(same_steps.table),
     "pretraining": with_machine(pretraining.tables),
     "causal": with_machine(causal.tables),
     "conformance": with_machine(conformance.table),

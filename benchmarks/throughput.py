@@ -56,18 +56,18 @@ def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     if arguments.quick:
         arguments.sizes, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
-    results = {"machine": machine(), "dropout": arguments.dropout, "corpus": Path(arguments.corpus).name, "sizes": {}}
+    results = {"dropout": arguments.dropout, "corpus": Path(arguments.corpus).name, "sizes": {}}
     with temporary_folder() as folder:
         text = prepare_text(arguments, SEQ_LENGTH, folder)
         for size in arguments.sizes.split(","):
-            results["sizes"][size] = measure(size, arguments, text, folder)
+            results["sizes"][size] = {"machine": machine()} | measure(size, arguments, text, folder)
             print(table(results["sizes"][size]), "\n", flush=True)
             if not arguments.quick and not arguments.only:
                 write_results("throughput", with_sizes_before(results))
 
 
 def with_sizes_before(results: dict[str, Any]) -> dict[str, Any]:
-    """The results, and those of other sizes that the same code measured on the same machine before."""
+    """The results, and those of other sizes that were measured before with the same options; each has its machine."""
     path = RESULTS / "throughput.json"
     before = json.loads(path.read_text()) if path.exists() else {"sizes": {}}
     same = all(before.get(name) == value for name, value in results.items() if name != "sizes")

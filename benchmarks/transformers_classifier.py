@@ -87,11 +87,7 @@ class FineTuning:
         loader = torch.utils.data.DataLoader(train, batch_sampler=batches, collate_fn=collate)
         evaluation = torch.utils.data.DataLoader(self.splits["validation"], batch_size=32, collate_fn=collate)
         model = AutoModelForSequenceClassification.from_pretrained(preset, num_labels=len(texts.classes))
-        groups = {True: [], False: []}
-        for name, weight in model.named_parameters():
-            groups["bias" in name or "LayerNorm" in name].append(weight)
-        decays = [{"params": groups[False], "weight_decay": 0.01}, {"params": groups[True], "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(decays, lr=rate)
+        optimizer = torch.optim.AdamW(parameter_groups(model), lr=rate)
         steps = len(loader) * epochs
         schedule = get_scheduler("linear" if epochs else "constant", optimizer, steps // 10, steps)
         prepared = self.accelerator.prepare(model, optimizer, loader, schedule, evaluation)
@@ -101,6 +97,14 @@ class FineTuning:
     def step(self, batch: dict[str, torch.Tensor]) -> float:
         """Trains on a batch; its loss."""
         return train_step(self.accelerator, self.model(**batch).loss, self.optimizer, self.schedule)
+
+
+def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """A model's weights, with the weight decay of each: biases and norms have none."""
+    groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for name, weight in model.named_parameters():
+        groups["bias" in name or "LayerNorm" in name].append(weight)
+    return [{"params": groups[False], "weight_decay": 0.01}, {"params": groups[True], "weight_decay": 0.0}]
 
 
 def trainer(**arguments: Any) -> Callable[..., dict[str, Any]]:
@@ -135,5 +139,39 @@ def scorer(epochs: int, **arguments: Any) -> Callable[[], dict[str, Any]]:
         labels = np.array([example["labels"] for example in tuned.splits["validation"]])
         scores = classification_scores(np.concatenate(logits), labels)
         return {name: scores[name] for name in ("accuracy", "f1")} | {"seconds": seconds}
+
+    return run
+
+
+def follower(preset: str, rate: float) -> Callable[..., dict[str, Any]]:
+    """A function that does the steps of `ours_classifier.leader`: losses, and outputs for the validation split.
+
+    What the libraries define differently is set alike: KerasHub's BERT has the tanh form of GELU, and Keras's AdamW
+    adds its epsilon before it corrects the second moment's bias.
+    """
+    alike = {"hidden_act": "gelu_pytorch_tanh", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    names = {"token_ids": "input_ids", "segment_ids": "token_type_ids", "padding_mask": "attention_mask"}
+
+    def run(head: list, batches: list[dict[str, list]], validation: dict[str, list]) -> dict[str, Any]:
+        kernel, bias = map(torch.tensor, head)
+        model = AutoModelForSequenceClassification.from_pretrained(preset, num_labels=len(bias), **alike).train()
+        model.classifier.load_state_dict({"weight": kernel.T, "bias": bias})
+        optimizer = torch.optim.AdamW(parameter_groups(model), betas=(0.9, 0.98))
+
+        def compute(inputs):
+            return model(**{names.get(name, name): torch.tensor(values) for name, values in inputs.items()})
+
+        losses = []
+        for step, batch in enumerate(batches):
+            epsilon = 1e-6 / (1 - 0.98 ** (step + 1)) ** 0.5
+            for group in optimizer.param_groups:
+                group |= {"lr": rate * (1 - step / len(batches)), "eps": epsilon}
+            loss = compute(batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        with torch.no_grad():
+            return {"losses": losses, "outputs": compute(validation).logits.tolist()}
 
     return run

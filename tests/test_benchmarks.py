@@ -108,7 +108,15 @@ def sample_results():
             }
         },
         "throughput": {
-            "sizes": {"tiny": {"pieces": 9, "flops_per_token": 6e6, "peak_flops": peaks, "contenders": contenders}}
+            "sizes": {
+                "tiny": {
+                    "machine": machine(),
+                    "pieces": 9,
+                    "flops_per_token": 6e6,
+                    "peak_flops": peaks,
+                    "contenders": contenders,
+                }
+            }
         },
         "scaling": sample_scaling(),
         "peers": {
@@ -134,6 +142,18 @@ def sample_results():
             "runs": [options | {"side": s, "curve": c} for s, c in curves.items()],
         },
         "techniques": {"runs": [sample_run(techniques.DEFAULT.name, 0, 2.0), sample_run("AdamW", 0, 2.5)]},
+        "same_steps": {
+            "tasks": {
+                "rte": {
+                    "epochs": 4,
+                    "steps": 9,
+                    "loss": 1e-7,
+                    "output": 2e-7,
+                    "predictions": 5,
+                    "equal_predictions": 4,
+                }
+            }
+        },
         "conformance": {"rows": {"LoRA": {"1": 0.0, "2": 1e-7, "4": "leave out LoRA"}}},
     }
     return {name: result | {"machine": machine()} for name, result in results.items()}
@@ -170,6 +190,7 @@ def test_the_readme_says_what_was_measured(name):
             "| mrpc | | bag of words | 0.500 | 0.500 | |",
             "SHA-256: abc",
         ],
+        "same_steps": ["| rte | 4 | 9 | 1.0e-07 | 2.0e-07 | 4 of 5 |"],
         "causal": ["| fit, one device | 4,500 | 3,000 to 6,000 | 1.50 x | 3,000 MiB |"],
         "pretraining": [
             "steps                13304",
@@ -182,6 +203,13 @@ def test_the_readme_says_what_was_measured(name):
         ],
     }
     assert all(words in table for words in [*expected[name], machine()["hardware"]["cpu"]]), table
+
+
+def test_sizes_measured_before_with_the_same_options_are_kept():
+    before = json.loads((ROOT / "benchmarks/results/throughput.json").read_text())
+    new = {"dropout": before["dropout"], "corpus": before["corpus"], "sizes": {"tiny": "new"}}
+    assert throughput.with_sizes_before(new)["sizes"] == before["sizes"] | {"tiny": "new"}
+    assert throughput.with_sizes_before(new | {"dropout": 0.5})["sizes"] == {"tiny": "new"}
 
 
 def test_two_commits_are_compared_round_by_round():
@@ -284,12 +312,19 @@ def test_fine_tuning_is_timed_and_scored_beside_transformers(tmp_path):
     for name, split in ("train", "train"), ("dev", "validation"):
         rows = [("Quality", "#1 String", "#2 String"), *((row[2], *row[:2]) for row in pairs[split][:48])]
         (tmp_path / f"{name}.tsv").write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
-    options = ["--preset", str(tmp_path / "exported"), "--mrpc", str(tmp_path), "--only", "2 replicas, bfloat16"]
-    command = [sys.executable, "-m", "benchmarks", "fine_tuning", "--quick", *options]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+
+    def measure(name, *options):
+        command = [sys.executable, "-m", "benchmarks", name, "--quick", "--preset", str(tmp_path / "exported")]
+        command += ["--mrpc", str(tmp_path), *options]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    measured = measure("fine_tuning", "--only", "2 replicas, bfloat16")
     for row in ("| fit, 2 replicas, bfloat16 | ", "| mrpc | 1 | transformers | 0.", "| mrpc | 1 | ours | 0."):
-        assert row in done.stdout
+        assert row in measured
+    row = measure("same_steps").splitlines()[-1].split(" | ")
+    assert row[0] == "| mrpc" and row[2] == "3" and float(row[3]) < 1e-6 and float(row[4]) < 1e-5
 
 
 @pytest.mark.slow
