@@ -1,5 +1,6 @@
 """Models that users write, on two replicas of which the second has no example in the last batch."""
 
+import pickle
 import warnings
 
 import keras
@@ -254,6 +255,17 @@ def test_a_registered_class_is_saved_by_its_registered_name(tmp_path):
     again = keras.models.load_model(tmp_path / "model.keras")
     assert type(again) is Registered
     np.testing.assert_array_equal(again.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
+def test_a_pickle_holds_the_plain_class():
+    inputs = keras.Input(X.shape[1:])
+    model = data_parallel(keras.Model)(inputs, layers.Dense(3)(inputs))
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    again = pickle.loads(pickle.dumps(model))
+    assert isinstance(again, keras.Model) and not hasattr(again, "told_to_stop")
+    np.testing.assert_array_equal(again.predict(X, verbose=0), model.predict(X, verbose=0))
+    assert again.optimizer.iterations == model.optimizer.iterations > 0
 
 
 class Noting(Drifting):

@@ -30,6 +30,7 @@ class Trainer(StepLoop):
     _epoch_end: int | None = None  # the step, while `fit` runs and was told `steps_per_epoch`
     _test_steps_left: int | None = None  # while `evaluate` runs
     _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
+    plain_class: Any
     predict_function: Any
     step_values: dict[str, np.ndarray] | None = None
 
@@ -45,6 +46,11 @@ class Trainer(StepLoop):
             self.compile(**keras.saving.deserialize_keras_object(config))
         else:
             super().compile_from_config(config)
+
+    def __reduce__(self):
+        """As Keras's; what is unpickled is of the plain class, as what is loaded from a file is."""
+        _, content = super().__reduce__()
+        return self.plain_class._unpickle_model, content
 
     @functools.wraps(TensorFlowTrainer.fit)
     def fit(self, *args, **kwargs):  # noqa: D102
