@@ -34,6 +34,17 @@ def test_it_is_the_cross_entropy_of_keras(shape, scale, jit):
     np.testing.assert_allclose(ours[1], expected[1], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("labels", [0, 3])
+def test_with_many_classes_it_is_near_what_float64_gives(labels):
+    draw, classes = np.random.default_rng(0), 100_000
+    logits = tf.constant(draw.normal(size=(2, labels, classes)) * 3, tf.float32)
+    data = tf.constant(draw.integers(0, classes, (2, labels)), tf.int32), tf.ones([2, labels])
+    found = loss_and_gradient(CrossEntropy(), logits, *data)
+    expected = loss_and_gradient(CrossEntropy(dtype="float64"), tf.cast(logits, tf.float64), *data)
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-7)
+    np.testing.assert_allclose(found[1], expected[1], atol=5e-7)
+
+
 def test_it_is_taken_of_bfloat16_in_float32():
     logits, labels, weights = examples((3, 5), 3.0)
     halves = tf.cast(logits, tf.bfloat16)

@@ -67,7 +67,7 @@ def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
     is clipped; with gradient accumulation another, the sum; on each of several workers five more, of what it sends,
     receives and adds up. The activations, kept for the backward pass of a part of the batch, are in the form of
     Korthikanti et al. 2022, arXiv:2205.05198, section 4.1: 32 s b h + 2 a s^2 b numbers a layer (batch b, length s,
-    width h, a heads), or 20 s b h where GELU keeps nothing but its input (`gelu.py`). Logits, their exponentials and
+    width h, a heads), or 20 s b h where GELU keeps nothing but its input (`fused.py`). Logits, their exponentials and
     gradient are 3 b slots vocabulary in float32, and the logits in mixed precision. The factors are measured
     (`python -m benchmarks memory`).
 

@@ -4,6 +4,8 @@
 import keras
 import tensorflow as tf
 
+from common.training.fused import fuse
+
 
 class CrossEntropy(keras.losses.Loss):
     """As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with fewer passes over the logits.
@@ -39,21 +41,34 @@ class LabelAccuracy(keras.metrics.Mean):
 def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     """log(sum(exp(logits))) - logits[label], whose gradient is softmax(logits) less 1 at the label.
 
-    The exponentials serve the loss and the gradient. The highest logit is what `label_hits` looks at too; TensorFlow
-    computes it once. Of logits [..., classes] and labels, int32 [...], it gives the loss of each label, in nats, [...].
+    The exponentials serve the loss and the gradient. Of logits [..., classes] and labels, int32 [...], it gives the
+    loss of each label, in nats, [...].
     """
-    highest = tf.reduce_max(logits, axis=-1, keepdims=True)
-    exponentials = tf.exp(logits - highest)
-    total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
+    highest, exponentials = _exponentials(logits)
+    total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)  # by TensorFlow, whose sums are nearer the truth
 
     def gradient(of_losses):
-        rows = exponentials * (of_losses[..., None] / total)
-        classes = tf.shape(logits)[-1]
-        places = tf.stack([tf.range(tf.size(labels)), tf.reshape(labels, [-1])], axis=1)
-        flat = tf.tensor_scatter_nd_sub(tf.reshape(rows, [-1, classes]), places, tf.reshape(of_losses, [-1]))
-        return tf.reshape(flat, tf.shape(logits)), None
+        of_losses = of_losses[..., None]
+        return _gradient(exponentials, of_losses / total, labels, of_losses), None
 
     return tf.squeeze(highest + tf.math.log(total) - label_logits(logits, labels), axis=-1), gradient
+
+
+@fuse
+def _exponentials(logits):
+    highest = _highest(logits)
+    return highest, tf.exp(logits - highest)
+
+
+@fuse
+def _gradient(exponentials, factors, labels, at_labels):
+    classes = tf.shape(exponentials)[-1]
+    return exponentials * factors - tf.where(tf.range(classes) == labels[..., None], at_labels, 0.0)
+
+
+@fuse
+def _highest(logits):
+    return tf.reduce_max(logits, axis=-1, keepdims=True)
 
 
 def label_logits(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -65,8 +80,7 @@ def label_hits(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     """1.0 where a label has the highest logit, in 16 bits the first of the highest, else 0.0; see `cross_entropy`."""
     labels = tf.cast(labels, tf.int32)
     if logits.dtype == tf.float32:  # has no ties to speak of, and one more pass over the logits takes 1 % of a step
-        highest = tf.reduce_max(logits, axis=-1, keepdims=True)
-        return tf.cast(tf.squeeze(label_logits(logits, labels) >= highest, axis=-1), tf.float32)
+        return tf.cast(tf.squeeze(label_logits(logits, labels) >= _highest(logits), axis=-1), tf.float32)
     # Cast as the loss has them: of 16 bits, argmax takes twice as long.
     first = tf.argmax(tf.cast(logits, tf.float32), axis=-1, output_type=tf.int32)
     return tf.cast(first == labels, tf.float32)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
 from common.training.batch_loss import BatchLoss, forward_pass
-from common.training.gelu import fuse_gelu
+from common.training.fused import fuse_gelu
 from common.training.gradients import Uses, add_rows, sum_gradients
 from common.training.noise import noise_seeds, use_global_seed
 from common.training.replicas import (

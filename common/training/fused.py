@@ -1,12 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GELU in one pass over memory forward and one back, on a CPU, where TensorFlow takes some ten each, and keeps them."""
+"""What XLA compiles on its own, on a CPU: one pass over memory, where TensorFlow's operations take one each."""
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 from keras.src import backend
+
+
+def fuse(function: Callable) -> Callable:
+    """A function of tensors that XLA compiles for each shape that it meets; itself, where a GPU is seen.
+
+    XLA on a GPU needs more than TensorFlow installs.
+    """
+    compiled = tf.function(function, autograph=False, jit_compile=True)
+
+    @functools.wraps(function)
+    def fused(*arguments):
+        return (function if tf.config.list_logical_devices("GPU") else compiled)(*arguments)
+
+    return fused
 
 
 class _Fused(threading.local):
@@ -30,7 +45,7 @@ def fuse_gelu() -> Iterator[None]:
 
 
 def fused_gelu(x, approximate=True) -> tf.Tensor:
-    """GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), compiled by XLA for each shape that it meets.
+    """GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), one pass forward and one back; see `fuse`.
 
     It is computed in float32 at least, and its gradient of its input alone, so that nothing else is kept for it.
 
@@ -47,12 +62,12 @@ def fused_gelu(x, approximate=True) -> tf.Tensor:
 
 
 # One for all layers: each shape is compiled once.
-@tf.function(autograph=False, jit_compile=True)
+@fuse
 def _value(x, approximate):
     return tf.cast(tf.nn.gelu(_at_least_float32(x), approximate), x.dtype)
 
 
-@tf.function(autograph=False, jit_compile=True)
+@fuse
 def _gradient(x, upstream, approximate):
     with tf.GradientTape() as tape:
         tape.watch(x)
