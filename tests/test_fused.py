@@ -46,10 +46,15 @@ def test_it_is_in_a_step_that_is_not_compiled_and_nowhere_else(jit_compile, monk
     assert activation.get_config()["activation"] == "gelu"
 
 
-def test_xla_compiles_where_no_gpu_is_seen(monkeypatch):
+def test_xla_compiles_what_is_large_where_no_gpu_is_seen(monkeypatch):
     compiled = []
-    square = fused.fuse(lambda x: compiled.append(tf.inside_function()) or x * x)
-    assert square(tf.constant(3.0)) == 9.0
+    double = fused.fuse(3)(lambda x: compiled.append(tf.inside_function()) or x + x)
+
+    def check(size, expected):
+        np.testing.assert_array_equal(double(tf.ones([2, size])), 2 * np.ones((2, size)))
+        assert compiled.pop() == expected
+
+    check(3, expected=True)
+    check(2, expected=False)
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
-    assert square(tf.constant(3.0)) == 9.0
-    assert compiled == [True, False]
+    check(4, expected=False)

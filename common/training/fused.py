@@ -10,18 +10,24 @@ import tensorflow as tf
 from keras.src import backend
 
 
-def fuse(function: Callable) -> Callable:
-    """A function of tensors that XLA compiles for each shape that it meets; itself, where a GPU is seen.
+def fuse(least: int = 0) -> Callable[[Callable], Callable]:
+    """Makes of a function of tensors one that XLA compiles for each shape that it meets, where that pays.
 
-    XLA on a GPU needs more than TensorFlow installs.
+    It does where the first tensor's last axis has at least `least` elements, and where no GPU is seen: XLA needs more
+    there than TensorFlow installs.
     """
-    compiled = tf.function(function, autograph=False, jit_compile=True)
 
-    @functools.wraps(function)
-    def fused(*arguments):
-        return (function if tf.config.list_logical_devices("GPU") else compiled)(*arguments)
+    def decorate(function):
+        compiled = tf.function(function, autograph=False, jit_compile=True)
 
-    return fused
+        @functools.wraps(function)
+        def fused(first, *rest):
+            pays = not tf.config.list_logical_devices("GPU") and (not least or (first.shape[-1] or 0) >= least)
+            return (compiled if pays else function)(first, *rest)
+
+        return fused
+
+    return decorate
 
 
 class _Fused(threading.local):
@@ -62,12 +68,12 @@ def fused_gelu(x, approximate=True) -> tf.Tensor:
 
 
 # One for all layers: each shape is compiled once.
-@fuse
+@fuse()
 def _value(x, approximate):
     return tf.cast(tf.nn.gelu(_at_least_float32(x), approximate), x.dtype)
 
 
-@fuse
+@fuse()
 def _gradient(x, upstream, approximate):
     with tf.GradientTape() as tape:
         tape.watch(x)

@@ -6,6 +6,8 @@ import tensorflow as tf
 
 from common.training.fused import fuse
 
+MANY = 2**13  # classes: with fewer, compiling takes longer than it saves in a short run
+
 
 class CrossEntropy(keras.losses.Loss):
     """As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with fewer passes over the logits.
@@ -54,19 +56,19 @@ def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     return tf.squeeze(highest + tf.math.log(total) - label_logits(logits, labels), axis=-1), gradient
 
 
-@fuse
+@fuse(MANY)
 def _exponentials(logits):
     highest = _highest(logits)
     return highest, tf.exp(logits - highest)
 
 
-@fuse
+@fuse(MANY)
 def _gradient(exponentials, factors, labels, at_labels):
     classes = tf.shape(exponentials)[-1]
     return exponentials * factors - tf.where(tf.range(classes) == labels[..., None], at_labels, 0.0)
 
 
-@fuse
+@fuse(MANY)
 def _highest(logits):
     return tf.reduce_max(logits, axis=-1, keepdims=True)
 
