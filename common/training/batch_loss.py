@@ -195,6 +195,8 @@ def metric_adds_up(metric: keras.metrics.Metric) -> bool:
 def _is_sum_of_keras(thing, code) -> bool:
     """Whether it is of Keras's own class and code, and not a mean, or one that compares examples with each other."""
     own = all(each.__module__.startswith("keras.") for each in (code, type(thing)))
+    if (getattr(thing, "_fn_kwargs", None) or {}).get("axis", -1) != -1:  # of the examples, maybe
+        return False
     return own and not isinstance(code, keras.losses.Loss) and code.__name__.lower() not in BATCHWISE
 
 

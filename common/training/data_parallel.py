@@ -37,8 +37,8 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
     - Gradients are summed before the optimizer sees them: its clipping, accumulation over steps and the rest are by
       the whole batch. So are those of an `Embedding`'s row, which Keras's optimizers would square one by one.
     - `fit` does `steps_per_epoch` steps in an epoch, whatever `steps_per_execution` is.
-    - `BatchNormalization` takes the moments of the whole batch. Other state that a layer updates is averaged by
-      examples.
+    - `BatchNormalization` takes the moments of the whole batch. Other state that a layer updates in training changes by
+      the mean over examples.
     - Dropout's noise is a function of the seed, the step and the replica, and has no state; see `noise.py`.
     - `jit_compile` compiles the forward and backward pass of each replica, and `accumulate` divides it into parts.
       Both need a single loss of Keras's own, metrics of Keras's own and neither `add_loss` nor `BatchNormalization`.

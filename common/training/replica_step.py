@@ -8,6 +8,7 @@ import contextlib
 import warnings
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
@@ -31,9 +32,30 @@ from common.training.replicas import (
 class ReplicaStep(BatchLoss):
     """The step of `trainer.py`."""
 
-    accumulate, wire = 1, "float32"
-    _jitted = None
+    _accumulate, _wire, _jitted = 1, "float32", None
     mean_over = "examples"  # what an epoch's loss weighs a step by; "values": by what the step's loss was divided by
+
+    @property
+    def accumulate(self):
+        """See `data_parallel`."""
+        return self._accumulate
+
+    @accumulate.setter
+    def accumulate(self, parts):
+        if not isinstance(parts, int | np.integer) or parts < 1:
+            raise ValueError(f"accumulate = {parts!r}: give a number of parts, 1 or more")
+        self._accumulate, self.train_function = int(parts), None  # which is traced with it
+
+    @property
+    def wire(self):
+        """See `data_parallel`."""
+        return self._wire
+
+    @wire.setter
+    def wire(self, dtype):
+        if dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"wire = {dtype!r}: give float32 or bfloat16")
+        self._wire, self.train_function = dtype, None
 
     def update_counts(self, x, y, sample_weight):
         """For metrics of a class's own, that add up: update them here, from a replica's part of a batch."""
@@ -117,12 +139,14 @@ class ReplicaStep(BatchLoss):
             self.optimizer.apply_gradients(zip(whole, variables, strict=True))
 
     def _assign_state(self, sums):
-        """What layers have updated, as the mean over the batch's examples, to this replica's own copies."""
+        """What layers have updated, by the mean change over the batch's examples, to this replica's own copies."""
         variables = self.trainable_variables + self.non_trainable_variables
         for index, total in sums["state"].items():
-            value = tf.math.divide_no_nan(total, sums["examples"])
+            change = tf.math.divide_no_nan(total, sums["examples"])
             variable = local_value(variables[int(index)])
-            variable.assign(tf.cast(value if variable.dtype.is_floating else tf.round(value), variable.dtype))
+            value = _wide(tf.convert_to_tensor(variable))
+            change = change if variable.dtype.is_floating else tf.round(change)
+            variable.assign(tf.cast(value + tf.cast(change, value.dtype), variable.dtype))
 
     def _in_parts(self, weights, state, data, scale, factor, training):
         """See `_part`; of the `accumulate` parts of this replica's batch, gradients and sums are added up."""
@@ -216,7 +240,7 @@ class ReplicaStep(BatchLoss):
         gradients, rows = scope.gradients(objective) if training else ({}, {})
         after = scope.state_mapping
         sums["state"] = {
-            str(index): tf.cast(after[id(variable)], tf.float32) * examples
+            str(index): tf.cast(_wide(after[id(variable)]) - _wide(given[id(variable)]), tf.float32) * examples
             for index, variable in enumerate(variables)
             if after[id(variable)] is not given[id(variable)] and variable.name != "seed_generator_state"
         }
@@ -227,8 +251,10 @@ class ReplicaStep(BatchLoss):
 
     def _others(self, part):
         """Values of the variables that are not trained, and Keras's seed, for one part of one replica's batch."""
-        count = tf.constant(0, tf.int64) if self.optimizer is None else tf.cast(self.optimizer.iterations, tf.int64)
-        count = count * self.accumulate + tf.cast(part, tf.int64)
+        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        # Of every step: `iterations` is that of updates, of which `gradient_accumulation_steps` share one.
+        steps = 0 if optimizer is None else optimizer._iterations
+        count = tf.cast(steps, tf.int64) * self.accumulate + tf.cast(part, tf.int64)
         seeds = {id(variable): seed for variable, seed in noise_seeds(self, count)}
         return [
             seeds[id(variable)] if id(variable) in seeds else tf.convert_to_tensor(variable.value)
@@ -298,6 +324,11 @@ def nothing_without_examples(examples, gradients, rows, sums, whole):
     zeros = tf.nest.map_structure(tf.zeros_like, found)
     gradients, rows, after = tf.cond(examples > 0, lambda: found, lambda: zeros) if tf.nest.flatten(found) else found
     return gradients, rows, sums | {"state": after}, whole
+
+
+def _wide(value):
+    """A number from which another can be subtracted; a count may be more than a float32 can tell from the next."""
+    return value if value.dtype.is_floating else tf.cast(value, tf.int64)
 
 
 def _first(x):

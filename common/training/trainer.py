@@ -190,18 +190,23 @@ class Trainer(StepLoop):
         keep_global_seed(self)
         if self.optimizer is None:
             return
-        several = self.distribute_strategy.num_replicas_in_sync > 1
         if type(self).train_step is Trainer.train_step:
             do_not_reduce_again(self.optimizer)
-        elif several and "super" not in inspect.unwrap(type(self).train_step).__code__.co_names:
+        elif "super" not in inspect.unwrap(type(self).train_step).__code__.co_names:
+            self._check_own_train_step()
+        if self.built and not self.optimizer.built:
+            self.optimizer.build(self.trainable_variables)
+
+    def _check_own_train_step(self):
+        if self.accumulate > 1:
+            raise ValueError(f"accumulate has no effect on {type(self).__name__}'s own train_step: leave it out")
+        if self.distribute_strategy.num_replicas_in_sync > 1:
             warnings.warn(
                 f"{type(self).__name__}.train_step runs on each replica with its part of the batch, as under Keras: "
                 "gradients are added up, losses of Keras's are divided by the number of replicas, a mean that it takes "
                 "itself is not, and the values that it returns are averaged. What compute_loss computes is exact",
-                stacklevel=2,
+                stacklevel=3,
             )
-        if self.built and not self.optimizer.built:
-            self.optimizer.build(self.trainable_variables)
 
 
 def _moments_of_whole_batch(layer, model, inputs, mask):
