@@ -8,7 +8,6 @@ import contextlib
 import warnings
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
@@ -32,30 +31,10 @@ from common.training.replicas import (
 class ReplicaStep(BatchLoss):
     """The step of `trainer.py`."""
 
-    _accumulate, _wire, _jitted = 1, "float32", None
+    accumulate: int
+    wire: str
+    _jitted = None
     mean_over = "examples"  # what an epoch's loss weighs a step by; "values": by what the step's loss was divided by
-
-    @property
-    def accumulate(self):
-        """See `data_parallel`."""
-        return self._accumulate
-
-    @accumulate.setter
-    def accumulate(self, parts):
-        if not isinstance(parts, int | np.integer) or parts < 1:
-            raise ValueError(f"accumulate = {parts!r}: give a number of parts, 1 or more")
-        self._accumulate, self.train_function = int(parts), None  # which is traced with it
-
-    @property
-    def wire(self):
-        """See `data_parallel`."""
-        return self._wire
-
-    @wire.setter
-    def wire(self, dtype):
-        if dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"wire = {dtype!r}: give float32 or bfloat16")
-        self._wire, self.train_function = dtype, None
 
     def update_counts(self, x, y, sample_weight):
         """For metrics of a class's own, that add up: update them here, from a replica's part of a batch."""
