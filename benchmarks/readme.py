@@ -160,7 +160,7 @@ def wikitext_table(summary: dict) -> str:
 def throughput_table(results: dict) -> str:
     """What `python -m benchmarks throughput` measured, a table for each size."""
     parts = []
-    for size, one in results["sizes"].items():
+    for size, one in sorted(results["sizes"].items(), key=lambda pair: pair[1]["flops_per_token"]):
         single, half = (f"{one['peak_flops'][dtype] / 1e9:,.0f}" for dtype in ("float32", "bfloat16"))
         parts.append(
             f"BERT-{size}, vocabulary size {one['pieces']:,}, {one['flops_per_token'] / 1e6:,.1f} MFLOP per token; "
