@@ -376,13 +376,15 @@ def test_the_claims_are_those_of_the_results_whatever_they_are():
     scores = {"mrpc": {"ours": [{"accuracy": 0.7}, {"accuracy": 0.7}], "transformers": [{"accuracy": 0.8}] * 2}}
     sizes = {size: {"contenders": contenders} for size in ("tiny", "base")}
     beside = {"recipes": {"bert_mlm": {"speeds": {"fit": [16.0], "fit, jit": [9.0], "transformers, a": [20.0]}}}}
-    told = readme.claims({"checks": doctor}, faults, {"sizes": sizes}, beside, scores)
+    paired = {"epochs": 7, "predictions": 9, "equal_predictions": 8}
+    told = readme.claims({"checks": doctor}, faults, {"sizes": sizes}, beside, scores, paired)
     assert "3 configurations" in told and "3.0e-02 in the loss of a step and 3.0e-02 in the weights" in told
     assert "of 3 runs" in told and ", 2 ended with" in told
     assert (
         "`bert_mlm` trains 0.8 times as fast as transformers" in told and "3.8 times as fast as the published" in told
     )
     assert "accuracy 0.700 ± 0.000 over 2 seeds, 0.800 ± 0.000 by transformers" in told
+    assert "after 7 epochs 8 of 9 predictions are the same" in told
 
 
 @pytest.mark.parametrize("name", PAGES)
