@@ -174,7 +174,7 @@ def _check_not_in_workdir(options: dict[str, Any], name: str) -> None:
     if not value or "://" in value or not (shards or Path(value).exists()):  # a name, or missing and reported elsewhere
         return
     path = Path(value).resolve()
-    if path.is_relative_to(workdir) and not (shards and path == workdir / "data"):
+    if workdir.is_dir() and path.is_relative_to(workdir) and not (shards and path == workdir / "data"):
         raise UserError(
             f"--{name} {value} is inside the work directory {options['workdir']}, where a run may delete "
             "what it wrote. Give another --workdir"
