@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from common.training.explicit_step import batch_sums
-from common.training.losses import CrossEntropy, LabelAccuracy
+from common.training.losses import MANY, CrossEntropy, LabelAccuracy, cross_entropy
 
 
 def examples(shape, scale):
@@ -43,6 +43,13 @@ def test_with_many_classes_it_is_near_what_float64_gives(labels):
     expected = loss_and_gradient(CrossEntropy(dtype="float64"), tf.cast(logits, tf.float64), *data)
     np.testing.assert_allclose(found[0], expected[0], rtol=2e-7)
     np.testing.assert_allclose(found[1], expected[1], atol=5e-7)
+
+
+@pytest.mark.parametrize("classes", [MANY - 1, MANY])
+def test_xla_compiles_it_for_many_classes(classes):
+    specs = tf.TensorSpec([2, classes]), tf.TensorSpec([2], tf.int32)
+    operations = tf.function(cross_entropy).get_concrete_function(*specs).graph.get_operations()
+    assert any("_XlaMustCompile" in each.node_def.attr for each in operations) == (classes == MANY)
 
 
 def test_it_is_taken_of_bfloat16_in_float32():
