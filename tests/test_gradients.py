@@ -141,6 +141,51 @@ def test_a_bucket_is_reduced_before_gradients_of_earlier_layers_are_known(worker
     reductions = [each for each in operations if each.type == "CollectiveReduceV2" and "CPU:0" in each.device]
     waits_for = [{name for name in shapes if needs(each, f"of_{name}/")} for each in reductions]
     assert waits_for[:4] == [set(), {"head"}, {"late"}, {"early"}]  # the sums', and the buckets'
+    collectives = [each for each in operations if each.type.startswith("Collective")]
+    assert "CollectiveGatherV2" in {each.type for each in collectives}
+    assert not [each for each in collectives if {before.type for before in each.control_inputs} & COLLECTIVES]
+
+
+COLLECTIVES = {"CollectiveReduceV2", "CollectiveGatherV2"}
+
+
+def of_a_table(x, table):
+    return tf.matmul(x, tf.transpose(table))
+
+
+def of_a_table_in_bfloat16(x, table):
+    return tf.matmul(tf.cast(x, tf.bfloat16), tf.transpose(tf.cast(table, tf.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    ("product", "inputs", "size"), [(of_a_table, 3, 4), (of_a_table_in_bfloat16, 3, 2), (tf.matmul, 7, 4)]
+)
+def test_the_gradient_of_a_large_matrix_is_computed_a_bucket_at_a_time(monkeypatch, product, inputs, size):
+    @tf.function
+    def in_parts(x, table):
+        with tf.GradientTape() as tape:
+            tape.watch(table)
+            loss = tf.reduce_sum(tf.cast(product(x, table), tf.float32) ** 2)
+        gradient = tape.gradient(loss, table)
+        parts = gradients.in_parts(gradient)
+        assert len({part.name for part in parts} | {gradient.name}) == 1 + len(parts)  # each a product of its own
+        return gradient, parts
+
+    x, table = tf.random.stateless_normal([4, inputs], [0, 1]), tf.random.stateless_normal([7, 3], [2, 3])
+    monkeypatch.setattr(gradients, "BUCKET", 7 * 3 * size // 3)
+    whole, parts = in_parts(x, table)
+    assert [part.shape[0] for part in parts] == [2, 2, 3]
+    np.testing.assert_allclose(tf.concat(parts, axis=0), whole, rtol=1e-6)
+
+
+def test_other_gradients_are_not_computed_in_parts(monkeypatch):
+    monkeypatch.setattr(gradients, "BUCKET", 4)
+    table, others = tf.ones([6, 2]), [tf.transpose, lambda t: 2.0 * t, lambda t: tf.matmul(t, t, transpose_b=True)]
+    others += [lambda t: tf.matmul(t, tf.transpose(t))]
+    for other in others:
+        given = tf.function(lambda other=other: len(gradients.in_parts(other(table))))
+        assert given() == 1
+    assert gradients.in_parts(table)[0] is table  # which no graph computes
 
 
 def needs(operation, name: str) -> bool:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of each use of a weight, and their sum over replicas, which workers begin during the backward pass."""
 
+import contextlib
+import itertools
+from collections.abc import Iterator
+
 import keras
 import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record
@@ -95,7 +99,8 @@ def sum_gradients(dense: dict, rows: dict, sums: list, weights: list, wire: str 
         wire: `bfloat16`, in which workers send dense gradients and add them up; else each in its own dtype.
     """
     if between_workers():
-        return sum_between_workers(dense, rows, sums, weights, wire)
+        with at_the_same_time():
+            return sum_between_workers(dense, rows, sums, weights, wire)
     return sum_over_replicas((add_rows(dense, rows, weights), sums))
 
 
@@ -107,21 +112,64 @@ def between_workers() -> bool:
 def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list, wire: str) -> tuple[dict, list]:
     """As `sum_gradients`, in buckets, each as soon as the backward pass has made it.
 
-    So does PyTorch's DistributedDataParallel (Li et al. 2020, arXiv:2006.15704). A large table's rows are gathered, as
-    by Horovod, those of a number added up before.
+    So does PyTorch's DistributedDataParallel (Li et al. 2020, arXiv:2006.15704). The gradient of a large matrix is
+    several buckets. A large table's rows are gathered, as by Horovod, those of a number added up before.
     """
     totals = sum_over_replicas(sums)  # known, and reduced, before any gradient
     large = {index for index in rows if weights[int(index)].shape[0] >= ROWS * replicas()}
     dense = add_rows(dense, {index: rows[index] for index in rows.keys() - large}, weights)
     # The last of a list is reduced first: what an output layer made of a table, then layer by layer from the last.
     order = sorted(dense, key=lambda index: (index in large, int(index)))
-    tensors = [tf.cast(dense[index], wire) if wire == "bfloat16" else tf.identity(dense[index]) for index in order]
+    parts = {index: in_parts(dense[index]) for index in order}
+    tensors = [tf.cast(each, wire) if wire == "bfloat16" else tf.identity(each) for each in sum(parts.values(), [])]
     buckets = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BUCKET)
     context = tf.distribute.get_replica_context()
-    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, tensors, buckets) if tensors else []
-    summed = {index: tf.cast(each, dense[index].dtype) for index, each in zip(order, reduced, strict=True)}
+    reduced = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, tensors, buckets) if tensors else [])
+    summed = {}
+    for index in order:
+        own = [next(reduced) for _ in parts[index]]
+        summed[index] = tf.cast(tf.concat(own, axis=0) if len(own) > 1 else own[0], dense[index].dtype)
     gathered = {index: _gather_rows(*rows[index]) for index in sorted(large)}
     return add_rows(summed, gathered, weights), totals
+
+
+def in_parts(gradient: tf.Tensor) -> list[tf.Tensor]:
+    """The gradient; where a graph multiplies matrices for it, and it is larger than a bucket, rows of it at a time.
+
+    Each part is a product of its own, so that the first is sent while the others are computed.
+    """
+    if tf.executing_eagerly():
+        return [gradient]
+    operation = gradient.op
+    if operation.type == "Cast":
+        return [tf.cast(part, gradient.dtype) for part in in_parts(operation.inputs[0])]
+    is_transposed = operation.type == "Transpose" and gradient.shape.rank == 2
+    product = operation.inputs[0].op if is_transposed else operation
+    if product.type != "MatMul" or not product.get_attr("transpose_a") or product.get_attr("transpose_b"):
+        return [gradient]
+    left, right = reversed(product.inputs) if is_transposed else product.inputs
+    number = (gradient.shape.num_elements() or 0) * gradient.dtype.size // BUCKET
+    if number < 2:
+        return [gradient]
+    ends = [gradient.shape[0] * part // number for part in range(number + 1)]
+    return [tf.matmul(left[:, start:end], right, transpose_a=True) for start, end in itertools.pairwise(ends)]
+
+
+@contextlib.contextmanager
+def at_the_same_time() -> Iterator[None]:
+    """In a graph, what workers reduce while it lasts does not wait for one another, unless it must be in order.
+
+    TensorFlow has each reduction wait for the last one's end, which leaves a link idle at each beginning and end. That
+    order is needed by NCCL alone.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    if "GPU" in tf.distribute.get_strategy().extended.worker_devices[0] or tf.executing_eagerly():
+        return
+    for operation in graph.get_operations()[before:]:
+        if operation.type.startswith("Collective"):
+            graph.experimental_acd_manager.run_independently(operation)
 
 
 def _gather_rows(values, numbers):
