@@ -11,6 +11,7 @@ from common.devices.strategy import make_strategy
 from common.training import gradients
 from common.training.data_parallel import data_parallel
 from common.training.gradients import ROWS, Uses, add_rows, sum_gradients
+from common.training.replica_step import nothing_without_examples
 from tests.conftest import collective_strategy
 
 IDS = np.array([[1, 2, 2, 0], [3, 1, 4, 2]])
@@ -121,8 +122,11 @@ def test_bfloat16_on_the_wire_rounds_gradients_and_nothing_else(workers):
     assert summed("bfloat16") == (2.0, 1 + 2 * precise)
 
 
-def test_a_bucket_is_reduced_before_gradients_of_earlier_layers_are_known(workers, monkeypatch):
-    monkeypatch.setattr(gradients, "BUCKET", 4)
+@pytest.mark.parametrize(
+    ("size", "buckets"), [(1, [{"head"}, {"late"}, {"early"}]), (2**20, [{"head", "late", "early"}])]
+)
+def test_a_bucket_is_reduced_before_gradients_of_earlier_layers_are_known(workers, monkeypatch, size, buckets):
+    monkeypatch.setattr(gradients, "BUCKET", size)
     weights = [tf.zeros([2 * ROWS, 1]), tf.zeros([3]), tf.zeros([3])]
 
     @tf.function
@@ -137,55 +141,93 @@ def test_a_bucket_is_reduced_before_gradients_of_earlier_layers_are_known(worker
 
     monkeypatch.setattr(gradients, "between_workers", lambda: True)
     shapes = {"head": [2 * ROWS, 1], "early": [3], "late": [3], "rows": [2, 1]}
-    operations = step.get_concrete_function().graph.get_operations()
-    reductions = [each for each in operations if each.type == "CollectiveReduceV2" and "CPU:0" in each.device]
+    reductions = collectives(step, "Reduce")
     waits_for = [{name for name in shapes if needs(each, f"of_{name}/")} for each in reductions]
-    assert waits_for[:4] == [set(), {"head"}, {"late"}, {"early"}]  # the sums', and the buckets'
-    collectives = [each for each in operations if each.type.startswith("Collective")]
-    assert "CollectiveGatherV2" in {each.type for each in collectives}
-    assert not [each for each in collectives if {before.type for before in each.control_inputs} & COLLECTIVES]
+    assert waits_for[: 1 + len(buckets)] == [set(), *buckets]  # the sums' first
+    assert collectives(step, "Gather")
+    for each in collectives(step):
+        assert not any(before.type.startswith("Collective") for before in each.control_inputs)
 
 
-COLLECTIVES = {"CollectiveReduceV2", "CollectiveGatherV2"}
+def collectives(function, kind: str = "") -> list:
+    """The operations of the first of two replicas, in a function, by which they reduce or gather."""
+    operations = function.get_concrete_function().graph.get_operations()
+    return [each for each in operations if each.type.startswith(f"Collective{kind}") and "CPU:0" in each.device]
 
 
-def of_a_table(x, table):
-    return tf.matmul(x, tf.transpose(table))
-
-
-def of_a_table_in_bfloat16(x, table):
-    return tf.matmul(tf.cast(x, tf.bfloat16), tf.transpose(tf.cast(table, tf.bfloat16)))
-
-
-@pytest.mark.parametrize(
-    ("product", "inputs", "size"), [(of_a_table, 3, 4), (of_a_table_in_bfloat16, 3, 2), (tf.matmul, 7, 4)]
-)
-def test_the_gradient_of_a_large_matrix_is_computed_a_bucket_at_a_time(monkeypatch, product, inputs, size):
+def test_a_batch_that_may_be_empty_makes_no_gradient_wait_for_another():
     @tf.function
-    def in_parts(x, table):
+    def step(examples):
+        known = {name: tf.random.uniform([3], name=f"of_{name}") for name in ("early", "late")}
+        found, *_ = nothing_without_examples(examples, known, {}, {"state": {}}, {})
+        assert not needs(found["late"].op, "of_early/")
+        return known, found
+
+    for examples in (0.0, 2.0):
+        known, found = step(tf.constant(examples))
+        for name, gradient in found.items():
+            np.testing.assert_array_equal(gradient, known[name] * tf.sign(examples))
+
+
+def test_workers_add_up_gradients_of_several_dtypes_and_one_that_is_no_tensor(workers):
+    def summed(replica):
+        dense = {"0": tf.ones([2], tf.float64), "1": np.ones([3], np.float32), "2": tf.cast(replica, tf.float16)}
+        found, _ = gradients.sum_between_workers(dense, {}, [replica], [tf.zeros([2])] * 3, "float32")
+        return [found[index] for index in sorted(found)]
+
+    for found in on_two_replicas(workers, summed):
+        for each, expected in zip(found, (np.full(2, 2.0), np.full(3, 2, np.float32), np.float16(1)), strict=True):
+            assert each.dtype == expected.dtype
+            np.testing.assert_array_equal(each, expected)
+
+
+def bfloat16(tensor):
+    return tf.cast(tensor, tf.bfloat16)
+
+
+PRODUCTS = {
+    "a kernel": tf.matmul,
+    "in bfloat16": lambda x, table: tf.matmul(bfloat16(x), bfloat16(table)),
+    "a table": lambda x, table: tf.matmul(x, tf.transpose(table)),
+    "a table in bfloat16": lambda x, table: tf.matmul(bfloat16(x), tf.transpose(bfloat16(table))),
+}
+OTHERS = {
+    "its axes kept": lambda x, table: tf.matmul(x, tf.transpose(table, [0, 1])),
+    "its axes as they come": lambda x, table: tf.matmul(x, tf.transpose(table, tf.argsort(x[0, :2]))),
+    "transposed": lambda x, table: tf.transpose(tf.matmul(table, x[:, : table.shape[0]], True, True)),
+    "a table times x": lambda x, table: tf.matmul(table, x, transpose_b=True),
+    "with its own": lambda x, table: tf.matmul(table, table, transpose_a=True),
+    "no product": lambda x, table: 2 * table,
+    "not rows": lambda x, table: tf.transpose(table[None], [0, 2, 1])[0],
+}
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7)], ids=str)
+@pytest.mark.parametrize("name", [*PRODUCTS, *OTHERS])
+def test_the_gradient_of_a_large_matrix_is_reduced_a_bucket_at_a_time(workers, monkeypatch, name, shape, wire):
+    table = tf.random.stateless_normal(shape, [2, 3])
+    x = tf.sort(tf.random.stateless_normal([7, shape[1] if "table" in name else shape[0]], [0, 1]))
+    product = (PRODUCTS | OTHERS)[name]
+    monkeypatch.setattr(gradients, "BUCKET", 13)  # the longer side is 7, so that two rows or columns are more
+
+    def on_replica():
+        replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
         with tf.GradientTape() as tape:
             tape.watch(table)
-            loss = tf.reduce_sum(tf.cast(product(x, table), tf.float32) ** 2)
+            loss = tf.reduce_sum(tf.cast(product(x, table), tf.float32) ** 2) * (1 + replica)
         gradient = tape.gradient(loss, table)
-        parts = gradients.in_parts(gradient)
-        assert len({part.name for part in parts} | {gradient.name}) == 1 + len(parts)  # each a product of its own
-        return gradient, parts
+        assert gradients.in_parts(gradient)[1] == (name in PRODUCTS and shape == (7, 5))  # few numbers are copied
+        (summed, _) = sum_gradients({"0": gradient}, {}, [replica], [table], wire)
+        return summed["0"], gradient
 
-    x, table = tf.random.stateless_normal([4, inputs], [0, 1]), tf.random.stateless_normal([7, 3], [2, 3])
-    monkeypatch.setattr(gradients, "BUCKET", 7 * 3 * size // 3)
-    whole, parts = in_parts(x, table)
-    assert [part.shape[0] for part in parts] == [2, 2, 3]
-    np.testing.assert_allclose(tf.concat(parts, axis=0), whole, rtol=1e-6)
-
-
-def test_other_gradients_are_not_computed_in_parts(monkeypatch):
-    monkeypatch.setattr(gradients, "BUCKET", 4)
-    table, others = tf.ones([6, 2]), [tf.transpose, lambda t: 2.0 * t, lambda t: tf.matmul(t, t, transpose_b=True)]
-    others += [lambda t: tf.matmul(t, tf.transpose(t))]
-    for other in others:
-        given = tf.function(lambda other=other: len(gradients.in_parts(other(table))))
-        assert given() == 1
-    assert gradients.in_parts(table)[0] is table  # which no graph computes
+    monkeypatch.setattr(gradients, "between_workers", lambda: True)
+    on_replicas = tf.function(lambda: workers.run(on_replica))
+    summed, each = map(workers.experimental_local_results, on_replicas())
+    rtol = 1e-5 if wire == "float32" and "bfloat16" not in name else 0.02
+    for found in summed:
+        np.testing.assert_allclose(found, tf.add_n(each), rtol, rtol)
+    assert len(collectives(on_replicas, "Reduce")) == (3 if name in PRODUCTS else 2)  # one is the sums'
 
 
 def needs(operation, name: str) -> bool:

@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record
 
 from common.training.replicas import gather_over_replicas, replicas, sum_over_replicas
 
-BUCKET = 2**22  # bytes that workers reduce at once, about: of less, the latency shows
+BUCKET = 2**20  # numbers that workers reduce at once, about: of fewer, the latency shows
 ROWS = 2**11  # for each replica, that a table must have to be sent by rows: for the tokens of a batch have fewer
 
 
@@ -121,38 +122,58 @@ def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list, wire
     # The last of a list is reduced first: what an output layer made of a table, then layer by layer from the last.
     order = sorted(dense, key=lambda index: (index in large, int(index)))
     parts = {index: in_parts(dense[index]) for index in order}
-    tensors = [tf.cast(each, wire) if wire == "bfloat16" else tf.identity(each) for each in sum(parts.values(), [])]
-    buckets = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BUCKET)
-    context = tf.distribute.get_replica_context()
-    reduced = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, tensors, buckets) if tensors else [])
+    tensors = [part for index in order for part in parts[index][0]]
+    tensors = [tf.cast(each, wire) if wire == "bfloat16" else tf.identity(each) for each in tensors]
+    reduced = []
+    for dtype, run in itertools.groupby(tensors, key=lambda each: each.dtype):  # TensorFlow packs a single dtype
+        buckets = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BUCKET * dtype.size)
+        run = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, list(run), buckets)
+        reduced.extend(run)
     summed = {}
     for index in order:
-        own = [next(reduced) for _ in parts[index]]
-        summed[index] = tf.cast(tf.concat(own, axis=0) if len(own) > 1 else own[0], dense[index].dtype)
+        own, axis = parts[index]
+        own, reduced = reduced[: len(own)], reduced[len(own) :]
+        summed[index] = tf.cast(tf.concat(own, axis) if len(own) > 1 else own[0], dense[index].dtype)
     gathered = {index: _gather_rows(*rows[index]) for index in sorted(large)}
     return add_rows(summed, gathered, weights), totals
 
 
-def in_parts(gradient: tf.Tensor) -> list[tf.Tensor]:
-    """The gradient; where a graph multiplies matrices for it, and it is larger than a bucket, rows of it at a time.
+def in_parts(gradient) -> tuple[list, int]:
+    """The gradient of a matrix in parts of more than a bucket, each a product of its own.
 
-    Each part is a product of its own, so that the first is sent while the others are computed.
+    So the first is sent while the others are computed. That is where a graph has the product: not out of XLA's program,
+    of gradient accumulation, or of batches whose size is not known.
+
+    Returns:
+        The parts, or the gradient alone; and the axis of which they are parts.
     """
-    if tf.executing_eagerly():
-        return [gradient]
+    whole = [gradient], 0
+    if not tf.is_symbolic_tensor(gradient):
+        return whole
     operation = gradient.op
     if operation.type == "Cast":
-        return [tf.cast(part, gradient.dtype) for part in in_parts(operation.inputs[0])]
-    is_transposed = operation.type == "Transpose" and gradient.shape.rank == 2
+        parts, axis = in_parts(operation.inputs[0])
+        return [tf.cast(part, gradient.dtype) for part in parts], axis
+    is_transposed = operation.type == "Transpose" and _swaps(operation.inputs[1])
     product = operation.inputs[0].op if is_transposed else operation
     if product.type != "MatMul" or not product.get_attr("transpose_a") or product.get_attr("transpose_b"):
-        return [gradient]
+        return whole
     left, right = reversed(product.inputs) if is_transposed else product.inputs
-    number = (gradient.shape.num_elements() or 0) * gradient.dtype.size // BUCKET
+    axis = int(gradient.shape[0] > gradient.shape[1])  # of the smaller factor, for the slices are copies
+    number = gradient.shape[axis] // (BUCKET // gradient.shape[1 - axis] + 1)
     if number < 2:
-        return [gradient]
-    ends = [gradient.shape[0] * part // number for part in range(number + 1)]
-    return [tf.matmul(left[:, start:end], right, transpose_a=True) for start, end in itertools.pairwise(ends)]
+        return whole
+    ends = [gradient.shape[axis] * part // number for part in range(number + 1)]
+    slices = [(left, right)[axis][:, start:end] for start, end in itertools.pairwise(ends)]
+    factors = [(left, each) if axis else (each, right) for each in slices]
+    return [tf.matmul(*pair, transpose_a=True) for pair in factors], axis
+
+
+def _swaps(permutation) -> bool:
+    """Whether it is known to swap the axes of a matrix."""
+    if permutation.op.type == "InvertPermutation":
+        permutation = permutation.op.inputs[0]
+    return np.array_equal(tf.get_static_value(permutation), [1, 0])
 
 
 @contextlib.contextmanager
@@ -165,7 +186,7 @@ def at_the_same_time() -> Iterator[None]:
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     yield
-    if "GPU" in tf.distribute.get_strategy().extended.worker_devices[0] or tf.executing_eagerly():
+    if "GPU" in tf.distribute.get_strategy().extended.worker_devices[0]:
         return
     for operation in graph.get_operations()[before:]:
         if operation.type.startswith("Collective"):

@@ -299,10 +299,13 @@ def count_examples(x) -> tf.Tensor:
 
 def nothing_without_examples(examples, gradients, rows, sums, whole):
     """What `_part` returns, with zeros for what came of an example that is none: NaN, maybe, as of a masked mean."""
-    found = gradients, rows, sums["state"]
-    zeros = tf.nest.map_structure(tf.zeros_like, found)
-    gradients, rows, after = tf.cond(examples > 0, lambda: found, lambda: zeros) if tf.nest.flatten(found) else found
-    return gradients, rows, sums | {"state": after}, whole
+
+    def known(value):
+        return tf.cond(examples > 0, lambda: value, lambda: tf.zeros_like(value))
+
+    # A condition for each, or no worker could send one before it has all.
+    gradients, rows, state = tf.nest.map_structure(known, (gradients, rows, sums["state"]))
+    return gradients, rows, sums | {"state": state}, whole
 
 
 def _wide(value):
