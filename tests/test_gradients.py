@@ -196,6 +196,7 @@ OTHERS = {
     "its axes as they come": lambda x, table: tf.matmul(x, tf.transpose(table, tf.argsort(x[0, :2]))),
     "transposed": lambda x, table: tf.transpose(tf.matmul(table, x[:, : table.shape[0]], True, True)),
     "a table times x": lambda x, table: tf.matmul(table, x, transpose_b=True),
+    "of no known size": lambda x, table: tf.matmul(tf.compat.v1.placeholder_with_default(x, [None, None]), table),
     "with its own": lambda x, table: tf.matmul(table, table, transpose_a=True),
     "no product": lambda x, table: 2 * table,
     "not rows": lambda x, table: tf.transpose(table[None], [0, 2, 1])[0],

@@ -148,7 +148,7 @@ def in_parts(gradient) -> tuple[list, int]:
         The parts, or the gradient alone; and the axis of which they are parts.
     """
     whole = [gradient], 0
-    if not tf.is_symbolic_tensor(gradient):
+    if not tf.is_symbolic_tensor(gradient) or not gradient.shape.is_fully_defined():
         return whole
     operation = gradient.op
     if operation.type == "Cast":
