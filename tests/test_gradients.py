@@ -185,6 +185,7 @@ def bfloat16(tensor):
     return tf.cast(tensor, tf.bfloat16)
 
 
+# Of inputs, and of a kernel, or of a table, which multiplies them transposed.
 PRODUCTS = {
     "a kernel": tf.matmul,
     "in bfloat16": lambda x, table: tf.matmul(bfloat16(x), bfloat16(table)),
