@@ -107,6 +107,7 @@ def claims(doctor: dict, faults: list[dict], speeds: dict, beside: dict, scores:
     for recipe, found in beside["recipes"].items():
         ours, theirs = (statistics.median(found["speeds"][name]) for name in peers.fastest(found["speeds"]))
         times[recipe] = ours / theirs
+    first, *others = (f"`{name}` trains {ratio:.1f} times" for name, ratio in times.items())
     mrpc = {side: fine_tuning.mean_of([run["accuracy"] for run in runs]) for side, runs in scores["mrpc"].items()}
     return "\n".join(
         [
@@ -116,8 +117,8 @@ def claims(doctor: dict, faults: list[dict], speeds: dict, beside: dict, scores:
             f"- **Fault-tolerant**: of {len(faults)} runs on two workers, killed, stopped or cut off from each other "
             f"at a random step, {same} ended with the weights of an undisturbed run, to the bit. "
             "[Fault tolerance](docs/fault-tolerance.md)",
-            f"- **Fast**: on two cores, {', '.join(f'`{name}` trains {ratio:.1f}' for name, ratio in times.items())} "
-            "times as fast as transformers with Accelerate, each at its best; two replicas train BERT-tiny "
+            f"- **Fast**: on two cores, {first} as fast as transformers with Accelerate, each at its best"
+            f"{''.join(f', {each}' for each in others)}; two replicas train BERT-tiny "
             f"{published['tiny']:.1f} times as fast as the published Keras example, reimplemented, and BERT-base "
             f"{published['base']:.1f} times. [Performance](docs/speed.md)",
             f"- **As good**: fine-tuned on MRPC from the same published weights, accuracy {mrpc['ours']} "
