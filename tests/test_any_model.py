@@ -13,6 +13,8 @@ from common.devices.strategy import make_strategy
 from common.training.data_parallel import data_parallel
 from common.training.noise import noise_seeds
 
+pytestmark = pytest.mark.slow  # test_data_parallel.py and test_conformance.py have shorter ones
+
 EXAMPLES, BATCH, SIZE = 9, 4, 8
 random = np.random.default_rng(0)
 IMAGES = random.normal(size=(EXAMPLES, SIZE, SIZE, 2)).astype(np.float32)
@@ -179,7 +181,7 @@ def an_optimizer_with_its_own_apply_gradients(kind):
     ("make", "base"),
     [
         (images, keras.Sequential),
-        pytest.param(images_in_a_sequence, keras.Sequential, marks=pytest.mark.slow),
+        (images_in_a_sequence, keras.Sequential),
         (a_loss_in_a_layer, keras.Model),
         (a_loss_as_metric, keras.Sequential),
         (a_dict_of_outputs_and_losses, keras.Model),

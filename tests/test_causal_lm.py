@@ -308,6 +308,7 @@ def samples_of(workdir):
     return found
 
 
+@pytest.mark.slow
 def test_each_epochs_samples_are_in_tensorboard(small):
     results = train(small, batch_size=128, epochs=2, max_steps=0)
     found = samples_of(small["workdir"])

@@ -48,6 +48,7 @@ def test_a_long_line_becomes_documents(tmp_path):
     assert sum(len(document.split()) for document in documents) == 20_000
 
 
+@pytest.mark.slow
 def test_docstrings_are_english_and_validation_is_held_out():
     corpus = open_corpus("docstrings")
     train, validation = list(corpus["train"]()), list(corpus["validation"]())

@@ -92,7 +92,7 @@ def test_keras_itself_still_fails_and_ours_does_not():
 WEIGHTS = [1, 0, 0, 0, 1, 1, 1, 1]  # of a batch of 8, the first of two replicas has one label in five
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_loss_is_the_mean_over_all_labels_of_the_global_batch(replicas):
     data = examples(8, WEIGHTS)
     model = make_model(replicas, optimizer=still)
@@ -171,7 +171,7 @@ def test_the_gradient_of_the_whole_batch_is_clipped():
     assert norm > 0.1
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_in_float16_the_gradient_is_clipped_as_it_is_without_the_losss_scale(replicas):
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -278,7 +278,7 @@ def test_dropout_differs_between_replicas_parts_and_steps_and_has_no_state():
     np.testing.assert_array_equal(before, after)
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", [pytest.param("float32", marks=pytest.mark.slow), "mixed_bfloat16"])
 def test_a_preset_is_the_plain_tasks(policy, tmp_path):
     keras.config.set_dtype_policy(policy)
     try:

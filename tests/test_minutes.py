@@ -88,6 +88,7 @@ def test_a_time_too_short_for_a_step_is_refused(small):
             bert_mlm.Config(minutes=1, **given)
 
 
+@pytest.mark.slow
 def test_the_model_that_was_timed_is_gone_before_another_is_made(small, monkeypatch):
     models = weakref.WeakSet()
 
