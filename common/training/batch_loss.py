@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole batch's loss and metrics, of which each replica has a part: as sums that add up, or of what all gather."""
 
-import contextlib
-import threading
-from collections.abc import Iterator
-
 import keras
 import tensorflow as tf
 from keras.src.backend import get_keras_mask
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.losses import loss as loss_module
 from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 
 from common.training.gradients import Stateless
@@ -17,40 +12,6 @@ from common.training.replicas import gather, gather_around, no_strategy, replica
 
 # Losses of Keras that compare a batch's examples with each other, or sum over all of them before they divide.
 BATCHWISE = ("circle", "dice", "tversky")
-
-
-class _Forward(threading.local):
-    """The forward pass that this thread traces: that of one replica."""
-
-    is_running = False
-    has_examples: tf.Tensor | None = None  # whether it is of examples; None, where that is known
-
-
-_forward, _scaled = _Forward(), loss_module.scale_loss_for_distribution
-loss_module.scale_loss_for_distribution = lambda value: value if _forward.is_running else _scaled(value)
-
-
-@contextlib.contextmanager
-def forward_pass(has_examples: tf.Tensor | None) -> Iterator[None]:
-    """While it lasts, a loss of Keras's that a layer computes is what it is on one device.
-
-    Under a strategy Keras divides it by the number of replicas, for gradients to add up.
-
-    Args:
-        has_examples: whether it is of this replica's examples, or there are none; None, where that is known.
-    """
-    _forward.is_running, _forward.has_examples = True, has_examples
-    try:
-        yield
-    finally:
-        _forward.is_running, _forward.has_examples = False, None
-
-
-def of_examples(total: tf.Tensor) -> tf.Tensor:
-    """A sum over examples in a `forward_pass`; zeros where there are none."""
-    if _forward.has_examples is None:
-        return total
-    return tf.where(_forward.has_examples, total, tf.zeros_like(total))
 
 
 class BatchLoss(TensorFlowTrainer):

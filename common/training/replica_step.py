@@ -9,9 +9,16 @@ import warnings
 
 import keras
 import tensorflow as tf
-from keras.src.backend import get_keras_mask, set_keras_mask
 
-from common.training.batch_loss import BatchLoss, forward_pass
+from common.training.batch_loss import BatchLoss
+from common.training.examples import (
+    count_examples,
+    first_input,
+    forward_pass,
+    outputs_of_examples,
+    with_an_example,
+    zeros_without_examples,
+)
 from common.training.fused import fuse_gelu
 from common.training.gradients import Uses, add_rows, sum_gradients
 from common.training.noise import noise_seeds, use_global_seed
@@ -138,13 +145,17 @@ class ReplicaStep(BatchLoss):
         def part(number, own):
             at_least_one = with_an_example(own[0])
             found = compute(weights, self._others(number), state, own, at_least_one, scale, factor, training)
-            return found if at_least_one is own[0] else nothing_without_examples(count_examples(own[0]), *found)
+            gradients, rows, sums, whole = found
+            if at_least_one is not own[0]:
+                changes = gradients, rows, sums["state"]
+                gradients, rows, sums["state"] = zeros_without_examples(count_examples(own[0]), changes)
+            return gradients, rows, sums, whole
 
         if self.accumulate == 1 or not training:
             return part(0, data)
         told = f"accumulate = {self.accumulate} does not divide a replica's part of a batch"
         size = tf.cast(count_examples(data[0]), tf.int32)
-        if (_first(data[0]).shape[0] or 0) % self.accumulate:
+        if (first_input(data[0]).shape[0] or 0) % self.accumulate:
             raise ValueError(told)
         with tf.control_dependencies([tf.debugging.assert_equal(size % self.accumulate, 0, told)]):
             parts = keras.tree.map_structure(
@@ -252,18 +263,7 @@ class ReplicaStep(BatchLoss):
                 f"call notes {noted[0]}, of one replica's examples, and compute_loss is of the whole batch: return it "
                 "from call, for the replicas to gather, or use add_loss in call"
             )
-        if known:
-            return y_pred
-
-        def first(output):
-            if output is None or not output.shape.rank:
-                return output
-            result, mask = output[: tf.cast(examples, tf.int32)], get_keras_mask(output)
-            if mask is not None:
-                set_keras_mask(result, mask[: tf.cast(examples, tf.int32)])
-            return result
-
-        return keras.tree.map_structure(first, y_pred)
+        return y_pred if known else outputs_of_examples(y_pred, examples)
 
 
 def flat(logs: dict) -> dict:
@@ -272,46 +272,6 @@ def flat(logs: dict) -> dict:
     return {name: value for part in pairs for name, value in part}
 
 
-def with_an_example(x):
-    """This replica's inputs; where it has none, of one example, zeros: many of TensorFlow's kernels fail without.
-
-    The very same, where their number is known.
-    """
-    dense = all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in keras.tree.flatten(x))
-    if not dense or _first(x).shape[0]:
-        return x
-
-    def filled(leaf):
-        if leaf is None:
-            return None
-        shape = tf.concat([[1], tf.shape(leaf)[1:]], axis=0)
-        filled = tf.cond(tf.shape(leaf)[0] > 0, lambda: leaf, lambda: tf.zeros(shape, leaf.dtype))
-        return tf.ensure_shape(filled, [None, *leaf.shape[1:]])
-
-    return keras.tree.map_structure(filled, x)
-
-
-def count_examples(x) -> tf.Tensor:
-    """The number of examples in this replica's part of a batch, a float."""
-    first = _first(x)
-    return tf.cast(first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0], tf.float32)
-
-
-def nothing_without_examples(examples, gradients, rows, sums, whole):
-    """What `_part` returns, with zeros for what came of an example that is none: NaN, maybe, as of a masked mean."""
-
-    def known(value):
-        return tf.cond(examples > 0, lambda: value, lambda: tf.zeros_like(value))
-
-    # A condition for each, or no worker could send one before it has all.
-    gradients, rows, state = tf.nest.map_structure(known, (gradients, rows, sums["state"]))
-    return gradients, rows, sums | {"state": state}, whole
-
-
 def _wide(value):
     """A number from which another can be subtracted; a count may be more than a float32 can tell from the next."""
     return value if value.dtype.is_floating else tf.cast(value, tf.int64)
-
-
-def _first(x):
-    return next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)

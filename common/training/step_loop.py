@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from common.training.replica_step import ReplicaStep, flat, with_an_example
+from common.training.examples import with_an_example
+from common.training.replica_step import ReplicaStep, flat
 from common.training.replicas import first_replica, sum_over_replicas
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, convert_to_np_if_not_ragged
 
-from common.training.batch_loss import of_examples
+from common.training.examples import of_examples
 from common.training.noise import keep_global_seed, make_dropout_fast
 from common.training.optimizers import do_not_reduce_again
 from common.training.read_ahead import read_ahead
