@@ -55,7 +55,7 @@ def tf_config() -> dict[str, Any]:
 
 
 def join_timeout() -> int:
-    """Seconds within which all workers must have joined, by the environment variable `JOIN_TIMEOUT`; 300 by default."""
+    """Seconds within which all workers must join: the environment variable `JOIN_TIMEOUT`, 300 by default."""
     return whole_number("JOIN_TIMEOUT", 300)
 
 
@@ -63,7 +63,7 @@ def whole_number(variable: str, default: int) -> int:
     """The value of an environment variable; the default if it is empty or not set.
 
     Raises:
-        UserError: when it is no whole number from 1 to 999999.
+        UserError: when it is not a whole number from 1 to 999999.
     """
     text = os.environ.get(variable) or str(default)
     if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
@@ -77,14 +77,14 @@ def worker_config(addresses: list[str], index: int) -> dict[str, Any]:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is `host:port`, an IPv6 address in brackets as in `[::1]:8888`."""
+    """Whether a text is `host:port`, with an IPv6 address in brackets, as in `[::1]:8888`."""
     host, _, port = text.rpartition(":")
     in_brackets = host[:1] + host[-1:] == "[]"
     return bool(host.strip("[]")) and in_brackets == (":" in host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of `host:port`, as for `socket`: `("::1", 8888)` of `[::1]:8888`."""
+    """The parts of `host:port`, as `socket` takes them: `("::1", 8888)` for `[::1]:8888`."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -92,7 +92,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 def all_on_this_machine() -> bool:
     """Whether every process of the cluster has a loopback address, as this machine resolves it.
 
-    A single one proves nothing: `/etc/hosts` often gives loopback for the machine's own name.
+    A single such address proves nothing: `/etc/hosts` often maps the machine's own name to loopback.
     """
 
     def at_loopback(address: str) -> bool:
@@ -117,12 +117,12 @@ def workers() -> list[str]:
 
 
 def num_workers() -> int:
-    """Worker processes that train synchronously; 1 for a single process, and with parameter servers."""
+    """The number of workers that train synchronously; 1 for a single process, and with parameter servers."""
     return len(workers()) or 1
 
 
 def worker_index(config: dict[str, Any] | None = None) -> int:
-    """A process's rank by its `TF_CONFIG`, this one's by default; 0 is the chief, and servers come last."""
+    """A process's rank, from its `TF_CONFIG` (by default, this process's); 0 is the chief, and servers come last."""
     config = tf_config() if config is None else config
     if not config:
         return 0
@@ -136,15 +136,15 @@ def is_chief() -> bool:
 
 
 def _from_slurm() -> dict[str, Any]:
-    import tensorflow as tf  # not above: `launch` needs the rest of this file without it
+    import tensorflow as tf  # not above: `launch` uses the rest of this file without TensorFlow
 
     try:
-        # It would ask nvidia-smi for GPUs, and fails without one; which GPUs a task sees is Slurm's own business.
+        # By default it asks nvidia-smi for GPUs, and fails if there are none; which GPUs a task sees is up to Slurm.
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             port_base=PORT, gpus_per_node=2**10, gpus_per_task=1, auto_set_gpu=False
         )
         addresses = resolver.cluster_spec().as_dict()["worker"]
-        # It sorts the nodes by name, n10 before n2, where Slurm numbers its tasks in the node list's order.
+        # It sorts the nodes by name, n10 before n2, but Slurm numbers its tasks in the order of the node list.
         own = f"{os.environ['SLURMD_NODENAME']}:{PORT + int(os.environ['SLURM_LOCALID'])}"
         return worker_config(addresses, addresses.index(own))
     except (RuntimeError, ValueError, KeyError) as error:

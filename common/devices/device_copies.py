@@ -8,11 +8,11 @@ _create = multi_device_iterator_ops._create_device_dataset
 
 
 def do_not_tune_device_copies() -> None:
-    """From now on, TensorFlow does not tune the copies of batches that it holds ready on each device.
+    """Stops TensorFlow, from now on, from tuning the copies of batches that it holds ready on each device.
 
-    There is nothing to tune, their number is fixed. But in TensorFlow 2.21, deleting an iterator, as `fit` does after
-    each epoch and validation, waits for the thread that tunes, which sleeps 10 ms at first, then twice as long each
-    time, up to a minute. A data set's own pipeline is tuned as before.
+    There is nothing to tune: their number is fixed. But in TensorFlow 2.21, deleting an iterator, as `fit` does after
+    each epoch and validation, waits for the tuning thread, which sleeps 10 ms at first, then twice as long each time,
+    up to a minute. A data set's own pipeline is tuned as before.
     """
     multi_device_iterator_ops._create_device_dataset = _create_untuned
 

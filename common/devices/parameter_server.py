@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous training with parameter servers: experimental.
 
-The chief schedules steps, and each worker does one when free, on variables that the servers hold. A gradient may be
-stale, of weights that others have changed meanwhile, so that no two runs are the same; a worker that is slow or dies
-holds up nobody. A step that a worker was at when it died is done again by another.
+The chief schedules steps, and each worker that is free does one, on variables that the servers hold. A gradient may be
+stale, computed from weights that others have changed meanwhile, so no two runs are the same; a worker that is slow or
+dies holds up nobody. If a worker dies during a step, another does that step again.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ def parameter_server_strategy(replicas: int = 0, deterministic: bool = False) ->
     """The chief's strategy. On a worker or a server it does not return: they serve the chief until they are killed.
 
     Raises:
-        UserError: when more than one replica, or the same bits in every run, are asked for.
+        UserError: when `replicas` is more than 1, or `deterministic` is true.
     """
     if replicas > 1 or deterministic:
         given = "--deterministic" if deterministic else f"--replicas {replicas}"
@@ -45,8 +45,8 @@ def asynchronous_steps(
     """Has the workers do steps in rounds, with a barrier after each.
 
     Args:
-        strategy: of `parameter_server_strategy`.
-        do_step: from the step, an int64 scalar, to a dict of scalars; runs on a worker.
+        strategy: from `parameter_server_strategy`.
+        do_step: maps the step, an int64 scalar, to a dict of scalars; runs on a worker.
         round_ends: a round ends after each step, counted from 1, that is a multiple of one of these.
 
     Yields:

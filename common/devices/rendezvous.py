@@ -28,12 +28,12 @@ _exchanges = itertools.count()
 def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.distribute.Strategy:
     """Waits for all workers, and returns their strategy.
 
-    If all have loopback addresses, it accepts connections from this machine only.
+    If all have loopback addresses, only connections from this machine are accepted.
 
     Raises:
         UserError: when a worker has not joined within `join_timeout` seconds, or this one's port is in use.
     """
-    # TensorFlow has no public way to set the times.
+    # TensorFlow has no public way to set the timeouts.
     from tensorflow.python.distribute import collective_all_reduce_strategy as collective
 
     timeout = cluster.join_timeout()
@@ -58,7 +58,7 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
 
 
 def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Waits for all workers to call it, and returns the facts of all, serializable as JSON, by rank.
+    """Waits for all workers to call it, and returns everyone's facts by rank; facts must be serializable as JSON.
 
     Raises:
         UserError: with the first message that a worker passed as the fact `error`.
@@ -81,8 +81,8 @@ def agree(facts: dict[str, Any], difference: str) -> None:
     """Waits for all workers, and checks that each has the chief's facts.
 
     Raises:
-        UserError: on all workers, with the first that differs, the `difference`, such as "was started differently from
-            the chief", and both facts.
+        UserError: on all workers, naming the first that differs, the `difference`, such as "was started differently
+            from the chief", and both values of each fact that differs.
     """
     chiefs, *others = exchange(facts)
     for index, theirs in enumerate(others, 1):
@@ -93,7 +93,7 @@ def agree(facts: dict[str, Any], difference: str) -> None:
 
 
 def chief_alone(work: Callable[[], Result]) -> Result | None:
-    """Has the chief do some work for all, and returns its result; the other workers wait, and get None.
+    """Has the chief alone do some work, and returns its result; the other workers wait, and get None.
 
     Raises:
         UserError: on every worker, when the chief's work raised it.
@@ -143,13 +143,13 @@ def _greet(listening: socket.socket) -> None:
 def _answers(address: str) -> bool:
     try:
         with socket.create_connection(cluster.host_and_port(address), timeout=1) as connection:
-            return bool(connection.recv(1))  # gRPC sends first too; for a process that hangs, its machine only accepts
+            return bool(connection.recv(1))  # gRPC also sends first; a hung process does not, but its machine accepts
     except OSError:
         return False
 
 
 def close_to_other_machines(port: int) -> None:
-    """Restricts TensorFlow's ports to loopback if all workers are on this machine; any client may run code.
+    """Restricts TensorFlow's ports to loopback if all workers are on this machine, because any client can run code.
 
     Warns on standard error if it cannot.
     """
@@ -160,7 +160,7 @@ def close_to_other_machines(port: int) -> None:
         for listening in _listening_at(port):
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
             closed += 1
-    except (OSError, AttributeError) as error:  # without leave; on another system than Linux
+    except (OSError, AttributeError) as error:  # without permission; on systems other than Linux
         closed, why = 0, str(error)
     if not closed:
         danger = f"port {port} is open to other machines, and any client may run code ({why})"

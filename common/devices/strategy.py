@@ -20,7 +20,7 @@ from common.devices.device_copies import do_not_tune_device_copies
 from common.devices.rendezvous import join
 from common.errors import UserError, first_line
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of glibc's settings, in its malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from glibc's malloc.h
 IN_USE = "the devices are already in use; ask for {} replicas in a new process"
 
 
@@ -28,16 +28,16 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
     """Picks the strategy for this process. Call it before anything else touches a device.
 
     - Several workers (see `common.devices.cluster`): `MultiWorkerMirroredStrategy` over all GPUs of each (`replicas` 0)
-      or the first `replicas`, or one replica a CPU worker.
+      or the first `replicas`, or one replica per CPU worker.
     - `TPU_NAME` is set: `TPUStrategy` over that TPU (untested).
     - GPUs: `MirroredStrategy` over all of them (`replicas` 0) or the first `replicas`; the others stay free. A single
       GPU is split into `replicas` logical devices of equal memory, which shows what N replicas compute, not how fast
       they are.
-    - No GPU: `MirroredStrategy` over the CPU as `replicas` logical devices (0: two).
+    - No GPU: `MirroredStrategy` over the CPU, split into `replicas` logical devices (0: two).
 
     Args:
-        replicas: replicas on this machine; 0 for the default of the devices found.
-        deterministic: bit-reproducible on GPUs too, as on CPUs, in full float32 precision: by default, a GPU sums in
+        replicas: replicas on this machine; 0 for the default for the devices found.
+        deterministic: makes GPUs bit-reproducible, as CPUs are, in full float32 precision. By default, a GPU sums in
             an order that depends on its threads, and multiplies in TF32, with a mantissa of 10 bits. An operation
             without a deterministic implementation then raises `tf.errors.UnimplementedError`. It cannot be undone.
 
@@ -62,8 +62,8 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
         _use_only(gpus[: replicas or None])
         keep_freed_memory()
         if num_cores() == 1:
-            # TensorFlow answers other workers from the threads that compute: a second one, or they wait for a step.
-            with contextlib.suppress(RuntimeError):  # it is initialized, and keeps its threads
+            # TensorFlow answers other workers on the threads that compute: with only one, they would wait for a step.
+            with contextlib.suppress(RuntimeError):  # TensorFlow is initialized, and keeps its threads
                 tf.config.threading.set_inter_op_parallelism_threads(2)
         library = tf.distribute.experimental.CommunicationImplementation
         return join(
@@ -97,20 +97,20 @@ def distribute(
 
     Args:
         strategy: from `make_strategy`.
-        make_batches: `make_batches(*arguments, num_shards=N, shard=i)` gives shard i: batches of one replica's size.
-            Shards are replicas, or workers, whose replicas take batches in turn.
+        make_batches: `make_batches(*arguments, num_shards=N, shard=i)` returns shard i: batches of one replica's size.
+            There is a shard for each replica, or for each worker, whose replicas take batches in turn.
         arguments: for `make_batches`.
     """
     do_not_tune_device_copies()
     options = None
     if isinstance(strategy, tf.distribute.MirroredStrategy) and num_workers() == 1:
-        # Each replica reads its own batches, without a copy on its device held ready: up to a fifth faster on CPUs.
+        # Each replica reads its own batches, and none are held ready on its device: up to a fifth faster on CPUs.
         options = tf.distribute.InputOptions(
             experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
             experimental_fetch_to_device=False,
         )
 
-    # Parallel calls and prefetching are what the pipeline's code says, and deleting an iterator waits for nothing.
+    # Parallel calls and prefetching stay as the pipeline's code sets them, and deleting an iterator does not wait.
     no_autotune = tf.data.Options()
     no_autotune.autotune.enabled = False
 
@@ -146,7 +146,7 @@ def _use_only(gpus: list) -> None:
 
 
 def _split(device, count: int, memory_mb: int | None = None) -> list[str]:
-    """Names of the first `count` logical devices of a physical one, which is split if it is not yet."""
+    """Names of the first `count` logical devices of a physical one, which is first split if need be."""
     if len(tf.config.get_logical_device_configuration(device) or []) < count:
         logical = [tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)] * count
         try:

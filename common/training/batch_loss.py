@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole batch's loss and metrics, of which each replica has a part: as sums that add up, or of what all gather."""
+"""The whole batch's loss and metrics: sums of what each replica has, or computed from what all replicas gather."""
 
 import keras
 import tensorflow as tf
@@ -10,18 +10,18 @@ from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or
 from common.training.gradients import Stateless
 from common.training.replicas import gather, gather_around, no_strategy, replicas, sum_over_replicas
 
-# Losses of Keras that compare a batch's examples with each other, or sum over all of them before they divide.
+# Keras's losses that compare a batch's examples with each other, or sum over all of them before dividing.
 BATCHWISE = ("circle", "dice", "tversky")
 
 
 class BatchLoss(TensorFlowTrainer):
-    """What `common.training.replica_step` asks of a model's compiled losses, `add_loss`, regularisers and metrics.
+    """A model's compiled losses, `add_loss`, regularisers and metrics, for `common.training.replica_step`.
 
-    Keras's own losses and metrics add up over replicas. For others, every replica gathers the batch and computes all.
+    Keras's own losses and metrics add up over replicas. Others are computed on every replica, from the gathered batch.
     """
 
     def _loss_parts(self, y, y_pred, sample_weight):
-        """`loss_parts` of every compiled loss, and its weight."""
+        """The `loss_parts` and the weight of every compiled loss."""
         if self._compile_loss is None:
             return []
         parts, losses = [], self._compile_loss._flat_losses
@@ -34,7 +34,7 @@ class BatchLoss(TensorFlowTrainer):
 
             return each._replace(loss=note)
 
-        self._compile_loss._flat_losses = [noting(each) for each in losses]  # which finds each one's part of y
+        self._compile_loss._flat_losses = [noting(each) for each in losses]  # Keras finds each one's part of y
         try:
             self._compile_loss(y, y_pred, sample_weight)
         finally:
@@ -62,13 +62,13 @@ class BatchLoss(TensorFlowTrainer):
         return [part + tf.stop_gradient(total - part) for part, total in zip(own, sum_over_replicas(own), strict=True)]
 
     def _own_loss(self, mapping, weights, state, data, y_pred, added, share, training):
-        """The whole batch's loss by any code, and what it updates. Every replica computes it all.
+        """The whole batch's loss, computed by any code, and what that updates. Every replica computes it all.
 
-        Gradients flow through this replica's predictions; of those that reach weights in another way it takes its share
-        of the examples, so that the sum over replicas is that of the whole batch.
+        Gradients flow through this replica's predictions. Those that reach weights in another way are multiplied by its
+        share of the examples, so that the sum over replicas is the gradient of the whole batch.
 
         Returns:
-            The loss; the metrics' variables after it; and other variables' new values, by their ids.
+            The loss; the values of the metrics' variables after it; and the new values of other variables, by `id`.
         """
         x, y, sample_weight = data
 
@@ -99,7 +99,7 @@ class BatchLoss(TensorFlowTrainer):
         return [tf.cast(tf.reduce_sum(term), keras.config.floatx()) for term in terms]
 
     def _metric_sums(self, given, after):
-        """What a part of a batch adds to the variables of metrics, those of losses left out."""
+        """What a part of a batch adds to the variables of metrics; nothing for those that track losses."""
         trackers = filter(None, [self._loss_tracker, *self._loss_trackers()])
         of_losses = {id(variable) for tracker in trackers for variable in tracker.variables}
         owner = {id(variable): metric for metric in self.metrics for variable in metric.variables}
@@ -154,17 +154,17 @@ def metric_adds_up(metric: keras.metrics.Metric) -> bool:
 
 
 def _is_sum_of_keras(thing, code) -> bool:
-    """Whether it is of Keras's own class and code, and not a mean, or one that compares examples with each other."""
+    """Whether class and code are Keras's own, and the code neither takes a mean nor compares a batch's examples."""
     own = all(each.__module__.startswith("keras.") for each in (code, type(thing)))
-    if (getattr(thing, "_fn_kwargs", None) or {}).get("axis", -1) != -1:  # of the examples, maybe
+    if (getattr(thing, "_fn_kwargs", None) or {}).get("axis", -1) != -1:  # maybe that of the examples
         return False
     return own and not isinstance(code, keras.losses.Loss) and code.__name__.lower() not in BATCHWISE
 
 
 def loss_parts(loss: keras.losses.Loss, y_true, y_pred, sample_weight) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """One replica's part of a loss: a sum, and what the sum of all replicas is to be divided by, or None.
+    """One replica's part of a loss: its sum, and its part of the divisor of the sum over replicas, or None.
 
-    Divided by the number of values, of unmasked values, or by the sum of the weights, as the loss's `reduction` says.
+    The divisor is the number of values, of unmasked values, or the sum of the weights, as the loss's `reduction` says.
     """
     in_mask = get_keras_mask(y_pred)
     y_true, y_pred = keras.tree.map_structure(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`keras.Model` for N replicas: `fit`, `evaluate` and the rest compute under a strategy what one device would.
 
-`data_parallel(cls)` is a subclass whose trainer, of `trainer.py`, stands where Keras's own does. Checked against Keras
-3.15 and TensorFlow 2.21; docs/keras-under-tf-distribute.md shows what Keras's own does.
+`data_parallel(cls)` is a subclass of `cls` with the trainer of `trainer.py` in place of Keras's own. Checked against
+Keras 3.15 and TensorFlow 2.21; docs/keras-under-tf-distribute.md shows what Keras's own does.
 """
 
 import importlib.metadata
@@ -21,45 +21,45 @@ CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
 
 
 def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.Model]:
-    """A class of models that train on N replicas as on one; itself, where it is one already.
+    """A subclass whose models train on N replicas as on one; `model_class` itself if it is one already.
 
-    It is made, compiled and used as `model_class`, with `mixins` before it among its bases; make a model inside of the
-    strategy's scope. Under a strategy of N replicas, with batches of any size:
+    Its models are made, compiled and used like those of `model_class`, which `mixins` precede among its bases; make a
+    model inside the strategy's scope. Under a strategy of N replicas, with batches of any size:
 
     - The loss that is minimised and reported is what one device would compute for the whole batch, by the loss's own
       reduction. Keras's own losses are summed by replica and divided once. For any other loss, and for a
       `compute_loss` of the class's own, every replica gathers what the others predicted, and computes the whole.
-    - A replica may have no examples: it computes one of zeros, which counts for nothing.
-    - A term of `add_loss` is weighted by the replica's share of the examples, as fits a mean over examples, which
-      `activity_regularizer` is too, and a regulariser of weights, which is the same on all.
+    - A replica may have no examples: it then computes one of zeros, which does not count.
+    - A term of `add_loss` is weighted by the replica's share of the examples. That suits a mean over examples, such as
+      `activity_regularizer`, and a regulariser of weights, which is the same on all replicas.
     - Metrics are those of the whole data. Keras's own add up over replicas; any other, and a `compute_metrics` of the
       class's own, sees the whole batch on every replica.
-    - Gradients are summed before the optimizer sees them: its clipping, accumulation over steps and the rest are by
-      the whole batch. So are those of an `Embedding`'s row, which Keras's optimizers would square one by one.
+    - Gradients are summed before the optimizer sees them: its clipping, accumulation over steps and the rest act on
+      those of the whole batch. An `Embedding` row's are summed too; Keras's optimizers would square them one by one.
     - `fit` does `steps_per_epoch` steps in an epoch, whatever `steps_per_execution` is.
     - `BatchNormalization` takes the moments of the whole batch. Other state that a layer updates in training changes by
       the mean over examples.
     - Dropout's noise is a function of the seed, the step and the replica, and has no state; see `noise.py`.
     - `jit_compile` compiles the forward and backward pass of each replica, and `accumulate` divides it into parts.
-      Both need a single loss of Keras's own, metrics of Keras's own and neither `add_loss` nor `BatchNormalization`.
-    - A class with a `train_step` or `test_step` of its own has it run on each replica, as Keras does, with a warning:
-      gradients are added up, so that a loss must be divided by the number of replicas, as Keras divides its own, and
-      the values that it returns are averaged. A `compute_loss` needs no such care.
+      Both need a single loss and metrics, all Keras's own, and neither `add_loss` nor `BatchNormalization`.
+    - A class's own `train_step` or `test_step` runs on each replica, as under Keras, with a warning: gradients are
+      added up, so a loss must be divided by the number of replicas, as Keras divides its own, and the values that it
+      returns are averaged. A `compute_loss` needs no such care.
 
     Raises:
-        TypeError: when it is not a class of models.
+        TypeError: when `model_class` is not a subclass of `keras.Model`.
 
     Attributes of an instance:
-        accumulate: parts into which each replica's batch is divided, one after another, to save memory. It must divide
+        accumulate: number of parts of each replica's batch, computed one after another to save memory. It must divide
             the batch. Set it before `fit`.
-        wire: the dtype in which workers send each other gradients, and add them up: `float32`, or `bfloat16`, which has
-            half the bytes, and 8 significant bits. Set it before `fit`.
-        told_to_stop: set it True on any worker; after the step at hand, `all_told_to_stop` is True on every one.
-        first_step: steps that were done before, of which the next `fit` takes no notice but to begin there, in the
-            middle of an epoch too: set it when a run goes on from a checkpoint. `fit` must be told `steps_per_epoch`.
-        last_step: after which `fit` ends, in the middle of an epoch too; None for the end of the last epoch.
-        steps_done: steps of this `fit`, those before `first_step` too.
-        at_epoch_end: whether the last of them is the last of its epoch, where `fit` was told `steps_per_epoch`.
+        wire: the dtype in which workers send each other gradients and add them up: `float32`, or `bfloat16`, which has
+            half the bytes and 8 significant bits. Set it before `fit`.
+        told_to_stop: set it to True on any worker; after the current step, `all_told_to_stop` is True on every worker.
+        first_step: steps done before the next `fit`, which begins there, even in the middle of an epoch: set it to
+            resume from a checkpoint. `fit` must be told `steps_per_epoch`.
+        last_step: step after which `fit` ends, even in the middle of an epoch; None for the end of the last epoch.
+        steps_done: steps of this `fit` so far, including those of `first_step`.
+        at_epoch_end: whether the last of those is the last of its epoch, if `fit` was told `steps_per_epoch`.
         step_values: for the steps since the last callback, a dict of vectors: each step's own `loss`, metrics (of
             Keras's own), `learning_rate`, and `waited`, seconds that this worker waited for each batch.
     """
@@ -69,7 +69,7 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
         return model_class
     _warn_outside_checked_versions()
     bases = (*mixins, *([HubTask] if hasattr(model_class, "save_to_preset") else []), model_class, Trainer)
-    # Under its plain name, so that what is saved is the plain class's.
+    # Named like the plain class, so that what is saved is the plain class's.
     names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     ours = type(model_class.__name__, bases, names | {"plain_class": model_class})
     if model_class in GLOBAL_CUSTOM_NAMES:  # by `keras.saving.register_keras_serializable`
@@ -78,13 +78,13 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
 
 
 class HubTask:
-    """What KerasHub's tasks need beside: data that is ids already, and presets of the plain task.
+    """What KerasHub's tasks need in addition: data that is already ids, and presets of the plain task.
 
-    It is no `Trainer`: that would put the trainer before KerasHub's classes.
+    It is not a `Trainer`: that would put the trainer before KerasHub's classes.
     """
 
     def fit(self, x=None, *args, **kwargs):
-        """As the task's, which would tokenise text, for which a distributed data set has no method; ours holds ids."""
+        """As the task's, but does not tokenise a distributed data set, which has no method for it: ours holds ids."""
         distributed = isinstance(x, tf.distribute.DistributedDataset)
         return (Trainer.fit if distributed else super().fit.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
@@ -94,9 +94,9 @@ class HubTask:
         return (Trainer.evaluate if distributed else super().evaluate.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
     def save_to_preset(self: Any, preset_dir, **kwargs):
-        """Saves the plain task in float32, LoRA's adapters merged into their kernels: it loads without this project.
+        """Saves the plain task in float32, LoRA's adapters merged into their kernels, to load without this project.
 
-        KerasHub 0.32 saves a model in mixed precision as what it cannot load (`Invalid dtype: mixed_bfloat16`).
+        KerasHub 0.32 cannot load a model that it saved in mixed precision (`Invalid dtype: mixed_bfloat16`).
         """
         backbone = type(self.backbone).from_config(self.backbone.get_config() | {"dtype": "float32"})
         own = set(inspect.signature(self.plain_class.__init__).parameters)

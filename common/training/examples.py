@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica's examples. The last batch of a data set may leave a replica none, and nothing it computes then counts."""
+"""A replica's examples. A data set's last batch may leave a replica none: what it then computes must not count."""
 
 import contextlib
 import threading
@@ -12,10 +12,10 @@ from keras.src.losses import loss as loss_module
 
 
 class _Forward(threading.local):
-    """The forward pass that this thread traces: that of one replica."""
+    """The forward pass, of one replica, that this thread traces."""
 
     is_running = False
-    has_examples: tf.Tensor | None = None  # whether it is of examples; None, where that is known
+    has_examples: tf.Tensor | None = None  # whether there are any; None where that is known
 
 
 _forward, _scaled = _Forward(), loss_module.scale_loss_for_distribution
@@ -24,12 +24,12 @@ loss_module.scale_loss_for_distribution = lambda value: value if _forward.is_run
 
 @contextlib.contextmanager
 def forward_pass(has_examples: tf.Tensor | None) -> Iterator[None]:
-    """While it lasts, a loss of Keras's that a layer computes is what it is on one device.
+    """While it lasts, a Keras loss that a layer computes has the value that it has on one device.
 
-    Under a strategy Keras divides it by the number of replicas, for gradients to add up.
+    Under a strategy, Keras divides it by the number of replicas, so that gradients add up.
 
     Args:
-        has_examples: whether it is of this replica's examples, or there are none; None, where that is known.
+        has_examples: whether this replica has examples; None where that is known.
     """
     _forward.is_running, _forward.has_examples = True, has_examples
     try:
@@ -57,9 +57,9 @@ def first_input(x):
 
 
 def with_an_example(x):
-    """This replica's inputs; where it has none, of one example, zeros: many of TensorFlow's kernels fail without.
+    """This replica's inputs or, if it has none, one example of zeros: many of TensorFlow's kernels fail without one.
 
-    The very same, where their number is known.
+    Where the number of examples is known, this is `x` itself.
     """
     dense = all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in keras.tree.flatten(x))
     if not dense or first_input(x).shape[0]:
@@ -76,7 +76,7 @@ def with_an_example(x):
 
 
 def outputs_of_examples(y_pred, examples):
-    """The outputs of so many examples, and their masks, without that of an example of `with_an_example`."""
+    """The outputs and masks of the first `examples` examples, without the one that `with_an_example` adds."""
     examples = tf.cast(examples, tf.int32)
 
     def first(output):
@@ -91,10 +91,10 @@ def outputs_of_examples(y_pred, examples):
 
 
 def zeros_without_examples(examples, values):
-    """A structure of tensors; zeros where there are no examples: what `with_an_example` gives may be NaN."""
+    """The tensors of a structure, or zeros if there are no examples: what comes of `with_an_example` may be NaN."""
 
     def known(value):
         return tf.cond(examples > 0, lambda: value, lambda: tf.zeros_like(value))
 
-    # A condition for each, or no worker could send a gradient before it has all.
+    # A condition for each tensor: with one for all, no worker could send a gradient before it has them all.
     return tf.nest.map_structure(known, values)

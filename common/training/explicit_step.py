@@ -24,10 +24,10 @@ def batch_sums(x: dict, y: tf.Tensor, weight: tf.Tensor, logits: tf.Tensor, loss
 
     Args:
         x: whose `padding_mask` is 1 for a token and 0 for padding.
-        y: labels, integers of any shape; for regression floats.
+        y: labels, integers of any shape; floats for regression.
         weight: of each label, in y's shape; 0 for padding.
-        logits: y's shape and classes; not used for regression.
-        loss: the sum of the labels' losses, by weight.
+        logits: of y's shape with a last axis of classes; not used for regression.
+        loss: the weighted sum of the labels' losses.
 
     Returns:
         `loss`; `accuracy`, the sum of the weights of labels with the highest logit, but not for regression; `labels`,
@@ -44,7 +44,7 @@ def batch_sums(x: dict, y: tf.Tensor, weight: tf.Tensor, logits: tf.Tensor, loss
 
 
 def means_of(sums: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Loss and accuracy as means over the labels, the rest as it is."""
+    """Loss and accuracy as means over the labels, the rest unchanged."""
     return {
         name: tf.math.divide_no_nan(total, sums["labels"]) if name in MEANS else total for name, total in sums.items()
     }

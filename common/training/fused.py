@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What XLA compiles on its own, on a CPU: one pass over memory, where TensorFlow's operations take one each."""
+"""Functions that XLA compiles singly, on a CPU: one pass over memory, where TensorFlow's operations take one each."""
 
 import contextlib
 import functools
@@ -11,10 +11,10 @@ from keras.src import backend
 
 
 def fuse(least: int = 0) -> Callable[[Callable], Callable]:
-    """Makes of a function of tensors one that XLA compiles for each shape that it meets, where that pays.
+    """Decorates a function of tensors so that XLA compiles it, for each shape that it meets, where that pays.
 
-    It does where the first tensor's last axis has at least `least` elements, and where no GPU is seen: XLA needs more
-    there than TensorFlow installs.
+    That is where the first tensor's last axis has at least `least` elements, and no GPU is seen: on a GPU, XLA needs
+    more than TensorFlow installs.
     """
 
     def decorate(function):
@@ -31,7 +31,7 @@ def fuse(least: int = 0) -> Callable[[Callable], Callable]:
 
 
 class _Fused(threading.local):
-    """Whether this thread traces a forward pass with it."""
+    """Whether this thread traces a forward pass with `fused_gelu`."""
 
     is_on = False
 
@@ -53,11 +53,11 @@ def fuse_gelu() -> Iterator[None]:
 def fused_gelu(x, approximate=True) -> tf.Tensor:
     """GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), one pass forward and one back; see `fuse`.
 
-    It is computed in float32 at least, and its gradient of its input alone, so that nothing else is kept for it.
+    It is computed in float32 or wider, and its gradient from the input alone, so that nothing else is kept for it.
 
     Args:
         x: floats of any shape.
-        approximate: by tanh, or by the error function.
+        approximate: whether to use tanh instead of the error function.
     """
 
     @tf.custom_gradient
@@ -67,7 +67,7 @@ def fused_gelu(x, approximate=True) -> tf.Tensor:
     return value_with_gradient(tf.convert_to_tensor(x))
 
 
-# One for all layers: each shape is compiled once.
+# Shared by all layers, so that each shape is compiled once.
 @fuse()
 def _value(x, approximate):
     return tf.cast(tf.nn.gelu(_at_least_float32(x), approximate), x.dtype)

@@ -12,12 +12,12 @@ from tensorflow.python.eager.record import could_possibly_record
 
 from common.training.replicas import gather_over_replicas, replicas, sum_over_replicas
 
-BUCKET = 2**20  # numbers that workers reduce at once, about: of fewer, the latency shows
-ROWS = 2**11  # for each replica, that a table must have to be sent by rows: for the tokens of a batch have fewer
+BUCKET = 2**20  # about how many numbers workers reduce at once: with fewer, the latency shows
+ROWS = 2**11  # rows per replica that a table must have to be sent by rows: the tokens of a batch have fewer
 
 
 class Stateless(keras.StatelessScope):
-    """Keras's, in which no gradient flows through what a variable was assigned, as through none of TensorFlow's."""
+    """As Keras's, but no gradient flows through what is assigned to a variable, as with TensorFlow's variables."""
 
     def add_update(self, update):
         """See `keras.StatelessScope`."""
@@ -28,12 +28,12 @@ class Stateless(keras.StatelessScope):
 class Uses(Stateless):
     """A stateless scope in which each use of a weight is a tensor of its own, with a gradient of its own.
 
-    BERT uses its table of tokens twice: its last layer as a matrix, its first by rows. Together, their gradients would
-    be known at the end of the backward pass only, and TensorFlow would make rows of both. Apart, the large one is
-    known at the beginning.
+    BERT uses its token table twice: in its last layer as a matrix, in its first by rows. Together, their gradients
+    would be known only at the end of the backward pass, and TensorFlow would turn both into rows. Apart, the large one
+    is known at the beginning.
 
     Raises:
-        ValueError: where a weight is used that would have no gradient, as in `keras.remat`, which knows variables only.
+        ValueError: when a weight is used where it gets no gradient, as in `keras.remat`, which knows only variables.
     """
 
     def __init__(self, mapping, weights, tape, **kwargs):
@@ -59,11 +59,11 @@ class Uses(Stateless):
         return use
 
     def gradients(self, objective) -> tuple[dict, dict]:
-        """Gradients by the index of the weight, where there is one, as its text.
+        """Gradients, by the weight's index as a string; a weight without a gradient has no entry.
 
         Returns:
-            Dense ones; and what is to be added to some rows of a weight, or of its dense gradient: values [n, ...] and
-            the rows' numbers [n], a number maybe several times.
+            Dense gradients; and those of some rows of a weight, to be added to its dense one if there is one: values
+            [n, ...] and the rows' numbers [n], which may repeat.
         """
         found = self._tape.gradient(objective, list(self._uses.values()))
         dense, rows = {}, {}
@@ -79,10 +79,10 @@ class Uses(Stateless):
 
 
 def add_rows(dense: dict, rows: dict, weights: list) -> dict:
-    """Dense gradients of what `Uses.gradients` gives of these weights."""
+    """Dense gradients of these weights, from both dicts that `Uses.gradients` returns."""
     result = dict(dense)
     for index, (values, numbers) in rows.items():
-        values = tf.cast(values, weights[int(index)].dtype)  # workers gather none in bfloat16
+        values = tf.cast(values, weights[int(index)].dtype)  # workers gather bfloat16 as float32
         if index in dense:
             result[index] = tf.tensor_scatter_nd_add(dense[index], numbers[:, None], values)
         else:
@@ -91,13 +91,13 @@ def add_rows(dense: dict, rows: dict, weights: list) -> dict:
 
 
 def sum_gradients(dense: dict, rows: dict, sums: list, weights: list, wire: str = "float32") -> tuple[dict, list]:
-    """Sums gradients, of `Uses.gradients`, and a list of float32 tensors over all replicas.
+    """Sums the gradients of `Uses.gradients`, and a list of float32 tensors, over all replicas.
 
     Args:
         dense, rows: gradients of these weights.
-        sums: what else adds up.
+        sums: the other tensors to add up.
         weights: tensors.
-        wire: `bfloat16`, in which workers send dense gradients and add them up; else each in its own dtype.
+        wire: if `bfloat16`, workers send dense gradients and add them up in it; else each in its own dtype.
     """
     if between_workers():
         with at_the_same_time():
@@ -111,21 +111,21 @@ def between_workers() -> bool:
 
 
 def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list, wire: str) -> tuple[dict, list]:
-    """As `sum_gradients`, in buckets, each as soon as the backward pass has made it.
+    """As `sum_gradients`, in buckets, each as soon as the backward pass has computed it.
 
-    So does PyTorch's DistributedDataParallel (Li et al. 2020, arXiv:2006.15704). The gradient of a large matrix is
-    several buckets. A large table's rows are gathered, as by Horovod, those of a number added up before.
+    PyTorch's DistributedDataParallel does the same (Li et al. 2020, arXiv:2006.15704). The gradient of a large matrix
+    is several buckets. A large table's rows are gathered, as in Horovod, after those of the same number are added up.
     """
     totals = sum_over_replicas(sums)  # known, and reduced, before any gradient
     large = {index for index in rows if weights[int(index)].shape[0] >= ROWS * replicas()}
     dense = add_rows(dense, {index: rows[index] for index in rows.keys() - large}, weights)
-    # The last of a list is reduced first: what an output layer made of a table, then layer by layer from the last.
+    # The last in a list is reduced first: an output layer's gradient of a table, then layer by layer from the last.
     order = sorted(dense, key=lambda index: (index in large, int(index)))
     parts = {index: in_parts(dense[index]) for index in order}
     tensors = [part for index in order for part in parts[index][0]]
     tensors = [tf.cast(each, wire) if wire == "bfloat16" else tf.identity(each) for each in tensors]
     reduced = []
-    for dtype, run in itertools.groupby(tensors, key=lambda each: each.dtype):  # TensorFlow packs a single dtype
+    for dtype, run in itertools.groupby(tensors, key=lambda each: each.dtype):  # TensorFlow packs one dtype at a time
         buckets = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BUCKET * dtype.size)
         run = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, list(run), buckets)
         reduced.extend(run)
@@ -141,11 +141,11 @@ def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list, wire
 def in_parts(gradient) -> tuple[list, int]:
     """The gradient of a matrix in parts of more than a bucket, each a product of its own.
 
-    So the first is sent while the others are computed. That is where a graph has the product: not out of XLA's program,
-    of gradient accumulation, or of batches whose size is not known.
+    The first is then sent while the others are computed. This is possible where the graph has the product: not in
+    XLA's programs, with gradient accumulation, or for batches of unknown size.
 
     Returns:
-        The parts, or the gradient alone; and the axis of which they are parts.
+        The parts, or the gradient alone; and the axis along which they are parts.
     """
     whole = [gradient], 0
     if not tf.is_symbolic_tensor(gradient) or not gradient.shape.is_fully_defined():
@@ -159,7 +159,7 @@ def in_parts(gradient) -> tuple[list, int]:
     if product.type != "MatMul" or not product.get_attr("transpose_a") or product.get_attr("transpose_b"):
         return whole
     left, right = reversed(product.inputs) if is_transposed else product.inputs
-    axis = int(gradient.shape[0] > gradient.shape[1])  # of the smaller factor, for the slices are copies
+    axis = int(gradient.shape[0] > gradient.shape[1])  # that of the smaller factor, because slices are copies
     number = gradient.shape[axis] // (BUCKET // gradient.shape[1 - axis] + 1)
     if number < 2:
         return whole
@@ -178,10 +178,10 @@ def _swaps(permutation) -> bool:
 
 @contextlib.contextmanager
 def at_the_same_time() -> Iterator[None]:
-    """In a graph, what workers reduce while it lasts does not wait for one another, unless it must be in order.
+    """While it lasts, reductions between workers in a graph do not wait for one another, unless their order matters.
 
-    TensorFlow has each reduction wait for the last one's end, which leaves a link idle at each beginning and end. That
-    order is needed by NCCL alone.
+    TensorFlow makes each reduction wait for the end of the previous one, which leaves a link idle at each beginning and
+    end. Only NCCL needs that order.
     """
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())

@@ -12,7 +12,7 @@ MANY = 2**13  # classes: with fewer, compiling takes longer than it saves in a s
 class CrossEntropy(keras.losses.Loss):
     """As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with fewer passes over the logits.
 
-    By default it gives the sum over labels, by weight.
+    By default, it is the weighted sum over labels.
     """
 
     adds_up = True  # for `data_parallel`
@@ -22,7 +22,7 @@ class CrossEntropy(keras.losses.Loss):
 
     def call(self, y_true, y_pred):
         """The loss of each label, in nats, in y_true's shape; see `cross_entropy`."""
-        return cross_entropy(y_pred, tf.cast(y_true, tf.int32))  # Keras has made floats of the labels
+        return cross_entropy(y_pred, tf.cast(y_true, tf.int32))  # Keras has cast the labels to floats
 
 
 class LabelAccuracy(keras.metrics.Mean):
@@ -34,7 +34,7 @@ class LabelAccuracy(keras.metrics.Mean):
         super().__init__(name, dtype)
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        """Every label counts alike: Keras would average over those of an example, and replicas pad differently."""
+        """Counts every label alike: Keras would average over those of an example, and replicas pad differently."""
         weight = None if sample_weight is None else tf.reshape(sample_weight, [-1])
         return super().update_state(tf.reshape(label_hits(y_true, y_pred), [-1]), weight)
 
@@ -43,11 +43,11 @@ class LabelAccuracy(keras.metrics.Mean):
 def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     """log(sum(exp(logits))) - logits[label], whose gradient is softmax(logits) less 1 at the label.
 
-    The exponentials serve the loss and the gradient. Of logits [..., classes] and labels, int32 [...], it gives the
-    loss of each label, in nats, [...].
+    The exponentials serve both the loss and the gradient. Takes logits [..., classes] and labels, int32 [...]; returns
+    the loss of each label, in nats, [...].
     """
     highest, exponentials = _exponentials(logits)
-    total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)  # by TensorFlow, whose sums are nearer the truth
+    total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)  # not by XLA: TensorFlow's sums are more accurate
 
     def gradient(of_losses):
         of_losses = of_losses[..., None]
@@ -79,10 +79,10 @@ def label_logits(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
 
 
 def label_hits(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """1.0 where a label has the highest logit, in 16 bits the first of the highest, else 0.0; see `cross_entropy`."""
+    """1.0 where a label has the highest logit (in 16 bits, the first such), else 0.0; see `cross_entropy`."""
     labels = tf.cast(labels, tf.int32)
-    if logits.dtype == tf.float32:  # has no ties to speak of, and one more pass over the logits takes 1 % of a step
+    if logits.dtype == tf.float32:  # ties are rare, and one more pass over the logits would take 1 % of a step
         return tf.cast(tf.squeeze(label_logits(logits, labels) >= _highest(logits), axis=-1), tf.float32)
-    # Cast as the loss has them: of 16 bits, argmax takes twice as long.
+    # Cast, as for the loss: in 16 bits, argmax takes twice as long.
     first = tf.argmax(tf.cast(logits, tf.float32), axis=-1, output_type=tf.int32)
     return tf.cast(first == labels, tf.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout whose noise is a function of the layer's seed, the step and the replica, without state, and comes fast.
+"""Fast dropout without state: its noise is a function of the layer's seed, the step and the replica.
 
 Keras counts up seeds kept in mirrored variables: every replica drops the same units, and no checkpoint saves the count.
 """
@@ -16,15 +16,14 @@ DRAWS = 2**16  # more than the random numbers that one layer draws in a step
 
 
 class Dropout(keras.layers.Dropout):
-    """As Keras's, with 16 random bits for each unit, where Keras draws 32 and makes a float of them.
+    """As Keras's, with 16 random bits for each unit, where Keras draws 32 and converts them to a float.
 
-    The rate is that asked for, rounded to a multiple of 2^-16 and 1 - 2^-15 at most; what stays is divided by the share
-    that stays.
+    The rate is rounded to a multiple of 2^-16, and at most 1 - 2^-15; what stays is divided by the share that stays.
     """
 
     def call(self, inputs, training=False):
         """Drops units in training; see `keras.layers.Dropout`."""
-        dropped = min(round(self.rate * 2**16), 2**16 - 2)  # float16 holds 2^15, and not 2^16
+        dropped = min(round(self.rate * 2**16), 2**16 - 2)  # float16 holds 2^15, but not 2^16
         if not training or not dropped:
             return inputs
         units = tf.size(inputs)
@@ -36,9 +35,9 @@ class Dropout(keras.layers.Dropout):
 
 
 def make_dropout_fast(model: keras.Model) -> None:
-    """Has the model's dropout layers do as the class above: KerasHub gives no way to choose them.
+    """Makes the model's dropout layers compute like `Dropout`: KerasHub offers no way to choose them.
 
-    What is saved of the model stays as it is.
+    What is saved of the model does not change.
     """
     for layer in model._flatten_layers():
         if type(layer) is keras.layers.Dropout and layer.noise_shape is None:
@@ -46,13 +45,13 @@ def make_dropout_fast(model: keras.Model) -> None:
 
 
 def keep_global_seed(model: keras.Model) -> None:
-    """Has a model know what Keras draws from where no seed is named, as in `keras.random.normal(shape)`.
+    """Keeps, on the model, the generator that Keras draws from if no seed is given, as in `keras.random.normal(shape)`.
 
-    Call it outside of a step, in which it cannot be made, and `use_global_seed` within: each thread has one of its own.
+    Call it outside a step, in which a generator cannot be made, and `use_global_seed` inside: each thread has its own.
     """
     generator = global_seed_generator()
     seed = int(keras.ops.convert_to_numpy(generator.state)[0])  # of another strategy, maybe, when a step is traced
-    vars(model).update(global_seed_generator=generator, global_seed=seed)  # set as attributes, they would be saved
+    vars(model).update(global_seed_generator=generator, global_seed=seed)  # assigned as usual, they would be saved
 
 
 def use_global_seed(model: keras.Model) -> None:
@@ -61,11 +60,11 @@ def use_global_seed(model: keras.Model) -> None:
 
 
 def noise_seeds(model: keras.Model, count: tf.Tensor) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
-    """The variables that hold seeds, and the values that they have for this replica.
+    """The variables that hold seeds, with their values for this replica.
 
     Args:
-        model: whose variables are looked through.
-        count: an integer, another one for each time that the model is called: the step, or a part of it.
+        model: whose seeds they are.
+        count: an integer, a different one each time the model is called: the number of the step, or of a part of it.
     """
     replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
     own = [variable for variable in model.non_trainable_variables if variable.name == "seed_generator_state"]

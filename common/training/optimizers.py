@@ -14,7 +14,7 @@ import tensorflow as tf
 
 OptimizerName = Literal["adamw", "muon", "lamb", "sgd"]
 HEADS = ["logits", "mlm_head"]  # in the paths of the output layers of KerasHub's tasks
-STACK = 2**23  # numbers in a stack of kernels, about; a step takes several times its memory
+STACK = 2**23  # about how many numbers a stack of kernels has; a step takes several times its memory
 
 
 def make_optimizer(
@@ -23,13 +23,13 @@ def make_optimizer(
     """An optimizer whose weight decay spares biases and norms. Call it inside the strategy's scope.
 
     AdamW has RoBERTa's beta_2 and epsilon (Liu et al. 2019, arXiv:1907.11692), stable at high rates; Muon trains the
-    kernels of hidden layers by whole matrices, and all else by that AdamW (Jordan et al. 2024); LAMB is that of its
+    kernels of hidden layers as whole matrices, and the rest with that AdamW (Jordan et al. 2024); LAMB is as in its
     paper (You et al. 2019, arXiv:1904.00962), made for batches of thousands of sequences; SGD has a momentum of 0.9.
 
     Args:
         name: which one.
-        schedule: of the learning rate, or a number.
-        weight_decay: fraction of each weight, times the learning rate, that a step subtracts; LAMB's is within the
+        schedule: a schedule of the learning rate, or a number.
+        weight_decay: fraction of each weight that a step subtracts, times the learning rate; LAMB's is within the
             trust ratio.
         clip_norm: global norm to which the gradient is clipped; 0 for none.
     """
@@ -50,13 +50,13 @@ def make_optimizer(
 
 
 class AdamW(keras.optimizers.AdamW):
-    """As Keras's, by TensorFlow's one operation for a variable, not some ten with a pass over memory each."""
+    """As Keras's, but with one TensorFlow operation per variable, not some ten with a pass over memory each."""
 
     def _apply_weight_decay(self, variables):
-        pass  # update_step does, with a pass over memory less
+        pass  # update_step does it, with one pass over memory less
 
     def update_step(self, gradient, variable, learning_rate):
-        """See Keras; `variable` is one replica's copy, as the handles of the moments are here."""
+        """See Keras; `variable` is one replica's copy, and so are the moments whose handles are used."""
         if self._use_weight_decay(variable):
             self.assign(variable, variable * (1 - learning_rate * self.weight_decay))
         index = self._get_variable_index(variable)
@@ -71,8 +71,8 @@ class Muon(keras.optimizers.Muon):
     iterations (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). Its root mean square is 0.2 times the
     learning rate, about AdamW's, so that one rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 
-    Keras's own leaves every kernel of more than two dimensions to AdamW, so those of KerasHub's attention, silently.
-    Here each head of such a kernel is a matrix of its own; see `matrix_axes`.
+    Keras's own silently leaves every kernel of more than two dimensions to AdamW, including those of KerasHub's
+    attention. Here each head of such a kernel is a matrix of its own; see `matrix_axes`.
     """
 
     def _should_use_adamw(self, variable):
@@ -121,27 +121,27 @@ class Muon(keras.optimizers.Muon):
 
 
 def matrix_axes(shape: Sequence[int]) -> list[int]:
-    """The axes of a kernel in an order in which it is a stack of matrices, [..., rows, columns], with rows <= columns.
+    """The axes of a kernel, ordered to make it a stack of matrices, [..., rows, columns], with rows <= columns.
 
-    Of three axes, which attention has, the one that counts heads is the second, if the first is the longest: [width,
-    heads, width of a head]. Else it is the first: [heads, width of a head, width], and [heads, width, width of a head].
-    In a convolution, all axes but the last two count places.
+    Of three axes, as in attention, the second counts heads if the first is the longest: [width, heads, width of a
+    head]. Otherwise the first does: [heads, width of a head, width], or [heads, width, width of a head]. In a
+    convolution, all axes but the last two count positions.
     """
     axes = [1, 0, 2] if len(shape) == 3 and shape[0] == max(shape) else list(range(len(shape)))
     return [*axes[:-2], *sorted(axes[-2:], key=lambda axis: (shape[axis], axis))]
 
 
 class Lamb(keras.optimizers.Lamb):
-    """That of You et al. 2019, arXiv:1904.00962, Algorithm 2, with the identity for phi.
+    """LAMB as in You et al. 2019, arXiv:1904.00962, Algorithm 2, with the identity for phi.
 
-    Adam's step r and the decay together make r + decay * x, and the trust ratio |x| / |r + decay * x| gives that the
+    Adam's step r and the decay add up to r + decay * x, which the trust ratio |x| / |r + decay * x| scales to the
     weights' own length, times the learning rate; it is 1 where either norm is 0. Keras decays outside the ratio.
     Variables that are spared weight decay, biases and norms, have no trust ratio, as in the authors' code; Keras gives
     them one.
     """
 
     def _apply_weight_decay(self, variables):
-        pass  # update_step does
+        pass  # update_step does it
 
     def update_step(self, gradient, variable, learning_rate):
         """See Keras; `variable` is one replica's copy."""
@@ -177,12 +177,12 @@ def _adam_step(optimizer, gradient, variable, learning_rate, mean, square, beta_
 
 
 def do_not_reduce_again(optimizer: keras.optimizers.Optimizer) -> None:
-    """Tells a Keras optimizer that the gradients it is given are summed over replicas already.
+    """Tells a Keras optimizer that the gradients it is given are already summed over replicas.
 
-    It has no public switch for that. Only this one optimizer is changed.
+    Keras has no public switch for that. Only this one optimizer is changed.
 
     Raises:
-        RuntimeError: when Keras's optimizers have changed so that this cannot be told.
+        RuntimeError: when Keras's optimizers have changed so that they cannot be told.
     """
     reduce = optimizer._all_reduce_sum_gradients
     if list(inspect.signature(reduce).parameters) != ["grads_and_vars"]:

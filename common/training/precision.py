@@ -12,7 +12,7 @@ WIDE = 768
 
 
 def choose_precision(precision: str, jit: bool, width: int) -> str:
-    """The Keras dtype policy: as given, or for `auto` by the hardware and the model, never by a timing.
+    """The Keras dtype policy: as given or, for `auto`, chosen by the hardware and the model, never by a timing.
 
     | hardware | model | policy |
     | --- | --- | --- |
@@ -20,7 +20,7 @@ def choose_precision(precision: str, jit: bool, width: int) -> str:
     | no GPU, a CPU with AMX, no jit (XLA does not use AMX) | as wide as BERT-base | `mixed_bfloat16` |
     | any other | any | `float32` |
 
-    Keras's `floatx` is float32 from then on, whatever `~/.keras/keras.json` says: only the policy counts.
+    Sets Keras's `floatx` to float32, whatever `~/.keras/keras.json` says: only the policy counts.
 
     Args:
         precision: a policy, or `auto`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generators and `PyDataset`s as Keras reads them, for a strategy, which reads ahead and divides what it has read."""
+"""Adapts generators and `PyDataset`s, as Keras reads them, to a strategy, which reads ahead and divides batches."""
 
 import contextlib
 import types
@@ -16,9 +16,9 @@ from common.devices.device_copies import do_not_tune_device_copies
 
 @contextlib.contextmanager
 def read_ahead(given: dict[str, Any], shuffle: bool = False) -> Iterator[dict[str, Any]]:
-    """Arguments of `fit`, `evaluate` or `predict`, in which an adapter stands for a generator or a `PyDataset`.
+    """Replaces each generator or `PyDataset` among the arguments of `fit`, `evaluate` or `predict` with an adapter.
 
-    The other arguments, given by name, stay as they are; `shuffle` is whether `x` is to be shuffled.
+    `given` holds the arguments by name; the others stay as they are. `shuffle` tells whether `x` is to be shuffled.
     """
     do_not_tune_device_copies()
     own = {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One replica's part of a step of any Keras model: its passes, one reduction, the optimizer, metrics and state.
 
-The passes change no variable, so that XLA compiles them, and parts of a batch come one after another.
+The passes change no variable, so that XLA can compile them, and the parts of a batch can come one after another.
 """
 
 import contextlib
@@ -36,18 +36,18 @@ from common.training.replicas import (
 
 
 class ReplicaStep(BatchLoss):
-    """The step of `trainer.py`."""
+    """The step that `trainer.py` runs."""
 
     accumulate: int
     wire: str
     _jitted = None
-    mean_over = "examples"  # what an epoch's loss weighs a step by; "values": by what the step's loss was divided by
+    mean_over = "examples"  # a step's weight in the epoch's loss; with "values", it is the divisor of the step's loss
 
     def update_counts(self, x, y, sample_weight):
-        """For metrics of a class's own, that add up: update them here, from a replica's part of a batch."""
+        """Override this to update a class's own metrics that add up, from a replica's part of a batch."""
 
     def _step(self, data, stop=0.0, training=False):
-        """One replica's part of a step: a dict of running values, each step's own as `step/...`, and `stop`.
+        """One replica's part of a step: a dict of running values, the step's own values as `step/...`, and `stop`.
 
         All are the same on every replica: sums are added up over replicas, in a single reduction, and divided once.
         """
@@ -55,7 +55,7 @@ class ReplicaStep(BatchLoss):
         metric_variables = self._metric_variables()
         is_first = is_first_replica()
         state = [tf.convert_to_tensor(local_value(variable)) for variable in metric_variables]
-        state = [  # which adds up to what it is
+        state = [  # so that the sum over replicas is the value
             tf.where(is_first, value, tf.zeros_like(value)) if is_shared(variable) else value
             for variable, value in zip(metric_variables, state, strict=True)
         ]
@@ -102,7 +102,7 @@ class ReplicaStep(BatchLoss):
             track_losses()
             logs = self.get_metrics_result() if self._metrics_add_up() else self.compute_metrics(*whole["batch"])
             logs = flat(logs)
-        for variable in metric_variables:  # read, Keras's metric variables are the sum over replicas: the first has all
+        for variable in metric_variables:  # reading one gives the sum over replicas, so the first holds it all
             value = scope.get_current_value(variable)
             keeps = is_first | is_shared(variable)
             local_value(variable).assign(tf.where(keeps, value, tf.zeros_like(value)))
@@ -113,7 +113,7 @@ class ReplicaStep(BatchLoss):
         return logs | {f"step/{name}": value for name, value in step_values.items()} | {"stop": sums["stop"]}
 
     def _apply(self, gradients, share):
-        """The optimizer's step, by gradients of the whole batch."""
+        """The optimizer's step, with gradients of the whole batch."""
         if not self.trainable_variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
@@ -125,7 +125,7 @@ class ReplicaStep(BatchLoss):
             self.optimizer.apply_gradients(zip(whole, variables, strict=True))
 
     def _assign_state(self, sums):
-        """What layers have updated, by the mean change over the batch's examples, to this replica's own copies."""
+        """Updates this replica's copies of what layers have changed, by the mean change over the batch's examples."""
         variables = self.trainable_variables + self.non_trainable_variables
         for index, total in sums["state"].items():
             change = tf.math.divide_no_nan(total, sums["examples"])
@@ -135,7 +135,7 @@ class ReplicaStep(BatchLoss):
             variable.assign(tf.cast(value + tf.cast(change, value.dtype), variable.dtype))
 
     def _in_parts(self, weights, state, data, scale, factor, training):
-        """See `_part`; of the `accumulate` parts of this replica's batch, gradients and sums are added up."""
+        """See `_part`; gradients and sums are added up over the `accumulate` parts of this replica's batch."""
         compute = self._part
         if self.jit_compile:
             if self._jitted is None:
@@ -178,18 +178,18 @@ class ReplicaStep(BatchLoss):
         return tf.foldl(add, rest, initializer=first, parallel_iterations=1)
 
     def _part(self, weights, others, state, data, at_least_one, scale, factor, training):
-        """A part of a batch, without a change to any variable.
+        """Computes a part of a batch, without changing any variable.
 
         Args:
             weights, others, state: values of the model's trained and other variables, and of its metrics'.
             data: (x, y, sample_weight).
-            at_least_one: x, of one example where there is none.
-            scale, factor: of the loss whose gradient is taken; the second of a single loss only.
-            training: or evaluation.
+            at_least_one: x or, if it is empty, one example; see `with_an_example`.
+            scale, factor: multiply the loss whose gradient is taken, `factor` only a single loss.
+            training: whether to train, not evaluate.
 
         Returns:
-            Four dicts: dense gradients and rows, as of `Uses.gradients`; what adds up over replicas; and, where needed,
-            what is the same on all of them: `loss`, `batch`, and `metrics`, values of their variables.
+            Four dicts: dense gradients and rows, as `Uses.gradients` returns; what adds up over replicas; and, where
+            needed, what is the same on all of them: `loss`, `batch`, and `metrics`, values of their variables.
         """
         x, y, sample_weight = data
         use_global_seed(self)
@@ -240,9 +240,9 @@ class ReplicaStep(BatchLoss):
         return gradients, rows, sums, whole
 
     def _others(self, part):
-        """Values of the variables that are not trained, and Keras's seed, for one part of one replica's batch."""
+        """Values of the variables that are not trained, and of Keras's seed, for one part of one replica's batch."""
         optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        # Of every step: `iterations` is that of updates, of which `gradient_accumulation_steps` share one.
+        # This counts every step: `iterations` counts updates, of which `gradient_accumulation_steps` steps share one.
         steps = 0 if optimizer is None else optimizer._iterations
         count = tf.cast(steps, tf.int64) * self.accumulate + tf.cast(part, tf.int64)
         seeds = {id(variable): seed for variable, seed in noise_seeds(self, count)}
@@ -252,9 +252,9 @@ class ReplicaStep(BatchLoss):
         ]
 
     def _predicted(self, x, at_least_one, training):
-        """The outputs for this replica's examples, computed of one more where there is none."""
+        """The outputs for this replica's examples, computed from `at_least_one`."""
         examples, known, before = count_examples(x), at_least_one is x, dict(vars(self))
-        fused = contextlib.nullcontext() if self.jit_compile else fuse_gelu()  # XLA fuses all there
+        fused = contextlib.nullcontext() if self.jit_compile else fuse_gelu()  # XLA fuses all of it there
         with forward_pass(None if known else examples > 0), fused:
             y_pred = self(at_least_one, training=training) if self._call_has_training_arg else self(at_least_one)
         noted = [n for n, value in vars(self).items() if isinstance(value, tf.Tensor) and value is not before.get(n)]
@@ -267,11 +267,11 @@ class ReplicaStep(BatchLoss):
 
 
 def flat(logs: dict) -> dict:
-    """Logs without the dicts in them, as of metrics with several results, as Keras's callbacks see them."""
+    """Logs as Keras's callbacks see them: dicts in them, as from metrics with several results, are flattened."""
     pairs = [flat(value).items() if isinstance(value, dict) else [(name, value)] for name, value in logs.items()]
     return {name: value for part in pairs for name, value in part}
 
 
 def _wide(value):
-    """A number from which another can be subtracted; a count may be more than a float32 can tell from the next."""
+    """A number from which another can be subtracted; float32 may not tell a large count from the next."""
     return value if value.dtype.is_floating else tf.cast(value, tf.int64)

@@ -21,12 +21,12 @@ def replicas() -> int:
 
 def sum_over_replicas(values):
     """Sums tensors over all replicas of all workers, in a single all-reduce."""
-    # Dense, and on this replica's device, which collectives ask for.
+    # Collectives need dense tensors on this replica's device.
     values = tf.nest.map_structure(lambda value: tf.identity(tf.convert_to_tensor(value)), values)
     if replicas() == 1 or not tf.nest.flatten(values):
         return values
     dtypes = tf.nest.map_structure(lambda value: value.dtype, values)
-    # TensorFlow keeps int32 in the memory of the host, from which it does not reduce.
+    # TensorFlow keeps int32 in host memory, from which it does not reduce.
     values = tf.nest.map_structure(lambda value: tf.cast(value, tf.int64) if value.dtype == tf.int32 else value, values)
     sums = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
     return tf.nest.map_structure(tf.cast, sums, dtypes)
@@ -35,7 +35,7 @@ def sum_over_replicas(values):
 def gather_over_replicas(values):
     """All-gathers tensors over all replicas of all workers, along the first axis.
 
-    Those in bfloat16 become float32: TensorFlow's collectives, which workers and NCCL use, gather none.
+    Those in bfloat16 become float32: TensorFlow's collectives, which workers and NCCL use, cannot gather them.
     """
 
     def gatherable(value):
@@ -45,18 +45,18 @@ def gather_over_replicas(values):
 
 
 def first_replica(strategy: tf.distribute.Strategy, values):
-    """Of what `strategy.run` returned, that of this worker's first replica: for values that are the same on all."""
+    """What `strategy.run` returned for this worker's first replica; for values that are the same on all."""
     return tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], values)
 
 
 def gather(values: Any) -> Any:
-    """The tensors of all replicas, one after another, with their masks and in their dtypes; no gradient flows."""
+    """The tensors of all replicas, concatenated, with their masks and in their dtypes; no gradient flows."""
 
     def of_all(tensor):
         if tensor is None:
             return None
         tensor, mask = tf.convert_to_tensor(tensor), get_keras_mask(tensor)
-        sent = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor  # which collectives do not gather
+        sent = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor  # collectives gather no booleans
         whole = gather_over_replicas(tf.stop_gradient(sent))
         whole = tf.ensure_shape(tf.cast(whole, tensor.dtype), [None, *tensor.shape[1:]])
         if mask is not None:
@@ -87,10 +87,10 @@ def gather_around(values: Any) -> Any:
 
 
 def pack(values: Any) -> tuple[list[tf.Tensor], Any]:
-    """Makes one vector of the tensors in float32, of which there must be one, to be reduced at once.
+    """Packs the float32 tensors, of which there must be at least one, into one vector, to be reduced at once.
 
     Returns:
-        A list of tensors, and the function that gives the values of such a list again.
+        A list of that vector and the other tensors, and a function that unpacks such a list.
     """
     flat = tf.nest.flatten(values)
     small = [i for i, tensor in enumerate(flat) if tensor.dtype == tf.float32]
@@ -107,7 +107,7 @@ def pack(values: Any) -> tuple[list[tf.Tensor], Any]:
 
 
 def local_value(variable: keras.Variable) -> tf.Variable:
-    """This replica's own copy of a Keras variable; the variable itself, where there is but one."""
+    """This replica's own copy of a Keras variable; the variable itself, if there is only one."""
     value = variable._value
     return value._get() if isinstance(value, tf.distribute.DistributedValues) else value
 
@@ -118,7 +118,7 @@ def is_first_replica() -> tf.Tensor:
 
 
 def is_shared(variable: keras.Variable) -> bool:
-    """Whether the replicas have but one of a Keras variable, as where it was made outside of the strategy's scope."""
+    """Whether the replicas share one copy of a Keras variable, as when it was made outside the strategy's scope."""
     return not isinstance(variable._value, tf.distribute.DistributedValues)
 
 
@@ -138,8 +138,8 @@ def on_local_copies(optimizer: keras.Optimizer, variables: Iterable[keras.Variab
 
     Every replica has the same gradient of the whole batch, so each updates its own copies, and all stay the same.
     Clipping, accumulation over steps, moving averages and the scale of the loss are then what Keras computes on one
-    device: in a strategy, Keras asks the other replicas inside of a `tf.cond`, which fails (keras-team/keras#20582).
-    A strategy runs its replicas' threads one at a time from one reduction to the next, and here is none.
+    device: in a strategy, Keras asks the other replicas inside a `tf.cond`, which fails (keras-team/keras#20582). No
+    other replica sees the swap: a strategy switches between its replicas' threads at reductions only, and here is none.
     """
     optimizers = [optimizer, *([optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else [])]
     swapped = {id(v): v for v in [*optimizer.variables, *variables]}.values()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch size and learning rate by the number of replicas.
 
-N replicas take N times the examples of one in each step, so that a step's time stays and an epoch has 1/N of the steps.
-The learning rate follows by one of these rules:
+N replicas take N times the examples of one in each step: a step takes as long, and an epoch has 1/N of the steps.
+The learning rate follows one of these rules:
 
 - `linear`, times N: Goyal et al. 2017, arXiv:1706.02677. For SGD, with a warm-up: one step of N times the examples
-  stands for N small ones, and N times the rate goes as far.
+  replaces N small ones and, with N times the rate, goes as far.
 - `sqrt`, times the square root of N: Krizhevsky 2014, arXiv:1404.5997; derived for Adam by Malladi et al. 2022,
   arXiv:2205.10287; used with LAMB by You et al. 2019, arXiv:1904.00962. Adam divides by the gradient's size, which is
-  mostly noise; N times the examples make that √N times smaller, so that a step at the same rate goes √N times as far
-  along the mean gradient already, and √N times the rate does the rest.
+  mostly noise; N times the examples make that √N times smaller, so that a step at the same rate already goes √N times
+  as far along the mean gradient, and √N times the rate does the rest.
 - `none`: as given.
 """
 
@@ -28,5 +28,5 @@ def scaling_rule(asked: LearningRateScaling, optimizer: str) -> ScalingRule:
 
 
 def learning_rate_factor(rule: ScalingRule, num_replicas: int) -> float:
-    """What a learning rate chosen for one replica is multiplied by for `num_replicas`."""
+    """The factor by which to multiply a learning rate chosen for one replica, to train on `num_replicas`."""
     return {"linear": float(num_replicas), "sqrt": math.sqrt(num_replicas), "none": 1.0}[rule]

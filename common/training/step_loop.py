@@ -15,12 +15,12 @@ from common.training.replicas import first_replica, sum_over_replicas
 
 
 class StepLoop(ReplicaStep):
-    """Training and evaluation steps, of a class's own `train_step` and `test_step` too."""
+    """Training and evaluation steps, including a class's own `train_step` and `test_step`."""
 
     told_to_stop = all_told_to_stop = False
 
     def train_step(self, data):
-        """One replica's part of a training step; returns a dict of what all steps of the epoch come to so far."""
+        """One replica's part of a training step; returns a dict of the epoch's values so far."""
         return _split(self._step(data, training=True))[0]
 
     def test_step(self, data):
@@ -35,8 +35,8 @@ class StepLoop(ReplicaStep):
     def _on_replicas(self, training):
         """A function of (iterator, left) that does the steps of one call, at most `left`, unless that is None.
 
-        It returns how many they were; what all steps come to so far, and each step's own values, both dicts. A worker
-        that is told to stop says so in the step's reduction, so that all stop after the same step.
+        It returns the number of steps, a dict of the epoch's values so far, and a dict of each step's own values. A
+        worker that is told to stop says so in the step's reduction, so that all stop after the same step.
         """
         strategy = self.distribute_strategy
         name = "train_step" if training else "test_step"
@@ -87,7 +87,7 @@ class StepLoop(ReplicaStep):
         return run_steps
 
     def _divided(self, batch):
-        """Each replica's part of a batch, in their order; the last ones may have fewer examples, or none."""
+        """Each replica's part of a batch, in the replicas' order; the last ones may have fewer examples, or none."""
         strategy = self.distribute_strategy
         replicas = strategy.num_replicas_in_sync
 
@@ -105,9 +105,9 @@ class StepLoop(ReplicaStep):
 
 
 def _own(data):
-    """A replica's part of the data, with None for what is left out, and in memory of its own.
+    """A replica's part of the data, in memory of its own, with None for what is left out.
 
-    Of a batch that a Python generator gives, a part is still the generator's own array, into which TensorFlow 2.21
+    A part of a batch from a Python generator is otherwise still the generator's array, into which TensorFlow 2.21
     writes what it computes from it.
     """
     strategy = tf.distribute.get_strategy()
@@ -124,7 +124,7 @@ def _own(data):
 
 
 def _split(values: dict) -> tuple[dict, dict]:
-    """What all steps come to so far, and each step's own values."""
+    """The epoch's values so far, and each step's own values."""
     of_step = {name for name in values if name.startswith("step/") or name == "waited"}
     logs = {name: value for name, value in values.items() if name not in of_step | {"stop"}}
     return logs, {name.removeprefix("step/"): values[name] for name in values if name in of_step}
@@ -135,15 +135,15 @@ def _as_row(values: dict) -> dict:
 
 
 def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
-    """A function of (iterator, count, stop) that does `count` steps in one call, and gives each step's values.
+    """A function of (iterator, count, stop) that does `count` steps in one call, and returns each step's values.
 
     They are float32 arrays [count, ...], with one more entry, `waited`: seconds that this worker waited for its
-    batches. Keras's own loop of several steps fails where replicas are reduced by collectives (`You must feed a value
+    batches. Keras's own loop of several steps fails where replicas reduce with collectives (`You must feed a value
     for placeholder`).
 
     Args:
-        step: of (iterator, stop); returns a dict of scalars, or of tensors of known shapes. `stop` is a float that the
-            step may reduce, so that all workers know when one was asked to stop.
+        step: maps (iterator, stop) to a dict of scalars, or of tensors of known shapes. `stop` is a float that the step
+            may reduce, so that all workers know when one was asked to stop.
     """
     shapes: dict[str, tf.TensorShape] = {}
 
@@ -159,12 +159,12 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
             )
             return tf.concat([tf.reshape(value, [-1]) for value in values.values()], axis=0)
 
-        # The flag is an element of the loop: captured by it, on its way to another device, it never arrives.
+        # The flag is an element of the loop: if the loop captured it, it would never arrive on another device.
         stops, scope = tf.fill([count], stop), tf.compat.v1.get_variable_scope()
         try:
             return tf.map_fn(one_step, stops, fn_output_signature=tf.float32, parallel_iterations=1)
         except BaseException:
-            scope.set_caching_device(None)  # which `map_fn` leaves set: no strategy's scope could be entered again
+            scope.set_caching_device(None)  # `map_fn` leaves it set, and no strategy's scope could be entered again
             raise
 
     def run_steps(iterator, count, stop=0.0):
@@ -179,7 +179,7 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
 
 
 class _TimedIterator:
-    """An iterator, in a graph, and the seconds that its batches were waited for."""
+    """An iterator, in a graph, that counts the seconds spent waiting for its batches."""
 
     def __init__(self, iterator):
         self._iterator = iterator
@@ -192,14 +192,14 @@ class _TimedIterator:
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
             ended = _now()
         self.seconds += ended - began
-        with tf.control_dependencies([ended]):  # else the clock may be read after what the batch sets off
+        with tf.control_dependencies([ended]):  # else work on the batch may come before the clock is read
             return tf.nest.map_structure(_on_its_device, batch, expand_composites=True)
 
 
 def _now() -> tf.Tensor:
     from tensorflow.python.framework.config import is_op_determinism_enabled  # it has no public name
 
-    if is_op_determinism_enabled():  # in which TensorFlow's own clock raises
+    if is_op_determinism_enabled():  # then TensorFlow's own clock raises
         return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
     return tf.timestamp()
 

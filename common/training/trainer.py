@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in the place of Keras's trainer, among the bases of a class of `data_parallel`; see there."""
+"""The trainer that replaces Keras's in the classes that `data_parallel` makes; see there."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ from common.training.step_loop import StepLoop
 
 
 class Trainer(StepLoop):
-    """Stands where Keras's trainer does, among the bases of a `data_parallel` class; see there."""
+    """Replaces Keras's trainer among the bases of a `data_parallel` class; see there."""
 
     steps_done = first_step = 0
     last_step: int | None = None
@@ -42,14 +42,14 @@ class Trainer(StepLoop):
             self._prepare()
 
     def compile_from_config(self, config):
-        """As Keras's, which would take this `compile` for a user's own."""
+        """As Keras's, which would mistake this `compile` for a user's own."""
         if type(self).compile is Trainer.compile:
             self.compile(**keras.saving.deserialize_keras_object(config))
         else:
             super().compile_from_config(config)
 
     def __reduce__(self):
-        """As Keras's; what is unpickled is of the plain class, as what is loaded from a file is."""
+        """As Keras's; an unpickled model is of the plain class, like one that is loaded from a file."""
         _, content = super().__reduce__()
         return self.plain_class._unpickle_model, content
 
@@ -66,7 +66,7 @@ class Trainer(StepLoop):
         if steps and self.last_step:
             given["epochs"] = min(given.get("epochs", 1), -(-self.last_step // steps))
         if isinstance(given.get("x"), tf.distribute.DistributedDataset):
-            given["shuffle"] = False  # it comes in its order, which Keras would warn of
+            given["shuffle"] = False  # else Keras warns that it is not shuffled
         self._fit_iterator = None
         try:
             with read_ahead(given, shuffle=given.get("shuffle", True)) as given:
@@ -93,14 +93,14 @@ class Trainer(StepLoop):
     def _make_function(self, step_function):
         """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""
         training = step_function == self.train_step
-        self._jitted = None  # which may be of another loss
+        self._jitted = None  # it may be of another loss
         run_steps = self._on_replicas(training)
 
         def train_function(iterator):
             left = self._steps_left_of_epoch()
             steps, logs, self.step_values = run_steps(iterator, left)
             self.steps_done += steps
-            if left is not None:  # Keras counts whole calls, and would end too soon where data do
+            if left is not None:  # Keras counts whole calls: finite data would seem to end too soon
                 self._fit_iterator._steps_seen -= self.steps_per_execution - steps
             return logs
 
@@ -150,7 +150,7 @@ class Trainer(StepLoop):
     def accumulate(self, parts):
         if not isinstance(parts, int | np.integer) or parts < 1:
             raise ValueError(f"accumulate = {parts!r}: give a number of parts, 1 or more")
-        self._accumulate, self.train_function = int(parts), None  # which is traced with it
+        self._accumulate, self.train_function = int(parts), None  # traced with the old number
 
     @property
     def wire(self):
@@ -164,11 +164,11 @@ class Trainer(StepLoop):
         self._wire, self.train_function = dtype, None
 
     def _steps_left_of_epoch(self):
-        """Steps until `fit` evaluates; None where it was not told how many an epoch has."""
+        """Steps until `fit` evaluates; None if it was not told how many an epoch has."""
         return None if self._epoch_end is None else self._epoch_end - self.steps_done
 
     def _begin_epochs_where_they_are(self, epoch_iterator):
-        """Has Keras's loop begin its first epoch in the middle, and end its last one there.
+        """Makes Keras's loop begin its first epoch at `steps_done`, and end its last one at `last_step`.
 
         An epoch may also end sooner, with the data; the next one has all its steps again.
         """
@@ -189,7 +189,7 @@ class Trainer(StepLoop):
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         """Builds from the shapes of the data.
 
-        Keras builds from the first batch, by averaging its inputs over replicas, and dies before step 1 where they are
+        Keras builds from the first batch, averaging its inputs over replicas. It fails before step 1 if they are
         booleans, strings or uneven (keras-team/keras#19246, #21172), and always on several workers
         (keras-team/keras#20585).
         """
@@ -253,6 +253,6 @@ def _moments_of_whole_batch(layer, model, inputs, mask):
 
 
 def _of_one_replica(spec):
-    """What one replica is given of data that this describes; None for what is left out."""
+    """The spec of one replica's part of the data; None for what is left out."""
     spec = getattr(spec, "_value_specs", [spec])[0]
     return None if isinstance(spec, tf.OptionalSpec) else spec
