@@ -1,6 +1,6 @@
 import pytest
 
-from common.devices.strategy import gpu_memory_mb
+from common.devices.strategy import free_gpu_memory_mib
 from common.errors import UserError
 from recipes._gpus import gpu_names, gpu_shares, visible_gpus
 
@@ -68,9 +68,9 @@ def test_workers_share_the_gpus_that_may_be_used(nvidia_smi, monkeypatch):
 
 def test_a_split_gpu_is_divided_by_its_own_memory(nvidia_smi):
     with pytest.raises(UserError, match="use --replicas 1"):
-        gpu_memory_mb()
+        free_gpu_memory_mib()
     nvidia_smi("80000")
-    assert gpu_memory_mb() == 72_000
+    assert free_gpu_memory_mib() == 72_000
     nvidia_smi("80000", status=1)
     with pytest.raises(UserError, match="use --replicas 1"):
-        gpu_memory_mb()
+        free_gpu_memory_mib()

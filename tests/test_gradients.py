@@ -219,7 +219,7 @@ def test_the_gradient_of_a_large_matrix_is_reduced_a_bucket_at_a_time(workers, m
             tape.watch(table)
             loss = tf.reduce_sum(tf.cast(product(x, table), tf.float32) ** 2) * (1 + replica)
         gradient = tape.gradient(loss, table)
-        assert gradients.in_parts(gradient)[1] == (name in PRODUCTS and shape == (7, 5))  # few numbers are copied
+        assert gradients.split_product(gradient)[1] == (name in PRODUCTS and shape == (7, 5))  # few numbers are copied
         (summed, _) = sum_gradients({"0": gradient}, {}, [replica], [table], wire)
         return summed["0"], gradient
 

@@ -79,7 +79,7 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
             f"this machine has {len(gpus)} GPUs, too few for --replicas {replicas}; only a single one is split"
         )
     if len(gpus) == 1 and replicas > 1:
-        return _mirrored(_split(gpus[0], replicas, gpu_memory_mb() // replicas))
+        return _mirrored(_split(gpus[0], replicas, free_gpu_memory_mib() // replicas))
     if gpus:
         _use_only(gpus[: replicas or None])
         return _mirrored([f"GPU:{i}" for i in range(replicas or len(gpus))], tf.distribute.NcclAllReduce())
@@ -161,7 +161,7 @@ def _mirrored(devices: list[str], reduce: tf.distribute.CrossDeviceOps | None = 
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduce or tf.distribute.ReductionToOneDevice())
 
 
-def gpu_memory_mb() -> int:
+def free_gpu_memory_mib() -> int:
     """Free memory of the single visible GPU, in MiB, less a tenth for CUDA's own use.
 
     Raises:

@@ -145,15 +145,15 @@ class BatchLoss(TensorFlowTrainer):
 
 def loss_adds_up(loss: keras.losses.Loss) -> bool:
     """Whether a loss is a sum over examples, divided once: one of Keras's, or one whose `adds_up` is true."""
-    return getattr(loss, "adds_up", False) or _is_sum_of_keras(loss, getattr(loss, "fn", type(loss)))
+    return getattr(loss, "adds_up", False) or _is_keras_sum(loss, getattr(loss, "fn", type(loss)))
 
 
 def metric_adds_up(metric: keras.metrics.Metric) -> bool:
     """Whether a metric's variables are sums over examples: one of Keras's, or one whose `adds_up` is true."""
-    return getattr(metric, "adds_up", False) or _is_sum_of_keras(metric, getattr(metric, "_fn", type(metric)))
+    return getattr(metric, "adds_up", False) or _is_keras_sum(metric, getattr(metric, "_fn", type(metric)))
 
 
-def _is_sum_of_keras(thing, code) -> bool:
+def _is_keras_sum(thing, code) -> bool:
     """Whether class and code are Keras's own, and the code neither takes a mean nor compares a batch's examples."""
     own = all(each.__module__.startswith("keras.") for each in (code, type(thing)))
     if (getattr(thing, "_fn_kwargs", None) or {}).get("axis", -1) != -1:  # maybe that of the examples

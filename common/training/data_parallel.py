@@ -41,10 +41,10 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
       the mean over examples.
     - Dropout's noise is a function of the seed, the step and the replica, and has no state; see `noise.py`.
     - `jit_compile` compiles the forward and backward pass of each replica, and `accumulate` divides it into parts.
-      Both need a single loss and metrics, all Keras's own, and neither `add_loss` nor `BatchNormalization`.
-    - A class's own `train_step` or `test_step` runs on each replica, as under Keras, with a warning: gradients are
-      added up, so a loss must be divided by the number of replicas, as Keras divides its own, and the values that it
-      returns are averaged. A `compute_loss` needs no such care.
+      Both need a single loss and metrics, all Keras's own, and no `add_loss`, regulariser or `BatchNormalization`.
+    - A class's own `train_step` or `test_step` runs on each replica, as under Keras: gradients are added up, so a loss
+      must be divided by the number of replicas, as Keras divides its own, and the values that it returns are averaged.
+      A `train_step` that does so warns. A `compute_loss` needs no such care.
 
     Raises:
         TypeError: when `model_class` is not a subclass of `keras.Model`.

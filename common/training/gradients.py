@@ -121,7 +121,7 @@ def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list, wire
     dense = add_rows(dense, {index: rows[index] for index in rows.keys() - large}, weights)
     # The last in a list is reduced first: an output layer's gradient of a table, then layer by layer from the last.
     order = sorted(dense, key=lambda index: (index in large, int(index)))
-    parts = {index: in_parts(dense[index]) for index in order}
+    parts = {index: split_product(dense[index]) for index in order}
     tensors = [part for index in order for part in parts[index][0]]
     tensors = [tf.cast(each, wire) if wire == "bfloat16" else tf.identity(each) for each in tensors]
     reduced = []
@@ -138,7 +138,7 @@ def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list, wire
     return add_rows(summed, gathered, weights), totals
 
 
-def in_parts(gradient) -> tuple[list, int]:
+def split_product(gradient) -> tuple[list, int]:
     """The gradient of a matrix in parts of more than a bucket, each a product of its own.
 
     The first is then sent while the others are computed. This is possible where the graph has the product: not in
@@ -152,7 +152,7 @@ def in_parts(gradient) -> tuple[list, int]:
         return whole
     operation = gradient.op
     if operation.type == "Cast":
-        parts, axis = in_parts(operation.inputs[0])
+        parts, axis = split_product(operation.inputs[0])
         return [tf.cast(part, gradient.dtype) for part in parts], axis
     is_transposed = operation.type == "Transpose" and _swaps(operation.inputs[1])
     product = operation.inputs[0].op if is_transposed else operation

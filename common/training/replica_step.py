@@ -144,7 +144,7 @@ class ReplicaStep(BatchLoss):
 
         def part(number, own):
             at_least_one = with_an_example(own[0])
-            found = compute(weights, self._others(number), state, own, at_least_one, scale, factor, training)
+            found = compute(weights, self._untrained_values(number), state, own, at_least_one, scale, factor, training)
             gradients, rows, sums, whole = found
             if at_least_one is not own[0]:
                 changes = gradients, rows, sums["state"]
@@ -239,7 +239,7 @@ class ReplicaStep(BatchLoss):
             whole["batch"] = (gather(x) if self._has_own("compute_metrics") else x, *gather((y, y_pred, sample_weight)))
         return gradients, rows, sums, whole
 
-    def _others(self, part):
+    def _untrained_values(self, part):
         """Values of the variables that are not trained, and of Keras's seed, for one part of one replica's batch."""
         optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
         # This counts every step: `iterations` counts updates, of which `gradient_accumulation_steps` steps share one.
