@@ -16,7 +16,7 @@ from benchmarks.workers import once
 
 SEQ_LENGTH, BATCH, RANK = 128, 16, 8
 PEERS, OURS = "benchmarks.transformers_causal:trainer", "benchmarks.ours_causal:trainer"
-# A line a contender: its name, what makes it, its own arguments.
+# One line per contender: its name, what makes it, its own arguments.
 CONTENDERS = (
     ("transformers, Accelerate", PEERS, {}),
     ("transformers, Accelerate, bfloat16", PEERS, {"precision": "bf16"}),
@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def measure(arguments: argparse.Namespace, size: str, corpus: str, folder: str) -> dict[str, Any]:
-    """Of each contender, tokens per second in every round, and its peak memory in MiB."""
+    """Each contender's tokens per second in every round, and its peak memory in MiB."""
     common = {"batch_size": BATCH, "dropout": arguments.dropout}
     own = {
         PEERS: {"folder": folder, "model": size},
@@ -71,7 +71,7 @@ def measure(arguments: argparse.Namespace, size: str, corpus: str, folder: str) 
 
 
 def table(rows: dict[str, Any]) -> str:
-    """One size in Markdown."""
+    """The results of one size, in Markdown."""
     speeds = {name: row["tokens_per_second"] for name, row in rows.items()}
     return speed_table("tokens/s", speeds, peak_memory={n: f"{row['peak_memory_mb']:,} MiB" for n, row in rows.items()})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Techniques for which `bert_mlm` has no option: each puts something else in the place of one of its functions."""
+"""Techniques for which `bert_mlm` has no option: each replaces a function or a class that the recipe uses."""
 
 import functools
 
@@ -33,7 +33,7 @@ def muon(recipe, one_matrix: bool = False, **settings) -> None:
 
 
 def initial(recipe, positions: float = 0.0, kernels: bool = False) -> None:
-    """Position embeddings from noise of that standard deviation, or kernels by 1/sqrt(inputs)."""
+    """Position embeddings from noise of that standard deviation, or kernels from noise of 1/sqrt(inputs)."""
     make = recipe.masked_lm_from_size
 
     def masked_lm_from_size(*args):
@@ -49,7 +49,7 @@ def initial(recipe, positions: float = 0.0, kernels: bool = False) -> None:
 
 
 def _inputs(shape) -> int:
-    """Of a dense kernel, or of one of KerasHub's attention: a query's [width, heads, columns], or an output's."""
+    """The inputs of a kernel: dense, or of KerasHub's attention, a query's [width, heads, columns] or an output's."""
     return shape[0] * shape[1] if len(shape) == 3 and shape[0] < shape[2] else shape[0]
 
 
@@ -60,7 +60,7 @@ def untied(recipe) -> None:
 
 
 def batches(recipe, rates: list[float] = (0.3, 0.3), shorter: bool = False) -> None:
-    """Other training batches: a mask rate that changes by the line, or first sequences of half the length."""
+    """Other training batches: a mask rate that changes linearly, or sequences of half the length in the first half."""
     own = recipe.masked_batches
 
     def masked_batches(config, vocabulary, sequences, scaled, split, *first_step, **shard):
@@ -132,7 +132,7 @@ def schedule(recipe, name: str) -> None:
 
 
 def z_loss(recipe) -> None:
-    """A penalty on the logits' log of the sum of exponentials, in the gradient alone: the loss stays comparable."""
+    """A penalty on the log-sum-exp of the logits, in the gradient alone, so that the loss stays comparable."""
 
     class WithZ(recipe.CrossEntropy):
         def call(self, y_true, y_pred):

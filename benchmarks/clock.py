@@ -13,7 +13,7 @@ class Clock(keras.callbacks.Callback):
     """Seconds and tokens of the steps after the first `WARM`.
 
     Args:
-        tokens_of: the tokens of step i of this `fit`, counted from 0, padding not counted.
+        tokens_of: maps a step of this `fit`, counted from 0, to its tokens, not counting padding.
     """
 
     def __init__(self, tokens_of: Callable[[int], int]):

@@ -15,7 +15,7 @@ from benchmarks.workers import once
 
 BERT, CLASSIFIER, CAUSAL = "benchmarks.ours:trainer", "benchmarks.ours_classifier:trainer", "benchmarks.ours_causal"
 FLOAT32, BFLOAT16 = {"precision": "float32"}, {"precision": "mixed_bfloat16"}
-# A line a way to train: its name, what trains, its own arguments, and what is counted.
+# One line per way to train: its name, what trains, its own arguments, and what is counted.
 WAYS = (
     ("bert_mlm", BERT, FLOAT32 | {"replicas": 1}, "tokens"),
     ("bert_mlm, jit", BERT, FLOAT32 | {"replicas": 1, "jit": True}, "tokens"),
@@ -62,7 +62,7 @@ def table(speeds: dict[str, Any]) -> str:
     """In Markdown: the median and the range of each round's ratio.
 
     Args:
-        speeds: of each way, those of all rounds now, and before.
+        speeds: for each way, those of all rounds, now and before.
     """
     lines = ["| | before, a second | now | now / before | range |", "| --- " * 5 + "|"]
     for name, (now, before) in speeds.items():

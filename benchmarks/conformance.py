@@ -20,12 +20,12 @@ BOUND = 1e-6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are none beside those of every benchmark."""
+    """This benchmark has no options of its own."""
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Runs all, prints the table, and writes the file."""
-    import tests.conftest  # noqa: F401  # which divides the CPU in four, so not for other benchmarks
+    import tests.conftest  # noqa: F401  # divides the CPU in four, so only here
     from tests.test_conformance import ROWS, difference
 
     chosen = itertools.islice(ROWS, 3 if arguments.quick else None)
@@ -33,14 +33,14 @@ def main(arguments: argparse.Namespace) -> None:
     for feature in chosen:
         rows[feature] = {replicas: difference(feature, replicas) for replicas in REPLICAS}
         print(feature, *rows[feature].values(), flush=True)
-    results = json.loads(json.dumps({"rows": rows, "machine": machine()}))  # whose keys are strings
+    results = json.loads(json.dumps({"rows": rows, "machine": machine()}))  # with strings as keys
     print(table(results))
     if not arguments.quick:
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def table(results: dict) -> str:
-    """A line a feature; what is refused by its message."""
+    """One line per feature; for one that is refused, the message."""
     lines = [
         "| feature | " + " | ".join(f"{n} replica{'s' * (n > 1)}" for n in REPLICAS) + " |",
         "| --- " * (1 + len(REPLICAS)) + "|",

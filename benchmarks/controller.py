@@ -4,7 +4,7 @@
     pip install --no-deps --target ORBIT tf-models-official==2.20.0 tf_keras==2.21.0
     PYTHONPATH=ORBIT python -m benchmarks.controller
 
-Orbit needs Keras 2 (`tf_keras`), and its package 40 others: so it is in a folder of its own, without them. All run in
+Orbit needs Keras 2 (`tf_keras`), and its package 40 others, so it is in a folder of its own, without them. All run in
 turn, in one process, for several rounds. Writes `benchmarks/results/controller.json`: steps per second of each round.
 """
 
@@ -43,7 +43,7 @@ LENGTH = 64  # tokens of every example
 
 
 class OrbitTrainer(orbit.StandardTrainer):
-    """The step of `GlueTrainer`, as Orbit wants it."""
+    """The step of `GlueTrainer`, in the form that Orbit wants."""
 
     def __init__(self, strategy, model, dataset):
         self.strategy, self.model = strategy, model
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def make_contenders(strategy: tf.distribute.Strategy, folder: Path) -> dict[str, Callable[[int], None]]:
-    """By name, functions that train so many more steps."""
+    """Functions, by name, that train a given number of further steps."""
     draw = np.random.default_rng(0)
     ids = draw.integers(5, 4096, (4096, LENGTH)).astype(np.int32)
     inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids), "segment_ids": np.zeros_like(ids)}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does to runs on two workers what clusters do to jobs, and compares each with a run that nothing happened to.
+"""Does to runs on two workers what clusters do to jobs, and compares each with an undisturbed run.
 
-    python -m benchmarks.faults        # stopped and started again, it goes on where it was; without its results, anew
+    python -m benchmarks.faults        # if stopped, resumes where it was; begins again once its results are deleted
 
-Every trial is a line of `results/faults.jsonl`; the table in docs/fault-tolerance.md is made from them.
+Every trial is a line of `results/faults.jsonl`, from which the table in docs/fault-tolerance.md is made.
 """
 
 import argparse
@@ -32,12 +32,12 @@ OPTIONS = (
     *("--corpus", "LICENSE", "--model", "nano", "--vocabulary-size", "300", "--seq-length", "16", "--batch-size", "4"),
     *("--dropout", "0.1", "--epochs", "12", "--checkpoint-every", str(CHECKPOINT_EVERY)),
 )
-Fault = Callable[[list[int], Path, Sequence[str]], None]  # of the workers' process ids, the work directory, the hosts
+Fault = Callable[[list[int], Path, Sequence[str]], None]  # takes the workers' process ids, work directory, hosts
 A_RUN = 180  # seconds within which every run has ended, with time to spare
 
 
 def main() -> None:
-    """Makes the trials that are missing, and ends with status 1 where one of them failed."""
+    """Makes the trials that are missing, and ends with status 1 if one of all failed."""
     argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__).parse_args()
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def undisturbed(workdir: Path) -> dict[str, Any]:
 
 
 def commands(workdir: Path, hosts: Sequence[str] = ()) -> list[list[str]]:
-    """Of a run on two workers that is started again after a death: one command, or one for each host."""
+    """The command of a run on two workers that restarts after a death, or one command for each host."""
 
     def launch(*place: str) -> list[str]:
         words = [sys.executable, "-m", "recipes", "launch", *place, "--restarts", "1", "bert_mlm"]
@@ -74,7 +74,7 @@ def trial(fault: str, number: int, workdir: Path, expected: dict[str, Any]) -> d
     """One run with one fault, at a random step between two checkpoints.
 
     Returns:
-        A row with the `fault` and its `number`; `at_step`, the last one before it; `went_on_from`, the step that was
+        A row with the `fault` and its `number`; `at_step`, the last step before it; `went_on_from`, the step that was
         restored; `noticed`, the seconds until all workers had ended; whether the weights are `identical` to the
         expected ones; and what is `left`: processes, ports and files that should be gone.
     """
@@ -96,14 +96,14 @@ def trial(fault: str, number: int, workdir: Path, expected: dict[str, Any]) -> d
         launchers = start()
         until(lambda: steps_in(workdir) >= step)
         workers = [worker for launcher in launchers for worker in children(launcher.pid)]
-        ports = [int(address.rsplit(":", 1)[1]) for address in addresses_of(workers[0]) if not hosts]  # theirs go too
+        ports = [int(address.rsplit(":", 1)[1]) for address in addresses_of(workers[0]) if not hosts]  # hosts' end too
         do(workers, workdir, hosts)
         at_step, began = steps_in(workdir), time.monotonic()
         until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
         noticed = time.monotonic() - began
         if hosts:
             mend(hosts)
-        if launchers[0].wait(A_RUN) == 143:  # stopped, after saving; somebody starts it again
+        if launchers[0].wait(A_RUN) == 143:  # stopped, after saving; it is started again
             at_step = steps_in(workdir)
             launchers = start()
         statuses = [launcher.wait(A_RUN) for launcher in launchers]
@@ -122,19 +122,19 @@ def trial(fault: str, number: int, workdir: Path, expected: dict[str, Any]) -> d
 
 
 def sent(number: signal.Signals, worker: int) -> Fault:
-    """The fault of a signal to one of the workers."""
+    """The fault that sends a signal to one of the workers."""
     return lambda workers, workdir, hosts: os.kill(workers[worker], number)
 
 
 def killed_while_it_saves(workers: list[int], workdir: Path, hosts: Sequence[str]) -> None:
-    """The fault of SIGKILL to the chief while it writes a checkpoint."""
+    """The fault that sends SIGKILL to the chief while it writes a checkpoint."""
     unfinished = workdir / "checkpoints"
     until(lambda: any(name.endswith("_temp") for name in os.listdir(unfinished)), pause=0)
     os.kill(workers[0], signal.SIGKILL)
 
 
 def link_cut(workers: list[int], workdir: Path, hosts: Sequence[str]) -> None:
-    """The fault of a network that loses everything, and tells nobody."""
+    """The fault of a network that loses everything without telling anybody."""
     cut(hosts)
 
 
@@ -152,10 +152,10 @@ FAULTS = {
 
 
 def until(happened: Callable[[], bool], pause: float = 0.002) -> None:
-    """Waits for it.
+    """Waits until something has happened.
 
     Raises:
-        TimeoutError: when it does not come in the time of a run.
+        TimeoutError: when it has not after the time of a run.
     """
     deadline = time.monotonic() + A_RUN
     while not happened():
@@ -183,14 +183,14 @@ def addresses_of(worker: int) -> list[str]:
 
 
 def same_bits(weights: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Whether two runs have the same arrays."""
+    """Whether two runs have the same arrays, to the bit."""
     return {name: array.tobytes() for name, array in weights.items()} == {
         name: array.tobytes() for name, array in others.items()
     }
 
 
 def left_behind(workdir: Path, temporary: Path, ports: list[int]) -> list[str]:
-    """Processes that know the work directory, ports that are held, and files that are temporary."""
+    """Processes whose command has the work directory, ports still in use, and temporary files."""
     left = [str(path) for path in [*temporary.rglob("*"), *workdir.rglob("*_temp"), *workdir.rglob("*.unfinished")]]
     for process in Path("/proc").glob("[0-9]*"):
         try:

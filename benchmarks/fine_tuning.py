@@ -22,7 +22,7 @@ from benchmarks.workers import Worker, together
 from common.errors import UserError
 
 PEERS, OURS = "benchmarks.transformers_classifier", "benchmarks.ours_classifier"
-# A line a contender: its name, its module, its own arguments.
+# One line per contender: its name, its module, its own arguments.
 CONTENDERS = (
     ("transformers, Accelerate", PEERS, {}),
     ("transformers, Accelerate, by length", PEERS, {"by_length": True}),
@@ -66,7 +66,7 @@ def main(arguments: argparse.Namespace) -> None:
     path = RESULTS / "fine_tuning.json"
     weights = hashlib.sha256(Path(arguments.preset, "model.safetensors").read_bytes()).hexdigest()
     results: dict[str, Any] = {"machine": machine(), "weights_sha256": weights, "speed": {}, "scores": {}}
-    if path.exists() and not arguments.quick:  # what the same command measured before of other tasks
+    if path.exists() and not arguments.quick:  # what the same command measured before, on other tasks
         before = json.loads(path.read_text())
         same = [[each["weights_sha256"], each["machine"]["versions"]] for each in (before, results)]
         if same[0] == same[1]:
@@ -86,7 +86,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def speeds(arguments: argparse.Namespace, task: str, data: str) -> dict[str, Any]:
-    """Of each contender, examples per second in every round, and the share of padding."""
+    """Each contender's examples per second in every round, and its share of padding."""
     words = {"preset": arguments.preset, "task": task, "data": data, "batch_size": BATCH, "rate": RATE}
     chosen = [contender for contender in CONTENDERS if arguments.only in contender[0]]
     timed = [Timed(f"{module}:trainer", words | own, arguments.seconds) for _, module, own in chosen]
@@ -98,7 +98,7 @@ def speeds(arguments: argparse.Namespace, task: str, data: str) -> dict[str, Any
 
 
 def scores(sides: dict[str, tuple[str, dict[str, Any]]], seeds: int) -> dict[str, list[dict[str, Any]]]:
-    """Of each side, the scores on the validation split, a run a seed, each on a core of its own.
+    """Each side's scores on the validation split, one run per seed, each on a core of its own.
 
     Args:
         sides: by name, the module whose `scorer` does a run, and its arguments.
@@ -134,7 +134,7 @@ def score_table(scores: dict[str, Any]) -> str:
     """The scores of each task in Markdown: mean and standard error over the seeds; the time is the median."""
     lines = ["| task, dev split | seeds | | accuracy | F1 | minutes on one core |", "| --- " * 6 + "|"]
     for task, sides in scores.items():
-        ours = [*sides.values()][-1][0]  # which has the baselines too
+        ours = [*sides.values()][-1][0]  # it has the baselines too
         names = [name for name in ("accuracy", "f1") if name in ours]
         for side, runs in sides.items():
             shown = [mean_of([run[name] for run in runs]) for name in names] + [""] * (2 - len(names))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts with a cable between them, on this machine: network namespaces, which `ip` makes for root."""
+"""Two hosts on this machine, with a cable between them: network namespaces, which root can make with `ip`."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ def two_hosts() -> Iterator[list[str]]:
     """The names of two hosts, which reach each other at `ADDRESSES` and nothing else; gone after the block.
 
     Raises:
-        PermissionError: where they cannot be made.
+        PermissionError: when they cannot be made.
     """
     hosts = [f"host{i}-{os.getpid()}" for i in range(2)]
     with contextlib.ExitStack() as after:
@@ -35,13 +35,13 @@ def two_hosts() -> Iterator[list[str]]:
 
 
 def on(host: str, *command: str) -> list[str]:
-    """The words that run a command on a host."""
+    """The words of a command line that runs a command on a host."""
     return ["ip", "netns", "exec", host, *command]
 
 
 def cut(hosts: list[str]) -> None:
-    """Loses all that is sent from now on; no host is told."""
-    # Not by a queue that drops packets: not every kernel has one.
+    """Loses everything that is sent from now on, without telling the hosts."""
+    # Not with a queue that drops packets: not every kernel has one.
     for host, other in zip(hosts, reversed(ADDRESSES), strict=True):
         _ip("-netns", host, "neighbour", "replace", other, "lladdr", NOBODY, "dev", "cable", "nud", "permanent")
 
@@ -53,14 +53,14 @@ def mend(hosts: list[str]) -> None:
 
 
 def shape(hosts: list[str], megabits: float | None) -> None:
-    """Lets each host send so many megabits a second, headers included, from now on; None for as many as it can.
+    """Limits what each host sends from now on, in megabits per second, headers included; None for no limit.
 
     Raises:
-        PermissionError: where the kernel cannot hold packets back.
+        PermissionError: when the kernel cannot hold packets back.
     """
     for host in hosts:
         command = on(host, "tc", "qdisc", "replace", "dev", "cable", "root")
-        # After a rest, `burst` goes at full speed: 2 ms' worth. A queue that is too short would lose packets.
+        # After a pause, a `burst` of 2 ms' worth goes at full speed. A queue that is too short would lose packets.
         burst = max(int(megabits * 1e6 / 8 * 0.002), 100_000) if megabits else 0
         command += (
             ["tbf", "rate", f"{megabits}mbit", "burst", f"{burst}", "latency", "400ms"] if megabits else ["pfifo"]
@@ -73,7 +73,7 @@ def shape(hosts: list[str], megabits: float | None) -> None:
 
 
 def bytes_sent(host: str) -> int:
-    """Bytes that it has sent by the cable, headers included."""
+    """Bytes that a host has sent over the cable, headers included."""
     words = on(host, "cat", "/sys/class/net/cable/statistics/tx_bytes")
     return int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the input pipeline is by itself, and what training waits for it.
+"""How fast the input pipeline is by itself, and how long training waits for it.
 
-Waiting is the time in `next(iterator)`, in a loop of `next` and the model's own `train_step`. What the pipeline costs
-in all, its use of the cores too, is told by the same steps on one batch that is held.
+Waiting is the time in `next(iterator)`, in a loop of `next` and the model's own `train_step`. The same steps on a
+single batch, read once, show what the pipeline costs in all, including its use of the cores.
 """
 
 import argparse
@@ -66,14 +66,14 @@ def _steps(worker: Worker, seconds: float) -> int:
 
 
 def pipeline(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]:
-    """A function that reads and masks so many batches, for one device."""
+    """A function that reads and masks a given number of batches, for one device."""
     from benchmarks import ours
 
     _, _, batches = ours.set_up(ours.configured(**options, replicas=1), batch_size, 1e-4)
 
     def run(steps: int) -> dict[str, float]:
         iterator, tokens = iter(batches(0)(num_shards=1, shard=0)), 0
-        for _ in range(10):  # as many as wait in its queues, and more
+        for _ in range(10):  # more than wait in its queues
             next(iterator)
         began = time.perf_counter()
         for _ in range(steps):
@@ -84,7 +84,7 @@ def pipeline(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]
 
 
 def waiter(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]:
-    """A function that trains so many steps on new batches, and as many on one, and tells what it waited for the new."""
+    """A function that trains on new batches, then as many steps on one batch, and times the wait for the new ones."""
     import tensorflow as tf
 
     from benchmarks import ours
@@ -109,7 +109,7 @@ def waiter(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]:
             waited += time.perf_counter() - asked
             train(batch).numpy()
         seconds, began = time.perf_counter() - began, time.perf_counter()
-        del iterator  # with it, what it prepares
+        del iterator  # and with it, what it prepares
         for _ in range(steps):
             train(batch).numpy()
         held = time.perf_counter() - began

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy", "torch", "transformers", "accelerate")
 FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # that matmuls use
-PEAK_SECONDS = 0.1  # of a step, which is a part of the time for which products are repeated
+PEAK_SECONDS = 0.1  # per step: here, a step is a part of the time for which products are repeated
 
 
 def machine() -> dict[str, Any]:
@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def checkout(commit: str) -> Iterator[Path]:
-    """The folder of the collection as of a commit, or of what else git takes for one; gone after the block.
+    """The folder of the collection as of a commit, or whatever git takes for one; gone after the block.
 
     Raises:
         UserError: when git has no such commit.
@@ -65,7 +65,7 @@ def checkout(commit: str) -> Iterator[Path]:
 
 
 def existing(word: str) -> str:
-    """The name of a file or a folder that exists, or the empty word; the type of an option."""
+    """The name of an existing file or folder, or an empty one; for the type of an option."""
     if word and not Path(word).exists():
         raise argparse.ArgumentTypeError(f"no file or folder {word}")
     return word
@@ -88,7 +88,7 @@ def matmul(dtype: str) -> Callable[..., dict[str, float]]:
         dtype: `float32` or `bfloat16`.
 
     Returns:
-        A function whose result has `flops`, a second, of the fastest.
+        A function whose result has `flops`, per second, of the fastest product.
     """
     from common.run.speed import matmul_flops_per_second
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of training: what a replica takes, by what is trained and how, beside what `--dry-run` predicts.
+"""Memory of training: what a replica takes, by model and options, beside what `--dry-run` predicts.
 
-Each figure is the peak of a process of its own (Linux: VmHWM, which begins anew with a program), less what TensorFlow,
-the text and the rest of the program take: the peak of a process that trains a batch of one sequence with the smallest
-model, but for what is predicted of that.
+Each figure is the peak of a process of its own (Linux: VmHWM, which starts over with each program), less what
+TensorFlow, the text and the rest of the program take: the peak of a process that trains the smallest model on a batch
+of one sequence, without the part that is predicted for that model.
 """
 
 import argparse
@@ -22,7 +22,7 @@ BERT, CAUSAL = "bert_mlm", "causal_lm"
 COMMON = {"batch_size": 32, "seq_length": 128, "precision": "float32", "replicas": 1}
 SMALLEST = {"model": "nano", "batch_size": 1}
 STEPS = 4
-# A line a row: its name, the recipe, and what differs from `COMMON`.
+# One line per row: its name, the recipe, and what differs from `COMMON`.
 ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("BERT-tiny, 32 sequences of 128", BERT, {"model": "tiny"}),
     ("64 sequences", BERT, {"model": "tiny", "batch_size": 64}),
@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> None:
 
         def options(recipe: str, own: dict[str, Any]) -> dict[str, Any]:
             given = COMMON | (bert if recipe == BERT else causal) | own
-            if "lora_rank" in own:  # adapters are for a preset, of random weights here
+            if "lora_rank" in own:  # adapters need a preset, here of random weights
                 given["preset"] = f"{folder}/preset"
                 words = {name: value for name, value in given.items() if name in ("seq_length", "model", *causal)}
                 once("benchmarks.ours_causal:writer", {"folder": folder} | words)
@@ -87,11 +87,11 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def peak(recipe: str, batch_size: int, keep: bool = True, **options: Any) -> Callable[[], dict[str, float]]:
-    """Trains a few steps of a recipe, and tells this process's peak and what a plan says of a replica.
+    """A function that trains a few steps of a recipe; it returns its process's peak, and a plan's figures.
 
     Args:
         recipe: `bert_mlm` or `causal_lm`.
-        batch_size: sequences in a step, over the replicas of all workers.
+        batch_size: sequences in a step, over the replicas of all workers; the plan's figures are for one replica.
         keep: whether a worker keeps freed memory.
         options: of the recipe.
     """
@@ -132,7 +132,7 @@ def peak_memory_mb() -> int:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results in Markdown, for each replica."""
+    """The results in Markdown, per replica."""
     lines = [f"BERT's vocabulary has {results['pieces']:,} word pieces.", ""]
     lines += ["| | peak of the process | for the replica | predicted | error |", "| --- " * 5 + "|"]
     for name, row in (results["rows"] | results["workers"]).items():

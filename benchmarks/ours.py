@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This project's `fit`, as `recipes/bert_mlm.py` does it, some steps at a time."""
+"""This project's `fit`, as in `recipes/bert_mlm.py`, some steps at a time."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def trainer(batch_size: int, rate: float = 1e-4, **options: Any) -> Callable[...
 
     Args:
         batch_size: sequences in a step, over all replicas and workers.
-        rate: learning rate, of every step.
+        rate: learning rate of every step.
         options: of `bert_mlm`.
     """
     config = configured(**options)
@@ -39,17 +39,17 @@ def trainer(batch_size: int, rate: float = 1e-4, **options: Any) -> Callable[...
 
 
 def configured(**options: Any) -> Config:
-    """The recipe's `Config` for an endless run with these options, else with what the other sides do."""
+    """The recipe's `Config` for an endless run with these options, and otherwise with those of the other sides."""
     return Config(**AS_OTHERS | {"epochs": FOR_EVER} | options)
 
 
 def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Strategy, keras.Model, Callable]:
-    """The recipe's strategy and model, and a function of the first step that gives a function for `distribute`.
+    """The recipe's strategy and model, and a function that makes one for `distribute`, from the first step.
 
     Args:
         config: of the recipe, with a `precision` that is not `auto`.
         batch_size: sequences in a step, over all replicas and workers.
-        schedule: of the learning rate, or a number.
+        schedule: the learning rate's, or a number.
 
     Raises:
         ValueError: when the replicas cannot share the batch.
@@ -72,6 +72,6 @@ def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Str
 
 
 def fit(model: keras.Model, strategy: tf.distribute.Strategy, batches: Callable, steps: int, callbacks: list) -> None:
-    """Trains so many more steps, without a word."""
+    """Trains a given number of further steps, silently."""
     data = distribute(strategy, batches(int(model.optimizer.iterations.numpy())))
     model.fit(data, steps_per_epoch=steps, callbacks=callbacks, verbose=0, shuffle=False)

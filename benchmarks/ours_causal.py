@@ -50,7 +50,7 @@ def trainer(batch_size: int, **options: Any) -> Callable[..., dict[str, Any]]:
 
 
 def set_up(batch_size: int, **options: Any) -> tuple[tf.distribute.Strategy, keras.Model, Callable]:
-    """The recipe's strategy and model, and a function for `distribute` of the split and the first step."""
+    """The recipe's strategy and model, and a function for `distribute` that takes the split and the first step."""
     config = Config(**{"optimizer": "adamw", "precision": "float32", "learning_rate": 1e-4} | options)
     strategy = make_strategy(config.replicas)
     keras.utils.set_random_seed(config.seed)
@@ -63,6 +63,6 @@ def set_up(batch_size: int, **options: Any) -> tuple[tf.distribute.Strategy, ker
 
 
 def fit(model: keras.Model, strategy: tf.distribute.Strategy, batches: Callable, steps: int, callbacks: list) -> None:
-    """Trains so many more steps, without a word."""
+    """Trains a given number of further steps, silently."""
     part = distribute(strategy, batches, "train", int(model.optimizer.iterations.numpy()))
     model.fit(part, steps_per_epoch=steps, callbacks=callbacks, verbose=0, epochs=1)

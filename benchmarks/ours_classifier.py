@@ -24,7 +24,7 @@ def trainer(batch_size: int, rate: float = 5e-5, **options: Any) -> Callable[...
 
     Args:
         batch_size: examples in a step, over all replicas.
-        rate: learning rate, of every step.
+        rate: learning rate of every step.
         options: of `text_classifier`.
     """
     config = Config(**options)
@@ -50,7 +50,7 @@ def trainer(batch_size: int, rate: float = 5e-5, **options: Any) -> Callable[...
 
 
 def leader(batch_size: int, rate: float, **options: Any) -> Callable[..., dict[str, Any]]:
-    """A function that trains for some epochs on one device, without dropout, and tells all that the peer needs.
+    """A function that trains for some epochs on one device, without dropout, and returns all that the peer needs.
 
     Args:
         batch_size: examples in a step.
@@ -89,7 +89,7 @@ def _begin(config: Config, rate) -> tuple[tf.distribute.Strategy, EncodedTexts, 
 
 
 def scorer(by_length: bool = True, **options: Any) -> Callable[[], dict[str, Any]]:
-    """A function that does one run of the recipe: the scores on the validation split, and the seconds of training.
+    """A function that does one run of the recipe; it returns the validation scores and the seconds of training.
 
     Args:
         by_length: whether examples of similar length share a batch; if not, they are drawn at random.

@@ -19,7 +19,7 @@ def trainer(batch_size: int, **options: Any) -> Callable[..., dict[str, Any]]:
 
     Args:
         batch_size: sequences in a step, over all replicas.
-        options: of `bert_from_scratch`, with `data`, where shards are or go, and `workdir`.
+        options: of `bert_from_scratch`, including `workdir` and `data`, where shards are or will be.
     """
     config = Config(**AS_OTHERS | {"epochs": FOR_EVER} | options)
     strategy = make_strategy(config.replicas)

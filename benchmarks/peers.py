@@ -18,7 +18,7 @@ from benchmarks.workers import once
 
 BATCH, SIZE = 32, "tiny"
 COMPILED = {"compiler": "inductor"}
-OURS = (  # a line a contender: its name, and its own options
+OURS = (  # one line per contender: its name, and its own options
     ("fit, one device", {"replicas": 1}),
     ("fit, one device, jit", {"replicas": 1, "jit": True}),
     ("fit, one device, bfloat16", {"replicas": 1, "precision": "mixed_bfloat16"}),
@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> None:
 def language_models(
     arguments: argparse.Namespace, size: str, folder: str
 ) -> list[tuple[str, dict[str, list[tuple]], list[tuple]]]:
-    """What is timed together: what speeds count; each recipe's contenders (name, function, arguments); the peer's."""
+    """What is timed together: the unit, each recipe's contenders (name, function, arguments), and the peer's."""
     Path(folder, "bert").mkdir()
     text = prepare_text(arguments, throughput.SEQ_LENGTH, f"{folder}/bert")
     corpus, length = {"corpus": text["corpus"]}, {"seq_length": throughput.SEQ_LENGTH}

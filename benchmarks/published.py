@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The yardstick: the pipeline of Keras's published example, written anew.
+"""The yardstick: the pipeline of Keras's published example, reimplemented.
 
 https://keras.io/examples/nlp/data_parallel_training_with_keras_nlp: every line of more than 100 characters, in batches
-of one order that is cached, goes through KerasHub's preprocessor inside `fit`, which pads it to 512 tokens and masks it
-on the fly in 96 slots; AdamW with Keras's settings and a rate that never changes. Here on one device, as with its
-boolean padding mask `fit` dies under a strategy (docs/keras-under-tf-distribute.md).
+whose order is cached, goes through KerasHub's preprocessor inside `fit`, which pads it to 512 tokens and masks it on
+the fly in 96 slots; AdamW with Keras's settings and a constant rate. It runs on one device, since with its boolean
+padding mask `fit` fails under a strategy (docs/keras-under-tf-distribute.md).
 """
 
 import functools
@@ -21,8 +21,8 @@ from common.data.wordpiece import load_wordpieces
 from common.model.saving import keras_tokenizer
 from common.model.sizes import dimensions
 
-SHORTEST_LINE = 100  # characters; what is not longer is left out
-SEQ_LENGTH, SLOTS = 512, 96  # tokens, of which so many are masked at most
+SHORTEST_LINE = 100  # characters; lines that are not longer are left out
+SEQ_LENGTH, SLOTS = 512, 96  # tokens, and the most of them that are masked
 
 
 def lines(corpus: str, batch_size: int) -> tf.data.Dataset:
@@ -35,7 +35,7 @@ def lines(corpus: str, batch_size: int) -> tf.data.Dataset:
 
 
 def build(model: str, vocabulary: str, dropout: float, rate: float, precision: str) -> keras_hub.models.BertMaskedLM:
-    """The example's model, with random weights, and a learning rate that does not change."""
+    """The example's model, with random weights and a constant learning rate."""
     keras.config.set_dtype_policy(precision)
     wordpieces = load_wordpieces(vocabulary)
     backbone = keras_hub.models.BertBackbone(
@@ -70,7 +70,7 @@ def trainer(
         nonlocal done
         first, done = done, done + WARM + steps
         numbers = [(first + step) % len(batches) for step in range(WARM + steps)]
-        tokens = [tokens_in(number) for number in numbers]  # before the clock runs
+        tokens = [tokens_in(number) for number in numbers]  # before the clock starts
         clock = Clock(tokens.__getitem__)
         order = data.repeat().skip(first % len(batches))
         task.fit(order, steps_per_epoch=WARM + steps, callbacks=[clock], verbose=0)

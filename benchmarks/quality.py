@@ -19,10 +19,10 @@ from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
 from benchmarks.workers import once
 
 PUBLISHED, OURS = "published", "ours"
-# Of the recipe, on one device, where the published settings differ.
+# The recipe's, on one device, where the published settings differ.
 DEFAULTS = {"optimizer": "muon", "mask_rate": 0.3, "seq_length": 64, "batch_size": 32}
-# A run a line: whose pipeline; the learning rate; dropout; the share of the time for which it trains; and options of
-# ours, with which its rate rises and decays over that time. The published example has a rate of 2e-4 for its 64 lines.
+# One run per line: whose pipeline; learning rate; dropout; the share of the time for which it trains; and options of
+# ours, with which the rate rises and decays over that time. The published example has a rate of 2e-4 for its 64 lines.
 RUNS = (
     (PUBLISHED, 2e-4, 0.1, 1, {}),
     (OURS, 2e-4, 0.1, 1 / 4, {}),
@@ -30,7 +30,7 @@ RUNS = (
     (OURS, 2e-3, 0.0, 1 / 16, {"optimizer": "adamw"}),
     (OURS, 7e-3, 0.0, 1 / 4, DEFAULTS),
 )
-BATCHES = {PUBLISHED: 64, OURS: 32}  # lines padded to 512 tokens, and sequences of 128, in a step, if not the defaults
+BATCHES = {PUBLISHED: 64, OURS: 32}  # per step: lines padded to 512 tokens; sequences of 128, where not by `DEFAULTS`
 VALIDATION = 32  # batches of 32 sequences
 VALIDATIONS = 40  # in a run
 
@@ -67,13 +67,13 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _steps_a_second(options: dict[str, Any]) -> float:
-    """The speed of our side, which tells over how many steps its learning rate rises and decays."""
+    """The speed of our side, which sets the number of steps over which its learning rate rises and decays."""
     timed = once("benchmarks.ours:trainer", {"batch_size": BATCHES[OURS], "precision": "float32"} | options, steps=50)
     return timed["steps"] / timed["seconds"]
 
 
 def initial(folder: str, model: str, vocabulary: str) -> Callable[[], dict]:
-    """Writes the random weights with which all begin."""
+    """A function that writes the random weights with which runs begin."""
     import keras
     import numpy as np
 
@@ -91,13 +91,13 @@ def initial(folder: str, model: str, vocabulary: str) -> Callable[[], dict]:
 def trainer(
     side: str, rate: float, dropout: float, own: dict[str, Any], steps: int, folder: str, **words: str
 ) -> Callable[..., dict]:
-    """A function that trains for so many steps, or seconds, and gives the curve: pairs of seconds and validation loss.
+    """A function that trains for some steps or seconds, and returns the curve: pairs of seconds and validation loss.
 
     Args:
         side: whose pipeline.
         rate, dropout: of the run.
         own: options of ours.
-        steps: over which the rate rises and decays, and the run ends; 0 for a constant rate, and so many seconds.
+        steps: those of the run, over which the rate rises and decays; 0 for a constant rate, and to train for seconds.
         folder: with the initial weights.
         words: options of the text and the model.
     """
@@ -157,7 +157,7 @@ def _curve(budget: float, last_step: float, loss: Callable[[], float]):
     import keras
 
     class Curve(keras.callbacks.Callback):
-        """Validates now and then, with the clock stopped, and ends the `fit` at its last step, or when time is over."""
+        """Validates now and then, with the clock stopped, and ends the `fit` at its last step, or when time is up."""
 
         def on_train_begin(self, logs=None):
             self.points, self.steps, self.stopped = [(0.0, loss())], 0, 0.0
@@ -177,13 +177,13 @@ def _curve(budget: float, last_step: float, loss: Callable[[], float]):
 
 
 def compare(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """For the same learning rate, and for each side's best: when ours reaches the loss that the published ends with.
+    """For the same learning rate, and for each side's best: when ours reaches the loss at the end of the published run.
 
     The best run of each side is the one that ends lowest.
 
     Returns:
-        For each, `loss` that the published ends with, after so many seconds (`published`); when ours has it first, in
-        seconds (`ours`, infinite for never); and `ratio`, how many times sooner.
+        For each, the `loss` at the end of the published run, after `published` seconds; `ours`, the seconds after which
+        ours has it first (infinite for never); and `ratio`, how many times sooner that is.
     """
     compared = {}
     for name in ("the same learning rate", "each at its best"):
@@ -227,7 +227,7 @@ def _name(run: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """The curves."""
+    """Draws the curves."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -47,7 +47,7 @@ def parity_table(doctor: dict) -> str:
     for row in doctor["checks"]:
         checks.setdefault(row["check"], {})[row["measure"]] = f"{row['measured']:.1e}"
         bounds[row["measure"]] = row["bound"]
-    measures = list(bounds)[:4]  # of the ways to compute the same; other checks have one of their own
+    measures = list(bounds)[:4]  # those of the ways to compute the same; other checks have their own
     lines = [
         "| against one device | "
         + " | ".join(f"{measure} (bound {bounds[measure]:.0e})" for measure in measures)
@@ -92,7 +92,7 @@ def faults_table(rows: list[dict]) -> str:
 
 
 def claims(doctor: dict, faults: list[dict], speeds: dict, beside: dict, scores: dict, paired: dict) -> str:
-    """What the README says of the results, a line for each page that has them all."""
+    """What the README says of the results, one line for each page that has them all."""
     found: dict[str, list[float]] = {}
     for row in doctor["checks"]:
         found.setdefault(row["measure"], []).append(row["measured"])
@@ -172,7 +172,7 @@ def throughput_table(results: dict) -> str:
 
 
 def with_machine(table: Callable[[dict], str]) -> Callable[[dict], str]:
-    """A benchmark's own table, and what it was measured on."""
+    """A benchmark's own table, followed by what it was measured on."""
     return lambda results: f"{table(results)}\n\n{hardware_line(results)}"
 
 
@@ -185,7 +185,7 @@ def hardware_line(results: dict) -> str:
 
 
 def recipes_table(results: dict[str, dict]) -> str:
-    """What each recipe is, how long the run of its command trained, and what it came to.
+    """What each recipe is, how long the run of its command trained, and its result.
 
     Args:
         results: a `results.json` for each of `RECIPES`.
@@ -208,7 +208,7 @@ def recipes_table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-# Of `python -m benchmarks NAME`.
+# The tables of `python -m benchmarks NAME`.
 MEASURED = {
     "throughput": throughput_table,
     "scaling": with_machine(scaling.tables),
@@ -226,7 +226,7 @@ MEASURED = {
 
 
 def tables() -> dict[str, Callable[[], str]]:
-    """What makes the table of each name."""
+    """The functions that make the tables, by name."""
     return {
         **{name: lambda name=name: f"```text\n{report(_results(name))}\n```" for name in ("bert_mlm", "causal_lm")},
         "recipes": lambda: recipes_table(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bare reductions over workers, by the strategy that trains."""
+"""Reductions alone, over workers, by the strategy that trains."""
 
 import time
 from collections.abc import Callable

@@ -14,22 +14,22 @@ from typing import Any
 from benchmarks.machine import ROOT
 from benchmarks.workers import Worker, together
 
-PEER = "transformers"  # with which the names of their contenders begin
+PEER = "transformers"  # how the names of its contenders begin
 
 
 def add_round_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of how often, how long and whom to time."""
+    """The options for how often, how long and which contenders to time."""
     parser.add_argument("--rounds", type=int, default=5, help="times that every contender is timed")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a contender's steps in a round, about")
     parser.add_argument("--only", default="", help="contenders whose name contains this")
 
 
 class Timed:
-    """A contender, and what its rounds gave.
+    """A contender, and the answers of its rounds.
 
     Args:
-        function, arguments: of `workers.Worker`.
-        seconds: that a round shall last, about.
+        function, arguments: see `workers.Worker`.
+        seconds: how long a round should last, about.
         root: see `workers.Worker`.
     """
 
@@ -41,7 +41,7 @@ class Timed:
         return f"{self.function} {self.arguments}: {self.answers[-1]}"
 
     def round(self, workers: list[Worker], stays: bool) -> None:
-        """Its turn. It is started where it does not run; the first time, a rehearsal tells how long it takes."""
+        """Takes its turn; starts its process if there is none. The first time, a rehearsal sets the number of steps."""
         if self.worker is None:
             self.worker = Worker(self.function, self.arguments, root=self.root)
             workers.append(self.worker)
@@ -55,7 +55,7 @@ class Timed:
             self.worker = None
 
     def per_second(self, what: str) -> list[float]:
-        """In each round, how many of what its answers count went by in a second."""
+        """For each round, how many per second there were of something that its answers count."""
         return [round(answer[what] / answer["seconds"], 2) for answer in self.answers]
 
 
@@ -63,9 +63,9 @@ def take_rounds(contenders: list[Timed], rounds: int, title: str, stay: bool = T
     """Times every contender in each round.
 
     Args:
-        contenders: which keep what they measured.
+        contenders: they keep what they measured.
         rounds: how many.
-        title: of the lines that tell how far it is.
+        title: of the lines that show the progress.
         stay: whether their processes stay from round to round; if not, only one is in memory at a time.
     """
     with together([]) as workers:
@@ -81,7 +81,7 @@ def speed_table(unit: str, speeds: dict[str, list[float]], **columns: dict[str, 
     Args:
         unit: of the speeds, such as `tokens/s`.
         speeds: of each contender, in each round.
-        columns: more of them by their titles: the cell of each contender.
+        columns: further ones, by title: the cell of each contender.
     """
     medians = {name: statistics.median(rounds) for name, rounds in speeds.items()}
     best = max((median for name, median in medians.items() if name.startswith(PEER)), default=math.nan)

@@ -55,7 +55,7 @@ def compare(preset: str, task: str, data: str, epochs: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """A line a task, in Markdown."""
+    """One line per task, in Markdown."""
     lines = [
         "| task | epochs | steps | largest difference of a step's loss | of an output on dev | equal predictions |",
         "| --- " * 6 + "|",

@@ -87,8 +87,8 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace) -> lis
     """Seconds of steps of two workers, each with half the batch and half the cores, by the speed of their link.
 
     Returns:
-        For each speed, `megabits` a second, lists of seconds, one a round: `computation`, a step of two processes that
-        do not talk; `reduction`, of as many bytes as the gradients have, alone; `step`; where asked for, `before`, a
+        For each speed, `megabits` per second, lists of seconds, one per round: `computation`, a step of two processes
+        that do not talk; `reduction`, of as many bytes as the gradients have, alone; `step`; if asked for, `before`, a
         step by the code of that commit; and `wire`, a step with bfloat16 on the wire. Then the gradients' `bytes`, and
         the bytes that a worker `sent` in a step, by the same names.
     """
@@ -117,7 +117,7 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace) -> lis
                     row[name].append(ask(group, steps=steps[name], **questions[name])["seconds"] / steps[name])
             for name in ("step", "wire"):
                 counts = [bytes_sent(hosts[0])]
-                for number in (0, steps[name]):  # of which the first are the steps that are not timed
+                for number in (0, steps[name]):  # with 0, only the steps that are not timed
                     ask(groups[name], steps=number)
                     counts.append(bytes_sent(hosts[0]))
                 row["sent"][name] = round((counts[2] - 2 * counts[1] + counts[0]) / steps[name])
@@ -159,20 +159,20 @@ def _ring(function: str, arguments: dict[str, Any], addresses: list[str], hosts,
 
 
 def halves() -> list[list[int]]:
-    """This process's cores in two parts; of a single one, it twice."""
+    """This process's cores in two parts; a single core is in both."""
     own = cores()
     return [own[: len(own) // 2] or own, own[len(own) // 2 :]]
 
 
 def rehearse(group: list[Worker], seconds: float, **question: Any) -> int:
-    """Lets them do two steps, which compiles what is to be, and two more; returns how many take so many seconds."""
+    """Has a group do two steps, to compile, and two more; returns how many steps take that many seconds."""
     ask(group, steps=2, **question)
     timed = ask(group, steps=2, **question)
     return min(max(3, math.ceil(seconds * 2 / timed["seconds"])), 2000)
 
 
 def ask(group: list[Worker], **question: Any) -> dict[str, Any]:
-    """Has all of them begin, and waits for the last."""
+    """Has all workers begin, waits for the last, and returns the slowest one's answer."""
     for worker in group:
         worker.ask(**question)
     return max((worker.answer() for worker in group), key=lambda answer: answer["seconds"])
@@ -204,7 +204,7 @@ def ways_table(ways: dict[str, Any]) -> str:
 
 
 def links_table(rows: list[dict[str, Any]], before: str | None) -> str:
-    """Medians of a step of two workers by the speed of their link, and their ratios to the best that can be.
+    """Medians of a step of two workers by the speed of their link, and their ratios to the best possible.
 
     That is the longer of computation and reduction, which a step would take if the one hid the other.
     """

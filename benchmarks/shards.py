@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed and memory of shards, on a corpus and on ten times it: `python -m benchmarks.shards CORPUS`.
+"""Speed and memory of shards, on a corpus and on ten copies of it: `python -m benchmarks.shards CORPUS`.
 
 Prints, and writes to `benchmarks/results/shards.json`, tokens per second of writing (tokenising on all cores, and
 TFRecords) and of reading and masking (the input pipeline of `bert_from_scratch` alone, one reader), and the peak memory
-of each, the processes that tokenise included. Each figure is of a process of its own.
+of each, including the processes that tokenise. Each figure comes from a process of its own.
 """
 
 import json
@@ -46,7 +46,7 @@ def main(corpus: str) -> None:
 
 
 def write(corpus: str, times: int, architecture: str, data: str) -> dict[str, float]:
-    """Writes shards of a corpus that comes `times` times."""
+    """Writes shards of a corpus that is repeated `times` times."""
     from common.data.byte_pairs import train_byte_pairs
     from common.data.corpora import open_corpus
     from common.data.shard_writer import write_shards
@@ -97,7 +97,7 @@ class PeakMemory(threading.Thread):
         while True:
             lists = [read_text(task / "children") for task in Path("/proc/self/task").iterdir()]
             processes = [Path("/proc") / process for process in " ".join(lists).split()]
-            # A child that has not begun its program yet has its parent's memory, not more.
+            # A child that has not begun its program yet shares its parent's memory, and adds none.
             begun = [Path("/proc/self"), *(p for p in processes if read_text(p / "cmdline") != own)]
             pages = sum(int((read_text(process / "statm").split() or [0, 0])[1]) for process in begun)
             self.mb = max(self.mb, pages * os.sysconf("SC_PAGE_SIZE") // 2**20)
@@ -105,7 +105,7 @@ class PeakMemory(threading.Thread):
 
 
 def read_text(path: Path) -> str:
-    """A file's text; of a process that is gone, none."""
+    """A file's text; empty if its process is gone."""
     try:
         return path.read_text()
     except OSError:

@@ -36,7 +36,7 @@ class Technique(NamedTuple):
     options: dict[str, Any] = {}  # of the recipe
     change: str = ""  # a function of `benchmarks.changes`
     arguments: dict[str, Any] = {}  # of that function
-    seeds: int = 0  # at least so many
+    seeds: int = 0  # at least this many
 
 
 DEFAULT = Technique("the defaults", seeds=5)
@@ -213,7 +213,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Curves of training."""
+    """Draws curves of training."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -24,7 +24,7 @@ OURS = "benchmarks.ours:trainer"
 PUBLISHERS = "benchmarks.published:trainer"
 PEERS = "benchmarks.transformers_peer:trainer"
 
-# A line a contender: its name; what makes it; its own arguments; the number format of most of its matrix products.
+# One line per contender: its name; what makes it; its own arguments; the number format of most of its matrix products.
 CONTENDERS = (
     (PUBLISHED, PUBLISHERS, {}, "float32"),
     ("transformers, Accelerate", PEERS, {}, "float32"),
@@ -38,10 +38,10 @@ CONTENDERS = (
     ("fit, 2 replicas, jit", OURS, {"replicas": 2, "jit": True}, "float32"),
     ("fit, 2 replicas, bfloat16", OURS, {"replicas": 2, "precision": "mixed_bfloat16"}, "bfloat16"),
 )
-# Sequences in a step: of 128 tokens, and of the published example's 512, whose own 64 need more memory than time tells.
+# Sequences per step: of 128 tokens, and of 512 in the published example, whose 64 take too much memory.
 BATCHES = {"nano": (32, 32), "tiny": (32, 64), "small": (32, 16), "base": (16, 4)}
-FRESH = ("small", "base")  # sizes whose contenders do not fit in memory together: each is started anew in every round
-FRESH_ROUNDS = 3  # of these, at most
+FRESH = ("small", "base")  # sizes whose contenders do not fit in memory together: each is started again in every round
+FRESH_ROUNDS = 3  # for these, at most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], fold
 
 
 def model_flops(size: str, vocabulary_size: int) -> float:
-    """Of one token, the same figure for every contender: what one computes for padding or for other logits is waste."""
+    """FLOPs of one token, the same for every contender: what one computes for padding or for other logits is waste."""
     of = dimensions(size)
     sizes = of["hidden_dim"], of["intermediate_dim"], of["num_layers"], vocabulary_size
     return flops_per_token(*sizes, SEQ_LENGTH, MASK_RATE)

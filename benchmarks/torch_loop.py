@@ -14,13 +14,13 @@ WARM = 2  # as in benchmarks.clock, which needs Keras
 
 
 def without_end(loader) -> Iterator[Any]:
-    """Epoch after epoch."""
+    """A loader's batches, epoch after epoch."""
     while True:
         yield from loader
 
 
 def train_step(accelerator: Accelerator, loss: torch.Tensor, optimizer, schedule) -> float:
-    """Goes back from a batch's loss, and returns it: as the others, a step shows its loss."""
+    """Updates the weights by a batch's loss, and returns the loss, as the other contenders' steps show theirs."""
     accelerator.backward(loss)
     optimizer.step()
     schedule.step()
@@ -29,7 +29,7 @@ def train_step(accelerator: Accelerator, loss: torch.Tensor, optimizer, schedule
 
 
 def time_steps(step: Callable, batches: Iterator[Any], steps: int, count: Callable[[Any], dict[str, int]]):
-    """Trains some steps, the first ones unmeasured: `steps`, their `seconds`, and the sums of `count(batch)`."""
+    """Trains some steps, after a few untimed ones; returns `steps`, their `seconds`, and the sums of `count(batch)`."""
     for batch in itertools.islice(batches, WARM):
         step(batch)
     counts, began = collections.Counter(), time.perf_counter()

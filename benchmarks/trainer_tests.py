@@ -53,7 +53,7 @@ class Outcomes:
             signal.alarm(0)
 
     def pytest_runtest_logreport(self, report):
-        """Notes the outcome, and the last line of what went wrong."""
+        """Notes the outcome, and the first line of what went wrong."""
         name = report.nodeid.split("::", 1)[1]
         if report.when == "call" or report.outcome != "passed":
             self.of[name] = {"outcome": report.outcome}
@@ -62,7 +62,7 @@ class Outcomes:
 
 
 def run_tests(way: str) -> dict[str, dict[str, str]]:
-    """Runs them in this process; each test's name, and its `outcome` and `error`."""
+    """Runs the tests in this process; returns the `outcome` and `error` of each, by name."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import tensorflow as tf
@@ -70,7 +70,7 @@ def run_tests(way: str) -> dict[str, dict[str, str]]:
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     if importlib.util.find_spec("jax") is None:
-        sys.modules["jax"] = types.ModuleType("jax")  # which the file imports, for tests of another backend
+        sys.modules["jax"] = types.ModuleType("jax")  # the file imports it, for tests of another backend
     from keras.src import testing
     from keras.src.backend.tensorflow import trainer
     from keras.src.models.model import Model
@@ -112,7 +112,7 @@ def run_tests(way: str) -> dict[str, dict[str, str]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are none beside those of every benchmark."""
+    """This benchmark has no options of its own."""
 
 
 def main(arguments: argparse.Namespace) -> None:

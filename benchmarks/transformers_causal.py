@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The peer in training causal language models: transformers' `GPT2LMHeadModel` on torch, driven by Accelerate.
 
-In the form of transformers' `examples/pytorch/language-modeling/run_clm_no_trainer.py`.
+It follows transformers' `examples/pytorch/language-modeling/run_clm_no_trainer.py`.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The peer in fine-tuning: Hugging Face transformers' `AutoModelForSequenceClassification` on torch, with Accelerate.
 
-In the form of transformers' `examples/pytorch/text-classification/run_glue_no_trainer.py`: each batch is padded to its
-longest example; `by_length`, its `LengthGroupedSampler` draws the batches.
+It follows transformers' `examples/pytorch/text-classification/run_glue_no_trainer.py`: each batch is padded to its
+longest example; with `by_length`, transformers' `LengthGroupedSampler` draws the batches.
 """
 
 import time
@@ -27,7 +27,7 @@ from common.scores.metrics import classification_scores
 
 
 class ShuffledBatches(torch.utils.data.Sampler):
-    """A sampler's batches in a random order: those by length would come longest first, and some steps tell nothing."""
+    """A sampler's batches in a random order: by length, the longest come first, and a few steps are not typical."""
 
     def __init__(self, sampler, batch_size: int):
         self.sampler, self.batch_size = sampler, batch_size
@@ -46,12 +46,12 @@ class FineTuning:
 
     Args:
         preset: a folder in Hugging Face's format.
-        task, data: as of `text_classifier`.
+        task, data: as in `text_classifier`.
         batch_size: examples in a step.
         precision: Accelerate's `mixed_precision`: `no` or `bf16`.
         by_length: whether examples of similar length share a batch.
         rate: the learning rate's peak.
-        epochs: over which it rises and decays, for a tenth and the rest of the steps; 0 for a constant rate.
+        epochs: the rate rises over a tenth of their steps, and decays over the rest; 0 for a constant rate.
         seed: of the head, the order and the dropout.
         length: tokens to which an example is cut.
     """
@@ -95,7 +95,7 @@ class FineTuning:
         self.model.train()
 
     def step(self, batch: dict[str, torch.Tensor]) -> float:
-        """Trains on a batch; its loss."""
+        """Trains on a batch, and returns its loss."""
         return train_step(self.accelerator, self.model(**batch).loss, self.optimizer, self.schedule)
 
 
@@ -124,7 +124,7 @@ def trainer(**arguments: Any) -> Callable[..., dict[str, Any]]:
 
 
 def scorer(epochs: int, **arguments: Any) -> Callable[[], dict[str, Any]]:
-    """A function that trains for some epochs: the scores on the validation split, and the seconds of training."""
+    """A function that trains for some epochs; it returns the validation scores and the seconds of training."""
     tuned = FineTuning(epochs=epochs, **arguments)
 
     def run() -> dict[str, Any]:
@@ -144,7 +144,7 @@ def scorer(epochs: int, **arguments: Any) -> Callable[[], dict[str, Any]]:
 
 
 def follower(preset: str, rate: float) -> Callable[..., dict[str, Any]]:
-    """A function that does the steps of `ours_classifier.leader`: losses, and outputs for the validation split.
+    """A function that does the steps of `ours_classifier.leader`; it returns losses, and validation outputs.
 
     What the libraries define differently is set alike: KerasHub's BERT has the tanh form of GELU, and Keras's AdamW
     adds its epsilon before it corrects the second moment's bias.

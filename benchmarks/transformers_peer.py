@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The peer: Hugging Face transformers' `BertForMaskedLM` on torch, driven by Accelerate.
 
-In the form of transformers' `examples/pytorch/language-modeling/run_mlm_no_trainer.py`: text packed into sequences of
-one length, their own collator masks 15 % of it anew in every epoch, `Accelerator` holds the loop's parts.
+It follows transformers' `examples/pytorch/language-modeling/run_mlm_no_trainer.py`: text is packed into sequences of
+one length, transformers' own collator masks 15 % of it afresh in every epoch, and `Accelerator` holds the loop's parts.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def trainer(
 
 
 def examples(sequences: np.ndarray, tokenizer: BertTokenizerFast) -> list[dict[str, np.ndarray]]:
-    """What the collator takes, with the tokens that it may not mask."""
+    """The examples as the collator takes them, with the tokens that it may not mask."""
     special = np.isin(sequences, tokenizer.all_special_ids)
     tokens = sequences != tokenizer.pad_token_id
     ids = sequences.astype(np.int64)

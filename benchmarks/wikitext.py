@@ -20,7 +20,7 @@ SENTENCES = (
     "The song was released as a [MASK] in the united states .",
     "The species is found in the [MASK] of south america .",
 )
-SMOOTHED = 100  # steps over which the loss in the picture is the mean
+SMOOTHED = 100  # steps over which the picture averages the loss
 
 
 def main(run: Path) -> None:

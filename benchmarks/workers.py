@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured runs in a process of its own, which stays, and does as much as it is told when its turn comes.
+"""What is measured runs in a process of its own, which stays alive, and does a piece of work when it is asked.
 
     python -m benchmarks.workers module:function '{"argument": 1}'
 
 calls `function(argument=1)`, which makes a model, say, and returns what does the work: a function of keyword arguments
-that returns a dict. Each line of the input is a JSON object of these arguments, each line of the output the answer. It
-ends with its input, and so with the process that started it.
+that returns a dict. Each line of input is a JSON object of these arguments; each line of output is the answer. The
+process ends with its input, and so with the process that started it.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ class Worker:
     """A process that does work when it is asked; see this module.
 
     Args:
-        function: `module:function`, which makes what does the work.
-        arguments: its keyword arguments, of what JSON can hold.
-        cores: numbers of those that it may use; all, by default.
+        function: `module:function`, which returns what does the work.
+        arguments: its keyword arguments, serializable as JSON.
+        cores: numbers of the cores that it may use; by default, all.
         environment: variables on top of this process's own.
         prefix: words before the command, such as those that run it on another host.
         root: folder of the collection whose code it runs.
@@ -63,16 +63,16 @@ class Worker:
         )
 
     def ask(self, **question: Any) -> None:
-        """Has it begin; `answer` waits for the end."""
+        """Has it begin a piece of work; `answer` waits for the end."""
         with contextlib.suppress(BrokenPipeError):  # it has failed, as its answer will say
             self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """What it did, when it is done.
+        """Waits for the end of the work, and returns the result.
 
         Raises:
-            RuntimeError: when it failed, with the end of what it said.
+            RuntimeError: when it failed, with the end of its log.
         """
         line = self.process.stdout.readline()
         if not line:
@@ -95,7 +95,7 @@ class Worker:
 
 @contextlib.contextmanager
 def together(workers: Iterable[Worker]) -> Iterator[list[Worker]]:
-    """A list of workers, all of which end after the block, or where one cannot be started."""
+    """A list of workers, all of which end after the block, or if one cannot be started."""
     started = []
     try:
         for worker in workers:
@@ -107,7 +107,7 @@ def together(workers: Iterable[Worker]) -> Iterator[list[Worker]]:
 
 
 def once(function: str, arguments: dict[str, Any], **question: Any) -> dict[str, Any]:
-    """The answer of a process that is there for one question."""
+    """The answer of a process that is started for one question."""
     with together([Worker(function, arguments)]) as [worker]:
         return worker(**question)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of invalid user input."""
+"""The error for invalid user input."""
 
 
 class UserError(Exception):
@@ -7,5 +7,5 @@ class UserError(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, without the list of examples that KerasHub starts in the middle of it."""
+    """The first line of an error, without the words that introduce KerasHub's list of examples."""
     return str(error).splitlines()[0].removesuffix(" A preset must be a one of:")

@@ -19,7 +19,7 @@ from typing import Any
 
 # Suffix of a file that is being written: unique to this process, and unlike any other program's.
 UNFINISHED = f".{uuid.uuid4().hex[:12]}.unfinished"
-# Patterns of what is in a KerasHub preset; of a classifier's, with its labels.
+# Patterns of the files in a KerasHub preset, with a classifier's labels.
 PRESET = (
     *("config.json", "metadata.json", "preprocessor.json", "task.json", "tokenizer.json", "labels.json", "assets"),
     *("model*.weights.*", "task*.weights.*"),
@@ -55,14 +55,14 @@ def flush(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes the unfinished files of killed processes. Call it where no other process may write."""
+    """Removes the unfinished files of killed processes. Call it only while no other process can write there."""
     for path in folder.glob("*.unfinished"):
         if re.fullmatch(r".+\.[0-9a-f]{12}\.unfinished", path.name) and path.is_file():
             path.unlink()
 
 
 def finite(content: Any) -> Any:
-    """The same with None for NaN and infinity, which JSON lacks."""
+    """The content with None for NaN and infinity, which JSON lacks."""
     if isinstance(content, dict):
         return {name: finite(value) for name, value in content.items()}
     if isinstance(content, list | tuple):
@@ -76,12 +76,12 @@ def cached_file(name: str, inputs: Iterable[bytes | str], make: Callable[[Path],
     Args:
         name: the file's name; hashes of the inputs and of its content are put before it.
         inputs: everything that the file's content depends on.
-        make: writes the file to the path it is given, which is renamed into place when complete, so that a file in the
-            cache is complete, whatever was interrupted. It must not ask for a cached file itself.
+        make: writes the file to the path it is given, which is renamed into place when complete, so that no
+            interruption leaves part of a file in its place. It must not ask for a cached file itself.
 
     Returns:
-        A path in `$XDG_CACHE_HOME/keras-data-parallel-recipes` (by default under `~/.cache`); where that cannot be
-        written, in a folder that is deleted at the process's exit.
+        A path in `$XDG_CACHE_HOME/keras-data-parallel-recipes` (by default under `~/.cache`) or, if that cannot be
+        written, in a folder that is deleted when the process exits.
 
     Raises:
         OSError: when the disk is full.
@@ -130,13 +130,13 @@ def _users_folder() -> Path:
 
 @contextlib.contextmanager
 def _locked(cache: Path) -> Iterator[Path]:
-    """The cache's folder, where one process writes at a time, or one of this process alone."""
+    """The cache folder, locked so that one process writes at a time, or else a folder of this process alone."""
     with contextlib.ExitStack() as stack:
         try:
             cache.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((cache / ".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of a machine want the same files: one makes, the others wait
-        except OSError:  # it must not be written, or its file system has no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a machine's workers want the same files: one makes them, the others wait
+        except OSError:  # it is not writable, or its file system has no locks
             yield _temporary_folder()
         else:
             yield cache

@@ -16,7 +16,8 @@ notebook makes its own `Config`.
 A clone with a public remote puts its address in the notebooks: for their first cell, and, of GitHub, for a button that
 opens them in Colab. So whoever publishes the collection runs this once.
 
-Without `--execute`, outputs are kept where the code is what it was, comments aside, and removed where it is not.
+Without `--execute`, outputs are kept where the code is what it was, comments and docstrings aside, and removed
+where it is not.
 """
 
 import argparse
@@ -257,8 +258,16 @@ def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def _same(cell: nbformat.NotebookNode, other: nbformat.NotebookNode) -> bool:
-    mine, others = (ast.dump(ast.parse(ADDRESS.sub("", one.source))) for one in (cell, other))
-    return mine == others
+    return _code_of(cell) == _code_of(other)
+
+
+def _code_of(cell: nbformat.NotebookNode) -> str:
+    """What the cell computes: the code without the address, comments and docstrings."""
+    tree = ast.parse(ADDRESS.sub("", cell.source))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+            node.body[0] = ast.Expr(ast.Constant(""))
+    return ast.dump(tree)
 
 
 def main() -> None:

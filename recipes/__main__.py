@@ -57,7 +57,7 @@ def list_recipes() -> None:
 
 
 def folder_named(word: str) -> Path:
-    """The folder; the empty word is a mistake, as of an unset variable, and not this folder."""
+    """The folder of that name. An empty one is a mistake, such as an unset variable, not the current folder."""
     if not word:
         raise argparse.ArgumentTypeError("give the name of a folder, such as my_project")
     return Path(word)
@@ -88,7 +88,7 @@ def copy_or_update(arguments: argparse.Namespace, parser: argparse.ArgumentParse
 
 
 def last_preset(kind: str, recipe: str) -> str:
-    """The preset that was made last in `runs/` of a kind of model, such as MaskedLM, which that recipe trains.
+    """The preset made last in `runs/` for a kind of model, such as MaskedLM, which `recipe` trains.
 
     Raises:
         UserError: when there is none.

@@ -26,17 +26,17 @@ BATCH_SIZE = 32
 
 
 def classify(preset: str, texts: list[str], data: str, text_columns: str, output: str) -> None:
-    """Prints what is predicted of an example, or of each in a file, with the probability of each class.
+    """Prints the prediction for an example, or for each one in a file, with the probability of each class.
 
     Args:
         preset: a folder that a recipe has saved.
-        texts: one or two of an example; none with `data`.
+        texts: the one or two texts of an example; none with `data`.
         data: a .tsv, .csv or .jsonl file of examples.
-        text_columns: its columns that hold the texts, with a comma between two.
+        text_columns: names of its one or two columns of texts, separated by a comma.
         output: a new file for the table, tab-separated; empty for the screen.
 
     Raises:
-        UserError: when the preset is no such classifier, or the texts are missing, too many or not to be read.
+        UserError: when the preset is not such a classifier, or the texts are missing, too many or unreadable.
     """
     if bool(texts) == bool(data):
         raise UserError("give one text, or two of a pair; or a file of them with --data")
@@ -62,7 +62,7 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
 
 
 def write(file: TextIO, classes: list[str], outputs: np.ndarray) -> None:
-    """A table of the examples' numbers, from 0, what is predicted of them, and the probabilities of the classes.
+    """Writes a table: each example's number, from 0, its prediction, and the probabilities of the classes.
 
     The outputs are logits, [examples, classes], or for regression numbers, [examples, 1].
     """
@@ -77,15 +77,15 @@ def load_classifier(preset: str, texts: int) -> tuple[keras_hub.models.TextClass
     """The model of a preset, and the names of its classes, none for regression.
 
     Raises:
-        UserError: when there is no such preset, it is not of a classifier that a recipe has saved, or one of examples
-            with another number of texts.
+        UserError: when there is no such preset, it is not a classifier that a recipe has saved, or its examples have
+            another number of texts.
     """
     with one_line(f"{preset} is no classifier that a recipe has saved"):
         labels = json.loads((Path(preset) / "labels.json").read_text(encoding="utf-8"))
         if not isinstance(labels, dict) or not isinstance(labels.get("classes"), list):
             raise ValueError("labels.json has no list of classes")
         classes, wanted = labels["classes"], labels["texts"]
-        get_file(preset, "task.weights.h5")  # without which the head would be random
+        get_file(preset, "task.weights.h5")  # without it, the head would be random
     if wanted != texts:
         raise UserError(f"the classifier {preset} takes {wanted} text(s) of an example, not {texts}")
     model = from_preset(keras_hub.models.TextClassifier, preset, dtype="float32", compile=False)

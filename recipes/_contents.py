@@ -42,12 +42,12 @@ def contents(names: Iterable[str], package: str, packages: str) -> Files:
 
     Args:
         names: of recipes.
-        package: that the copy goes into; empty for none.
+        package: the one that the copy goes into; empty for none.
         packages: the file that lists the packages needed, `REQUIREMENTS` or `FRAGMENT`.
 
     Returns:
         Contents by path in the project, none for no recipes. The recipes and `common` are in the package's folder;
-        their tests and the list of packages in the project's, from where `python` finds the package.
+        their tests and the list of packages are in the project's, from which `python` finds the package.
     """
     prefix, inside = (f"{package.replace('.', '/')}/", f"{package}.") if package else ("", "")
     modules = {"common": f"{inside}common"}
@@ -62,7 +62,7 @@ def contents(names: Iterable[str], package: str, packages: str) -> Files:
         return {}
     for path in sorted({ROOT / "common/__init__.py"} | {path for path in used if path.parent != ROOT / "recipes"}):
         files[f"{prefix}{path.relative_to(ROOT).as_posix()}"] = with_modules(path.read_bytes(), modules)
-    files[f"{prefix}common/LICENSE"] = (ROOT / "LICENSE").read_bytes()  # with the code: a project has its own
+    files[f"{prefix}common/LICENSE"] = (ROOT / "LICENSE").read_bytes()  # with the code: a project has its own licence
     requirements = packages_used(used)
     if packages == FRAGMENT:
         needed = "".join(f'    "{package}",\n' for package in requirements)
@@ -76,7 +76,7 @@ def contents(names: Iterable[str], package: str, packages: str) -> Files:
 
 
 def modules_used(path: Path) -> set[Path]:
-    """The files of `common` that a file imports, by itself or through another of them."""
+    """The files of `common` that a file imports, directly or through another of them."""
     used: set[Path] = set()
     unread = [path]
     while unread:
@@ -101,10 +101,10 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def packages_used(paths: Iterable[Path]) -> list[str]:
-    """Of the packages that this project requires, those that the files import, with their versions."""
+    """The packages that this project requires and the files import, with their versions."""
     names = {name.split(".")[0] for path in paths for name in imports(path)}
     names |= {"tensorboard"}  # its command shows what a run writes
-    names |= {"keras_nlp"} if "keras_hub" in names else set()  # the package of the one brings the other
+    names |= {"keras_nlp"} if "keras_hub" in names else set()  # the package of the latter installs the former
     packages = project()["dependencies"]
     return [package for package in packages if re.split("[^a-z0-9-]", package)[0].replace("-", "_") in names]
 

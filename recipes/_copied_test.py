@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import recipes.bert_mlm as recipe
 
-BOUND = 1e-5  # relative; float32 leaves about a tenth of it, for sums in another order
+BOUND = 1e-5  # relative; about ten times what float32 leaves for sums in another order
 TEXT = "".join(f"Line {i} has words, and the numbers {i * i} and {i * 7 % 100}.\n\n" for i in range(400))
 
 
@@ -32,7 +32,7 @@ def train(folder: Path, replicas: int) -> Path:
         "batch_size": 8 // replicas,
         "lr_scaling": "none",
         "max_steps": 5,
-        "dropout": 0.0,  # whose noise depends on the replica
+        "dropout": 0.0,  # its noise depends on the replica
         "precision": "float32",
         "deterministic": bool(tf.config.list_physical_devices("GPU")),  # without TF32, which rounds to 10 bits
     }

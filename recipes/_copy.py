@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`cp`: copies recipes with exactly the helpers they use, and brings the collection's later changes into a copy.
 
-The manifest beside a copy holds every file as it was copied. That is the base of a three-way merge between the user's
-changes and the collection's. It is in the manifest, compressed, rather than in git's history, which a package or a
-shallow clone lacks and a rebase drops; and in one file, which is replaced as a whole, so that base and hashes agree.
+A copy's manifest holds every file as it was copied: the base of a three-way merge between the user's changes and the
+collection's. The base is in the manifest, compressed, rather than in git's history, which a package or a shallow clone
+lacks and a rebase drops; and in one file, which is replaced as a whole, so that base and hashes agree.
 """
 
 import base64
@@ -26,7 +26,7 @@ from recipes._merge import MARKER, Changes, Copied, compare, describe, differenc
 
 MANIFEST = "recipes-manifest.json"
 FORMAT = 1  # of the manifest
-# The collection's own, which a copy in them would damage.
+# The collection's own folders, which a copy in them would damage.
 FOLDERS = (".ci", ".git", "benchmarks", "common", "docs", "guides", "notebooks", "recipes", "tests")
 
 
@@ -36,15 +36,15 @@ def copy_recipe(name: str, folder: Path, package: str | None) -> int:
     Args:
         name: the recipe's.
         folder: the project's; other recipes may have been copied there.
-        package: the package that the copy goes into, such as `my.train`; None for that of the recipes there, or none.
+        package: the package that the copy goes into, such as `my.train`; None for that of the recipes there, if any.
 
     Returns:
-        The exit status: 1 where the list of packages is left with a conflict.
+        The exit status: 1 if the list of packages is left with a conflict.
 
     Raises:
-        UserError: when there is a copy of the recipe, or an older one of another; when the user has renamed a helper
+        UserError: when there is a copy of the recipe, or an older copy of another; when the user has renamed a helper
             that the recipe uses; when a file is in the way, nothing can be written there, or the folder or the package
-            is not one to copy to.
+            is unsuitable.
     """
     recipe_path(name)
     if package is not None:
@@ -85,7 +85,7 @@ def check(folder: Path, diff: bool) -> int:
     """Prints what the user has changed in a copy, and what the collection has; with `diff`, what an update would do.
 
     Returns:
-        The exit status: 1 where there is news from the collection.
+        The exit status: 1 if there is news from the collection.
 
     Raises:
         UserError: when there is no copy, or its manifest is damaged or of a newer format.
@@ -110,10 +110,10 @@ def update(folder: Path, dry_run: bool, diff: bool) -> int:
         diff: print what changes in the folder.
 
     Returns:
-        The exit status: 1 where something is left for the user to settle.
+        The exit status: 1 if something is left for the user to settle.
 
     Raises:
-        UserError: as `check`, and where conflicts of the last update are left, or a file cannot be written.
+        UserError: as `check`, and when conflicts of the last update are left, or a file cannot be written.
     """
     there, changes = _news(folder)
     places = where(folder, there).values()
@@ -165,21 +165,21 @@ def read_manifest(folder: Path) -> Copied:
 
 
 def _is_inside(path: str) -> bool:
-    """Whether that is the path of a file in the folder, as this program writes it."""
+    """Whether a path is that of a file in the folder, as this program writes it."""
     parts = PurePosixPath(path)
-    os.fsencode(path)  # a ValueError for what is no name
+    os.fsencode(path)  # a ValueError for what cannot be a name
     plain = str(parts) == path != "." and "\0" not in path
     return plain and not parts.is_absolute() and ".." not in parts.parts
 
 
 def _restore(folder: Path, changes: Changes, needed: Collection[str]) -> list[str]:
-    """Writes again what the user has deleted and another recipe needs.
+    """Adds to `changes` the files that the user has deleted and the new recipe needs, to be written again.
 
     Returns:
         The paths where something is in the way.
 
     Raises:
-        UserError: when the user has renamed something that it needs, under which name it would not be found.
+        UserError: when the user has renamed something that the recipe needs, and so would not find.
     """
     places = {path: changes.places.get(path, path) for path in sorted(needed)}
     deleted = [path for path, place in places.items() if read(folder, place) is None]
@@ -197,12 +197,12 @@ def _news(folder: Path) -> tuple[Copied, Changes]:
     there = read_manifest(folder)
     names = [name for name in there.recipes if name in recipes()]
     new = contents(names, there.package, _list_of_packages(folder, there))
-    # What only a recipe used that is gone stays with the copy of it.
+    # If a recipe is gone from the collection, what only it used stays with its copy.
     return there, compare(folder, there, new, keep=len(names) < len(there.recipes))
 
 
 def _write(folder: Path, changes: Changes, package: str, names: Iterable[str]) -> None:
-    """Nothing is removed before all is written, and the manifest comes last: interrupted, it can be done again."""
+    """Removes nothing before all is written, and writes the manifest last: if interrupted, it can be done again."""
     files = {
         path: {"sha256": hashlib.sha256(text).hexdigest(), "base": base64.b64encode(zlib.compress(text, 9)).decode()}
         | ({"place": changes.places[path]} if path in changes.places else {})
@@ -224,7 +224,7 @@ def _write(folder: Path, changes: Changes, package: str, names: Iterable[str]) -
 
 def _write_whole(path: Path, text: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # so that a link stays one
     unfinished = path.with_name(path.name + UNFINISHED)
     unfinished.write_bytes(text)
     if path.exists():
@@ -234,7 +234,7 @@ def _write_whole(path: Path, text: bytes) -> None:
 
 
 def _list_of_packages(folder: Path, there: Copied, name: str | None = None) -> str:
-    """The name of the file that lists the packages needed: no second `requirements.txt`, and none beside a project."""
+    """The file that lists the packages needed: not a `requirements.txt` if there is another, or a `pyproject.toml`."""
     if there.texts:
         return FRAGMENT if FRAGMENT in there.texts else REQUIREMENTS
     ours = contents((name,), "", REQUIREMENTS)[REQUIREMENTS] if name else None  # there after an interrupted copy
@@ -243,7 +243,7 @@ def _list_of_packages(folder: Path, there: Copied, name: str | None = None) -> s
 
 
 def _is_package(name: str) -> bool:
-    # Python looks for a name's normal form, which is another one on the disk.
+    # Python looks for a name's normal form, which on the disk is another name.
     return unicodedata.normalize("NFKC", name) == name and all(
         part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")
     )
@@ -257,7 +257,7 @@ def _check_package(package: str, folder: Path) -> None:
         name.split(".")[0] for path in [*recipes().values(), *ROOT.glob("common/*/*.py")] for name in imports(path)
     }
     installed |= {path.name.split(".")[0] for path in Path(sysconfig.get_path("purelib")).iterdir()}
-    if parts[0] in (installed - {"common"}) | sys.stdlib_module_names | {"test"}:  # which is Python's, and not in it
+    if parts[0] in (installed - {"common"}) | sys.stdlib_module_names | {"test"}:  # `test` is Python's too
         raise UserError(f"--package {package} would hide the package {parts[0]} that Python imports; give another name")
     if parts[0] in {f"test_{name}" for name in recipes()}:
         raise UserError(f"--package {package} would be hidden by {folder / parts[0]}.py; give another name")

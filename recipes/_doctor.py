@@ -61,7 +61,7 @@ CLASSIFIER = {
 }
 CAUSAL = OPTIONS | {"epochs": 9, "max_steps": STEPS}
 ALSO = {"text_classifier": CLASSIFIER, "causal_lm": CAUSAL}  # trained in fewer ways
-PAIRS = 400  # generated ones of each split, for the classifier
+PAIRS = 400  # generated, per split, for the classifier
 GLOBAL_BATCH = 8
 WIRE = "bfloat16 on the wire"
 OPTIMIZERS = {"muon": 5e-3, "sgd": 0.1}
@@ -81,23 +81,23 @@ BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every tensor": 1e-5, "va
 
 
 def doctor(as_json: bool, workers: int) -> int:
-    """Prints the machine and a row for each check, or one JSON object; returns the exit status, 1 where a check fails.
+    """Prints the machine and a row for each check, or one JSON object; returns the exit status, 1 if a check fails.
 
-    Training on so many workers is checked too; 1 for no such check.
+    Training on that many workers is checked too, if there are several.
 
     Raises:
         UserError: when the workers cannot share the batch, or there are fewer GPUs than workers.
     """
     if workers < 1 or GLOBAL_BATCH % workers:
         raise UserError(f"--workers must divide the global batch of {GLOBAL_BATCH}; got {workers}")
-    gpu_shares(workers)  # of which each uses one GPU
-    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # the workers want the GPUs that the rest computes on
+    gpu_shares(workers)  # each worker uses one GPU
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # the workers share GPUs with the other checks
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         gpus = gpu_names()
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload([f"recipes.{name}" for name in ("bert_mlm", *ALSO)])  # imports TensorFlow once
-        # Small models leave cores idle; GPUs are shared badly.
+        # Two at once, as small models leave cores idle, but one on GPUs, which are shared badly.
         pool = ProcessPoolExecutor(1 if gpus else min(2, os.cpu_count() or 1), processes, set_up)
         with pool:
             most = pool.submit(most_replicas)
@@ -155,7 +155,7 @@ def make_jobs(folder: Path, ways: list[Way], deterministic: bool) -> dict[str, t
 
 
 def fewer(ways: list[Way]) -> list[Way]:
-    """The ways in which the recipes of `ALSO` are trained: those that differ in the devices alone."""
+    """The ways in which the recipes of `ALSO` are trained: those that differ only in their devices."""
     return [way for way in ways if way[2].keys() <= {"replicas"}]
 
 
@@ -172,7 +172,7 @@ def set_up() -> None:
 
     from common.devices.strategy import make_strategy
 
-    tf.get_logger().setLevel("ERROR")  # many small models are traced, and it would warn of that
+    tf.get_logger().setLevel("ERROR")  # else it warns of the many small models that are traced
     make_strategy(most_replicas())  # so that fewer can be asked for later
 
 
@@ -212,7 +212,7 @@ def check(runs: dict[str, dict[str, Any]], ways: list[Way], off_board: float) ->
     for precision in ("bfloat16", "float16"):
         away = relative(last_loss(runs[f"mixed_{precision}"]), last_loss(plain))
         found.append((precision, "last loss against float32", away, 0.01))
-    for name in [name for name in runs if name.endswith(WIRE)]:  # rounded, so that no bound of float32 can hold
+    for name in [name for name in runs if name.endswith(WIRE)]:  # rounded, so float32's bounds cannot hold
         found.append((name, "last loss against float32", relative(last_loss(runs[name]), last_loss(plain)), 0.01))
     steps = steps_of(plain)
     mean = sum(step["loss"] * step["labels"] for step in steps) / sum(step["labels"] for step in steps)

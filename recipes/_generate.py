@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m recipes generate`: texts as a causal language model continues them."""
+"""`python -m recipes generate`: continues texts with a causal language model."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import tensorflow as tf
 from common.errors import UserError
 from common.model.generate import causal_lm_for_generation, continuations, make_sampler
 
-MOST = 2**31 - 1  # a seed that KerasHub's samplers take
+MOST = 2**31 - 1  # the largest seed that KerasHub's samplers take
 
 
 def generate(
@@ -20,7 +20,7 @@ def generate(
         preset: KerasHub name, or a folder that a recipe has saved.
         prompts: texts.
         sampler, k, p, temperature, seed: see `make_sampler`.
-        tokens: at most so many are added.
+        tokens: the most tokens to add.
 
     Raises:
         UserError: when there is no such preset, a value is out of range, or a prompt is longer than the model takes.
@@ -31,7 +31,7 @@ def generate(
         raise UserError(f"--seed must be at least 0, and at most {MOST}; got {seed}")
     if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
         raise UserError("a prompt is not text that UTF-8 can encode")
-    tf.get_logger().setLevel("ERROR")  # which warns of prompts of many lengths, each of which is traced
+    tf.get_logger().setLevel("ERROR")  # else it warns that each length of a prompt is traced
     draw = make_sampler(sampler, k, p, temperature, seed)
     model = causal_lm_for_generation(preset)
     if sampler == "top-k" and k > (size := model.backbone.vocabulary_size):

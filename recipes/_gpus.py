@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVIDIA GPUs of this machine, by `nvidia-smi`: for code that runs before TensorFlow is imported."""
+"""The NVIDIA GPUs of this machine, from `nvidia-smi`: for code that runs before TensorFlow is imported."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ def gpu_names() -> list[str]:
         lines = subprocess.check_output(["nvidia-smi", "--list-gpus"], text=True, stderr=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError):
         return []
-    return [line for line in lines.splitlines() if line.startswith("GPU ")]  # without the parts of those that are split
+    return [line for line in lines.splitlines() if line.startswith("GPU ")]  # without the parts of split GPUs
 
 
 def visible_gpus() -> list[str]:
@@ -27,14 +27,14 @@ def visible_gpus() -> list[str]:
     if not found or "CUDA_VISIBLE_DEVICES" not in os.environ:
         return found
     told = (name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(","))
-    # It numbers GPUs, or gives their UUIDs, whose beginning is enough.
+    # A name is a GPU's number, or its UUID, whose beginning is enough.
     return list(itertools.takewhile(lambda name: name in found or name.startswith(("GPU-", "MIG-")), told))
 
 
 def gpu_shares(workers: int) -> tuple[list[str], int]:
     """The `CUDA_VISIBLE_DEVICES` of each worker on this machine, and the number of unused GPUs.
 
-    Workers that train synchronously must have the same number. Without a visible GPU, there are no shares.
+    Workers that train synchronously must have the same number of GPUs. Without a visible GPU, there are no shares.
 
     Raises:
         UserError: when there are fewer GPUs than workers.

@@ -51,7 +51,7 @@ def launch(arguments: argparse.Namespace, recipe: Path) -> int:
     if left:
         print(f"{left} GPU(s) stay unused: all workers must have the same number", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="workers-") as temporary:
-        # TensorFlow writes generated code there, and a worker that is killed leaves it.
+        # TensorFlow writes generated code there, and a worker that is killed leaves it behind.
         os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout), "LAUNCH_ID": uuid.uuid4().hex}
         logs = Path(temporary) if "--dry-run" in arguments.options else workdir / "logs"  # a dry run writes nothing
         try:
@@ -82,7 +82,7 @@ def check_bounds(options: argparse.Namespace, **least: int) -> None:
 
 
 def places(arguments: argparse.Namespace) -> list[dict]:
-    """The `TF_CONFIG` of each worker that this process starts; a `UserError` where the addresses are not right."""
+    """The `TF_CONFIG` of each worker that this process starts. Raises a `UserError` if the addresses are wrong."""
     told = tf_config()
     if arguments.workers is not None:
         if told or arguments.hosts:
@@ -127,7 +127,7 @@ class Workers:
         places: the `TF_CONFIG` of each.
         command: the recipe's.
         logs: folder of `worker-I.log`, which are appended to.
-        restarts: of single workers; `restarts_left` is what is left of them.
+        restarts: maximum restarts of single workers; `restarts_left` counts those that are left.
         gpus: each worker's `CUDA_VISIBLE_DEVICES`; empty if each may use the same as this process.
     """
 
@@ -159,7 +159,7 @@ class Workers:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
-                start_new_session=True,  # Ctrl-C comes to this process alone, and the workers are asked to save
+                start_new_session=True,  # Ctrl-C reaches this process alone, which asks the workers to save
                 preexec_fn=_die_with_parent,
             )
         for end in screen_ends:
@@ -211,7 +211,7 @@ class Workers:
         return {index: process.returncode for index, process in self.processes.items() if process.poll()}
 
     def _cause(self, failed: dict[int, int]) -> str:
-        """Which worker caused the failure: one that hangs or was killed, before those that lost it."""
+        """Which worker caused the failure: one that hangs or was killed, rather than those that lost it."""
         for index, process in self.processes.items():
             if process.poll() is None and _state(process.pid) in "Tt":
                 return f"error: worker {index} hangs: it is stopped (SIGSTOP)\n"

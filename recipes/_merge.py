@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user and the collection have each changed in a copy, brought together by git's own tools.
+"""Merges what a user and the collection have each changed in a copy, with git's own tools.
 
 Nothing of the user's is lost: what is edited is merged, what is deleted stays deleted, what is renamed keeps its name,
 and a file that the collection never wrote is never written to.
@@ -24,10 +24,10 @@ MARKER = b"<<<<<<< yours\n"
 class Copied:
     """What has been copied to a folder."""
 
-    package: str = ""  # that the copy is in; empty: none
+    package: str = ""  # the one that the copy is in; empty: none
     recipes: tuple[str, ...] = ()
     texts: Files = field(default_factory=dict)  # as copied
-    places: dict[str, str] = field(default_factory=dict)  # of files that the user has renamed: where, by path
+    places: dict[str, str] = field(default_factory=dict)  # where files are that the user has renamed, by path
     origin: str = ""  # the version copied, in words
 
 
@@ -37,10 +37,10 @@ class Changes:
 
     own: list[str] = field(default_factory=list)  # a line for each file copied
     news: list[str] = field(default_factory=list)  # a line for each that the collection has changed
-    unsettled: list[str] = field(default_factory=list)  # those of `news` that the user has to look at
+    unsettled: list[str] = field(default_factory=list)  # lines of `news` that the user has to look at
     writes: Files = field(default_factory=dict)
     removes: list[str] = field(default_factory=list)
-    texts: Files = field(default_factory=dict)  # of the new manifest, as `places`
+    texts: Files = field(default_factory=dict)  # of the new manifest, like `places`
     places: dict[str, str] = field(default_factory=dict)
 
     def tell(self, word: str, what: str, unsettled: bool = False) -> None:
@@ -122,10 +122,10 @@ def where(folder: Path, there: Copied) -> dict[str, str]:
 def _bring(
     folder: Path, changes: Changes, base: tuple[str, bytes], mine: tuple[str, bytes | None], new: tuple[str, bytes]
 ) -> None:
-    """Decides about a file that is in the copy and in the collection; each time its path and its content."""
+    """Decides about a file of both copy and collection; `base`, `mine` and `new` are each its path and content."""
     (old, was), (place, text), (path, now) = base, mine, new
     target = path if place == old else place
-    binary = b"\0" in (text or b"") and text not in (was, now) and was != now  # to git, as all in UTF-16
+    binary = b"\0" in (text or b"") and text not in (was, now) and was != now  # to git, like any text in UTF-16
     merged, conflicts = (text, False) if text is None or binary else _merge(text, was, now)
     what = path if path == old else f"{old} -> {path}"
     word = "changed" if path == old else "moved"
@@ -168,7 +168,7 @@ def read(folder: Path, path: str) -> bytes | None:
 
 
 def as_lf(text: bytes) -> bytes:
-    """A text that has CRLF throughout, as a checkout on Windows, with LF; any other as it is."""
+    """A text that has CRLF throughout, as in a checkout on Windows, with LF instead; any other text unchanged."""
     ends = text.count(b"\r\n")
     return text.replace(b"\r\n", b"\n") if ends == text.count(b"\r") == text.count(b"\n") else text
 
@@ -182,7 +182,7 @@ def difference(folder: Path, changes: Changes) -> str:
 
 
 def describe(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
-    """The `commit` of a git clone, None where the folder is none, and whether the paths in it are `dirty`."""
+    """The `commit` of a git clone, None if the folder is not one, and whether the paths in it are `dirty`."""
     nothing = {"commit": None, "dirty": False}
     try:
         found = _git("rev-parse", "--show-toplevel", "HEAD", folder=folder)
@@ -199,7 +199,7 @@ def _without(files: Files, others: Files | dict[str, str]) -> Files:
 
 
 def in_the_way(folder: Path, path: str, allowed: Sequence[bytes | None] = ()) -> bool:
-    """Whether there is something that writing a file would destroy, or that forbids it; a broken link is such too."""
+    """Whether there is something that writing a file would destroy, or that prevents it; a broken link counts."""
     for parent in list(Path(path).parents)[:-1]:
         if os.path.lexists(folder / parent) and not (folder / parent).is_dir():
             return True
@@ -208,7 +208,7 @@ def in_the_way(folder: Path, path: str, allowed: Sequence[bytes | None] = ()) ->
 
 
 def _merge(mine: bytes, base: bytes, new: bytes) -> tuple[bytes, bool]:
-    """Both changes to a text, and whether they conflict."""
+    """A text with both changes made, and whether they conflict."""
     if mine in (base, new) or base == new:
         return (mine if base == new else new), False
     with tempfile.TemporaryDirectory() as folder:
@@ -222,7 +222,7 @@ def _merge(mine: bytes, base: bytes, new: bytes) -> tuple[bytes, bool]:
 
 
 def _renames(old: Files, new: Files) -> dict[str, str]:
-    """Which of the new files git takes for old ones, by paths."""
+    """The paths of new files that git takes for old ones, by the old paths."""
     if not old or not new:
         return {}
     names = _compare_trees(old, new, "--name-status", "-z", "-M", "--diff-filter=R")
@@ -237,7 +237,7 @@ def _compare_trees(old: Files, new: Files, *options: str) -> bytes:
             for path, text in files.items():
                 Path(folder, tree, path).parent.mkdir(parents=True, exist_ok=True)
                 Path(folder, tree, path).write_bytes(text)
-        # Without the user's own settings; of those, `diff.orderFile` may name a file that is missing.
+        # Without the user's own settings, of which `diff.orderFile` may name a missing file.
         plain = ("--no-index", "--no-prefix", "--no-ext-diff", "--no-textconv", "--no-color", "-O/dev/null")
         done = _git("diff", *plain, *options, "a", "b", folder=Path(folder))
     if done.returncode > 1:  # 1: there are differences
@@ -246,7 +246,7 @@ def _compare_trees(old: Files, new: Files, *options: str) -> bytes:
 
 
 def _git(*words: str, folder: Path) -> "subprocess.CompletedProcess[bytes]":
-    # Not that of a hook which may be running this.
+    # Without that of a git hook that may be running this.
     environment = {
         name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first cell of each notebook: are the packages there, in their versions? It installs those that are not."""
+"""For the first cell of each notebook: installs the packages that are missing or have another version."""
 
 import importlib
 import importlib.metadata
@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
 NAME = "keras-data-parallel-recipes"
-KERNEL = ("nbformat", "nbclient", "ipykernel")  # to make notebooks; one that runs has its own, and Colab needs that
+KERNEL = ("nbformat", "nbclient", "ipykernel")  # to make notebooks; a running one has its own, which Colab needs
 
 
 def install_missing(wheels: str = "") -> None:
@@ -24,8 +24,8 @@ def install_missing(wheels: str = "") -> None:
         wheels: a folder of wheels, to do without internet; empty for pip's own index.
 
     Raises:
-        SystemExit: when pip fails, Python is too old or too new, or a package was replaced, so that what the kernel has
-            imported of it may be the old one.
+        SystemExit: when pip fails, Python is too old or too new, or a package was replaced, so that the kernel may have
+            imported the old one.
     """
     python, packages = needed()
     if platform.python_version() not in python:
@@ -50,7 +50,7 @@ def install_missing(wheels: str = "") -> None:
 
 
 def needed() -> tuple[SpecifierSet, list[Requirement]]:
-    """The versions of Python, and the packages: by the clone's `pyproject.toml`, or as installed from a wheel."""
+    """The versions of Python and the packages, from the clone's `pyproject.toml` or, in a wheel, its metadata."""
     if (ROOT / "pyproject.toml").exists():
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         python, lines = project["requires-python"], project["dependencies"]
@@ -64,7 +64,7 @@ def needed() -> tuple[SpecifierSet, list[Requirement]]:
 
 
 def is_there(package: Requirement) -> bool:
-    """Whether it is installed, in a version that is asked for."""
+    """Whether a package is installed in a version that is asked for."""
     try:
         return package.specifier.contains(importlib.metadata.version(package.name), prereleases=True)
     except importlib.metadata.PackageNotFoundError:

@@ -17,11 +17,11 @@ class Screen:
 
     def __init__(self, log: Path):
         self.log = log
-        # By our end: where it is shown, and the line that is not complete.
+        # By our end of a stream: where it is shown, and its last, incomplete line.
         self.streams: dict[int, tuple[TextIO, bytes]] = {}
 
     def open(self) -> tuple[int, int]:
-        """The chief's ends of its output, on a terminal if ours is, for the progress bar, and of its errors."""
+        """The chief's ends of its output, a terminal if ours is one, for the progress bar, and of its errors."""
         output, chiefs_output = pty.openpty() if sys.stdout.isatty() else os.pipe()
         if sys.stdout.isatty():
             termios.tcsetwinsize(chiefs_output, termios.tcgetwinsize(sys.stdout))
@@ -30,14 +30,14 @@ class Screen:
         return chiefs_output, chiefs_errors
 
     def copy(self, seconds: float) -> None:
-        """Copies pending output, or waits for some that long."""
+        """Copies pending output, or waits that long for some."""
         if not self.streams:
             time.sleep(seconds)
         while self.streams and (ready := select.select(self.streams, [], [], seconds)[0]):
             for stream in ready:
                 try:
                     new = os.read(stream, 2**16)
-                except OSError:  # how a terminal tells its end
+                except OSError:  # how a terminal signals its end
                     new = b""
                 shown_on, line = self.streams.pop(stream)
                 if not new:

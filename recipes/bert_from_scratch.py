@@ -30,7 +30,7 @@ from common.run.options import LanguageModelOptions, set_defaults
 
 @dataclass(frozen=True)
 class Config(LanguageModelOptions):
-    """The options of `bert_from_scratch`, beside those of every recipe."""
+    """The options of `bert_from_scratch`, in addition to those of every recipe."""
 
     workdir: str = "runs/bert_from_scratch"  # work directory: results, logs, checkpoints, preset
     corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder

@@ -31,7 +31,7 @@ from common.run.options import LanguageModelOptions, set_defaults
 
 @dataclass(frozen=True)
 class Config(LanguageModelOptions):
-    """The options of `causal_lm`, beside those of every recipe."""
+    """The options of `causal_lm`, in addition to those of every recipe."""
 
     workdir: str = "runs/causal_lm"  # work directory: results, logs, checkpoints, preset
     corpus: str = "docstrings"  # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder

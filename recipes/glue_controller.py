@@ -27,7 +27,7 @@ from common.run.command_line import parse, quiet_stderr, run
 
 @dataclass(frozen=True)
 class Config(ClassifierOptions):
-    """The options of `glue_controller`, beside those of every recipe."""
+    """The options of `glue_controller`, in addition to those of every recipe."""
 
     workdir: str = "runs/glue_controller"  # work directory: results, logs, checkpoints, preset
     steps_per_loop: int = 50  # maximum steps per call, after which the Controller logs
@@ -63,7 +63,7 @@ from common.training.schedules import WarmUpPolynomialDecay
 
 
 def make_datasets(config: Config) -> EncodedTexts:
-    """The texts, by splits, and their token ids."""
+    """The texts of each split, and their token ids."""
     texts = open_examples(config.task, config.data, config.text_columns, config.label_column, config.regression)
     documents = functools.partial(map, " ".join, texts.splits["train"].texts)
     vocabulary = None if config.preset else train_wordpieces(documents, config.vocabulary_size)
@@ -141,7 +141,7 @@ def train_and_evaluate(config: Config) -> dict:
     data = make_datasets(config)
     run.check_data(data.sizes(), data.checksums())
 
-    steps = data.steps("train", scaled)  # in an epoch
+    steps = data.steps("train", scaled)  # per epoch
     total_steps = min(steps * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
 

@@ -28,7 +28,7 @@ from common.run.command_line import parse, quiet_stderr, run, verbosity
 
 @dataclass(frozen=True)
 class Config(ClassifierOptions):
-    """The options of `glue_custom_loop`, beside those of every recipe."""
+    """The options of `glue_custom_loop`, in addition to those of every recipe."""
 
     workdir: str = "runs/glue_custom_loop"  # work directory: results, logs, checkpoints, preset
 
@@ -65,7 +65,7 @@ from common.training.schedules import WarmUpPolynomialDecay
 
 
 def make_datasets(config: Config) -> EncodedTexts:
-    """The texts, by splits, and their token ids."""
+    """The texts of each split, and their token ids."""
     texts = open_examples(config.task, config.data, config.text_columns, config.label_column, config.regression)
     documents = functools.partial(map, " ".join, texts.splits["train"].texts)
     vocabulary = None if config.preset else train_wordpieces(documents, config.vocabulary_size)
@@ -108,12 +108,12 @@ def train_and_evaluate(config: Config) -> dict:
     @tf.function(reduce_retracing=True)  # batches have many lengths
     def train_step(batch, stop):
         def replica_step(x, y, weight):
-            with noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:  # (3) noise of its own
+            with noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:  # (3) a replica's own noise
                 logits = model(x, training=True)
                 sums = batch_sums(x, y, weight, logits, model.compute_loss(x, y, logits, weight))
                 loss = optimizer.scale_loss(sums["loss"])
             gradients = tape.gradient(loss, model.trainable_variables)
-            gradients, sums = sum_over_replicas((gradients, sums | {"stop": stop}))  # (4) the whole batch's
+            gradients, sums = sum_over_replicas((gradients, sums | {"stop": stop}))  # (4) of the whole batch
             learning_rate = tf.identity(optimizer.learning_rate)
             optimizer.apply([gradient / sums["labels"] for gradient in gradients], model.trainable_variables)
             return means_of(sums) | {"learning_rate": learning_rate}

@@ -28,7 +28,7 @@ from common.run.options import FitOptions
 
 @dataclass(frozen=True)
 class Config(ClassifierOptions, FitOptions):
-    """The options of `text_classifier`, beside those of every recipe."""
+    """The options of `text_classifier`, in addition to those of every recipe."""
 
     workdir: str = "runs/text_classifier"  # work directory: results, logs, checkpoints, preset, predictions
 
@@ -57,7 +57,7 @@ from common.training.schedules import WarmUpPolynomialDecay
 
 
 def make_datasets(config: Config) -> EncodedTexts:
-    """The texts, by splits, and what the model takes of them."""
+    """The texts of each split, and the model's inputs for them."""
     texts = open_examples(config.task, config.data, config.text_columns, config.label_column, config.regression)
     documents = functools.partial(map, " ".join, texts.splits["train"].texts)
     vocabulary = None if config.preset else train_wordpieces(documents, config.vocabulary_size)

@@ -253,9 +253,10 @@ def test_outputs_are_kept_where_the_code_is(narrative):
     def notebook(code):
         return narrative(f"```python\n{code}\n```\n```python\ny = 2\n```")
 
-    old = notebook("x = 1")
+    function = 'def f():\n    """{}."""\n    return {}'
+    old = notebook(function.format("One", 1))
     old.cells[0].outputs = [nbformat.v4.new_output("stream", text="shown")]
-    for code, kept in (("x = 1  # a comment", True), ("x = 2", False)):
+    for code, kept in ((f"{function.format('Once', 1)}  # a comment", True), (function.format("One", 2), False)):
         new = notebook(code)
         generate.keep_outputs(new, old)
         assert bool(new.cells[0].outputs) == kept

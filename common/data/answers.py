@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dialogues for a causal language model: one to a sequence, of similar lengths in a batch, labels on the answers alone.
+"""Dialogues for a causal language model: one per sequence, similar lengths in a batch, labels on the answers only.
 
-Around the messages of a dialogue stands what the tokenizer has for it, `CHAT_FORMS`, or else the speaker's name before
-each and a line break behind it. A sequence begins with the tokenizer's start token, if there is one, and ends with its
-end token, which is a label: so a model learns where to stop.
+The messages of a dialogue are marked in the form that the tokenizer has tokens for, one of `CHAT_FORMS`, or else by the
+speaker's name before each and a line break after it. A sequence begins with the tokenizer's start token, if there is
+one, and ends with its end token, which is a label, so that a model learns where to stop.
 """
 
 import re
@@ -22,7 +22,7 @@ from common.data.order import Scaled, steps_per_epoch
 from common.data.packed_text import as_prompts
 from common.errors import UserError
 
-# What stands before a message and behind it, if the tokenizer has these tokens: Gemma's, ChatML as of Qwen, Llama 3's.
+# What precedes a message and what follows it, if the tokenizer has these tokens: Gemma's, Qwen's ChatML, Llama 3's.
 CHAT_FORMS = (
     ("<start_of_turn>{role}\n", "<end_of_turn>\n"),
     ("<|im_start|>{role}\n", "<|im_end|>\n"),
@@ -30,12 +30,12 @@ CHAT_FORMS = (
 )
 PLAIN = ("{role}: ", "\n")
 MARK = re.compile(r"(<[^<>\s]+>)")
-STEPS = 2**31 - 1  # of endless epochs
+STEPS = 2**31 - 1  # stands for endless epochs
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A split."""
+    """One split, encoded."""
 
     ids: np.ndarray  # int32 [dialogues, longest]
     lengths: np.ndarray  # int32 [dialogues]: the rest is padding
@@ -48,7 +48,7 @@ class Answers:
 
     splits: dict[str, Encoded]
     preprocessor: keras_hub.models.CausalLMPreprocessor
-    few_lengths: bool  # batches are padded to a multiple of 32 tokens, as XLA compiles each length anew; else of 4
+    few_lengths: bool  # pad batches to a multiple of 32 tokens, because XLA compiles for each length; else of 4
 
     @classmethod
     def of(
@@ -75,7 +75,7 @@ class Answers:
 
     @property
     def tokenizer(self) -> keras_hub.models.Tokenizer:
-        """Of the ids."""
+        """The tokenizer of the ids."""
         return self.preprocessor.tokenizer
 
     def sizes(self) -> dict[str, int]:
@@ -92,7 +92,7 @@ class Answers:
 
     @property
     def width(self) -> int:
-        """The tokens that a model is given at most in a sequence of the training split."""
+        """The largest number of tokens that a model is given in a sequence of the training split."""
         return self.splits["train"].ids.shape[1] - 1
 
     def steps(self, split: str, global_batch_size: int) -> int:
@@ -102,7 +102,10 @@ class Answers:
     def rows(
         self, split: str, scaled: Scaled, seed: int | None, first_step: int = 0, num_shards: int = 1, shard: int = 0
     ) -> tf.data.Dataset:
-        """As `PackedText.rows`, of the length of the global batch's longest dialogue, rounded up."""
+        """As `PackedText.rows`, but as long as the global batch's longest dialogue, rounded up.
+
+        Without a seed, the shortest dialogues come first.
+        """
         part = self.splits[split]
         with tf.device("CPU"):
             all_ids, lengths, labels = (tf.constant(values) for values in (part.ids, part.lengths, part.is_label))
@@ -118,14 +121,14 @@ class Answers:
         return batches_by_length(steps, lengths, scaled, seed, read, num_shards, shard)
 
     def prompts(self, count: int = 3) -> list[str]:
-        """What comes before the first answers of the validation split."""
+        """The beginnings of the first dialogues of the validation split, up to their first answers."""
         part = self.splits["validation"]
         firsts = part.is_label[:count].argmax(axis=1)
         return as_prompts([ids[:first] for ids, first in zip(part.ids, firsts, strict=False)], self.preprocessor)
 
 
 def encode(dialogues: Sequence[Dialogue], tokenizer: keras_hub.models.Tokenizer, room: int) -> Encoded:
-    """Dialogues as ids, cut to `room` tokens; those without an answer within them are left out."""
+    """Dialogues as ids, cut to `room` tokens; those that then have no label are left out."""
     spoken = token_ids([(text,) for dialogue in dialogues for _, text in dialogue], tokenizer)
     texts, rows = (ids for (ids,) in spoken), []
     form = chat_form(tokenizer)
@@ -147,14 +150,14 @@ def encode(dialogues: Sequence[Dialogue], tokenizer: keras_hub.models.Tokenizer,
 
 
 def chat_form(tokenizer: keras_hub.models.Tokenizer) -> tuple[str, str]:
-    """What stands before a message, with `{role}` in it, and behind it: the tokenizer's own form, or the plain one."""
+    """What precedes a message, with `{role}` in it, and what follows it: the tokenizer's own form, or the plain one."""
     known = {*tokenizer.get_vocabulary()}
     own = [form for form in CHAT_FORMS if {*MARK.findall("".join(form))} <= known]
     return own[0] if own else PLAIN
 
 
 def marked_ids(text: str, tokenizer: keras_hub.models.Tokenizer) -> list[int]:
-    """The ids of what stands around a message, in which `<...>` is a token."""
+    """The ids of what precedes or follows a message, in which `<...>` is one token."""
     ids: list[int] = []
     for part in filter(None, MARK.split(text)):
         ids += [tokenizer.token_to_id(part)] if MARK.fullmatch(part) else token_ids([(part,)], tokenizer)[0][0]
@@ -162,4 +165,4 @@ def marked_ids(text: str, tokenizer: keras_hub.models.Tokenizer) -> list[int]:
 
 
 def _name(role: str, form: tuple[str, str]) -> str:
-    return "model" if role == "assistant" and form == CHAT_FORMS[0] else role  # Gemma's name
+    return "model" if role == "assistant" and form == CHAT_FORMS[0] else role  # Gemma's name for it

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of examples in which those of a batch have similar lengths, so that there is little padding.
+"""An order of examples that gives those of a batch similar lengths, so that there is little padding.
 
-As `order.py`'s, it is a pure function of the seed and the step.
+Like that of `order.py`, it is a pure function of the seed and the step.
 """
 
 from collections.abc import Callable
@@ -11,25 +11,25 @@ import tensorflow as tf
 
 from common.data.order import NO_EXAMPLE, Scaled, locate, shuffled, steps_per_epoch
 
-MEGABATCH = 64  # batches that share out their examples by length, or a quarter of an epoch's, if that is fewer
+MEGABATCH = 64  # batches whose examples are sorted by length together; a quarter of an epoch's, if that is fewer
 
 
 def examples_by_length(
     steps: range, lengths: tf.Tensor, global_batch_size: int, shuffle_seed: int | None
 ) -> tf.data.Dataset:
-    """The examples of these steps of a run, in which those of a batch have similar lengths.
+    """The examples of these steps of a run, with similar lengths in each batch.
 
-    The examples that `locate` gives to some batches in turn are sorted by length and divided again, as by transformers'
-    `LengthGroupedSampler`; these batches come in a random order.
+    The examples that `locate` gives to consecutive batches are sorted by length and divided again, as in transformers'
+    `LengthGroupedSampler`; the new batches come in a random order.
 
     Args:
         steps: of the run.
         lengths: of the examples, int vector.
         global_batch_size: examples in one step, over all replicas.
-        shuffle_seed: for a new order in each epoch; None, for the steps of one epoch, has the shortest come first.
+        shuffle_seed: for a new order in each epoch; None, for the steps of one epoch, puts the shortest first.
 
     Returns:
-        An int64 vector [global batch size] a step: examples, or -1 for padding.
+        For each step, an int64 vector [global batch size]: examples, or -1 for padding.
     """
     if shuffle_seed is None:
         padding = tf.fill([-len(lengths) % global_batch_size], tf.constant(NO_EXAMPLE, tf.int64))
@@ -52,13 +52,13 @@ def batches_by_length(
     num_shards: int = 1,
     shard: int = 0,
 ) -> tf.data.Dataset:
-    """One shard's batches, of a replica's size each, of what `read` gives for the examples of a global batch.
+    """One shard's batches, each of one replica's size, of what `read` returns for the examples of a global batch.
 
     Args:
         steps, lengths, shuffle_seed: see `examples_by_length`.
-        scaled: the batch size.
-        read: gives tensors [global batch size, ...] for examples, an int64 vector.
-        num_shards, shard: how many there are, and this one's index.
+        scaled: the batch sizes.
+        read: maps examples, an int64 vector, to tensors [global batch size, ...].
+        num_shards, shard: the number of shards, and this one's index.
     """
 
     def replica_batches(examples):
@@ -77,7 +77,7 @@ def padded_length(examples: tf.Tensor, lengths: tf.Tensor, multiple: int) -> tf.
 
 
 def locate_by_length(step: tf.Tensor, lengths: tf.Tensor, global_batch_size: int, shuffle_seed: int) -> tf.Tensor:
-    """The examples of one step, an int64 scalar, as those of `examples_by_length`, for use in a graph."""
+    """The examples of one step, an int64 scalar, as from `examples_by_length`, for use in a graph."""
     number, place = _megabatch_of(step, len(lengths), global_batch_size)
     return _megabatch(number, lengths, global_batch_size, shuffle_seed)[place]
 
@@ -90,7 +90,7 @@ def _megabatch_of(step: tf.Tensor, num_examples: int, global_batch_size: int) ->
 
 
 def _megabatch(number: tf.Tensor, lengths: tf.Tensor, global_batch_size: int, shuffle_seed: int) -> tf.Tensor:
-    """The examples of its steps, [steps, global batch size]."""
+    """The examples of the megabatch's steps, [steps, global batch size]."""
     steps = steps_per_epoch(len(lengths), global_batch_size)
     size = _size(steps)
     epoch, first = number // -(-steps // size), number % -(-steps // size) * size
@@ -104,7 +104,7 @@ def _megabatch(number: tf.Tensor, lengths: tf.Tensor, global_batch_size: int, sh
 
 
 def _size(steps: int) -> int:
-    """The batches in a megabatch: more would put the same examples together in every epoch."""
+    """The number of batches in a megabatch: more would put the same examples together in every epoch."""
     return min(MEGABATCH, max(1, steps // 4))
 
 

@@ -35,12 +35,12 @@ def open_corpus(corpus: str) -> dict[str, Documents]:
               `pydoc_data.topics`; needs no network. One source module in 10 is held out for validation, and its
               paragraphs that share eight consecutive words with the training text are dropped;
             - `wikitext-2`, `wikitext-103`: Merity et al. 2016, arXiv:1609.07843, from the Hugging Face Hub
-              (`Salesforce/wikitext`, the token version), by the `datasets` library;
-            - `hf://user/name` or `hf://user/name/configuration`: any data set of the Hub with a column `text`, read as
+              (`Salesforce/wikitext`, the token version), through the `datasets` library;
+            - `hf://user/name` or `hf://user/name/configuration`: any data set on the Hub with a column `text`, read as
               a stream; without a split `validation`, one row in 10 is held out;
             - a folder in WikiText's format: `wiki.train.tokens`, `wiki.valid.tokens` and, if there, `wiki.test.tokens`;
-            - a text file, or a folder of `.txt` files: a document is what stands between blank lines, and one
-              document in 10, chosen by a hash of its text, is held out for validation.
+            - a text file, or a folder of `.txt` files: blank lines separate documents, and one document in 10, chosen
+              by a hash of its text, is held out for validation.
 
     Raises:
         UserError: when it is none of these, or cannot be fetched.
@@ -74,7 +74,7 @@ def check_corpus(corpus: str, workdir: str) -> None:
     """Checks that there is text to train on.
 
     Raises:
-        UserError: when there is none, or the work directory is inside it: a run writes text too.
+        UserError: when there is none, or the work directory is inside the corpus: a run writes text too.
     """
     if corpus in NAMES:
         return
@@ -88,7 +88,7 @@ def check_corpus(corpus: str, workdir: str) -> None:
 
 
 def hub_name(corpus: str) -> tuple[str, str | None]:
-    """The name and the configuration, if any, of a corpus on the Hub. `hf://` may be followed by a local path, too.
+    """The name and the configuration, if any, of a corpus on the Hub. `hf://` may also be followed by a local path.
 
     Raises:
         UserError: when it is neither `wikitext-...` nor `hf://user/name` nor `hf://user/name/configuration`.
@@ -142,7 +142,7 @@ def _wikitext_rows(rows) -> Iterator[str]:
 
 
 def _paragraphs(files: list[Path]) -> Iterator[str]:
-    """What stands between blank lines; cut, at a space where there is one, when it is longer than the limit."""
+    """Paragraphs, separated by blank lines; those longer than the limit are cut, at a space if there is one."""
     for file in files:
         paragraph = ""
         for line in _lines(file):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with answers, from `.jsonl` files: what is asked, and what a model is to say to it.
+"""Prompts with answers, from `.jsonl` files: what is asked, and what a model should say in reply.
 
-A line has either a `prompt` and a `response`, two strings, which stand one after the other as they are; or `messages`,
-a list of objects with a `role`, one of system, user and assistant, and its `content`, a string. The answers are the
-responses, and what the assistant says.
+A line has either a `prompt` and a `response`, two strings, which follow one another as they are; or `messages`, a list
+of objects, each with a `role` (system, user or assistant) and a `content`, a string. The answers are the responses, and
+what the assistant says.
 """
 
 import functools
@@ -17,14 +17,14 @@ from common.data.sources import Documents
 from common.data.tables import name_columns, read_rows
 from common.errors import UserError
 
-Dialogue = list[tuple[str, str]]  # who speaks, one of `ROLES`, or `prompt` and then `response`; and what is said
+Dialogue = list[tuple[str, str]]  # who speaks (one of `ROLES`; or `prompt`, then `response`), and what is said
 ROLES = ("system", "user", "assistant")
 ANSWERS = ("response", "assistant")
 HELD_OUT = 10  # one dialogue in this many is the validation split of a single file
 
 
 def is_dialogues(data: str) -> bool:
-    """Whether `--data` is a file or a folder of dialogues, and not one of shards."""
+    """Whether `--data` is a file or a folder of dialogues, not a folder of shards."""
     path = Path(data)
     return path.suffix == ".jsonl" or any((path / f"{split}.jsonl").is_file() for split in ("train", "validation"))
 
@@ -37,7 +37,7 @@ def read_dialogues(data: str) -> dict[str, list[Dialogue]]:
             a folder with `train.jsonl`, `validation.jsonl` and, if there, `test.jsonl`.
 
     Raises:
-        UserError: when a file is not there or malformed; the message has its line, counted from 1.
+        UserError: when a file is missing or malformed (with the line, counted from 1), or a split is empty.
     """
     path = Path(data)
     if path.suffix == ".jsonl":
@@ -54,12 +54,12 @@ def read_dialogues(data: str) -> dict[str, list[Dialogue]]:
 
 
 def said_in(dialogues: dict[str, list[Dialogue]]) -> dict[str, Documents]:
-    """A corpus, as of `open_corpus`, of all that is said in dialogues."""
+    """All that is said in dialogues, as a corpus like those of `open_corpus`."""
     return {split: functools.partial(_messages_of, part) for split, part in dialogues.items()}
 
 
 def check_texts(data: str, corpus: str, workdir: str) -> None:
-    """Checks that there is something to train on: dialogues, or where there is no `data`, a corpus. Shards come later.
+    """Checks that there are dialogues to train on or, without `data`, a corpus. Shards are checked later.
 
     Raises:
         UserError: when there is none, it is malformed, or both are given.

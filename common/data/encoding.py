@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 def token_ids(texts: Sequence[tuple[str, ...]], tokenizer: keras_hub.models.Tokenizer) -> list[list[list[int]]]:
-    """The ids of each example's texts. No special tokens are added; the name of one within a text may become it."""
+    """The ids of each example's texts. No special tokens are added, but the name of one in a text may become it."""
     columns = [_ragged(tokenizer(list(column))) for column in zip(*texts, strict=True)]
     return [list(parts) for parts in zip(*columns, strict=True)]
 

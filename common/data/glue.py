@@ -21,17 +21,17 @@ def open_examples(
     Args:
         task: one of
             - `roles`: generated pairs (`common.data.roles`), which need no network;
-            - of GLUE, see `common.data.glue_tasks`. `data` is a folder with GLUE's `train.tsv`, `dev.tsv` and, if
-              there, `test.tsv`; without one they come from the Hugging Face Hub (`nyu-mll/glue`), by the `datasets`
-              library;
-            - `own`: `data` is yours.
+            - a task of GLUE, see `common.data.glue_tasks`. `data` is a folder with GLUE's `train.tsv`, `dev.tsv` and,
+              if there, `test.tsv`; without one, they come from the Hugging Face Hub (`nyu-mll/glue`), through the
+              `datasets` library;
+            - `own`: your own `data`.
         data: for `own`, a .tsv, .csv or .jsonl file (see `common.data.tables.read_rows`), of which one example in 10,
             chosen by a hash of its texts, is held out for validation; or a folder with such files named `train`, `dev`
             or `validation`, and, if there, `test`, which may lack the labels.
         text_columns: for `own`, the name of the texts' column, or two names with a comma between them.
         label_column: for `own`, the name of the labels' column. The classes are the distinct labels in `train`,
-            sorted by value where all are numbers, otherwise as texts.
-        regression: for `own`, the labels are numbers to be predicted, from -1e12 to 1e12, not classes.
+            sorted by value if all are numbers, otherwise as texts.
+        regression: for `own`, whether the labels are numbers to predict, from -1e12 to 1e12, not classes.
 
     Raises:
         UserError: when it cannot be read, or is invalid.
@@ -48,7 +48,7 @@ def open_examples(
 
 
 def column_names(text_columns: str) -> tuple[str, ...]:
-    """The one or two names in `--text-columns`. Raises a `UserError` when there are more, or one is empty or twice."""
+    """The one or two names in `--text-columns`; a `UserError` when there are more, or one is empty or repeated."""
     names = tuple(name.strip() for name in text_columns.split(","))
     if len(names) > 2 or not all(names) or len({*names}) < len(names):
         raise UserError(f"--text-columns must be one name, or two separated by a comma; got {text_columns}")

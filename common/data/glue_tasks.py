@@ -23,7 +23,7 @@ ENTAILMENT = ("entailment", "not_entailment")
 
 @dataclass(frozen=True)
 class Task:
-    """What distinguishes a task from others."""
+    """What distinguishes one task from another."""
 
     texts: tuple[str, ...]  # columns of the texts
     submission: str  # file name that GLUE wants for predictions of the test split
@@ -31,7 +31,7 @@ class Task:
     classes: tuple[str, ...] = ("0", "1")  # in the Hub's order; none for regression
     label: str = "label"  # column of the label
     header: tuple[str, ...] = ()  # columns of train.tsv and dev.tsv, where their first line does not name them
-    hub_texts: tuple[str, ...] = ()  # columns of the texts on the Hub, where they have other names there
+    hub_texts: tuple[str, ...] = ()  # columns of the texts on the Hub, if they have other names there
     limits: tuple[float, float] = (-math.inf, math.inf)  # of predictions: GLUE's server rejects others
 
 
@@ -68,7 +68,7 @@ def hub_tables(name: str, splits: list[str]) -> dict[str, list[Row]]:
     rows: dict[str, list[Row]] = {}
     for split in splits:
         rows[split] = []
-        unlabelled = all(label == -1 for label in tables[split]["label"])  # how the Hub's copy writes that it has none
+        unlabelled = all(label == -1 for label in tables[split]["label"])  # how the Hub's copy marks missing labels
         for number, row in enumerate(tables[split]):
             values = {
                 column: row[there] for column, there in zip(task.texts, task.hub_texts or task.texts, strict=True)

@@ -15,16 +15,16 @@ from common.data.tables import Row, name_columns
 from common.errors import UserError
 
 HELD_OUT = 10  # one example in this many is the validation split of data without one
-LARGEST_NUMBER = 1e12  # in float32, the squares of errors must not overflow, nor those of gradients
+LARGEST_NUMBER = 1e12  # in float32, neither the squares of errors nor those of gradients may overflow
 
 
 @dataclass(frozen=True)
 class Examples:
     """One split."""
 
-    texts: list[tuple[str, ...]]  # one or two of each example
-    labels: list[int] | list[float] | None  # indices of classes, or numbers; None if it has no labels, as GLUE's test
-    indices: list[str]  # names of the examples in predictions: by GLUE's column `index`, or else 0, 1, 2, ...
+    texts: list[tuple[str, ...]]  # one or two for each example
+    labels: list[int] | list[float] | None  # indices of classes, or numbers; None if unlabelled, as GLUE's test split
+    indices: list[str]  # names of the examples in predictions: from GLUE's column `index`, or else 0, 1, 2, ...
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,20 @@ class LabelledTexts:
     classes: list[str]  # their names, as in the files; none for regression, whose labels are numbers
     splits: dict[str, Examples]  # "train", "validation", and "test" where there is one
     submission: str  # file name that GLUE wants for predictions of the test split; for other data, `test.tsv`
-    metrics: tuple[str, ...] = ("accuracy", "f1")  # of `common.scores.entries`; the first is the main one
+    metrics: tuple[str, ...] = ("accuracy", "f1")  # from `common.scores.entries`; the first is the main one
     limits: tuple[float, float] = (-math.inf, math.inf)  # to which predictions of the test split are clipped
 
     @property
     def label_dtype(self) -> type[np.int32] | type[np.float32]:
-        """Of the labels in a batch."""
+        """The dtype of the labels in a batch."""
         return np.int32 if self.classes else np.float32
 
 
 def find_classes(rows: list[Row], label: str) -> list[str]:
-    """The distinct labels in a column, sorted by value where all are numbers, otherwise as texts.
+    """The distinct labels in a column, sorted by value if all are numbers, otherwise as texts.
 
     Raises:
-        UserError: when the column is not there, or a label is neither a text nor a whole number.
+        UserError: when the column is missing, or a label is neither a text nor a whole number.
     """
     names = {_label(where, row, label) for where, row in rows}
     with contextlib.suppress(ValueError):
@@ -63,14 +63,14 @@ def to_examples(
     """The examples in the rows of a table.
 
     Args:
-        rows: of the table.
+        rows: the table.
         texts: names of one or two columns.
-        label: name of a column, or None where the labels are not to be read.
-        classes: what may stand in it; none where numbers do.
+        label: name of the labels' column; None to read no labels.
+        classes: the labels that may be in it; empty if they are numbers.
         index: name of the column that names the examples; None to number them.
 
     Raises:
-        UserError: when a column is not there, a text is not a string, or a label is not one of the classes or not a
+        UserError: when a column is missing, a text is not a string, or a label is not one of the classes or not a
             finite number.
     """
     labels: list[Any] = []
@@ -125,7 +125,7 @@ def _label(where: str, row: dict[str, Any], name: str) -> str:
 
 
 def _number(where: str, row: dict[str, Any], name: str) -> float:
-    """The number in float32, in which the model computes: the Hub's copy of GLUE has 3.79999995 for 3.8."""
+    """The number rounded to float32, in which the model computes: the Hub's copy of GLUE has 3.79999995 for 3.8."""
     value = _value(where, row, name)
     with contextlib.suppress(TypeError, ValueError, OverflowError), np.errstate(over="ignore"):
         number = float(np.float32(float(value)))
@@ -141,5 +141,5 @@ def _value(where: str, row: dict[str, Any], name: str) -> Any:
 
 
 def _is_unicode(text: str) -> bool:
-    """False if it has a lone surrogate, which JSON allows: such a text cannot be saved."""
+    """False if a text has a lone surrogate, which JSON allows: such a text cannot be saved."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

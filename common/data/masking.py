@@ -8,7 +8,7 @@ import tensorflow as tf
 from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.wordpiece import WordPieces
 
-EVALUATION_RATE = 0.15  # BERT's, whatever the rate in training is: so losses of any two models compare
+EVALUATION_RATE = 0.15  # BERT's, whatever the rate in training, so that any two models' losses can be compared
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class MaskingRule:
 def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule, rate: float = EVALUATION_RATE):
     """Chooses tokens, hides them, and keeps them as labels.
 
-    Of the chosen, 80 % become [MASK], 10 % a random token, 10 % stay. A sequence with n tokens that may be chosen has
-    round(rate * n) chosen, at least one. A sequence's masks are a pure function of its tokens and its seed, regardless
-    of padding.
+    Of the chosen tokens, 80 % become [MASK], 10 % become a random token, and 10 % stay. Of the n tokens in a sequence
+    that may be chosen, round(rate * n) are, at least one. A sequence's masks are a pure function of its tokens and its
+    seed, regardless of padding.
 
     Args:
         ids: int32 [batch, length], padded with `rule.pad_id`.
-        seeds: int64 [batch, 2], of `mask_seeds`.
+        seeds: int64 [batch, 2], from `mask_seeds`.
         rule: which tokens are masked, and how.
         rate: fraction of a sequence's tokens that are chosen.
 
@@ -51,7 +51,7 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule, rate: float
     """
     length = tf.shape(ids)[1]
     slots = tf.maximum(_round(rate * tf.cast(length, tf.float32)), 1)
-    # A position's numbers are the same whatever the length is: how far a sequence is padded depends on its neighbours.
+    # A position's numbers must not depend on the length: a sequence is padded according to its neighbours in the batch.
     noise = tf.reshape(uniform_noise(seeds, 3 * length), [-1, length, 3])
     priority, choice, replacement = tf.unstack(noise, axis=2)
 
@@ -78,11 +78,11 @@ def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule, rate: float
 
 
 def mask_seeds(seed: int, epochs: tf.Tensor | None, examples: tf.Tensor) -> tf.Tensor:
-    """Seeds for `mask_tokens`, int64 [batch, 2]: new masks in every epoch; None for an evaluation, where none change.
+    """Seeds for `mask_tokens`, int64 [batch, 2], that give new masks in every epoch.
 
     Args:
-        seed: of the run, below 2^32.
-        epochs, examples: int64 [batch].
+        seed: the run's seed, below 2^32.
+        epochs, examples: int64 [batch]; `epochs` is None for an evaluation, whose masks never change.
     """
     epochs = tf.fill(tf.shape(examples), tf.constant(-1, tf.int64)) if epochs is None else epochs
     return tf.stack([seed * 2**32 + epochs, examples], axis=1)
@@ -91,8 +91,8 @@ def mask_seeds(seed: int, epochs: tf.Tensor | None, examples: tf.Tensor) -> tf.T
 def uniform_noise(seeds: tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
     """Numbers in [0, 1) for each of many seeds at once, by SplitMix64 (Steele, Lea and Flood 2014).
 
-    TensorFlow's stateless generators take one seed a call, and a loop of calls costs more than all the rest of masking.
-    Of seeds int64 [batch, 2], it makes float32 [batch, count], multiples of 2^-24.
+    TensorFlow's stateless generators take one seed per call, and a loop of calls costs more than the rest of masking.
+    Takes seeds, int64 [batch, 2]; returns float32 [batch, count], multiples of 2^-24.
     """
     first, second = tf.unstack(tf.bitcast(seeds, tf.uint64)[:, None], axis=2)
     state = _mixed(_mixed(first) + second)

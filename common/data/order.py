@@ -51,9 +51,9 @@ def locate(positions: tf.Tensor, num_examples: int, global_batch_size: int, shuf
 
 
 def shuffled(places: tf.Tensor, count: int | tf.Tensor, seed: int, epochs: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
-    """What stands at these places of a random order of `count`, by seed, epoch and draw; int64 vectors."""
+    """The numbers at these places in a random order of range(count), given by seed, epoch and draw; int64 vectors."""
     # The op under tf.random.experimental.index_shuffle, whose wrapper fails on a vector of seeds (TensorFlow 2.21);
-    # its 4 rounds leave orders of 10,000 correlated with 0, 1, 2, ... (sd 0.017), 16 do not (0.009; chance: 0.010).
+    # its 4 rounds leave orders of 10,000 correlated with 0, 1, 2, ... (sd 0.017), but 16 do not (0.009; chance: 0.010).
     return tf.raw_ops.RandomIndexShuffle(
         index=places,
         seed=tf.stack([tf.fill(tf.shape(epochs), tf.constant(seed, tf.int64)), epochs, draws], axis=1),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text for a causal language model: one row of token ids, cut into sequences without padding.
 
-A row is all documents of a split, each followed by the tokenizer's end token and, in families that have one of its own,
-the start token of the next; it begins as if a document had ended before. Sequences overlap by one token, the last one's
-label and the next one's first input: so every token but the row's first is a label once.
+A row is all documents of a split, each followed by the tokenizer's end token and, in families where that is another
+token, the start token of the next; it begins as if a document had just ended. Consecutive sequences overlap by one
+token, the last label of one and the first input of the next, so every token but the row's first is a label once.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ from common.data.sources import Documents
 from common.files import cached_file
 
 DOCUMENTS_AT_ONCE = 256  # tokenised in one call, on all cores
-PROMPT = 4  # tokens of a document's beginning
-LOOK = 4096  # sequences in which documents' beginnings are looked for
+PROMPT = 4  # tokens from the beginning of a document
+LOOK = 4096  # sequences that are searched for the beginnings of documents
 
 
 @dataclass(frozen=True)
 class PackedText:
-    """Sequences of each split, ids [sequences, seq_length + 1], in host memory; and what has their tokenizer."""
+    """Sequences of each split, ids [sequences, seq_length + 1], in host memory; and the preprocessor they are for."""
 
     sequences: dict[str, tf.Tensor]
     preprocessor: keras_hub.models.CausalLMPreprocessor
@@ -48,7 +48,7 @@ class PackedText:
 
     @property
     def tokenizer(self) -> keras_hub.models.Tokenizer:
-        """Of the ids."""
+        """The tokenizer of the ids."""
         return self.preprocessor.tokenizer
 
     def sizes(self) -> dict[str, int]:
@@ -65,7 +65,7 @@ class PackedText:
 
     @property
     def width(self) -> int:
-        """The tokens that a model is given in a sequence."""
+        """The number of tokens in a sequence that a model is given."""
         return self.sequences["train"].shape[1] - 1
 
     def steps(self, split: str, global_batch_size: int) -> int:
@@ -75,14 +75,14 @@ class PackedText:
     def rows(
         self, split: str, scaled: Scaled, seed: int | None, first_step: int = 0, num_shards: int = 1, shard: int = 0
     ) -> tf.data.Dataset:
-        """One shard's rows, of a replica's batch size each: a pure function of the seed and the step.
+        """One shard's batches of rows, each of one replica's size: a pure function of the seed and the step.
 
         Args:
-            split: of which they are.
-            scaled: the batch size.
-            seed: for a new order in each of endless epochs; None for one epoch in the text's own order.
-            first_step: from which a run resumes.
-            num_shards, shard: how many there are, and this one's index.
+            split: the split to read.
+            scaled: the batch sizes.
+            seed: for endless epochs, each in a new order; None for one epoch in the text's own order.
+            first_step: the step from which a run resumes.
+            num_shards, shard: the number of shards, and this one's index.
 
         Returns:
             Token ids, int32 [batch size, seq_length + 1]; whether each is a token, not padding; and whether it is a
@@ -107,9 +107,9 @@ class PackedText:
 
 
 def pack(documents: Documents, tokenizer: keras_hub.models.Tokenizer, seq_length: int) -> tf.Tensor:
-    """The sequences of a stream of documents, which opened twice must give the same ones; see the module.
+    """The sequences of a stream of documents, which must give the same ones each time it is opened; see the module.
 
-    The rest, shorter than a sequence, is left out.
+    What is left at the end, shorter than a sequence, is dropped.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary_size() <= 2**16 else np.int32)
 
@@ -126,7 +126,7 @@ def pack(documents: Documents, tokenizer: keras_hub.models.Tokenizer, seq_length
 
 
 def separators(tokenizer: keras_hub.models.Tokenizer) -> list[int]:
-    """The ids between two documents: the end token's, and that of a start token that is another, where there is one."""
+    """The ids between two documents: the end token's and, if there is a different start token, that one's."""
     start, end = tokenizer.start_token_id, tokenizer.end_token_id
     return [end] if start in (None, end) else [end, start]
 
@@ -140,9 +140,9 @@ def beginnings(row: np.ndarray, preprocessor: keras_hub.models.CausalLMPreproces
 
 
 def as_prompts(rows: Iterable[Iterable[int]], preprocessor: keras_hub.models.CausalLMPreprocessor) -> list[str]:
-    """Token ids as texts that leave half of a sequence to what a model adds, cut to that; those without text left out.
+    """Token ids as texts, cut to leave half of a sequence for what a model adds; those without text are left out.
 
-    A character is not cut. A cut text may be read as more tokens than it was cut to, so these are counted anew.
+    No character is cut in two. A cut text may have more tokens than it was cut to, so they are counted again.
     """
     tokenizer, most = preprocessor.tokenizer, max(1, preprocessor.sequence_length // 2)
 
@@ -155,7 +155,7 @@ def as_prompts(rows: Iterable[Iterable[int]], preprocessor: keras_hub.models.Cau
 
 
 def fingerprint(tokenizer: keras_hub.models.Tokenizer) -> str:
-    """A hash of all that a tokenizer does with a text."""
+    """A hash of what determines the ids of a text: the tokenizer's class and assets."""
     digest = hashlib.sha256(type(tokenizer).__name__.encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_assets(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From documents to sequences of token ids of one length, cached."""
+"""Turns documents into sequences of token ids of one length, and caches them."""
 
 import itertools
 import zlib
@@ -25,11 +25,11 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
     """Tokenises documents into sequences, or takes them from the cache.
 
     Args:
-        documents: opens the stream; called twice, it must give the same ones.
-        vocabulary: of the ids.
-        seq_length: tokens in a sequence, [CLS] and [SEP] included.
-        pack: True for documents, each with [SEP] at its end, concatenated and cut every `seq_length - 2` tokens, so
-            that only the last sequence has padding; False for one sequence per line, truncated to `seq_length`.
+        documents: opens the stream; it must give the same ones each time.
+        vocabulary: the vocabulary of the ids.
+        seq_length: tokens in a sequence, including [CLS] and [SEP].
+        pack: True to concatenate the documents, each with [SEP] at its end, and cut them every `seq_length - 2` tokens,
+            so that only the last sequence has padding; False for one sequence per line, truncated to `seq_length`.
 
     Returns:
         A tensor [sequences, seq_length] of ids, uint16 or int32, in host memory; each sequence is [CLS], tokens,
@@ -67,7 +67,7 @@ def make_sequences(documents: Documents, vocabulary: Vocabulary, seq_length: int
 def make_all_sequences(
     corpus: dict[str, Documents], vocabulary: Vocabulary, seq_length: int, pack: bool
 ) -> dict[str, tf.Tensor]:
-    """`make_sequences` of each split. A test split without any is left out, with a message."""
+    """`make_sequences` for each split. A test split without any is left out, with a message."""
     sequences = {split: make_sequences(text, vocabulary, seq_length, pack) for split, text in corpus.items()}
     empty = [split for split, part in sequences.items() if not len(part) and split not in NEEDED_SPLITS]
     for split in empty:
@@ -111,7 +111,7 @@ def read_sequences(sequences: tf.Tensor, examples: tf.Tensor, pad_id: int, trim:
         sequences: tensor [sequences, seq_length].
         examples: int64 vector; `order.NO_EXAMPLE` gives a row of padding.
         pad_id: id of [PAD].
-        trim: cut padding off to the shortest bucket length (32, 64, 128, ...) that holds the longest of these examples.
+        trim: cut padding to the shortest bucket length (32, 64, 128, ...) that holds the longest of these examples.
     """
     ids = tf.cast(tf.gather(sequences, tf.maximum(examples, 0)), tf.int32)
     ids = tf.where((examples == NO_EXAMPLE)[:, None], pad_id, ids)

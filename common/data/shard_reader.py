@@ -3,8 +3,8 @@
 
 As in `common.data.order`, a run is one sequence of positions, and step k takes those from k * batch on. Here they are
 divided into lanes: position p is in lane p mod L, and lane l reads the shards l, l + L, l + 2 L, ... L is the greatest
-number that divides both the shards and the global batch, so it does not depend on the readers. Reader r of R takes
-the positions r, r + R, ...: if R divides L, these are whole lanes, and no other reader opens their shards.
+common divisor of the number of shards and the global batch size, so it does not depend on the readers. Reader r of R
+takes the positions r, r + R, ...: if R divides L, these are whole lanes, and no other reader opens their shards.
 
 In each epoch a lane's shards are read in a new order, four at a time, and every 4,096 sequences are shuffled. Lanes
 shorter than the longest are padded with positions without an example, which have weight 0.
@@ -42,16 +42,16 @@ def read_shards(
     """One reader's share of a run.
 
     Args:
-        written, split: the shards, and which of them.
+        written, split: the shards, and which split of them to read.
         global_batch_size: sequences in one step, over all replicas.
-        epochs: of the run.
+        epochs: the number of epochs in the run.
         shuffle_seed: None for no shuffling.
-        first_step: from which the run resumes.
-        num_readers, reader: how many there are, and this one's index.
+        first_step: the step from which the run resumes.
+        num_readers, reader: the number of readers, and this one's index.
 
     Returns:
-        Scalars (epoch, example, record): int64; int64, the number of a sequence in its split, or -1 for padding; and a
-        string for `decode_sequences`, empty for padding.
+        Scalars (epoch, example, record): an int64; an int64, the number of a sequence in its split, or -1 for padding;
+        and a string for `decode_sequences`, empty for padding.
     """
     shards = written.files(split)
     lanes = math.gcd(len(shards), global_batch_size)
@@ -90,7 +90,7 @@ def read_shards(
 
 
 def decode_sequences(records: tf.Tensor, seq_length: int, pad_id: int) -> tf.Tensor:
-    """Token ids, int32 [batch, seq_length], of records of `read_shards`, for use in `Dataset.map`.
+    """Token ids, int32 [batch, seq_length], from records of `read_shards`, for use in `Dataset.map`.
 
     An empty record, which has no token, gives a sequence of `pad_id`.
     """
@@ -100,6 +100,6 @@ def decode_sequences(records: tf.Tensor, seq_length: int, pad_id: int) -> tf.Ten
 
 
 def _shuffled(parts: tuple[tf.Tensor, tf.Tensor], seed: tf.Tensor, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Two tensors in the same new order, a function of the seed and the number: `Dataset.shuffle` draws from more."""
+    """Two tensors in the same new order, a function of seed and number alone; that of `Dataset.shuffle` is not."""
     noise = tf.random.stateless_uniform(tf.shape(parts[0]), tf.stack([seed, tf.cast(number, tf.int64)]))
     return tuple(tf.gather(part, tf.argsort(noise)) for part in parts)

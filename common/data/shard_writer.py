@@ -30,17 +30,17 @@ from common.files import UNFINISHED, flush, remove_unfinished
 LEAST_SHARDS = 8  # per split, so that several readers can share them
 SHARD_TOKENS = 2**25  # maximum per shard, about 64 MB
 RECORDS_AT_ONCE = 1024
-OPTIONS = ("corpus", "architecture", "vocabulary_size", "seq_length", "shards")  # on which `make_shards` depends
+OPTIONS = ("corpus", "architecture", "vocabulary_size", "seq_length", "shards")  # what `make_shards` depends on
 
 
 def make_shards(options: dict[str, Any], folder: str, scratch: str, dry_run: bool = False) -> str:
     """Finds a corpus's shards in a folder, or trains a vocabulary and writes them; returns the folder.
 
     Args:
-        options: by the names `OPTIONS`, of which `architecture` is `bert` for WordPiece or `roberta` for byte pairs.
-        folder: of the shards; empty in a dry run without one.
-        scratch: of `write_shards`.
-        dry_run: leave no files: missing shards are written to a folder that is deleted at the process's exit.
+        options: values of the `OPTIONS`, by name; `architecture` is `bert` for WordPiece or `roberta` for byte pairs.
+        folder: the folder of the shards; empty in a dry run without one.
+        scratch: see `write_shards`.
+        dry_run: leave no files: missing shards are written to a folder that is deleted when the process exits.
 
     Raises:
         UserError: as `open_corpus`, `find_shards` and `write_shards`.
@@ -69,15 +69,16 @@ def write_shards(
 ) -> None:
     """Writes a corpus's shards, or resumes an interrupted write.
 
-    All text of a split is one row of tokens, each document followed by an end token, cut every `seq_length - 2`. Only
-    the shorter rest is dropped, and counted; a test split without a sequence is left out. The manifest is written last;
-    a shard that exists before it is kept if all its records can be read. Of several processes that write to one local
-    folder, one does, and the others wait for it; if they cannot lock it, the last to rename wins, with the same bytes.
+    All text of a split is one row of tokens, each document followed by an end token, cut every `seq_length - 2` tokens.
+    Only the shorter rest is dropped, and counted; a test split without a sequence is left out. The manifest is
+    completed last; a shard that exists before then is kept if all its records can be read. If several processes
+    write to one local folder, one does the work and the others wait for it; if they cannot lock it, the last to rename
+    wins, with the same bytes.
 
     Args:
         corpus, vocabulary: the text, and its tokens.
-        seq_length: tokens in a sequence, start and end included.
-        num_shards: per split; 0: 8, or as many as keep each under 64 MB.
+        seq_length: tokens in a sequence, including start and end.
+        num_shards: shards per split; 0: 8, or as many as keep each under 64 MB.
         folder: destination.
         scratch: a local folder for the tokens until they are written.
         made_from: what identifies these shards, for `find_shards`.
@@ -141,13 +142,13 @@ def _begin_manifest(folder: str, made_from: dict[str, Any], tokenizer: bytes, se
     manifest = {"made_from": made_from, "tokenizer": short_hash(tokenizer), "seq_length": seq_length}
     path = f"{folder}/manifest.json"
     begun = json.loads(read_bytes(path)) if tf.io.gfile.exists(path) else {}
-    there = tf.io.gfile.listdir(folder)  # no pattern: the folder's own name may have a bracket
+    there = tf.io.gfile.listdir(folder)  # not glob: the folder's own name may have a bracket
     if any(name.endswith(".tfrecord") for name in there) and begun.get("tokenizer") != manifest["tokenizer"]:
         raise UserError(f"{folder} holds .tfrecord files of another tokenizer. Remove them, or give another --data")
     if not begun and (foreign := sorted({"tokenizer.json", "train-counts.npy"} & {*there})):
         raise UserError(f"{folder} holds {', '.join(foreign)}, but no manifest.json of shards. Give another --data")
     if {name: begun.get(name) for name in manifest} != manifest:
-        _write_bytes(path, json.dumps(manifest).encode())  # first: it tells whose the files are that follow
+        _write_bytes(path, json.dumps(manifest).encode())  # first: it tells whose files follow
     _write_bytes(f"{folder}/tokenizer.json", tokenizer)
     return manifest
 
@@ -176,7 +177,7 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _sequences(row: TokenRow, special: dict[str, int], first: int, last: int, seq_length: int) -> Iterator[np.ndarray]:
-    """The sequences from `first` to before `last`, some at once, so that memory does not grow."""
+    """The sequences from `first` to before `last`, read a few at a time, so that memory does not grow."""
     for at in range(first, last, RECORDS_AT_ONCE):
         until = min(at + RECORDS_AT_ONCE, last)
         body = row[at * (seq_length - 2) : until * (seq_length - 2)].reshape(until - at, seq_length - 2)
@@ -198,7 +199,7 @@ def _write_bytes(path: str, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _whole(path: str) -> Iterator[str]:
-    """The name of a file to write, which is renamed when it is complete. A full disk is an `OSError`, as Python's."""
+    """The name of a file to write, which is renamed when complete. A full disk raises an `OSError`, as in Python."""
     unfinished = path + UNFINISHED
     try:
         yield unfinished
@@ -210,7 +211,7 @@ def _whole(path: str) -> Iterator[str]:
 
 
 def _holds(path: str, sequences: int) -> bool:
-    """Whether a shard is there, and has that many records, each of which agrees with its checksum."""
+    """Whether a shard exists, and has that many records, each of which matches its checksum."""
     try:
         return int(tf.data.TFRecordDataset(path).reduce(0, lambda number, _: number + 1)) == sequences
     except (tf.errors.NotFoundError, tf.errors.DataLossError):

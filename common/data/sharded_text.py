@@ -2,7 +2,7 @@
 """Text for a causal language model from TFRecord shards that `bert_from_scratch --architecture roberta` has written.
 
 A record is a part of a row of tokens, between a start and an end token of its own, which are left out here: they would
-end a document where none ends. So of a record of n tokens, n - 3 are labels.
+end a document where none ends. So a record of n tokens has n - 3 labels.
 """
 
 import itertools
@@ -29,7 +29,7 @@ class ShardedText:
 
     @property
     def tokenizer(self) -> keras_hub.models.Tokenizer:
-        """Of the ids."""
+        """The tokenizer of the ids."""
         return self.preprocessor.tokenizer
 
     def sizes(self) -> dict[str, int]:
@@ -46,7 +46,7 @@ class ShardedText:
 
     @property
     def width(self) -> int:
-        """The tokens that a model is given in a sequence."""
+        """The number of tokens in a sequence that a model is given."""
         return self.shards.manifest["seq_length"] - 3
 
     def steps(self, split: str, global_batch_size: int) -> int:
@@ -80,7 +80,7 @@ def find_text_shards(folder: str, seq_length: int) -> Shards:
     """The shards in a folder, with every byte checked.
 
     Raises:
-        UserError: when there are none, they are damaged, or of another sequence length.
+        UserError: when there are none, they are damaged, or they have another sequence length.
     """
     if Path(folder).is_file():
         raise UserError(f"--data {folder} is neither a folder of shards nor a .jsonl file")

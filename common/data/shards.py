@@ -37,7 +37,7 @@ class Shards:
     """The shards of a corpus in a folder, the vocabulary of their token ids, and their manifest.
 
     The manifest has `made_from`, `tokenizer` (a hash), `seq_length`, and `splits`. A split has `documents`, `tokens`,
-    `sequences`, `dropped_tokens`, and `shards`, each with `file`, `sequences`, `bytes` and `crc32`. To the token,
+    `sequences`, `dropped_tokens`, and `shards`, each with `file`, `sequences`, `bytes` and `crc32`. They add up:
     tokens + documents = sequences x (seq_length - 2) + dropped_tokens.
     """
 
@@ -105,7 +105,7 @@ def find_shards(folder: str, made_from: dict[str, Any]) -> Shards | None:
 
 
 def _counts_all_tokens(shards: Shards) -> bool:
-    """False where `train-counts.npy` is missing or damaged: its sum is known."""
+    """False if `train-counts.npy`, whose sum is known, is missing or damaged."""
     train = shards.manifest["splits"]["train"]
     try:
         counts = shards.token_counts()
@@ -129,13 +129,13 @@ def open_shards(folder: str) -> Shards:
 
 
 def fingerprint(corpus: str) -> str:
-    """A hash that changes with the text of a corpus of `open_corpus`; of files, every byte is read."""
+    """A hash that changes with the text of a corpus of `open_corpus`; every byte of files is read."""
     digest, path, files = hashlib.sha256(), Path(corpus), []
     if corpus == "docstrings":
         files = [docstring_file()]
     elif corpus in NAMES or corpus.startswith(HUB):
         builder = from_hub("load_dataset_builder", *hub_name(corpus))
-        digest.update(f"{builder.config_id} {builder.hash}".encode())  # of the commit on the Hub
+        digest.update(f"{builder.config_id} {builder.hash}".encode())  # a hash of the commit on the Hub
     elif path.is_file():
         files = [path]
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What texts come from: streams of documents, and the Hugging Face Hub."""
+"""Where texts come from: streams of documents, and the Hugging Face Hub."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,19 +10,20 @@ Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 
 
 def from_hub(function: str, name: str, configuration: str | None, option: str = "--corpus", **options) -> Any:
-    """What a function of the `datasets` library gives for a data set of the Hugging Face Hub.
+    """What a function of the `datasets` library returns for a data set on the Hugging Face Hub.
 
     Args:
-        function: `load_dataset`, for a dict of splits, iterables of rows, which are dicts; with the option
-            `streaming`, rows come on demand. `load_dataset_builder`, which downloads no data.
-        name, configuration: of the data set, where it has several; or a local folder of files that the library reads.
-        option: of the recipe, by which a folder can be given instead.
-        options: of the function.
+        function: `load_dataset`, for a dict of splits, iterables of rows, which are dicts (with the option `streaming`,
+            rows come on demand); or `load_dataset_builder`, which downloads no data.
+        name: the name of the data set, or a local folder of files that the library reads.
+        configuration: the one to use, if the data set has several.
+        option: the recipe's option by which a folder can be given instead.
+        options: passed to the function.
 
     Raises:
         UserError: when it cannot be fetched.
     """
-    import datasets  # takes a second
+    import datasets  # not above: it takes a second
 
     try:
         return getattr(datasets, function)(name, configuration, **options)

@@ -13,7 +13,7 @@ from typing import Any
 from common.errors import UserError
 
 SUFFIXES = (".tsv", ".csv", ".jsonl")
-Row = tuple[str, dict[str, Any]]  # where it stands, such as `dev.tsv, line 7`; the values by their columns' names
+Row = tuple[str, dict[str, Any]]  # where it is, such as `dev.tsv, line 7`; and its values, by column
 
 
 def read_rows(path: Path, header: Sequence[str] = ()) -> Iterator[Row]:
@@ -26,10 +26,10 @@ def read_rows(path: Path, header: Sequence[str] = ()) -> Iterator[Row]:
             - `.csv`: names of the columns in the first line, fields separated by commas; one in double quotes may hold
               commas, line breaks and, doubled, quotes (RFC 4180);
             - `.jsonl`: a JSON object on each line.
-        header: names of the columns of a `.tsv` file whose first line is a row already, as in GLUE's CoLA.
+        header: names of the columns of a `.tsv` file whose first line is already a row, as in GLUE's CoLA.
 
     Raises:
-        UserError: when there is no such file, or it is malformed; the message has the line, counted from 1.
+        UserError: when there is no such file, or it is malformed; the message gives the line, counted from 1.
     """
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} must end in one of {', '.join(SUFFIXES)}")
@@ -42,7 +42,7 @@ def read_rows(path: Path, header: Sequence[str] = ()) -> Iterator[Row]:
 
 
 def name_columns(names: Iterable[str]) -> str:
-    """Names of columns for a message, which stays short where the first line is a text."""
+    """Names of columns for a message, cut short in case the first line is a text."""
     return textwrap.shorten(", ".join(names), 100, placeholder=" ...")
 
 
@@ -63,14 +63,14 @@ def _read(path: Path) -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines. Only a line feed ends one: texts may hold the other characters that end a line for Python."""
+    """Numbered lines. Only a line feed ends one: texts may hold the other characters at which Python splits lines."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield number, line.removesuffix("\r")
 
 
 def _quoted(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    csv.field_size_limit(2**31 - 1)  # of a process; by default a text of 128 KiB is an error
+    csv.field_size_limit(2**31 - 1)  # of the process; by default, a text of 128 KiB is an error
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     began = 1
     try:

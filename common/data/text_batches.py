@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of a text classifier from labelled texts: encoded once, read in an order that is a function of seed and step.
 
-Examples of similar length share a batch, which is padded to a length that holds its longest.
+Examples of similar length share a batch, which is padded to a length that holds the longest.
 """
 
 import zlib
@@ -23,9 +23,9 @@ TEXTS_AT_ONCE = 4096
 def encode(
     texts: Sequence[tuple[str, ...]], preprocessor: keras_hub.models.TextClassifierPreprocessor
 ) -> dict[str, np.ndarray]:
-    """What a model takes, by name: its preprocessor's output for one or two texts each, [examples, sequence_length].
+    """A model's inputs, by name: its preprocessor's output for one or two texts each, [examples, sequence_length].
 
-    Among it are `token_ids` and `padding_mask`, which is 1 for a token and 0 for padding.
+    Among them are `token_ids` and `padding_mask`, which is 1 for a token and 0 for padding.
     """
     parts: dict[str, list[np.ndarray]] = {}
     for start in range(0, len(texts), TEXTS_AT_ONCE):
@@ -38,12 +38,12 @@ def encode(
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Labelled texts, the preprocessor that encoded them, and of each split what `encode` gives."""
+    """Labelled texts, the preprocessor that encoded them, and what `encode` returns for each split."""
 
     texts: LabelledTexts
     preprocessor: keras_hub.models.TextClassifierPreprocessor
     inputs: dict[str, dict[str, np.ndarray]]
-    few_lengths: bool  # batches are padded to a multiple of 32 tokens, as XLA compiles each length anew; else of 4
+    few_lengths: bool  # pad batches to a multiple of 32 tokens, because XLA compiles for each length; else of 4
 
     @classmethod
     def of(
@@ -91,20 +91,20 @@ class EncodedTexts:
         num_shards: int = 1,
         shard: int = 0,
     ) -> tf.data.Dataset:
-        """One shard's batches (x, examples), of a replica's size each: a pure function of the seed and the step.
+        """One shard's batches (x, examples), each of one replica's size: a pure function of the seed and the step.
 
         They are for these steps of the run. A seed gives a new order in each epoch; None, for the steps of one epoch,
-        the shortest examples first.
+        puts the shortest examples first.
 
         Returns:
-            What `encode` gives, int32 [batch size, length of the global batch]; and rows of the split, int64 [batch
-            size], `order.NO_EXAMPLE` where there is none, and all is padding.
+            What `encode` returns, int32 [batch size, length of the global batch]; and the examples' rows in the split,
+            int64 [batch size], `order.NO_EXAMPLE` where there is none, and all is padding.
         """
         lengths, inputs_of = self._inputs(split)
         return batches_by_length(steps, lengths, scaled, shuffle_seed, inputs_of, num_shards, shard).prefetch(8)
 
     def labelled_batches(self, split: str, *arguments, **shard) -> tf.data.Dataset:
-        """As `batches`, but (x, y, weight): labels, and weights, 0 for padding."""
+        """As `batches`, but (x, y, weight), with labels, and with weights that are 0 for padding."""
         return self.batches(split, *arguments, **shard).map(self._with_labels(split))
 
     def labelled_batch(self, split: str, batch_size: int, shuffle_seed: int) -> Callable[[tf.Tensor], tuple]:
@@ -117,7 +117,7 @@ class EncodedTexts:
         with tf.device("CPU"):
             inputs = {name: tf.constant(values) for name, values in self.inputs[split].items()}
             places = tf.range(1, tf.shape(inputs["padding_mask"])[1] + 1)
-            # A text may have the padding's own name in it, so that the mask has gaps.
+            # A text may contain the name of the padding token, so that the mask has gaps.
             lengths = tf.reduce_max(tf.cast(inputs["padding_mask"], tf.int32) * places, axis=1)
 
         def inputs_of(examples):
@@ -141,7 +141,7 @@ class EncodedTexts:
 
 
 def in_order(batches: Iterable[tuple[tf.Tensor, tf.Tensor]], num_examples: int) -> np.ndarray:
-    """Rows for all examples, [examples, columns], from batches of (examples, rows), in which each comes once."""
+    """Rows for all examples, [examples, columns], from batches of (examples, rows), where each example comes once."""
     parts = [(examples.numpy(), rows.numpy()) for examples, rows in batches]
     result = np.full((num_examples, parts[0][1].shape[1]), np.nan, np.float32)
     for examples, rows in parts:

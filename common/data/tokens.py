@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From documents to one long row of token ids on disk, in parallel processes.
+"""Turns documents into one long row of token ids on disk, in parallel processes.
 
 The row is a folder of blocks, each tokenised by its own process, which does not import TensorFlow. Blocks are written
 atomically, so that an interrupted write can be resumed. Memory does not grow with the corpus.
@@ -28,8 +28,8 @@ class TokenRow:
     def __init__(self, folder: Path):
         self._paths = sorted(folder.glob("*.ids"))
         self._ends = np.cumsum([path.stat().st_size // ID.itemsize for path in self._paths])
-        self.documents = sum(int(path.stem.split("-")[1]) for path in self._paths)  # that have a token
-        self.length = int(self._ends[-1]) if self._paths else 0  # ids, one for the end of each document included
+        self.documents = sum(int(path.stem.split("-")[1]) for path in self._paths)  # those with a token
+        self.length = int(self._ends[-1]) if self._paths else 0  # ids, including one for each document's end
 
     def __getitem__(self, place: slice) -> np.ndarray:
         """The ids from `place.start` to before `place.stop`."""
@@ -54,7 +54,7 @@ class TokenRow:
 def write_tokens(documents: Iterable[str], tokenizer: Tokenizer, end: int, folder: Path) -> TokenRow:
     """Tokenises documents, on all cores, and appends the id `end` to each that has a token.
 
-    In the folder, of this row alone, existing blocks are kept: begun again, the stream must give the same documents.
+    The folder is for this row alone. Blocks that exist in it are kept, so a new stream must give the same documents.
 
     Raises:
         OSError: `ENOSPC`, when the disk is full.
@@ -67,7 +67,7 @@ def write_tokens(documents: Iterable[str], tokenizer: Tokenizer, end: int, folde
         for number, texts in enumerate(_blocks(documents)):
             if number not in done:
                 running.append(threads.submit(_in_a_process, texts, tokenizer.to_str(), end, folder / f"{number:06}"))
-            if len(running) > cores:  # a few blocks of text in memory, and no more
+            if len(running) > cores:  # keeps only a few blocks of text in memory
                 running.popleft().result()
         for future in running:
             future.result()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT's vocabularies and tokenizers: WordPiece, by the `tokenizers` library.
+"""BERT's vocabularies and tokenizers: WordPiece, with the `tokenizers` library.
 
 A preset is saved with KerasHub's tokenizer for the same vocabulary; a test checks that both give the same ids. Letters
-that have no single lower-case letter differ: of the German sharp s, KerasHub makes ss.
+without a single lower-case letter are an exception: KerasHub turns the German sharp s into ss.
 """
 
 import itertools
@@ -34,7 +34,7 @@ class SpecialTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class WordPieces:
-    """A vocabulary of BERT: the word pieces, by id, and how text is normalised before tokenisation."""
+    """A BERT vocabulary: the word pieces, by id, and how text is normalised before tokenisation."""
 
     pieces: list[str]
     lowercase: bool
@@ -45,8 +45,8 @@ class WordPieces:
     def tokenizer(self) -> Tokenizer:
         """A tokenizer: `encode(text, add_special_tokens=False).ids`.
 
-        `[UNK]` in a text is one token, as needed for corpora with unknown words. The names of the other special tokens
-        are ordinary text, as a corpus may well be about `[MASK]` or `[PAD]`.
+        `[UNK]` in a text is one token, as corpora with unknown words need it. The names of the other special tokens are
+        ordinary text, because a corpus may well be about `[MASK]` or `[PAD]`.
         """
         ids = {piece: index for index, piece in enumerate(self.pieces)}
         tokenizer = _tokenizer(models.WordPiece(ids, unk_token=UNKNOWN), self.lowercase, self.strip_accents)
@@ -58,7 +58,7 @@ def train_wordpieces(documents: Documents, size: int) -> WordPieces:
     """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` word pieces.
 
     The same documents and size, at least 100, give the same vocabulary on every machine. It is cached. `documents`
-    opens their stream; called several times, it must give the same ones.
+    opens their stream, and must give the same ones each time.
     """
     tokenizer = _tokenizer(models.WordPiece(unk_token=UNKNOWN), lowercase=True, strip_accents=True)
     untrained = tokenizer.to_str()
@@ -74,8 +74,8 @@ def train_wordpieces(documents: Documents, size: int) -> WordPieces:
         by_count = sorted(set(characters) - set(" "), key=lambda c: (-characters[c], c))
         known = min(ALPHABET_SIZE, size // 4)
         rare = str.maketrans(dict.fromkeys(by_count[known:], " "))
-        # The trainer numbers pieces of one character in the order of a hash table, another one in each process, and
-        # settles ties by number. Given as special tokens, they have their numbers beforehand.
+        # The trainer numbers pieces of one character in the order of a hash table, which differs between processes, and
+        # settles ties by number. Given as special tokens, they have fixed numbers beforehand.
         alphabet = [piece for character in sorted(by_count[:known]) for piece in (character, "##" + character)]
         trainer = trainers.WordPieceTrainer(
             vocab_size=size, special_tokens=[*WordPieces.special, *alphabet], show_progress=False
@@ -88,7 +88,7 @@ def train_wordpieces(documents: Documents, size: int) -> WordPieces:
 
 
 def load_wordpieces(path: str | Path) -> WordPieces:
-    """Reads a vocabulary file: one word piece per line, whose number (from 0) is its id.
+    """Reads a vocabulary file: one word piece per line; its line number, from 0, is its id.
 
     As in BERT, a vocabulary in which only the special tokens have capital letters is for text that is lower-cased and
     stripped of accents.
@@ -108,8 +108,8 @@ def load_wordpieces(path: str | Path) -> WordPieces:
 
 def _tokenizer(model: models.WordPiece, lowercase: bool, strip_accents: bool) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    # As in KerasHub, a character that is not seen, such as the one that joins emoji, parts words; BERT's own tokenizer
-    # takes it out.
+    # As in KerasHub, an invisible character, such as the one that joins emoji, separates words; BERT's own tokenizer
+    # removes it.
     parts = normalizers.Replace(Regex(r"[\p{Cc}\p{Cf}]"), " ")
     bert = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     tokenizer.normalizer = normalizers.Sequence([parts, bert])

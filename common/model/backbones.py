@@ -17,18 +17,18 @@ POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that o
 def backbone_from_size(
     kind: type[keras_hub.models.Backbone], size: str, vocabulary_size: int, dropout: float, seq_length: int
 ) -> keras_hub.models.Backbone:
-    """An encoder with random weights.
+    """A transformer with random weights.
 
-    Its position embeddings, trained as all weights, begin as the sinusoids of Vaswani et al. 2017, arXiv:1706.03762,
-    section 3.5. With them, a token's neighbour is found by one rotation in all places; from BERT's noise, each position
-    has to be learned by itself.
+    Its position embeddings, trained like all weights, begin as the sinusoids of Vaswani et al. 2017, arXiv:1706.03762,
+    section 3.5. With these, one rotation leads to a token's neighbour, the same at every position; starting from BERT's
+    noise, each position has to be learned by itself.
 
     Args:
-        kind: `BertBackbone` or `RobertaBackbone`.
-        size: of `sizes.py`.
-        vocabulary_size: tokens that it embeds.
-        dropout: of the encoder.
-        seq_length: tokens per sequence; the encoder has at least 512 positions.
+        kind: `BertBackbone`, `RobertaBackbone` or `GPT2Backbone`.
+        size: a size of `sizes.py`.
+        vocabulary_size: number of tokens that it embeds.
+        dropout: its dropout.
+        seq_length: tokens per sequence; the model has at least 512 positions.
     """
     backbone = kind(
         vocabulary_size=vocabulary_size,
@@ -42,7 +42,7 @@ def backbone_from_size(
 
 
 def sinusoids(positions: int, width: int) -> np.ndarray:
-    """Sines, then cosines, of every position by wavelengths from 2 pi to 20,000 pi positions; [positions, width]."""
+    """Sines, then cosines, of every position, with wavelengths from 2 pi to 20,000 pi positions; [positions, width]."""
     angles = np.arange(positions)[:, None] / 10_000 ** (np.arange(0, width, 2) / width)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :width]
 
@@ -63,14 +63,14 @@ def from_preset(kind: Any, preset: str, **kwargs):
 
 
 def model_width(preset: str, size: str) -> int:
-    """The width of a preset's layers, or without one of a size's.
+    """The width of the layers of a preset or, if there is none, of a size.
 
     Raises:
-        UserError: when there is no such preset, it cannot be fetched, or its model is not described as a transformer's.
+        UserError: when there is no such preset, it cannot be fetched, or its model is not a plain transformer.
     """
     if preset:
         with contextlib.suppress(ValueError, OSError, RuntimeError, KeyError):
-            return load_json(preset)["config"]["hidden_dim"]  # without the memory that its weights take
+            return load_json(preset)["config"]["hidden_dim"]  # saves the memory that its weights would take
         backbone = from_preset(keras_hub.models.Backbone, preset, load_weights=False)
         if not hasattr(backbone, "hidden_dim"):
             raise UserError(f"the preset {preset} has a {type(backbone).__name__}: give one of a plain transformer")

@@ -21,7 +21,7 @@ print(model.generate("Returns a", max_length=24))
 
 
 def causal_card(results: dict[str, Any]) -> str:
-    """The card of a finished model of `causal_lm`, by what `results.json` holds; see `model_card`."""
+    """The card of a finished model of `causal_lm`, from what `results.json` holds; see `model_card`."""
     config = results["config"]
     begun = "random weights"
     if config["preset"]:

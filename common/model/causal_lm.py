@@ -31,14 +31,14 @@ def causal_lm_class(kind: type[keras_hub.models.CausalLM]) -> type[keras_hub.mod
 def make_preprocessor(
     preset: str, vocabulary: Vocabulary | None, seq_length: int
 ) -> keras_hub.models.CausalLMPreprocessor:
-    """What has a model's tokenizer, to `seq_length` tokens: a preset's, or GPT-2's for byte pairs of RoBERTa's form.
+    """A model's preprocessor, for `seq_length` tokens: a preset's, or GPT-2's for a vocabulary of RoBERTa's byte pairs.
 
-    Of these, the end token `</s>` becomes GPT-2's, with the same id; the other four special tokens stand for no text,
-    and are never predicted. A preset may be given with a vocabulary that it has to have.
+    Of that vocabulary, the end token `</s>` becomes GPT-2's, with the same id; the other four special tokens stand for
+    no text, and are never predicted. If both a preset and a vocabulary are given, they must agree.
 
     Raises:
         UserError: when there is no such preset of a causal language model, it cannot be fetched, or it has another
-            vocabulary; when the vocabulary is of word pieces.
+            vocabulary; or when the vocabulary is of word pieces.
     """
     if isinstance(vocabulary, WordPieces):
         raise UserError("the shards are of word pieces: write them with --architecture roberta, for byte pairs")
@@ -57,7 +57,7 @@ def make_preprocessor(
 
 
 def pieces_of(tokenizer: keras_hub.models.Tokenizer) -> list[str]:
-    """The vocabulary, from id to token."""
+    """A tokenizer's vocabulary: its tokens, by id."""
     return [tokenizer.id_to_token(number) for number in range(tokenizer.vocabulary_size())]
 
 
@@ -68,14 +68,14 @@ def make_causal_lm(
     dropout: float,
     lora_rank: int | None = None,
 ) -> keras_hub.models.CausalLM:
-    """A model of any family that KerasHub has one for, from a preset, or without one a GPT-2 from a size.
+    """A causal language model of any family that KerasHub has, from a preset or, without one, a GPT-2 from a size.
 
     Args:
-        preset: KerasHub's name, or a folder or `hf://` in a form that KerasHub reads; or none.
-        size: of `sizes.py`, where there is no preset; see `backbones.backbone_from_size`.
-        preprocessor: of the model.
-        dropout: of the model, in families that have one.
-        lora_rank: of adapters of the attention's query and value kernels, which are then all that is trained.
+        preset: a KerasHub name, or a folder or `hf://` in a format that KerasHub reads; or empty.
+        size: a size of `sizes.py`, if there is no preset; see `backbones.backbone_from_size`.
+        preprocessor: the model's preprocessor.
+        dropout: the model's dropout, in families that have one.
+        lora_rank: rank of adapters for the attention's query and value kernels; only these are then trained.
 
     Raises:
         UserError: when there is no such preset, it cannot be fetched, it needs more than text, it has too few
@@ -92,7 +92,7 @@ def make_causal_lm(
     if (pieces := preprocessor.tokenizer.vocabulary_size()) > backbone.vocabulary_size:
         known = f"its tokenizer has {pieces} tokens, the model {backbone.vocabulary_size}"
         raise UserError(f"the preset {preset} is of parts that do not belong together: {known}")
-    # An embedding's weights are not cast: logits would be computed in float32 in mixed precision too, twice as slowly.
+    # Embedding weights are not cast: even in mixed precision, logits would be computed in float32, twice as slowly.
     backbone.token_embedding.reverse_dtype = backbone.token_embedding.compute_dtype
     if lora_rank:
         enable_lora(backbone, lora_rank)
@@ -103,13 +103,13 @@ def make_causal_lm(
 
 
 def save_causal_lm(model: keras_hub.models.CausalLM, preset: str, adapter: Path, folder: Path, card: str = "") -> None:
-    """Saves a model as a preset, adapters merged into their kernels, and these by themselves beside it.
+    """Saves a model as a preset, with adapters merged into their kernels, and also the adapters by themselves.
 
     Args:
-        model: with its preprocessor.
-        preset: that it began from, of whose weights the adapters are.
-        adapter: folder for these, where there are any; see `lora.save_adapter`.
-        folder: for the preset, with a `card`, if given, as its `README.md`.
+        model: a model with its preprocessor.
+        preset: the preset that it began from, to whose weights the adapters belong.
+        adapter: folder for the adapters, if there are any; see `lora.save_adapter`.
+        folder: folder for the preset, with a `card`, if given, as its `README.md`.
     """
     save_task(model, model.preprocessor, folder, card)
     if any(weight.name.startswith("lora_") for weight in model.weights):

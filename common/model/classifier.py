@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text classifiers: of any family that KerasHub has one for, from a preset, or BERT from a size."""
+"""Text classifiers: of any family that KerasHub has one for, from a preset, or a BERT from a size."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ def classifier_class(kind: type[keras_hub.models.TextClassifier]) -> type[keras_
 def make_preprocessor(
     preset: str, vocabulary: Vocabulary | None, seq_length: int
 ) -> keras_hub.models.TextClassifierPreprocessor:
-    """What makes a classifier's inputs of texts, to `seq_length` tokens: a preset's own, or BERT's for a vocabulary.
+    """A classifier's preprocessor, for `seq_length` tokens: a preset's own, or BERT's for a vocabulary.
 
     Raises:
         UserError: when there is no such preset, it cannot be fetched, or KerasHub has no classifier of its kind.
@@ -48,17 +48,17 @@ def make_preprocessor(
 def make_classifier(
     preset: str, size: str, data: EncodedTexts, dropout: float, lora_rank: int | None = None
 ) -> keras_hub.models.TextClassifier:
-    """A text classifier: a randomly initialized head on an encoder from a preset, or without one on a BERT from a size.
+    """A text classifier: a randomly initialized head on a preset's encoder or, without a preset, a BERT from a size.
 
     Call it inside the strategy's scope.
 
     Args:
-        preset: KerasHub's name, or a folder or `hf://` in KerasHub's or Hugging Face's format; or none.
-        size: of `sizes.py`, where there is no preset.
-        data: that it is for.
-        dropout: of the encoder and the head.
-        lora_rank: of adapters (Hu et al. 2021, arXiv:2106.09685) of the attention's query and value kernels, which are
-            then, with these layers' biases, the pooler and the head, all that is trained; 0 to train all weights.
+        preset: a KerasHub name, or a folder or `hf://` in KerasHub's or Hugging Face's format; or empty.
+        size: a size of `sizes.py`, if there is no preset.
+        data: the data that it is for.
+        dropout: dropout of the encoder and the head.
+        lora_rank: rank of adapters (Hu et al. 2021, arXiv:2106.09685) for the attention's query and value kernels. Only
+            these, their layers' biases, the pooler and the head are then trained; 0 to train all weights.
 
     The head has an output for each class. For regression it has a single one, which begins at the mean of the training
     labels: AdamW would need many steps to get there.
@@ -91,7 +91,7 @@ def make_classifier(
 
 
 def save_classifier(model: keras_hub.models.TextClassifier, data: EncodedTexts, folder: Path) -> None:
-    """Saves a preset, as `save_task`, with the names of the classes and how many texts it takes in `labels.json`."""
+    """As `save_task`, with the names of the classes and the number of texts that it takes in `labels.json`."""
     save_task(model, data.preprocessor, folder)
     if is_chief():
         texts = len(data.texts.splits["train"].texts[0])
@@ -126,9 +126,9 @@ def _backbone_from_preset(preset: str, dropout: float) -> keras_hub.models.Backb
 
 
 def _classify_by_first_token(backbone: keras_hub.models.Backbone) -> None:
-    """Has a backbone's last layer compute nothing but the first token's output, which is all that a classifier reads.
+    """Makes a backbone's last layer compute only the first token's output, which is all that a classifier reads.
 
-    The layers of BERT, RoBERTa and DistilBERT can do so: it is an eighth of the work where there are six of them.
+    The layers of BERT, RoBERTa and DistilBERT allow that: with six of them, it saves an eighth of the work.
     """
     layers = getattr(backbone, "transformer_layers", [])
     if layers and type(layers[-1]) is keras_hub.layers.TransformerEncoder and not layers[-1].normalize_first:
@@ -136,7 +136,7 @@ def _classify_by_first_token(backbone: keras_hub.models.Backbone) -> None:
 
 
 def _first_output(layer: keras_hub.layers.TransformerEncoder, inputs, padding_mask, training=None):
-    """As `TransformerEncoder.call`, of the first token: [batch size, 1, width]."""
+    """As `TransformerEncoder.call`, for the first token only: [batch size, 1, width]."""
     first, mask = inputs[:, :1], padding_mask[:, None, :]
     attended = layer._self_attention_layer(query=first, value=inputs, attention_mask=mask, training=training)
     x = layer._self_attention_layer_norm(first + layer._self_attention_dropout(attended, training=training))

@@ -21,7 +21,7 @@ class CountsTokens:
     distribute_strategy: Any
 
     def compile(self, optimizer, loss, **kwargs):
-        """As Keras's, but for the metrics, which are these; `accuracy` is there if the loss is a cross-entropy."""
+        """As Keras's, but with these metrics only; `accuracy` is among them if the loss is a cross-entropy."""
         with self.distribute_strategy.scope():
             self.counts = [keras.metrics.Sum(name=name) for name in COUNTS]
         accuracy = [LabelAccuracy()] if isinstance(loss, CrossEntropy) else []

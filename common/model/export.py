@@ -3,10 +3,10 @@
 
 KerasHub's BERT differs in its head from every BERT of transformers. Its encoder has the tanh form of gelu and its head
 the exact one; the head's norm has an epsilon of 1e-5 and all others 1e-12. A `config.json` has one `hidden_act` and one
-`layer_norm_eps` for all: ours are the encoder's. By transformers, an exported model's logits are then off by up to 2e-3
-and its probabilities by 2e-4, for the default run's model, logits from -9 to 12 and every token of ten sentences; with
-the exact gelu it would be 5e-3 and 2e-4. Nothing else differs: with both put right in Keras's head, 5e-6 is left.
-Published checkpoints have the exact gelu, so that their encoder is off by as much here, as it is in KerasHub.
+`layer_norm_eps` for all: ours are the encoder's. In transformers, an exported model's logits are then off by up to 2e-3
+and its probabilities by 2e-4 (for the default run's model, with logits from -9 to 12, on every token of ten sentences);
+with the exact gelu, by 5e-3 and 2e-4. Nothing else differs: with both corrected in Keras's head, 5e-6 is left.
+Published checkpoints have the exact gelu, so their encoder is off by as much here, as it is in KerasHub.
 """
 
 import functools
@@ -57,7 +57,7 @@ def _write(model: keras_hub.models.BertMaskedLM, vocabulary: WordPieces, folder:
             outputs = variables[name.replace(".weight", ".bias")]
             tensor = np.ascontiguousarray(tensor.reshape(-1, math.prod(outputs.shape)).T)
         tensors[name] = tensor.ravel() if name.endswith(".bias") else tensor
-    # Its own save_file makes a file that only its owner may read.
+    # The library's own save_file makes a file that only its owner can read.
     (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
 
     config = {
@@ -101,7 +101,7 @@ def _write(model: keras_hub.models.BertMaskedLM, vocabulary: WordPieces, folder:
 
 
 def task_class(preset: str) -> str:
-    """The name of a preset's task, such as `GPT2CausalLM`; empty where it is of none, or there is no such preset."""
+    """The name of a preset's task, such as `GPT2CausalLM`; empty if it has none, or there is no such preset."""
     try:
         return load_json(preset, "task.json")["class_name"]
     except (ValueError, OSError, RuntimeError, KeyError):
@@ -115,7 +115,7 @@ def require_new(folder: Path) -> None:
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Makes a new folder, which `write` fills: it is complete, or absent. A `UserError` when it cannot be written."""
+    """Makes a new folder that `write` fills, complete or not at all. Raises a `UserError` if it cannot be written."""
     folder = folder.resolve()
     unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports a GPT-2 to Hugging Face transformers.
 
-Both compute the same to rounding, with the tanh form of gelu. The tokenizer splits a text as KerasHub's does, not by
+Both compute the same up to rounding, with the tanh form of gelu. The tokenizer splits a text as KerasHub's does, not by
 GPT-2's own pattern, and begins it with an end token, as KerasHub's preprocessor does.
 """
 
@@ -66,7 +66,7 @@ def gpt2_tensors(backbone: keras_hub.models.GPT2Backbone) -> dict[str, np.ndarra
 
 
 def _write(backbone: keras_hub.models.GPT2Backbone, tokenizer: keras_hub.models.GPT2Tokenizer, folder: Path) -> None:
-    # Its own save_file makes a file that only its owner may read.
+    # The library's own save_file makes a file that only its owner can read.
     (folder / "model.safetensors").write_bytes(save(gpt2_tensors(backbone), metadata={"format": "pt"}))
     end, number = tokenizer.end_token, tokenizer.end_token_id
     config = {
@@ -89,7 +89,7 @@ def _write(backbone: keras_hub.models.GPT2Backbone, tokenizer: keras_hub.models.
         "dtype": "float32",
     }
     tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is; GPT2Tokenizer splits otherwise
+        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is; GPT2Tokenizer splits differently
         "bos_token": end,
         "eos_token": end,
         "unk_token": end,

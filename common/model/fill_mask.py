@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.model.huggingface import in_huggingface_form, require_head
 from common.model.masked_lm import masked_lm_from_preset, preset_vocabulary
 
-SENTENCES = (  # to try a model of the default text on
+SENTENCES = (  # to try out a model of the default text
     "Returns a [MASK] with the same shape as the input.",
     "The function raises a [MASK] if the argument is not valid.",
     "This layer is applied to the [MASK] of the model.",
@@ -24,9 +24,9 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
     """The likeliest tokens for each mask of a sentence, with the entries of Hugging Face's `fill-mask` pipeline.
 
     Args:
-        model, vocabulary: a `BertMaskedLM` or `RobertaMaskedLM`, and what it was trained with.
+        model, vocabulary: a `BertMaskedLM` or `RobertaMaskedLM`, and the vocabulary it was trained with.
         sentence: text with one or more masks: `[MASK]`, or the model's own, such as `<mask>`.
-        top: how many guesses there are for each.
+        top: number of guesses for each mask.
 
     Returns:
         For each mask in order, its guesses, the likeliest first: `score`, its probability; `token`, its id;
@@ -37,7 +37,7 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
     """
     tokenizer, special = vocabulary.tokenizer(), vocabulary.special
     *before, last = sentence.replace(WordPieces.special.mask, special.mask).split(special.mask)
-    # A mask is a word with the space before it, as in RoBERTa's own tokenizer; BERT's knows no spaces.
+    # A mask is a word with the space before it, as in RoBERTa's own tokenizer; BERT's ignores spaces.
     parts = [tokenizer.encode(part, add_special_tokens=False).ids for part in [*map(str.rstrip, before), last]]
     id_of = special_ids(vocabulary)
     ids, positions = [id_of["start"], *parts[0]], []
@@ -76,7 +76,7 @@ def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: in
 
 
 def print_filled_masks(preset: str, sentences: Iterable[str] = SENTENCES, top: int = 5) -> None:
-    """Prints sentences with the likeliest tokens for their masks, by the model saved in a preset.
+    """Prints sentences with the likeliest tokens for their masks, according to the model saved in a preset.
 
     Raises:
         UserError: as `fill_mask`, and when there is no such preset, or it lacks the masked-language-model head.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continues texts with a causal language model, by KerasHub's samplers and its cache."""
+"""Continues texts with a causal language model, using KerasHub's samplers and its cache."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import tensorflow as tf
 from common.errors import UserError
 from common.model.backbones import from_preset
 
-TOKENS = 40  # of a continuation
+TOKENS = 40  # in a continuation
 
 
 def make_sampler(
@@ -21,17 +21,17 @@ def make_sampler(
 
     Args:
         name: `greedy`, the likeliest token; `top-k`, one of the k likeliest (Fan et al. 2018, arXiv:1805.04833);
-            `top-p`, of the fewest that have a probability of p together (Holtzman et al. 2019, arXiv:1904.09751); or
-            `random`, of all.
-        k, p: see there.
-        temperature: by which logits are divided: below 1, what is likely becomes likelier.
-        seed: of the draws.
+            `top-p`, one of the fewest that together have a probability of p (Holtzman et al. 2019, arXiv:1904.09751);
+            or `random`, one of all.
+        k, p: see `name`.
+        temperature: divides the logits: below 1, what is likely becomes likelier.
+        seed: seed of the draws.
 
     Raises:
         UserError: when there is no such sampler, or a value is out of range.
     """
     samplers = keras_hub.samplers
-    if not 1e-6 <= temperature < math.inf:  # float32 divides logits by no less
+    if not 1e-6 <= temperature < math.inf:  # in float32, logits cannot be divided by less
         raise UserError(f"--temperature must be at least 1e-6, and finite; got {temperature:g}")
     if k < 1:
         raise UserError(f"--top-k must be at least 1; got {k}")
@@ -52,15 +52,15 @@ def make_sampler(
 def continuations(
     model: keras_hub.models.CausalLM, prompts: Sequence[str], sampler: keras_hub.samplers.Sampler, tokens: int = TOKENS
 ) -> list[str]:
-    """Texts, each with what the model adds to it: until its end token, or so many tokens.
+    """The prompts, each followed by what the model adds, up to its end token or `tokens` tokens.
 
-    The sampler draws for each as if it were new: the same text each time, whatever the other prompts.
+    The sampler starts afresh for each: a prompt gives the same text each time, whatever the other prompts.
 
     Raises:
         UserError: when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`;
             when the model's logits are not finite, and the sampler draws.
     """
-    if model.sampler is not sampler:  # compile would do so, and lose what is compiled for training
+    if model.sampler is not sampler:  # `compile` would do so too, but lose what is compiled for training
         model.sampler, model.generate_function = sampler, None
     return [_continuation(model, prompt, sampler, tokens) for prompt in prompts]
 
@@ -78,7 +78,7 @@ def _continuation(
         state.assign([sampler.seed, 0])
     try:
         return model.generate([prompt], max_length=min(length + tokens, room))[0]
-    except tf.errors.InvalidArgumentError as error:  # a draw by probabilities that are no numbers
+    except tf.errors.InvalidArgumentError as error:  # a draw from probabilities that are NaN
         raise UserError("the model has diverged: its logits are not finite, and so it writes nothing") from error
 
 
@@ -89,12 +89,12 @@ def causal_lm_for_generation(preset: str) -> keras_hub.models.CausalLM:
         UserError: when there is no such preset of a causal language model, or it cannot be fetched.
     """
     model = from_preset(keras_hub.models.CausalLM, preset, dtype="float32", compile=False)
-    model.compile(jit_compile=False)  # XLA takes longer to compile than a text to write
+    model.compile(jit_compile=False)  # XLA would take longer to compile than to write a text
     return model
 
 
 def print_continuations(preset: str, prompts: Sequence[str]) -> None:
-    """Prints texts as the model saved in a preset continues them, by `top-k`; or in a line, why it cannot.
+    """Prints texts as the model saved in a preset continues them, with `top-k`; or, in one line, why it cannot.
 
     Raises:
         UserError: when there is no such preset.

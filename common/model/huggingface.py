@@ -62,11 +62,11 @@ def read_weights(variables: dict[str, keras.Variable], preset: str) -> bool:
     """
     masked = " masked language model" if DECODER_BIAS in variables else ""
     with one_line(f"cannot load {preset}"), safe_open(get_file(preset, "model.safetensors"), "numpy") as file:
-        # Checkpoints that come from TensorFlow call what scales and shifts in a norm gamma and beta.
+        # Checkpoints that come from TensorFlow name a norm's scale and shift gamma and beta.
         names = {name.replace(".gamma", ".weight").replace(".beta", ".bias"): name for name in file.keys()}  # noqa: SIM118
         if "embeddings.word_embeddings.weight" in names:  # of an encoder alone
             names |= {f"bert.{name}": own for name, own in names.items()}
-        if "cls.predictions.decoder.bias" in names:  # another name of the same
+        if "cls.predictions.decoder.bias" in names:  # another name for the same
             names.setdefault(DECODER_BIAS, "cls.predictions.decoder.bias")
         for name, variable in variables.items():
             if name in names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) of a backbone's attention, and a file of them."""
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) for a backbone's attention, and a file of them."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from common.files import write_json
 
 
 def enable_lora(backbone: keras_hub.models.Backbone, rank: int) -> None:
-    """Adds adapters of a rank to the attention's query and value kernels; all else but these layers' biases is frozen.
+    """Adds adapters of this rank to the attention's query and value kernels; freezes all else but these layers' biases.
 
     Raises:
         UserError: when KerasHub has none for such a backbone.
@@ -22,9 +22,9 @@ def enable_lora(backbone: keras_hub.models.Backbone, rank: int) -> None:
 
 
 def save_adapter(model: keras_hub.models.Task, preset: str, folder: Path) -> None:
-    """Saves a model's adapters, `adapter.lora.h5`, and what they are of in `adapter.json`; only the chief saves.
+    """Saves a model's adapters in `adapter.lora.h5`, and their preset and rank in `adapter.json`; only the chief saves.
 
-    KerasHub reads them: `backbone.load_lora_weights("adapter.lora.h5")`, for the backbone of that preset.
+    KerasHub loads them by `backbone.load_lora_weights("adapter.lora.h5")`, into the backbone of that preset.
     """
     if is_chief():
         folder.mkdir(exist_ok=True)

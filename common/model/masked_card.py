@@ -28,7 +28,7 @@ NAMES = {"bert": "BERT", "roberta": "RoBERTa"}
 
 
 def masked_card(results: dict[str, Any]) -> str:
-    """The card of a finished model of `bert_from_scratch`, by what `results.json` holds; see `model_card`."""
+    """The card of a finished model of `bert_from_scratch`, from what `results.json` holds; see `model_card`."""
     config = results["config"]
     summary = (
         f"A masked language model in the form of {NAMES[config['architecture']]}, trained from random weights on\n"

@@ -28,7 +28,7 @@ def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None =
 
     Args:
         preset: its name or folder.
-        dropout: of the model.
+        dropout: the model's dropout.
         dtype: a Keras dtype policy; None for the current one.
 
     Raises:
@@ -41,7 +41,7 @@ def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None =
         return _without_pooler(model)
     plain = from_preset(keras_hub.models.MaskedLM, preset, dtype=dtype, compile=False)
     bert = isinstance(plain, keras_hub.models.BertMaskedLM)
-    # KerasHub 0.32 keeps the dropout that a preset was saved with, whatever it is asked for.
+    # KerasHub 0.32 keeps the dropout that a preset was saved with, whatever is asked for.
     backbone = type(plain.backbone).from_config(plain.backbone.get_config() | {"dropout": dropout})
     model = (BertMaskedLM if bert else RobertaMaskedLM)(backbone, compile=False)
     model.set_weights(plain.get_weights())

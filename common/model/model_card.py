@@ -36,26 +36,26 @@ class Kind:
 
     name: str  # such as `masked language model`
     tag: str  # on the Hub
-    pipeline: str  # the Hub's name of what it does
-    labels: str  # what the loss is the mean over: `masked token`, say
-    code: str  # that uses a model, from `{uri}`
+    pipeline: str  # the Hub's name for what it does
+    labels: str  # what the loss is a mean over, such as `masked token`
+    code: str  # an example of its use, from `{uri}`
 
 
 def model_card(kind: Kind, results: dict[str, Any], summary: str, limits: str) -> str:
-    """The card of a finished model, by what `results.json` holds.
+    """The card of a finished model, from what `results.json` holds.
 
-    Of the options in its `config`, those in `OPTIONS` are shown, and where it was pushed to.
+    Of the options in its `config`, it shows those in `OPTIONS`, and where the model was pushed to.
 
     Args:
-        kind: of the model.
-        results: of the run.
+        kind: the model's kind.
+        results: the run's results.
         summary: the first paragraph.
         limits: the last one.
     """
     config, rate, hardware = dict(results["config"]), results["learning_rate"], results["hardware"]
     if config.get("preset") or config.get("data"):  # which has a vocabulary of its own
         config["vocabulary_size"] = None
-    if config.get("max_steps"):  # it may be less than these
+    if config.get("max_steps"):  # the run may have been shorter
         config["epochs"] = None
     rows = [
         ("steps", f"{results['steps']:,} of {results['global_batch_size']} sequences"),
@@ -83,7 +83,7 @@ def model_card(kind: Kind, results: dict[str, Any], summary: str, limits: str) -
 
 
 def snapshot_card(kind: Kind, uri: str, step: int, logs: dict[str, float]) -> str:
-    """The card of a model during its training, at `hf://user/name`, after so many steps, with Keras's logs of it."""
+    """The card of a model that is still training, at `hf://user/name`, after this step, with Keras's logs of it."""
     names = ("loss", "accuracy", "val_loss", "val_accuracy")
     return _card(
         kind,
@@ -96,7 +96,7 @@ def snapshot_card(kind: Kind, uri: str, step: int, logs: dict[str, float]) -> st
 
 
 def last_part(source: str) -> str:
-    """Of a folder or a file, which is private, its name alone; else a name as it is, such as `hf://user/name`."""
+    """The bare name of a folder or a file, whose path is private; another name, such as `hf://user/name`, as it is."""
     return source if source.startswith("hf://") else Path(source).name
 
 

@@ -36,9 +36,9 @@ class Publish(keras.callbacks.Callback):
     Args:
         uri: `hf://user/name`; empty for no snapshots and no uploads.
         public: whether a new repository is public rather than private. An existing one keeps its visibility.
-        workdir: the run's folder; of the snapshots, in `snapshots/step-<n>/` there, the last three are kept.
+        workdir: the run's folder, which keeps the last three snapshots, in `snapshots/step-<n>/`.
         save: `save(folder, card=text)` writes the model as a preset, with a `README.md`, to a folder, which it creates.
-        kind: of the model, for the snapshots' cards.
+        kind: the model's kind, for the snapshots' cards.
     """
 
     def __init__(self, uri: str, public: bool, workdir: Path, save: Callable[..., None], kind: Kind):
@@ -72,7 +72,7 @@ class Publish(keras.callbacks.Callback):
         self._remove_old()
 
     def finish(self, preset: Path) -> None:
-        """Waits for the current upload, then uploads this folder's preset. A failure is reported, and is no error."""
+        """Waits for the current upload, then uploads this folder's preset. A failure is reported, not raised."""
         if not self.uri:
             return
         print(f"\nuploading to {self.uri}", flush=True)
@@ -105,8 +105,8 @@ class Publish(keras.callbacks.Callback):
 
     def _leave_soon(self, error: BaseException) -> None:
         if self._thread and self._thread.is_alive():
-            # Python waits at its end for the threads of any pool, and huggingface_hub sends files from one where it
-            # does without Xet: it would wait for them as long as the Hub does not answer.
+            # At its exit, Python waits for the threads of any pool, and huggingface_hub, if it does without Xet, sends
+            # files from one: Python would wait for them as long as the Hub does not answer.
             status = error.code if isinstance(error, SystemExit) else 2 if isinstance(error, UserError) else 1
             threading.Thread(target=_leave_after_grace, args=(status,), daemon=True).start()
 
@@ -114,7 +114,7 @@ class Publish(keras.callbacks.Callback):
         step = self.model.steps_done
         unfinished, whole = self.folder / "unfinished", self.folder / f"step-{step}"
         self.folder.mkdir(exist_ok=True)
-        for folder in (unfinished, whole):  # of a process that was killed
+        for folder in (unfinished, whole):  # left by a process that was killed
             shutil.rmtree(folder, ignore_errors=True)
         self._save(unfinished, card=snapshot_card(self.kind, self.uri, step, logs))
         return unfinished.rename(whole)
@@ -142,9 +142,9 @@ class Publish(keras.callbacks.Callback):
     def _upload(self, folder: Path) -> None:
         repository = self.uri.removeprefix("hf://")
         try:
-            # Not by upload_preset of KerasHub, which makes it for all to see, and writes its own card over ours.
+            # Not by KerasHub's upload_preset, which makes a public repository, and overwrites our card with its own.
             huggingface_hub.create_repo(repository, private=not self.public, exist_ok=True)
-            # Not a user's own file that lies there.
+            # Only our own files, not one that the user has put there.
             own = [*PRESET, "assets/*", "README.md"]
             huggingface_hub.upload_folder(repo_id=repository, folder_path=folder, allow_patterns=own)
             self._failure = None

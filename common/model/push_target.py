@@ -12,7 +12,7 @@ def check_push_to(uri: str, public: bool = False) -> None:
         raise UserError("--push-public needs --push-to hf://user/name; give that too, or leave it out")
     if not uri:
         return
-    # Not above: it takes a while, and most runs do without.
+    # Not above: importing it takes a while, and most runs do without.
     from huggingface_hub import get_token, is_offline_mode
     from huggingface_hub.utils import validate_repo_id
 

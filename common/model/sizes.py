@@ -79,7 +79,7 @@ def check_vocabulary_size(architecture: str, size: int) -> None:
 
 
 def check_lora(rank: int | None, preset: str) -> None:
-    """Raises a `UserError` when adapters, of a rank or None for none, have no preset to adapt."""
+    """Raises a `UserError` when adapters are asked for, by their rank, without a preset to adapt."""
     if rank and not preset:
         raise UserError("--lora-rank adapts the weights of a preset: give --preset, or leave it out")
 
@@ -88,10 +88,10 @@ def _check_preset_folder(folder: Path, seq_length: int) -> None:
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "model_type" in settings:  # Hugging Face's form
-            positions = settings.get("max_position_embeddings") or settings["n_positions"]  # which GPT-2 calls so
+            positions = settings.get("max_position_embeddings") or settings["n_positions"]  # GPT-2's name for it
             vocabulary_size = settings["vocab_size"]
         else:
-            config = settings["config"]  # decoders without an embedding of positions have no limit there
+            config = settings["config"]  # decoders without position embeddings have no limit there
             positions, vocabulary_size = config.get("max_sequence_length", math.inf), config["vocabulary_size"]
         too_long = seq_length > positions
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done when a metric is better than ever before."""
+"""Actions for when a metric is better than ever before."""
 
 import math
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from common.files import read_json, write_json
 def when_best(
     metric: str, action: Callable, folder: Path, first_step: int = 0
 ) -> Callable[[int, dict[str, float]], None]:
-    """What calls an action when a metric is better than ever before: higher, or a loss lower. Only the chief acts.
+    """A function that calls `action` when a metric is better than ever before: higher or, for a loss, lower.
 
-    It is an action of a `Controller`, which passes it the step and the evaluation's metrics, or the `on_epoch_end` of
-    Keras's `LambdaCallback`, which passes the epoch and the logs; both it passes on.
+    Only the chief acts. Use it as an action of a `Controller`, which passes the step and the evaluation's metrics, or
+    as the `on_epoch_end` of Keras's `LambdaCallback`, which passes the epoch and the logs.
 
     Args:
-        metric: a name.
-        action: takes the same two.
-        folder: whose `best.json` has the best value, for a resumed run.
-        first_step: the steps done before; if there are none, what another run has left there does not count.
+        metric: its name.
+        action: takes the same two arguments.
+        folder: its `best.json` holds the best value, for a resumed run.
+        first_step: steps done before; if there are none, the `best.json` of another run does not count.
     """
     record = folder / "best.json"
     sign = -1 if metric.endswith("loss") else 1

@@ -21,10 +21,10 @@ from common.training.replicas import COUNTS, MEANS
 
 
 class FitLog(StepLog, keras.callbacks.Callback):
-    """A `StepLog` of what `fit` does, in TensorBoard too; the progress bar shows tokens per second.
+    """A `StepLog` of `fit`, in TensorBoard too; the progress bar shows tokens per second.
 
-    In `tensorboard/` are `loss`, `accuracy`, `learning_rate` and the entries of `StepLog.speed` of each step under
-    `train/`, `loss` and `accuracy` of each epoch under `validation/`, and `config` as text; `board` is its writer.
+    `tensorboard/` holds each step's `loss`, `accuracy`, `learning_rate` and entries of `StepLog.speed` under `train/`,
+    each epoch's `loss` and `accuracy` under `validation/`, and `config` as text; `board` is its writer.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class FitLog(StepLog, keras.callbacks.Callback):
         shown = {name: values[name] for name in (*MEANS, "learning_rate") if name in values}
         shown |= {name: [value] * len(values["loss"]) for name, value in self.speed.items()}
         for i in range(len(values["loss"])):
-            # One event, not one for each scalar, which takes longer. Protobuf's messages in a row are one message.
+            # One event for all scalars, as one for each takes longer: Protobuf messages in a row are one message.
             scalars = [scalar_pb(f"train/{name}", vector[i]) for name, vector in shown.items()]
             event = b"".join(scalar.SerializeToString() for scalar in scalars)
             with self.board.as_default(step=self.step - len(values["loss"]) + i + 1):
                 tf.summary.experimental.write_raw_pb(event)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Writes the validation's values, if any; the epoch's means cover all its steps, those before a restart too."""
+        """Writes the validation's values, if any; the epoch's means include its steps before a restart."""
         for name in COUNTS:
             del logs[name]
             logs.pop(f"val_{name}", None)
@@ -75,7 +75,7 @@ class FitLog(StepLog, keras.callbacks.Callback):
 
 
 class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
-    """`Checkpoints` during `fit`: every so many steps, at each epoch's end, and on SIGTERM.
+    """`Checkpoints` during `fit`: at regular intervals, at each epoch's end, and on SIGTERM.
 
     After an epoch's last step, saving and stopping wait for the validation and for the callbacks before this one: pass
     it to `fit` last. A run that is killed meanwhile repeats some steps, and then the validation and callbacks too.
@@ -83,9 +83,9 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
     Args:
         workdir: the run's folder.
         model: compiled, so that its optimizer has variables.
-        every: steps between two checkpoints; with several steps per call, the end of the first call after them.
-        only_trained: leave out the weights that are not trained, which are large where adapters are: they come from
-            the preset again. A checkpoint holds their checksum.
+        every: steps between two checkpoints; with several steps per call, it saves at the end of the call.
+        only_trained: leave out the weights that are not trained, which are large where adapters are trained: they are
+            read from the preset again. A checkpoint holds their checksum.
     """
 
     def __init__(self, workdir: Path, model: keras.Model, every: int, only_trained: bool = False):
@@ -98,10 +98,10 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
         self.set_model(model)
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
-        """As `Checkpoints.restore`; the model counts its steps from there.
+        """As `Checkpoints.restore`; the model then counts its steps from there.
 
         Raises:
-            UserError: also when the weights that are not in a checkpoint are others than it was saved with.
+            UserError: also when the weights that a checkpoint leaves out differ from those it was saved with.
         """
         self.model.first_step = super().restore(init_fn)
         if self._saved_with.numpy() != self._others:
@@ -140,11 +140,11 @@ class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
 
 
 class Profile(keras.callbacks.Callback):
-    """Traces steps of `fit`, counted from 1, for TensorBoard's profile tab; those of the same call together.
+    """Traces steps of `fit`, counted from 1, for TensorBoard's profile tab; the steps of one call are traced together.
 
     Args:
         workdir: the run's folder.
-        steps: which, such as `10-20`; or none.
+        steps: a range such as `10-20`; empty for none.
     """
 
     def __init__(self, workdir: Path, steps: str):
@@ -171,7 +171,7 @@ class Profile(keras.callbacks.Callback):
                 self.on_train_end()
 
     def on_train_end(self, logs=None):
-        """Ends the trace if `fit` ends before its last step; says if it did none of the steps."""
+        """Ends the trace if `fit` ends before the trace's last step; says so if none of the steps was run."""
         if self.steps and not self._traced and is_chief():
             print(
                 f"\nNone of the steps {self.steps.start}-{self.steps.stop - 1} was run: there is no trace.", flush=True

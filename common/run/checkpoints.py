@@ -26,19 +26,19 @@ KEEP = 3
 
 
 class Checkpoints:
-    """Saves a run every so many steps, and on SIGTERM.
+    """Saves a run at regular intervals, and on SIGTERM.
 
-    Schedulers send SIGTERM some time before they kill. In a block `with checkpoints:`, it sets `told_to_stop`; a loop
-    then finishes its step and calls `save_and_leave`, with several workers all after the same step.
+    Schedulers send SIGTERM some time before they kill a job. In a block `with checkpoints:`, it sets `told_to_stop`; a
+    loop then finishes its step and calls `save_and_leave`, after the same step on all workers.
 
     Args:
-        workdir: the run's folder, of whose checkpoints the last three are kept.
+        workdir: the run's folder; its last three checkpoints are kept.
         every: steps between two checkpoints.
-        objects: by name, what is saved: the model, and the optimizer once it is built.
+        objects: what is saved, by name: the model, and the optimizer once it is built.
 
     Attributes:
         told_to_stop: whether SIGTERM was received.
-        saved_step: of the latest checkpoint; 0 if there is none.
+        saved_step: the step of the latest checkpoint; 0 if there is none.
     """
 
     def __init__(self, workdir: Path, every: int, **objects):
@@ -49,7 +49,7 @@ class Checkpoints:
         self._damaged: list[int] = []
 
     def steps(self) -> list[int]:
-        """The steps with a checkpoint, by the files themselves: a list of them could be lost."""
+        """The steps that have a checkpoint, from the files themselves: a list of them could be lost."""
         names = [path.stem.removeprefix("ckpt-") for path in self.folder.glob("ckpt-*.index")]
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -57,8 +57,8 @@ class Checkpoints:
         """Restores the latest readable checkpoint, and returns its step; without one, calls `init_fn` and returns 0.
 
         Raises:
-            UserError: when there are checkpoints, and none is readable, or they are of a different model; when workers
-                have different checkpoints or weights than the chief.
+            UserError: when there are checkpoints, but none is readable or they are of a different model; when a
+                worker's checkpoint or weights differ from the chief's.
         """
         self._remove_unfinished()
         self._damaged = []
@@ -67,7 +67,7 @@ class Checkpoints:
                 self._checkpoint.read(self._prefix(step)).assert_existing_objects_matched()
                 self.saved_step = step
                 break
-            except (AssertionError, ValueError) as error:  # which no damage gives: all that is read has a checksum
+            except (AssertionError, ValueError) as error:  # never from damage: all that is read has a checksum
                 raise UserError(
                     f"the model does not match the checkpoint {self._prefix(step)} ({first_line(error)}). "
                     f"Give the --model or the --preset that the run was started with, or {afresh(self.workdir)}"
@@ -93,17 +93,17 @@ class Checkpoints:
         """
         if step == self.saved_step or not is_chief():
             return
-        tf.summary.flush()  # of the default writer: steps that are saved are not done, and so not shown, again
+        tf.summary.flush()  # the default writer's events: saved steps are not done again, and so not shown again
         try:
             if (record := self.workdir / "steps.jsonl").exists():
-                flush(record)  # a checkpoint on the disk has the lines of its steps there too
+                flush(record)  # once a checkpoint is on the disk, so are the lines of its steps
             self._checkpoint.write(self._prefix(step))
             for path in self.folder.glob(f"ckpt-{step}.*"):
                 flush(path)
         except (tf.errors.OpError, OSError) as error:
             self._remove(step)
             self._remove_unfinished()
-            why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without TensorFlow's own places
+            why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without the path and the operation
             print(
                 f"\nThe checkpoint of step {step} could not be written ({why}). "
                 f"The last good one is of step {self.saved_step}.",
@@ -129,7 +129,7 @@ class Checkpoints:
 
     def __enter__(self):
         self._handler = signal.getsignal(signal.SIGTERM)
-        if self._handler != signal.SIG_IGN:  # the parent process wants SIGTERM ignored
+        if self._handler != signal.SIG_IGN:  # else the parent process wants it ignored
             signal.signal(signal.SIGTERM, lambda *_: setattr(self, "told_to_stop", True))
         return self
 
@@ -140,14 +140,14 @@ class Checkpoints:
         return str(self.folder / f"ckpt-{step}")
 
     def _remove_old(self) -> None:
-        """Keeps the latest readable ones, now that one more is complete."""
+        """Deletes all but the latest readable checkpoints, now that one more is complete."""
         self._damaged = [step for step in self._damaged if step != self.saved_step]
         readable = [step for step in self.steps() if step not in self._damaged]
         for step in {*self._damaged, *readable[:-KEEP]} - {self.saved_step}:
             self._remove(step)
 
     def _remove(self, step: int) -> None:
-        for pattern in ("index", "data-*"):  # in this order: what has an index has its data
+        for pattern in ("index", "data-*"):  # in this order: a checkpoint with an index has its data
             for path in self.folder.glob(f"ckpt-{step}.{pattern}"):
                 path.unlink()
 

@@ -11,7 +11,7 @@ from common.run.options import RunOptions
 
 @dataclass(frozen=True)
 class ClassifierOptions(RunOptions):
-    """The texts, the model and its training, beside `RunOptions`.
+    """Options of the texts, the model and its training, on top of `RunOptions`.
 
     Raises:
         UserError: as `RunOptions`, and when there are no such texts or no such model.
@@ -38,9 +38,9 @@ class ClassifierOptions(RunOptions):
     epochs: int = 3
 
     def peak_rate(self, width: int) -> float:
-        """The learning rate's peak for one replica, the default filled in.
+        """The peak learning rate for one replica, with the default filled in.
 
-        From a preset it falls with the width of the model's layers, as the best one for Adam does (Yang et al. 2022,
+        From a preset, it falls with the width of the model's layers, as the best one for Adam does (Yang et al. 2022,
         arXiv:2203.03466); it is 3e-5 for BERT-base. LoRA's is that of Hu et al. 2021, arXiv:2106.09685, section D.1.
         """
         own = 4e-4 if self.lora_rank else 0.024 / width if self.preset else 5e-4

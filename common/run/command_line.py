@@ -33,13 +33,13 @@ LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "Can
 
 @contextlib.contextmanager
 def quiet_without_reader() -> Iterator[None]:
-    """Exits silently, as on SIGPIPE, when the reader of its output has gone: `... --help | head`.
+    """Exits silently, as on SIGPIPE, when the reader of the output has gone: `... --help | head`.
 
-    SIGPIPE itself would also end it at a socket whose other end has closed. If standard output is closed, output is
-    dropped; characters that its encoding lacks are printed as `?`.
+    SIGPIPE itself would also end the process at a socket whose other end has closed. If standard output is closed,
+    output is dropped; characters that its encoding lacks are printed as `?`.
 
     Raises:
-        SystemExit: 141; 1 after one line on standard error if the disk is full.
+        SystemExit: 141 when the reader has gone; 1, after one line on standard error, when the disk is full.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -70,18 +70,18 @@ def quiet_without_reader() -> Iterator[None]:
 def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] | None = None) -> Config:
     """Reads a recipe's options from the command line.
 
-    `--help` lists those of `FIRST` first, the others in a box of their own, each with its default.
+    `--help` lists the options of `FIRST` first, and the others in a box of their own, each with its default.
 
     Args:
         config_class: a dataclass with one field per option; `batch_size` becomes `--batch-size`.
         recipe_doc: the recipe's docstring, shown by `--help`.
-        arguments: those after the recipe's name; None for this process's own. Ctrl-C then asks the run to save and
-            exit, as SIGTERM does; a second one ends the process at once.
+        arguments: those after the recipe's name; None for this process's own. With None, Ctrl-C asks the run to save
+            and exit, as SIGTERM does; a second Ctrl-C ends the process at once.
 
     Raises:
-        SystemExit: 0 after `--help` and a completion script; 2 after one line on standard error for invalid ones.
+        SystemExit: 0 after `--help` and a completion script; 2, after one line on standard error, for invalid options.
     """
-    if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in the background of a script
+    if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in a script's background
         signal.signal(signal.SIGINT, _ask_to_stop)
     stderr = io.StringIO()
     fields = {field.name: field for field in dataclasses.fields(config_class)}
@@ -124,8 +124,8 @@ def run(main: Callable[[Config], None], config: Config) -> None:
     except UserError as error:
         fail(error)
     except Exception as error:
-        # TensorFlow's message has the whole graph, and the user made no mistake.
-        # A worker that hung gets errors of other types from those that gave it up: that they have restarted.
+        # TensorFlow's message has the whole graph, and the user made no mistake. A worker that hung gets errors of
+        # other types from the workers that gave it up, saying that they have restarted.
         lost = type(error).__name__ in LOST_WORKER or " restarted" in str(error)
         if "TF_CONFIG" not in os.environ or not lost:
             raise
@@ -164,7 +164,7 @@ def quiet_stderr() -> Iterator[None]:
 
 
 def verbosity() -> int:
-    """Of `fit`: 1, a progress bar, on a terminal and in a notebook; 2, one line per epoch, elsewhere."""
+    """The `verbose` of `fit`: 1, a progress bar, on a terminal and in a notebook; 2, one line per epoch, elsewhere."""
     return 1 if sys.stdout.isatty() or type(sys.stdout).__module__.startswith("ipykernel.") else 2
 
 
@@ -178,7 +178,7 @@ def _ask_to_stop(*_: object) -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Discards pending output, which the interpreter would report at its exit."""
+    """Discards a stream's pending output: the interpreter would report at exit that it cannot write it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -189,7 +189,7 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 
 def _part(config_class: type, fields: dict[str, dataclasses.Field]) -> Any:
-    """A class with some of the options; else the same, so that tyro finds the source, whose comments are the help."""
+    """The same class with some of the options only: tyro still finds its source, whose comments are the help."""
     own = {
         "__dataclass_fields__": fields,
         "__init__": lambda self, **values: self.__dict__.update(values),

@@ -18,13 +18,13 @@ from common.devices.rendezvous import exchange
 from common.run.checkpoints import Checkpoints
 from common.training.step_loop import steps_in_one_call
 
-LOOP_SECONDS = 5.0  # at most, as signals are not handled while TensorFlow runs a loop
+LOOP_SECONDS = 5.0  # at most: signals are not handled while TensorFlow runs a loop
 Output = dict[str, float]
-Action = Callable[[int, Output], None]  # of the step and what the evaluation gave
+Action = Callable[[int, Output], None]  # takes the step and the evaluation's results
 
 
 class Trainer:
-    """Trains on a distributed data set, which has as many batches as there will be steps, or is infinite.
+    """Trains on a distributed data set, which has a batch for every step to come, or is infinite.
 
     Subclass it and define `train_step`; build the optimizer, in the strategy's scope, before the first step.
     """
@@ -37,7 +37,7 @@ class Trainer:
         """Called before each loop of steps."""
 
     def train_step(self, iterator) -> dict[str, tf.Tensor]:
-        """Does one step with `next(iterator)`, by `strategy.run`; traced into a graph.
+        """Does one step on `next(iterator)`, with `strategy.run`; traced into a graph.
 
         Returns scalars that are the same on all workers, such as the batch's loss.
         """
@@ -62,7 +62,7 @@ class Trainer:
 
 
 class Evaluator:
-    """Evaluates so many steps of a distributed data set. Subclass it and define `eval_step` and `eval_end`."""
+    """Evaluates some steps of a distributed data set. Subclass it and define `eval_step` and `eval_end`."""
 
     def __init__(self, dataset, steps: int):
         self._dataset, self._steps = dataset, steps
@@ -71,11 +71,11 @@ class Evaluator:
         """Called before an evaluation."""
 
     def eval_step(self, iterator) -> Any:
-        """Evaluates `next(iterator)`, by `strategy.run`; traced into a graph."""
+        """Evaluates `next(iterator)`, with `strategy.run`; traced into a graph."""
         raise NotImplementedError
 
     def eval_end(self, outputs: list[Any]) -> Output:
-        """From what `eval_step` returned for each batch, what is logged, shown in TensorBoard and given to actions."""
+        """Returns what is logged, shown in TensorBoard and given to actions, from `eval_step`'s output for a batch."""
         raise NotImplementedError
 
     def evaluate(self) -> Output:
@@ -93,20 +93,20 @@ class Controller:
     """Alternates training and evaluation, logs, saves checkpoints, and resumes an interrupted run.
 
     On SIGTERM, it finishes the current loop, saves a checkpoint and exits with status 143, on all workers. To keep this
-    short, a loop has no more steps than the slowest worker does in 5 seconds, by its last loop; the first has one. Only
-    the chief saves and writes summaries.
+    short, a loop has no more steps than the slowest worker does in 5 seconds, judging by the loop before; the first has
+    one step. Only the chief saves and writes summaries.
 
     Args:
         trainer: None to evaluate only.
         evaluator: None to train only.
-        steps_per_loop: maximum steps per call. Loops end at its multiples, where an evaluation or the end is due, and
-            after some seconds; results do not depend on it.
+        steps_per_loop: maximum steps per call. Loops end at its multiples, when an evaluation is due, at the last step,
+            and after some seconds; results do not depend on it.
         global_step: steps done before, as returned by `Checkpoints.restore`.
         checkpoint_manager: saves after loops and evaluations when a checkpoint is due, and at the end.
         summary_dir: TensorBoard's folder; the trainer's results go to `train/`, the evaluator's to `validation/`.
-        summary_interval: steps between two training summaries, of which a loop has at most one.
-        eval_actions: called after each evaluation, with the step and the evaluator's results; `tf.summary` writes to
-            `summary_dir` then.
+        summary_interval: steps between two training summaries; a loop writes at most one.
+        eval_actions: called after each evaluation, with the step and the evaluator's results; `tf.summary` then writes
+            to `summary_dir`.
 
     The attribute `global_step` is the number of steps done.
     """
@@ -165,7 +165,7 @@ class Controller:
                 seconds = self._train_loop(min(steps, before + self._steps_in_time, *ends) - before)
                 if eval_interval and (self.global_step % eval_interval == 0 or self.global_step == steps):
                     output = self.evaluate()
-                # After the evaluation, which a resumed run would not repeat.
+                # After the evaluation: a run resumed from a checkpoint saved before it would skip it.
                 self._end_loop(before, steps, seconds)
         if eval_interval and output is None:
             output = self.evaluate()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of a given time, `--minutes`: how large a model, and how many steps."""
+"""Runs of a given time, `--minutes`: the model's size, and the number of steps."""
 
 import dataclasses
 import gc
@@ -20,7 +20,7 @@ from common.model.sizes import SIZES, dimensions
 from common.run.runs import Run
 from common.run.speed import device_peak, flops_per_token
 
-TOKENS_PER_WEIGHT = 20  # of the layers: at which compute is best spent, by Hoffmann et al. 2022, arXiv:2203.15556
+TOKENS_PER_WEIGHT = 20  # of the layers: the best use of compute, by Hoffmann et al. 2022, arXiv:2203.15556
 UTILISATION = 0.35  # MFU, before it is measured
 WARM = 2  # calls that are not timed; the first compiles
 SECONDS = 3.0  # for which steps are timed
@@ -28,9 +28,9 @@ VALIDATION = 1 / 3  # time of a step of validation, in training steps: it has no
 
 
 def choose_size(config: Any, run: Run, strategy: tf.distribute.Strategy) -> Any:
-    """The options, with the `model` for `config.minutes` where they name none; a resumed run keeps it.
+    """The options, with a `model` chosen for `config.minutes` if they name none; a resumed run keeps it.
 
-    It is the largest one that sees `TOKENS_PER_WEIGHT`, at the speed that the devices' peak lets expect; at least tiny.
+    It is the largest one that sees `TOKENS_PER_WEIGHT`, at the speed to expect from the devices' peak; at least tiny.
     """
     if not config.minutes or config.model or getattr(config, "preset", ""):
         return config
@@ -41,7 +41,7 @@ def choose_size(config: Any, run: Run, strategy: tf.distribute.Strategy) -> Any:
     ratios = {}  # tokens for each weight
     for size in [size for size in SIZES if size != "nano"]:
         layers, _, width, inner = dimensions(size).values()
-        labels = getattr(config, "mask_rate", 1.0)  # a share of the tokens; a causal model has one for each
+        labels = getattr(config, "mask_rate", 1.0)  # per token: 1 in a causal model
         per_token = flops_per_token(width, inner, layers, pieces, config.seq_length, labels)
         ratios[size] = flops / per_token / (layers * (4 * width**2 + 2 * width * inner))
     enough = [size for size, ratio in ratios.items() if ratio >= TOKENS_PER_WEIGHT]
@@ -59,18 +59,18 @@ def count_steps(
     build: Callable[[], keras.Model],
     batches: Callable[..., tf.data.Dataset],
 ) -> int:
-    """The steps of the run: those of `epochs`, or `max_steps` if fewer; or for `minutes`, which a resumed run keeps.
+    """The run's number of steps: by `epochs`, or `max_steps` if fewer; or by `minutes`, which a resumed run keeps.
 
-    For these, a model that is built for it trains for some seconds, in a dry run too, and is thrown away. The time to
-    come is that of compiling once more, of the steps, and of a validation after each epoch.
+    For `minutes`, a model built for this purpose trains for some seconds, even in a dry run, and is thrown away. The
+    run's time then goes into compiling once more, the steps, and a validation after each epoch.
 
     Args:
         config: the options, of a language model.
-        run: in which the steps for `minutes` are recorded.
-        strategy: in whose scope the model is built.
-        steps: of an epoch of each split.
+        run: records the steps for `minutes`.
+        strategy: the model is built in its scope.
+        steps: the steps of an epoch, by split.
         build: makes a compiled model.
-        batches: as for `distribute`, of each split.
+        batches: takes a split; for `distribute`.
 
     Raises:
         UserError: when there is no time for a step.
@@ -83,7 +83,7 @@ def count_steps(
         clock.run(distribute(strategy, batches, "train"))
         measured = exchange({"compiling": clock.compiling, "step": clock.step})[0]  # the chief's
         del clock
-        gc.collect()  # or the model would be there beside the one that is trained
+        gc.collect()  # else the model would share memory with the one that is trained
         keras.utils.set_random_seed(config.seed)
         chosen = steps_in(60 * config.minutes, **measured, **steps)
         told = "{step:.3f} s each, after {compiling:.1f} s for compiling".format_map(measured)
@@ -95,7 +95,7 @@ def count_steps(
 
 
 def steps_in(seconds: float, compiling: float, step: float, train: int, validation: int, **_: int) -> int:
-    """How many steps there are in that time, with a whole validation after each epoch and after the last step.
+    """How many steps fit into a time, with a whole validation after each epoch and after the last step.
 
     Args:
         seconds: the time.
@@ -108,14 +108,14 @@ def steps_in(seconds: float, compiling: float, step: float, train: int, validati
 
 
 class _Clock(keras.callbacks.Callback):
-    """Trains a model until `SECONDS` of its steps are timed."""
+    """Trains a model until its steps have been timed for `SECONDS`."""
 
     def __init__(self, model: keras.Model):
         super().__init__()
         self.trained, self.ends, self.done = model, [time.perf_counter()], [0]
 
     def run(self, batches: tf.distribute.DistributedDataset) -> None:
-        """Leaves the seconds for `compiling`, and for a `step`."""
+        """Measures `compiling` and `step`, the seconds for compiling and for a step."""
         self.trained.fit(batches, steps_per_epoch=sys.maxsize, callbacks=[self], verbose=0)
         self.step = (self.ends[-1] - self.ends[WARM]) / (self.done[-1] - self.done[WARM])
         self.compiling = max(0.0, self.ends[1] - self.ends[0] - self.step)

@@ -16,8 +16,8 @@ from common.training.scaling import LearningRateScaling
 Precision = Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"]
 
 MOST = 2**31 - 1
-# The least and the most of each option that has bounds: NumPy takes no larger seed, and the others would run out of
-# memory or time before an error.
+# The least and the greatest value of each option that has bounds: NumPy takes no larger seed, and greater values of the
+# others would use up memory or time before an error.
 BOUNDS = {
     "batch_size": (1, 2**20),
     "epochs": (1, MOST),
@@ -36,7 +36,7 @@ BOUNDS = {
 SHARES = ("mask_rate", "dropout", "warmup")
 RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power", "minutes")
 
-# The options that people use first: `--help` lists these of a recipe's before the others, in this order.
+# The options that people use first: `--help` lists those that a recipe has before its others, in this order.
 FIRST = (
     "workdir",
     "corpus",
@@ -98,11 +98,11 @@ class LanguageModelOptions(FitOptions):
 
 
 def set_defaults(config: Any, preset: str = "") -> None:
-    """Sets what was not given of a language model's options: `epochs`, and `learning_rate`.
+    """Sets the options of a language model that were not given: `epochs` and `learning_rate`.
 
-    From a preset, the rate is small: a step that fits random weights would destroy those of a preset. With Muon, it
-    falls with the model's width, as the best one did when measured; see docs/small-budget.md. It is left open, as the
-    model is, where `--minutes` has yet to choose one. Adapters, which begin at nothing, take a larger one.
+    From a preset, the rate is small: a step that suits random weights would destroy a preset's. With Muon, it falls
+    with the model's width, as the best one did when measured; see docs/small-budget.md. It is left open while
+    `--minutes` has yet to choose the model. Adapters, which begin at zero, take a larger one.
     """
     if config.epochs is None and not config.minutes:
         object.__setattr__(config, "epochs", 3)  # the options are frozen
@@ -113,7 +113,7 @@ def set_defaults(config: Any, preset: str = "") -> None:
 
 
 def step_range(text: str) -> range:
-    """The steps that `A-B` names, from A to B; none for an empty text. Raises a `UserError` for any other."""
+    """The steps that `A-B` names, from A to B; none for an empty text. Raises a `UserError` for any other text."""
     if not text:
         return range(0)
     found = re.fullmatch(r"(\d+)-(\d+)", text)
@@ -168,7 +168,7 @@ def _require(holds: bool, options: dict[str, Any], name: str, what: str) -> None
 
 
 def _check_not_in_workdir(options: dict[str, Any], name: str) -> None:
-    """The inputs of a run must not be inside its work directory, where `--overwrite` deletes."""
+    """Refuses an input that is inside the run's work directory, where `--overwrite` deletes files."""
     value, workdir = options.get(name) or "", Path(options["workdir"]).resolve()
     shards = name == "data" and "shards" in options  # written by the run itself, by default there
     if not value or "://" in value or not (shards or Path(value).exists()):  # a name, or missing and reported elsewhere

@@ -14,7 +14,7 @@ import tensorflow as tf
 from common.devices.cluster import num_workers
 
 BAR = 40  # columns of the highest learning rate
-HEADS = ("num_heads", "num_query_heads", "num_attention_heads")  # what families call them
+HEADS = ("num_heads", "num_query_heads", "num_attention_heads")  # what families of models call them
 
 
 def print_plan(
@@ -31,10 +31,10 @@ def print_plan(
         model: compiled, with a `last_step`.
         schedule: the learning rate of a step, counted from 0.
         sizes: numbers of sequences and tokens in each split.
-        batches: of one replica, of a masked language model as `masking.mask_tokens` gives them, or of a causal one.
+        batches: one replica's, of a masked language model, as `masking.mask_tokens` returns them, or of a causal one.
         pieces: the vocabulary, from id to token.
-        longest: tokens of a sequence in the longest batch of a causal model, for which memory is counted, where
-            batches have several lengths.
+        longest: tokens per sequence in a causal model's longest batch, for which memory is counted, if batches have
+            several lengths.
 
     Returns {}: there are no results.
     """
@@ -64,12 +64,12 @@ def memory_of_a_replica(model: keras.Model, batch) -> tuple[float, float]:
     """Bytes that a training step needs on each replica: state, and an estimate of the activations.
 
     The state is weights, the optimizer's variables, and for each trainable weight a gradient and a copy of it while it
-    is clipped; with gradient accumulation another, the sum; on each of several workers five more, of what it sends,
-    receives and adds up. The activations, kept for the backward pass of a part of the batch, are in the form of
-    Korthikanti et al. 2022, arXiv:2205.05198, section 4.1: 32 s b h + 2 a s^2 b numbers a layer (batch b, length s,
+    is clipped; with gradient accumulation one more, the sum; with several workers five more, for what each sends,
+    receives and adds up. The activations, kept for the backward pass of one part of the batch, follow the form of
+    Korthikanti et al. 2022, arXiv:2205.05198, section 4.1: 32 s b h + 2 a s^2 b numbers per layer (batch b, length s,
     width h, a heads), or 20 s b h where GELU keeps nothing but its input (`fused.py`). Logits, their exponentials and
-    gradient are 3 b slots vocabulary in float32, and the logits in mixed precision. The factors are measured
-    (`python -m benchmarks memory`).
+    gradient are 3 b slots vocabulary numbers in float32; mixed precision adds the logits in its own dtype. The factors
+    are measured (`python -m benchmarks memory`).
 
     The model is compiled, with a BERT or a decoder as its backbone; the batch is one replica's `(x, y, sample_weight)`.
     """
@@ -90,16 +90,16 @@ def copies_of_a_gradient(model: keras.Model) -> int:
 
 
 def _padded(batch, length: int | None):
-    """A batch with each part padded to a length, if there is one."""
+    """A batch with each part padded to a length, if one is given."""
     if length is None:
         return batch
     return keras.tree.map_structure(lambda part: tf.pad(part, [[0, 0], [0, length - part.shape[1]]]), batch)
 
 
 def state_without_lora(model: keras.Model) -> int:
-    """As the state of `memory_of_a_replica`, of a model with adapters, if all its weights were trained instead."""
+    """What the state of `memory_of_a_replica` would be if all weights of a model with adapters were trained."""
 
-    def copies(weight: keras.Variable) -> int:  # itself, what there is of its gradient, and its moments
+    def copies(weight: keras.Variable) -> int:  # itself, the copies of its gradient, and its moments
         optimizer = model.optimizer
         one = isinstance(optimizer, keras.optimizers.SGD) or (
             isinstance(optimizer, keras.optimizers.Muon) and not optimizer._should_use_adamw(weight)
@@ -111,7 +111,7 @@ def state_without_lora(model: keras.Model) -> int:
 
 
 def num_heads(backbone: keras.Model) -> int:
-    """The attention heads of a layer: of queries, in families that share keys and values between them."""
+    """The number of attention heads in a layer: those of queries, if several share keys and values."""
     return next(getattr(backbone, name) for name in HEADS if hasattr(backbone, name))
 
 
@@ -126,9 +126,9 @@ def masked_text(batch, pieces: list[str]) -> str:
 
 
 def labelled_text(batch, pieces: list[str]) -> str:
-    """The first sequence of a causal language model's batch as tokens, those that are labels as `«labels»`."""
+    """The first sequence of a causal language model's batch as tokens, with labels as `«labels»`."""
     x, y, weight = (keras.tree.map_structure(lambda part: part[0].numpy(), part) for part in batch)
-    is_token = np.append(x["padding_mask"][1:], weight[-1]) > 0  # of the labels, one further on
+    is_token = np.append(x["padding_mask"][1:], weight[-1]) > 0  # of the labels, one position ahead
     tokens = [(False, x["token_ids"][0]), *zip(weight[is_token] > 0, y[is_token], strict=True)]
     words = [
         (is_label, " ".join(pieces[i] for _, i in run)) for is_label, run in itertools.groupby(tokens, itemgetter(0))

@@ -16,10 +16,10 @@ from common.run.speed import cpu_name, peak_memory_mb
 from common.run.step_log import StepLog
 from common.scores.entries import METRICS
 
-INPUT_BOUND = 0.1  # fraction of the time spent waiting for input from which the report calls a run input-bound
+INPUT_BOUND = 0.1  # fraction of the time spent waiting for input above which the report calls a run input-bound
 # A model must beat its baseline by more than this, or the report warns that it does not: a model at the baseline ends a
-# little to either side of it. One example in a hundred is less than chance moves an accuracy by on some thousand
-# examples (2 standard errors: 0.03), and a correlation by twice that.
+# little to either side of it. On some thousand examples, chance moves an accuracy by more than one example in a hundred
+# (2 standard errors: 0.03), and a correlation by twice as much.
 MARGINS = {"unigram_loss": 0.03, "metric": 0.01}
 BASELINES = {"majority": "majority-class", "length": "length-only", "bag_of_words": "bag-of-words"}
 
@@ -53,7 +53,7 @@ def training_results(
 
 
 def report(results: dict[str, Any]) -> str:
-    """The results, of `train_and_evaluate` or from `results.json` with null for NaN and infinity, as lines of text."""
+    """The results as lines of text: of `train_and_evaluate`, or from `results.json` with null for NaN and infinity."""
     results = {name: math.nan if value is None else value for name, value in results.items()}
     rate = results["learning_rate"]
     batch = f"global batch {results['global_batch_size']}, on {results['replicas']} replica(s)"
@@ -101,7 +101,7 @@ def no_better(results: dict[str, Any]) -> bool:
     """Whether the model does not beat its baseline on the validation split by more than `MARGINS`.
 
     That is the unigram baseline for a language model; for a fine-tuned model, by its main metric, the best of those
-    that ignore word order, and in regression also the loss of the mean of the training labels. NaN is no better.
+    that ignore word order, and in regression also the loss of the mean of the training labels. NaN never beats it.
     """
     if "val_unigram_loss" in results:
         return not results["val_loss"] < results["val_unigram_loss"] - MARGINS["unigram_loss"]
@@ -119,14 +119,14 @@ def _metrics_of(results: dict[str, Any], prefix: str) -> list[str]:
 
 
 def _metrics_shown(results: dict[str, Any], prefix: str) -> str:
-    """Such as `68.4%, F1 0.812`."""
+    """The metrics as text, such as `68.4%, F1 0.812`."""
     found = _metrics_of(results, prefix)
     values = {name: f"{results[f'{prefix}_{name}']:{'.1%' if name == 'accuracy' else '.3f'}}" for name in found}
     return ", ".join([values[found[0]], *(f"{METRICS[name]} {values[name]}" for name in found[1:])])
 
 
 def _bigram_rows(results: dict[str, Any], split: str) -> list[tuple[str, str]]:
-    if f"{split}_bigram_loss" not in results:  # of a masked language model, which sees more than the token before
+    if f"{split}_bigram_loss" not in results:  # a masked language model, which sees more than the token before
         return []
     loss, bigram = results[f"{split}_loss"], results[f"{split}_bigram_loss"]
     return [("  bigram baseline", f"{bigram:.3f}: the model is {_apart(loss, bigram)}")]
@@ -137,7 +137,7 @@ def _apart(loss: float, baseline: float) -> str:
 
 
 def _speed_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
-    if "mfu" not in results:  # of a run from before these were measured
+    if "mfu" not in results:  # a run from before these were measured
         return []
     waiting, peak = results["input_wait_fraction"], results["peak_flops_per_second"] / 1e12
     advice = ": input-bound; give it more cores or a faster disk" if waiting > INPUT_BOUND else ""

@@ -7,10 +7,10 @@ the first file of a run, the last to be moved aside or deleted, and the first to
 moment leaves one of these:
 
     .replaced/ without config.json    one part of the old run is here, the other where it was
-    .replaced/ with config.json       all of the old run is here; beside it is what the new run's config.json notes
+    .replaced/ with config.json       all of the old run is here; outside is what the new run's config.json records
     .discarded/                       the old run, half deleted
 
-Every `writes` is what a run writes there besides the common files, by names of `OF_SOME_RUNS`.
+Below, `writes` is always what a run writes besides the files of every run, by names of `OF_SOME_RUNS`.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from common.files import PRESET, read_json
 _5_DIGITS, _HASH = "[0-9]" * 5, "[0-9a-f]" * 16
 _GLUE_FILES = ("CoLA", "MRPC", "QNLI", "RTE", "SST-2", "STS-B")
 _SPLITS = ("train", "validation", "test")
-# Patterns of the files of every run, and by name of those of some recipes. Users' files beside them, even in the same
+# Patterns of the files of every run, and, by name, of those of some recipes only. Users' own files, even in the same
 # folders, are left alone.
 OF_EVERY_RUN = (
     *("results.json", "steps.jsonl"),
@@ -60,7 +60,7 @@ def has_progress(workdir: Path) -> bool:
 
 
 def afresh(workdir: Path) -> str:
-    """Advice, for a message, on starting afresh where a run is unfinished: the same `--overwrite` would resume it."""
+    """Advice, for a message, on starting afresh when a run is unfinished, which the same `--overwrite` would resume."""
     return f"give another --workdir, or remove {workdir} to start afresh"
 
 
@@ -75,7 +75,7 @@ def refuse_other_files(workdir: Path, writes: Iterable[str]) -> None:
     """Refuses to start a run in a directory that has a file or folder that it would write, but no run.
 
     Raises:
-        UserError: when it does; when the place of a run moved aside is taken by something else.
+        UserError: in that case, and when something else is in the place of a run that is moved aside.
     """
     if holds_run(workdir) or holds_run(workdir / REPLACED):
         if others := [*_never_moved(workdir / REPLACED), *_never_moved(workdir / DISCARDED)]:
@@ -121,8 +121,8 @@ def bring_back(workdir: Path) -> None:
     replaced = workdir / REPLACED
     if not replaced.is_dir():
         return
-    if (replaced / "config.json").exists():  # so what a run writes beside it is the new run's
-        if has_progress(workdir):  # killed just before it was deleted, or complete without a checkpoint, on a full disk
+    if (replaced / "config.json").exists():  # so a run's files outside it are the new run's
+        if has_progress(workdir):  # killed just before the deletion, or complete without a checkpoint, on a full disk
             discard_replaced(workdir)
             return
         if (workdir / "config.json").exists():
@@ -140,8 +140,8 @@ def bring_back(workdir: Path) -> None:
 def discard_replaced(workdir: Path) -> None:
     """Deletes the run that was moved aside, if there is one."""
     if (workdir / REPLACED).is_dir():
-        os.replace(workdir / REPLACED, workdir / DISCARDED)  # at once: half of a run must not come back
-        shutil.rmtree(workdir / DISCARDED, ignore_errors=True)  # what is left, the next start deletes
+        os.replace(workdir / REPLACED, workdir / DISCARDED)  # in one step: half of a run must not come back
+        shutil.rmtree(workdir / DISCARDED, ignore_errors=True)  # the next start deletes what is left
 
 
 def _patterns(writes: Iterable[str]) -> list[str]:
@@ -159,7 +159,7 @@ def _made_before(workdir: Path) -> set[str]:
 
 
 def _never_moved(folder: Path) -> list[Path]:
-    """What is in `.replaced/` or `.discarded/`, and was never moved there; the path itself, where it is no folder."""
+    """The files in `.replaced/` or `.discarded/` that were never moved there; the path itself if it is not a folder."""
     if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
         return [folder]
     runs = {*_written(folder, OF_SOME_RUNS)}
@@ -172,5 +172,5 @@ def _move(paths: list[Path], source: Path, target: Path) -> None:
         moved.parent.mkdir(exist_ok=True)
         os.replace(path, moved)
     for name in {pattern.split("/")[0] for pattern in _patterns(OF_SOME_RUNS)}:
-        with contextlib.suppress(OSError):  # a file, not there, or with something in it
+        with contextlib.suppress(OSError):  # it is a file, missing, or not empty
             (source / name).rmdir()

@@ -58,13 +58,13 @@ class Run:
         return self.saved[name]
 
     def scale(self, config: Any, replicas: int, learning_rate: Any, optimizer: str) -> Scaled:
-        """The batch and the learning rate for so many replicas; a resumed run keeps its global batch and peak rate.
+        """The batch and the learning rate for `replicas`; a resumed run keeps its global batch and peak rate.
 
         Args:
-            config: of the recipe, with a `batch_size` for each replica and the rule `lr_scaling`.
-            replicas: of all workers.
+            config: the recipe's, with a `batch_size` for each replica and the rule `lr_scaling`.
+            replicas: their number, over all workers.
             learning_rate: for one replica.
-            optimizer: by which `auto` chooses the rule.
+            optimizer: its name, by which `auto` chooses the rule.
 
         Raises:
             UserError: when the replicas cannot share that global batch, or the given batch size does not match it; when
@@ -104,8 +104,8 @@ class Run:
         """Checks each split's number of examples, and the checksum of its data.
 
         Raises:
-            UserError: on all workers, when there is too little, or it has changed since the run started, or differs
-                between workers.
+            UserError: on all workers, when there is too little data, or it has changed since the run started, or
+                differs between workers.
         """
         own = {f"examples of {split}": size for split, size in sizes.items()}
         own |= {f"checksum of {split}": crc for split, crc in checksums.items()}
@@ -128,20 +128,19 @@ class Run:
 def open_run(recipe: str, config: Any, writes: Iterable[str] = ()) -> Run:
     """Opens the run in `config.workdir`, or starts one there; with `dry_run` set, it does neither.
 
-    A run that ended before its first checkpoint, such as one rejected for its data, is started anew, even with other
-    options. With `overwrite` set, so is any other, except one that the very same options started and that was
-    interrupted, and one that this launcher's workers started. Of several workers, which must have joined, the chief
-    does it.
+    A run that ended before its first checkpoint, such as one rejected for its data, is started afresh, even with other
+    options. With `overwrite` set, so is any other, except an interrupted one that was started with the very same
+    options, and one that this launcher's workers started. Several workers must have joined; the chief does it for all.
 
     Args:
         recipe: the recipe's name.
         config: its `Config`, with the options `workdir` and `overwrite`.
         writes: see `common.run.run_folder`; recorded, so that a run that replaces this one leaves users' files alone.
-            Without `data`, where `config.data` is another folder than that of the work directory.
+            `data` does not count if `config.data` is another folder than `data/` in the work directory.
 
     Raises:
         UserError: when the folder cannot be written, another process has it open, or it holds a run of another recipe
-            or with other options (`FREE_OPTIONS` excepted), or files by a run's names that no run wrote; when
+            or with other options (`FREE_OPTIONS` excepted), or files with a run's names that no run wrote; when
             workers were started with different options, code or packages, or do not share the folder.
     """
     workdir = Path(config.workdir)
@@ -190,7 +189,7 @@ def _is_own(workdir: Path, wanted: dict[str, Any]) -> bool:
     if not run_folder.has_progress(workdir):
         return False
     if LAUNCH_ID in os.environ and saved.get("launch") == os.environ[LAUNCH_ID]:
-        return True  # even a complete run: a launcher restarts all workers after one's death
+        return True  # even a complete run: a launcher restarts all workers after one dies
     complete = read_json(workdir / "results.json") is not None
     return not complete and saved | wanted | {"workdir": saved["workdir"]} == saved
 
@@ -218,7 +217,7 @@ def _refuse_other_workers(wanted: dict[str, Any]) -> None:
 
 
 def _locked(workdir: Path) -> TextIO:
-    """The work directory's lock, with a token in it by which workers know that they see the same file."""
+    """The work directory's lock, holding a token that tells workers that they see the same file."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = (workdir / ".lock").open("a+", errors="replace")

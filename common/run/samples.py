@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a causal language model writes while it is trained."""
+"""Samples of what a causal language model writes during training."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from common.run.callbacks import FitLog
 class Samples(keras.callbacks.Callback):
     """At each epoch's end, shows in TensorBoard how the model continues some texts, with the same draws each time.
 
-    Only the chief does. It needs a model of `common.training.data_parallel`, which counts its steps.
+    Only the chief does so. It needs a model of `common.training.data_parallel`, which counts its steps.
 
     Args:
-        log: of the run, to whose TensorBoard file it adds `samples`.
-        data: that is trained on; of it, the `prompts()`.
+        log: the run's; `samples` are added to its TensorBoard file.
+        data: the data trained on; the texts are its `prompts()`.
     """
 
     def __init__(self, log: FitLog, data: Any):
@@ -27,7 +27,7 @@ class Samples(keras.callbacks.Callback):
         self.board, self.prompts, self.sampler = log.board, data.prompts(), make_sampler()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Writes the texts, each as it stands, line breaks included; of a diverged model, why there is none."""
+        """Writes the texts verbatim, line breaks included; for a diverged model, why there are none."""
         if is_chief() and self.prompts:
             try:
                 texts = continuations(self.model, self.prompts, self.sampler)

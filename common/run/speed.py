@@ -19,7 +19,7 @@ from common.devices.strategy import num_cores
 from common.files import cached_file
 
 SECONDS = 0.7  # for which products are repeated; the fastest counts
-FEWEST = 5  # products, where they take longer
+FEWEST = 5  # products, even if they take longer
 
 
 class ModelFlops(NamedTuple):
@@ -39,16 +39,16 @@ UNKNOWN = ModelFlops(0.0, math.inf)
 def model_flops(model: keras.Model, config: Any) -> ModelFlops:
     """What a run's MFU is computed from.
 
-    The peak is measured, where PaLM takes the vendor's: by matrix products in the model's compute dtype, once per
-    machine. All devices are assumed to be like this worker's first one; logical devices share one.
+    The peak is measured, with matrix products in the model's compute dtype, once per machine; PaLM takes the vendor's.
+    All devices are assumed to be like this worker's first one; logical devices share one.
 
     Args:
         model: with a BERT as its `backbone`, or a causal language model, made inside the strategy's scope.
-        config: of a masked language model, with a `seq_length`, and a `mask_rate`, of tokens for which the head
-            computes logits over the vocabulary; or of a classifier, with a `lora_rank`. A classifier's FLOPs are a
-            lower bound, of all layers but the last, and without attention's own products: how much there is to do for
-            these depends on the batch. With LoRA, kernels have no gradient, so that two of the three products with each
-            remain. A causal language model's options are as a masked one's without `mask_rate`, and a `lora_rank`.
+        config: a masked language model's, with a `seq_length` and a `mask_rate`, the share of tokens for which the head
+            computes logits over the vocabulary; a causal one's, with a `seq_length` and a `lora_rank`; or a
+            classifier's, with a `lora_rank`. A classifier's FLOPs are a lower bound: of all layers but the last, and
+            without attention's own products, as the work for these depends on the batch. With LoRA, kernels have no
+            gradient, so two of the three products with each remain.
     """
     gpus = tf.config.list_physical_devices("GPU")
     devices = min(len(gpus), model.distribute_strategy.num_replicas_in_sync // num_workers()) if gpus else 1
@@ -69,11 +69,11 @@ def flops_per_token(
     """Floating-point operations of training for one token, in this project's formulation of the model.
 
     A product of a vector with an n x m matrix has 2 n m operations, and its backward pass twice as many: 6 for each
-    weight (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Of a layer of width h and inner width i, these are
-    4 h^2 + 2 h i. In sequences of s tokens, attention adds 12 h s a layer, for the scores and the mean of the values
-    (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). The head, h^2 and h for each token of the vocabulary,
-    is needed for masked tokens only, a fraction `mask_rate`. What is not a matrix product (norms, gelu, softmax, the
-    optimizer) is not counted, so devices do more than MFU shows.
+    weight (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). A layer of width h and inner width i has 4 h^2 + 2 h i
+    weights. In sequences of s tokens, attention adds 12 h s per layer, for the scores and the mean of the values
+    (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). The head, with h^2 weights and h for each token of the
+    vocabulary, is needed for masked tokens only, a fraction `mask_rate`. What is not a matrix product (norms, gelu,
+    softmax, the optimizer) is not counted, so devices do more than MFU shows.
     """
     encoder = num_layers * (4 * width**2 + 2 * width * inner_width)
     head = width**2 + width * vocabulary_size
@@ -81,10 +81,10 @@ def flops_per_token(
 
 
 def causal_flops_per_token(backbone: keras.Model, seq_length: int, lora: bool = False) -> float:
-    """As `flops_per_token`, for the backbone of a causal language model, by its kernels; not for a mixture of experts.
+    """As `flops_per_token`, from the kernels of a causal language model's backbone; not for a mixture of experts.
 
-    All tokens are labels, so that each has its product with the vocabulary's embeddings. The half of attention that the
-    causal mask hides is counted: it is computed. With LoRA, kernels and embeddings have no gradient: a third less.
+    All tokens are labels, so each is multiplied with the vocabulary's embeddings. The half of attention that the causal
+    mask hides is counted: it is computed. With LoRA, kernels and embeddings have no gradient, which saves a third.
     """
     kernels = sum(math.prod(weight.shape) for weight in backbone.weights if weight.path.endswith("kernel"))
     head = backbone.hidden_dim * backbone.vocabulary_size
@@ -105,7 +105,7 @@ def device_peak(dtype: str) -> float:
 
 
 def matmul_flops_per_second(dtype: str, seconds: float = SECONDS) -> float:
-    """FLOP/s of the first device, by the fastest product of two large square matrices.
+    """FLOP/s of the first device, from the fastest of several products of two large square matrices.
 
     A product of n x n matrices has 2 n^3 operations. On a CPU, the time is CPU time divided by the number of cores: the
     load of other processes does not count. On a GPU, a call does many products in sequence, as launching a call takes
@@ -113,7 +113,7 @@ def matmul_flops_per_second(dtype: str, seconds: float = SECONDS) -> float:
 
     Args:
         dtype: `float32`, `bfloat16` or `float16`.
-        seconds: for which products are repeated, after one that is not timed, and at least `FEWEST` times.
+        seconds: how long products are repeated, at least `FEWEST` times, after one that is not timed.
     """
     gpu = bool(tf.config.list_physical_devices("GPU"))
     size, products, cores = (4096, 50, 1) if gpu else (2048, 1, num_cores())
@@ -144,7 +144,7 @@ def device_name() -> str:
 
 
 def cpu_name() -> str:
-    """The CPU's model, by Linux's `/proc/cpuinfo`."""
+    """The CPU's model, from Linux's `/proc/cpuinfo`."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

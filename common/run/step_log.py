@@ -22,7 +22,7 @@ from common.training.replicas import COUNTS, MEANS
 class StepLog:
     """Writes each step's own values to `steps.jsonl`, the log of a run; resumed from step n, it keeps those up to n.
 
-    A line has `step` (from 1), `loss`, `accuracy` (but not for regression), `learning_rate` (that the step used),
+    A line has `step` (from 1), `loss`, `accuracy` (but not for regression), `learning_rate` (the one that was used),
     `labels` (over which loss and accuracy are means), `tokens`, and `slots`, the token positions including padding;
     null for NaN and infinity. With several workers, only the chief writes.
 
@@ -30,17 +30,17 @@ class StepLog:
         workdir: the run's folder.
         steps_per_epoch: steps over which an epoch's means are taken.
         first_step: steps done before.
-        flops: from which MFU is computed.
+        flops: what MFU is computed from.
 
     Attributes:
         first_step, flops: see above.
         step: steps done.
-        learning_rate: the `first`, `peak` and `last` that steps used.
+        learning_rate: the `first`, `peak` and `last` rate that steps used.
         epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far; NaN if there are none.
         padding_fraction: fraction of token positions that were padding.
-        seconds, tokens_per_second, input_wait_fraction: of this process's steps except its first call, which includes
-            the compilation; throughput without padding; fraction of the time that it waited for batches.
-        speed: of the last call, `tokens_per_second`, `mfu`, `input_wait_fraction`, and `peak_memory_mb`.
+        seconds, tokens_per_second, input_wait_fraction: time of this process's steps, except its first call, which
+            includes compilation; throughput without padding; fraction of that time spent waiting for batches.
+        speed: the last call's `tokens_per_second`, `mfu`, `input_wait_fraction` and `peak_memory_mb`.
     """
 
     def __init__(self, workdir: Path, steps_per_epoch: int, first_step: int = 0, flops: ModelFlops = UNKNOWN):
@@ -68,7 +68,7 @@ class StepLog:
         if len(kept) < first_step:
             lost = f"{first_step - len(kept)} of {first_step} steps"
             print(f"{path} lacks the lines of {lost}: the results are computed from the rest.", flush=True)
-        # At once, so that a kill never takes lines of steps that are saved.
+        # In one step, so that a kill never loses the lines of saved steps.
         write_whole(path, "".join(f"{line}\n" for line in kept))
         self._lines = path.open("a", encoding="utf-8", buffering=1)
 
@@ -155,7 +155,7 @@ def read_line(line: str) -> dict[str, float]:
 
 
 def _whole_lines(path: Path) -> dict[int, str]:
-    """The lines by their steps; a power cut may have taken some, or a part of one."""
+    """The complete lines, by step; a power cut may have lost some, or a part of one."""
     entries = {"step", "loss", "learning_rate", *COUNTS}
     lines = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:

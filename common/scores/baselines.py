@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-TextIds = Sequence[Sequence[Sequence[int]]]  # of each example, the token ids of its one or two texts
+TextIds = Sequence[Sequence[Sequence[int]]]  # for each example, the token ids of its one or two texts
 LIMIT = 256  # tokens; longer texts count as this long
 EPOCHS = 10
 STEPS = 200  # per epoch, or fewer if batches would have fewer than 32 examples
@@ -19,17 +19,17 @@ BETAS = (0.9, 0.999)  # of Adam, Kingma and Ba 2014, arXiv:1412.6980
 def baseline_outputs(
     train: TextIds, train_labels: Sequence[float], others: TextIds, vocabulary_size: int, num_classes: int
 ) -> dict[str, np.ndarray]:
-    """What simple models give that are trained on one split, for the examples of another; a few seconds.
+    """The outputs of simple models, trained on one split, for the examples of another; takes a few seconds.
 
     Args:
         train: token ids of the training examples' texts, below `vocabulary_size` and without special tokens.
         train_labels: their classes, below `num_classes`, or numbers, [training examples].
-        others: as `train`, of the examples to predict.
+        others: as `train`, for the examples to predict.
         num_classes: 0 for regression.
 
     Returns:
-        Logits [others, classes], or numbers [others, 1], of `majority`, always the most frequent class, or `mean`, that
-        of the training labels; of `length`, on the texts' lengths alone; and of `bag_of_words`, on the words of each
+        Logits [others, classes], or numbers [others, 1], from `majority`, always the most frequent class, or `mean`,
+        that of the training labels; `length`, by the texts' lengths alone; and `bag_of_words`, by the words of each
         text and those that they share, without order.
     """
 
@@ -59,12 +59,12 @@ def bag_outputs(
     num_features: int,
     num_classes: int,
 ) -> np.ndarray:
-    """What multinomial logistic regression on bags of features gives, trained with Adam for 10 epochs; see above.
+    """The outputs of multinomial logistic regression on bags of features, trained with Adam for 10 epochs; see above.
 
     A bag holds the numbers, below `num_features`, of an example's features; one that comes twice counts twice. Without
-    classes it is linear regression, on labels of mean 0 and standard deviation 1.
+    classes, it is linear regression, on labels scaled to mean 0 and standard deviation 1.
     """
-    train = [np.array([*bag, num_features]) for bag in train_bags]  # one more, which all have: the bias
+    train = [np.array([*bag, num_features]) for bag in train_bags]  # one more feature, which all have: the bias
     others = [np.array([*bag, num_features]) for bag in bags]
     start = np.zeros((num_features + 1, num_classes or 1))
     if num_classes:
@@ -75,7 +75,7 @@ def bag_outputs(
 
 
 def length_bags(ids: TextIds) -> tuple[list[list[int]], int]:
-    """The length of the first text, of the second and their difference, a feature for each value; and how many."""
+    """The lengths of both texts and their difference, each value as a feature; and how many features."""
 
     def bag(first: Sequence[int], second: Sequence[int] = ()) -> list[int]:
         one, two = min(len(first), LIMIT - 1), min(len(second), LIMIT - 1)
@@ -97,10 +97,10 @@ def word_bags(ids: TextIds, vocabulary_size: int) -> tuple[list[list[int]], int]
 def _fit(
     bags: list[np.ndarray], targets: np.ndarray, weights: np.ndarray, predict: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """Minimises, from these weights, [features, outputs], the loss of predictions against targets, [bags, outputs].
+    """Trains weights, [features, outputs], to predict targets, [bags, outputs], and returns the trained ones.
 
-    That is cross-entropy for a softmax of each bag's sums of weights, half the squared error for the sums themselves:
-    both have the same gradient.
+    The loss is cross-entropy if `predict` is a softmax of each bag's sums of weights, and half the squared error if it
+    is the sums themselves: both have the same gradient.
     """
     draw = np.random.default_rng(0)
     batch = max(len(bags) // STEPS, 32)
@@ -122,7 +122,7 @@ def _fit(
 
 
 def _sums(bags: list[np.ndarray], weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The sums of the weights of each bag, [examples, outputs]; and every feature, with whose it is."""
+    """The sums of the weights of each bag, [bags, outputs]; all bags' features, and to which bag each belongs."""
     features = np.concatenate(bags)
     owners = np.repeat(np.arange(len(bags)), [len(bag) for bag in bags])
     sums = [np.bincount(owners, column[features], len(bags)) for column in weights.T]

@@ -17,12 +17,12 @@ BATCHES_AT_ONCE = 1024  # whose pairs are counted together
 class Pairs(NamedTuple):
     """How often each token follows another in training."""
 
-    pairs: np.ndarray  # int64 [distinct pairs, 2], in order: a token, and the one after it
+    pairs: np.ndarray  # int64 [distinct pairs, 2], sorted: a token, and the one after it
     counts: np.ndarray  # float64 [distinct pairs]
     vocabulary_size: int
 
     def unigrams(self) -> np.ndarray:
-        """How often each token follows any, [vocabulary size]."""
+        """How often each token follows any token, [vocabulary size]."""
         return np.bincount(self.pairs[:, 1], self.counts, self.vocabulary_size)
 
 
@@ -31,16 +31,16 @@ def causal_scores(
 ) -> dict[str, float]:
     """As `language_model_scores`, for a causal language model, with `val_bigram_loss` too.
 
-    `bits_per_character` is the loss of all labels in bits, over all characters that they stand for, white space too and
-    special tokens not: what it takes to transmit a character of the text. It compares models of any vocabulary. Labels
-    up to an end token are read as one text: exact for packed text, in which each token is the label after the one
-    before it; in answers and shards, each piece of a character that was cut between sequences counts as one.
+    `bits_per_character` is the loss of all labels in bits, divided by the characters that they stand for, with white
+    space but without special tokens: what it takes to transmit a character of the text. It compares models of any
+    vocabulary. Labels up to an end token are read as one text: this is exact for packed text, where each token is the
+    label after the one before it; in answers and shards, each piece of a character cut between sequences counts as one.
 
     Args:
-        split, scores: as there.
-        batches: that it was evaluated on, (x, y, sample_weight), with a label for each of `x["token_ids"]`.
+        split, scores: see there.
+        batches: what it was evaluated on, (x, y, sample_weight), with a label for each of `x["token_ids"]`.
         train: pairs of the training split.
-        tokenizer: of KerasHub.
+        tokenizer: KerasHub's tokenizer.
     """
     pairs = []
     for x, y, weight in batches:
@@ -60,7 +60,7 @@ def causal_scores(
 
 
 def _count_characters(labels: np.ndarray, tokenizer: Any) -> int:
-    """The characters of texts, the ids of which follow one another with an end token after each."""
+    """The number of characters in texts whose ids follow one another, with an end token after each text."""
     parts = np.split(labels, np.flatnonzero(labels == tokenizer.end_token_id))
     texts = [ids[~np.isin(ids, tokenizer.special_token_ids)].tolist() for ids in parts]
     texts = [ids for ids in texts if ids]
@@ -72,8 +72,8 @@ def count_pairs(batches: Iterable[tuple], number: int, tokenizer: Any) -> Pairs:
 
     Args:
         batches: (x, y, sample_weight), with a label for each of `x["token_ids"]`.
-        number: of the batches of an epoch, which are read.
-        tokenizer: of KerasHub.
+        number: how many batches to read: those of an epoch.
+        tokenizer: KerasHub's tokenizer.
     """
     size = tokenizer.vocabulary_size()
     codes: np.ndarray = np.empty(0, np.int64)
@@ -93,12 +93,12 @@ def bigram_loss(train: Pairs, targets: np.ndarray) -> float:
     """The bigram baseline: mean loss, in nats per token, of predicting each token from the one before it alone.
 
     By interpolated Kneser-Ney smoothing (Kneser and Ney 1995; Chen and Goodman 1999, "An empirical study of smoothing
-    techniques for language modeling", section 2.7): a discount D is taken from each count, and what is saved after a
-    token is shared out by how many different tokens each one follows, and there once more, to the whole vocabulary.
+    techniques for language modeling", section 2.7): a discount D is taken from each count. What is saved after a token
+    is shared out by how many different tokens each follows; D is taken from these numbers too, for all tokens alike.
     D = n1 / (n1 + 2 n2), for n1 pairs that occur once and n2 that occur twice (Ney, Essen and Kneser 1994).
 
     Args:
-        train: what is counted.
+        train: pairs of the training split.
         targets: a token, and the one to predict after it, [targets, 2].
     """
     (first, second), counts, size = train.pairs.T, train.counts, train.vocabulary_size

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of a fine-tuned model and of its baselines, a confusion matrix in TensorBoard, and predictions.
 
-A model's outputs are logits, [examples, classes], or for regression numbers, [examples, 1].
+A model's outputs are logits, [examples, classes], or, for regression, numbers, [examples, 1].
 """
 
 from pathlib import Path
@@ -57,22 +57,22 @@ def scores_of(texts: LabelledTexts, split: str, outputs: np.ndarray) -> dict[str
 def classifier_results(
     texts: LabelledTexts, outputs: dict[str, np.ndarray], tokenizer: keras_hub.models.Tokenizer
 ) -> dict[str, Any]:
-    """The part of `results.json` that these models have: loss, metrics and baselines of each labelled split.
+    """These models' part of `results.json`: loss, metrics and baselines of each labelled split.
 
-    A baseline has the task's metrics, such as `val_bag_of_words_accuracy`; the mean of the training labels, which has
-    no correlation with any, has a `val_mean_loss`.
+    A baseline has the task's metrics, such as `val_bag_of_words_accuracy`; the mean of the training labels, which
+    correlates with nothing, has a `val_mean_loss` instead.
 
     The outputs are those of each split but `train`; the bag's words are the tokenizer's tokens.
     """
     labelled = [split for split in outputs if texts.splits[split].labels is not None]
     ids = {split: token_ids(texts.splits[split].texts, tokenizer) for split in ("train", *labelled)}
     known = sorted({token for example in ids["train"] for text in example for token in text})
-    number = {token: place for place, token in enumerate(known)}  # a vocabulary may be large; others are all alike
+    number = {token: place for place, token in enumerate(known)}  # a vocabulary may be large; all others count as one
     numbers = {
         split: [[[number.get(token, len(known)) for token in text] for text in example] for example in examples]
         for split, examples in ids.items()
     }
-    others = [example for split in labelled for example in numbers[split]]  # of all splits, as one fit serves them
+    others = [example for split in labelled for example in numbers[split]]  # of all splits: one fit serves them
     sizes = len(known) + 1, len(texts.classes)
     baselines = baseline_outputs(numbers["train"], texts.splits["train"].labels or [], others, *sizes)
     results: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def classifier_results(
 def draw_confusion(texts: LabelledTexts, split: str, outputs: np.ndarray, step: int | None = None) -> None:
     """Writes a labelled split's confusion matrix to TensorBoard, as text such as `validation/confusion`.
 
-    The outputs are those of the split's examples; without a step, TensorBoard's own counts. Numbers have no matrix.
+    The outputs are those of the split's examples; without a step, TensorBoard's own is used. Regression has no matrix.
     """
     if texts.splits[split].labels is None or not texts.classes:
         return
@@ -120,7 +120,7 @@ def write_all_predictions(folder: Path, texts: LabelledTexts, outputs: dict[str,
 
 
 def write_predictions(path: Path, indices: list[str], predictions: list[str]) -> None:
-    """Writes, in GLUE's submission format, the names of the examples and what is predicted of them, [examples].
+    """Writes, in GLUE's submission format, the names of the examples and their predictions, [examples].
 
     Raises:
         ValueError: when their numbers differ.

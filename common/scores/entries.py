@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of scores, in `results.json` and in reports."""
 
-# Names in reports. The first that a task has is its main metric: of MRPC, accuracy, of STS-B, Pearson's correlation, as
-# in Liu et al. 2019, arXiv:1907.11692. A higher one is better.
+# Names in reports. The first that a task has is its main metric: accuracy for MRPC, Pearson's correlation for STS-B, as
+# in Liu et al. 2019, arXiv:1907.11692. Higher is better.
 METRICS = {
     "accuracy": "accuracy",
     "f1": "F1",

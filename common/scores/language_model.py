@@ -15,16 +15,16 @@ def language_model_scores(
 ) -> dict[str, float]:
     """Entries `val_loss` (for the split `validation`), `val_perplexity` and so on; losses in nats per token.
 
-    `bits_per_character` is the loss in bits, over the mean characters of the tokens to predict, without white space. It
-    compares vocabularies of one kind, if roughly: a masked token of a smaller one has more of its own word as context,
-    and word pieces count the letters of normalised text.
+    `bits_per_character` is the loss in bits, divided by the mean number of characters, without white space, in a token
+    to predict. It compares vocabularies of one kind, though roughly: with a smaller one, a masked token has more of its
+    own word as context, and word pieces count the letters of normalised text.
 
     Args:
-        split: of which they are.
-        scores: of the model on it, with its `loss` and `accuracy`.
-        batches: that it was evaluated on, (x, y, sample_weight); the ids in y with a weight are the tokens to predict.
+        split: the split that was evaluated.
+        scores: the model's scores on it, with its `loss` and `accuracy`.
+        batches: those of the evaluation, (x, y, sample_weight); the ids in y with a weight are the tokens to predict.
         counts: see `unigram_loss`.
-        vocabulary: of the ids.
+        vocabulary: the vocabulary of the ids.
     """
     targets = np.concatenate([np.asarray(y)[np.asarray(weight) > 0] for _, y, weight in batches])
     own = {
@@ -47,7 +47,7 @@ def unigram_loss(counts: np.ndarray, targets: np.ndarray, never_targets: Iterabl
     Args:
         counts: how often each id occurs in training, [vocabulary size]; see `count_ids`.
         targets: ids to predict, a vector.
-        never_targets: ids that are not counted in training, as they are never targets: padding and the like.
+        never_targets: ids that are not counted in training, because they are never targets: padding and the like.
     """
     counts = np.array(counts)
     counts[list(never_targets)] = 0

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses and GLUE's metrics (Wang et al. 2018, arXiv:1804.07461) of classes and of numbers, in NumPy."""
+"""Losses and GLUE's metrics (Wang et al. 2018, arXiv:1804.07461) for classes and for numbers, in NumPy."""
 
 import numpy as np
 
 
 def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Scores of a classifier's logits, [examples, classes], taken as float64, by the true classes, [examples].
+    """Scores of a classifier's logits, [examples, classes], taken as float64, given the true classes, [examples].
 
     F1 is 2 TP / (2 TP + FP + FN), and 0 for a class that is neither present nor predicted, as in scikit-learn.
 
     Returns:
-        `loss`, the mean cross-entropy in nats per example; `accuracy`; `f1`, with two classes that of class 1 (as GLUE
-        scores MRPC), with more the mean over all classes ("macro"); and `matthews`.
+        `loss`, the mean cross-entropy in nats per example; `accuracy`; `f1`, for two classes that of class 1 (as GLUE
+        scores MRPC), for more the mean over all classes ("macro"); and `matthews`.
     """
     logits, labels = np.asarray(logits, np.float64), np.asarray(labels, np.int64)
     num_classes, predictions = logits.shape[1], logits.argmax(axis=1)
@@ -29,10 +29,10 @@ def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, f
 
 
 def regression_scores(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Scores of predicted numbers, [examples, 1], taken as float64, by the true ones, [examples].
+    """Scores of predicted numbers, [examples, 1], taken as float64, given the true ones, [examples].
 
     Returns:
-        `loss`, the mean squared error; `pearson`; and `spearman`, the correlation of ranks, of which ties share a mean.
+        `loss`, the mean squared error; `pearson`; and `spearman`, the correlation of ranks, where ties share a mean.
     """
     predictions, labels = np.asarray(predictions, np.float64)[:, 0], np.asarray(labels, np.float64)
     return {
@@ -43,7 +43,7 @@ def regression_scores(predictions: np.ndarray, labels: np.ndarray) -> dict[str, 
 
 
 def matthews(matrix: np.ndarray) -> float:
-    """Matthews's correlation coefficient of a confusion matrix; 0 if there is, or is predicted, one class only.
+    """Matthews's correlation coefficient of a confusion matrix; 0 if only one class is present, or is predicted.
 
     For any number of classes: Gorodkin 2004, "Comparing two K-category assignments by a K-category correlation
     coefficient".

@@ -3,8 +3,8 @@
 
     ray job submit --working-dir . -- python recipes/cluster/ray_launch.py --workers 4 --gpus 8 bert_mlm
 
-Ray places the workers on nodes, and each runs the recipe in its own process. So Keras is Keras 3; Ray Train's
-TensorFlow trainer would need Keras 2. `--workdir` among the recipe's options is a folder that all nodes share.
+Ray places the workers on nodes, and each runs the recipe in its own process, with Keras 3; Ray Train's TensorFlow
+trainer would need Keras 2. `--workdir`, among the recipe's options, must be a folder that all nodes share.
 """
 
 import argparse
@@ -96,7 +96,7 @@ if __name__ == "__main__":
     except UserError as error:
         fail(error)
     ray.init()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own gives this process three seconds
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler gives this process three seconds
     words, launch_id = [arguments.recipe, *arguments.options], uuid.uuid4().hex
     for _ in range(arguments.restarts + 1):
         status = train(arguments.workers, arguments.cpus, arguments.gpus, launch_id, words)
