@@ -57,6 +57,14 @@ def articles_after_the_licence(seed: int, count: int) -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="session")
+def no_tensorflow(tmp_path_factory) -> dict[str, str]:
+    """The environment of a process in which importing TensorFlow fails."""
+    folder = tmp_path_factory.mktemp("no_tensorflow")
+    (folder / "tensorflow.py").write_text("raise ImportError('TensorFlow must not be imported')")
+    return os.environ | {"PYTHONPATH": str(folder)}
+
+
+@pytest.fixture(scope="session")
 def wikitext(tmp_path_factory) -> Path:
     """A folder in WikiText's form, with a test split, the same with every version of Python."""
     folder = tmp_path_factory.mktemp("wikitext")

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,10 +29,8 @@ def test_answers_at_once_without_tensorflow(words):
         "atexit.register(lambda: print('imported', {'tensorflow', 'keras', 'keras_hub'} & set(sys.modules)));"
         "runpy.run_module('recipes', run_name='__main__')"
     )
-    began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.endswith("imported set()\n")
-    assert time.perf_counter() - began < 3  # under 0.2 s on a quiet machine
 
 
 def test_ls_tells_name_line_and_time():

@@ -102,12 +102,10 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "environment", "message"), WRONG)
-def test_what_is_wrong_is_told_before_anything_starts(words, environment, message):
-    began = time.monotonic()
-    done = finish(start("launch", *words.split(), env=os.environ | environment))
+def test_what_is_wrong_is_told_before_anything_starts(words, environment, message, no_tensorflow):
+    done = finish(start("launch", *words.split(), env=no_tensorflow | environment))
     MESSAGES.append((f"launch {words}", done[2].strip()))
     assert done[:2] == (2, "") and message in done[2] and done[2].count("\n") == 1
-    assert time.monotonic() - began < 5  # TensorFlow is not imported
 
 
 def test_places():
