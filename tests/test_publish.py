@@ -164,7 +164,7 @@ def test_a_slow_hub_holds_nothing_up_and_the_newest_snapshot_waits(to_hub, publi
     began = time.monotonic()
     for step in (1, 2, 3, 4, 5):
         end_epoch(step)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20  # the hub holds a request for 30 s
     wait_for(lambda: "PUT /lfs" in to_hub.requests)
     kept = sorted(path.name for path in (tmp_path / "snapshots").iterdir())
     assert kept == ["step-1", "step-3", "step-4", "step-5"]  # the last three, and the one being uploaded
@@ -435,5 +435,5 @@ def test_an_upload_that_hangs_holds_up_no_end(end, without_xet, status, hub, sma
     finally:
         process.kill()
     assert process.returncode == status, output
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20  # the hub holds a request for 30 s
     assert ("Stopped by SIGTERM after step 3." if end == "SIGTERM" else "error: wrong\n") in output
