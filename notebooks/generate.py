@@ -266,7 +266,7 @@ def _code_of(cell: nbformat.NotebookNode) -> str:
     tree = ast.parse(ADDRESS.sub("", cell.source))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
-            node.body[0] = ast.Expr(ast.Constant(""))
+            del node.body[0]
     return ast.dump(tree)
 
 

@@ -256,7 +256,11 @@ def test_outputs_are_kept_where_the_code_is(narrative):
     function = 'def f():\n    """{}."""\n    return {}'
     old = notebook(function.format("One", 1))
     old.cells[0].outputs = [nbformat.v4.new_output("stream", text="shown")]
-    for code, kept in ((f"{function.format('Once', 1)}  # a comment", True), (function.format("One", 2), False)):
+    for code, kept in (
+        (f"{function.format('Once', 1)}  # a comment", True),
+        ("def f():\n    return 1", True),
+        (function.format("One", 2), False),
+    ):
         new = notebook(code)
         generate.keep_outputs(new, old)
         assert bool(new.cells[0].outputs) == kept

@@ -93,8 +93,8 @@ def outputs_of_examples(y_pred, examples):
 def zeros_without_examples(examples, values):
     """The tensors of a structure, or zeros if there are no examples: what comes of `with_an_example` may be NaN."""
 
-    def known(value):
+    def kept(value):
         return tf.cond(examples > 0, lambda: value, lambda: tf.zeros_like(value))
 
     # A condition for each tensor: with one for all, no worker could send a gradient before it has them all.
-    return tf.nest.map_structure(known, values)
+    return tf.nest.map_structure(kept, values)
