@@ -85,6 +85,13 @@ def a_masked_mean(kind):
     return 1 + np.arange(5 * EXAMPLES).reshape(EXAMPLES, 5) % 8, model
 
 
+def a_mask_on_the_outputs(kind):
+    """It is what the loss and its mean leave out."""
+    model = kind([keras.Input((3,)), layers.Embedding(9, 3, mask_zero=True), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return np.arange(3 * EXAMPLES).reshape(EXAMPLES, 3) % 4, model
+
+
 class OfLarge(keras.losses.MeanSquaredError):
     """Over the large labels: a mean of its own, though of Keras's class."""
 
@@ -186,6 +193,7 @@ def an_optimizer_with_its_own_apply_gradients(kind):
         (a_loss_as_metric, keras.Sequential),
         (a_dict_of_outputs_and_losses, keras.Model),
         (a_masked_mean, keras.Sequential),
+        (a_mask_on_the_outputs, keras.Sequential),
         (a_subclass_of_a_loss_of_keras, keras.Sequential),
         (a_metric_of_whole_numbers_with_two_results, keras.Sequential),
         (a_loss_and_a_metric_over_the_batch_axis, keras.Sequential),
@@ -199,7 +207,8 @@ def test_it_computes_what_plain_keras_does(make, base):
     def outcome(kind):
         keras.utils.set_random_seed(0)
         x, model = make(kind)
-        return fit(model, x, dict.fromkeys(model.output, Y) if make is a_dict_of_outputs_and_losses else Y)
+        y = dict.fromkeys(model.output, Y) if make is a_dict_of_outputs_and_losses else Y
+        return fit(model, x, Y[..., None] if make is a_mask_on_the_outputs else y)
 
     plain = outcome(base or (lambda model_class: model_class))
     with make_strategy(2).scope():
