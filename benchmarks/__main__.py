@@ -4,8 +4,8 @@
 import argparse
 import importlib
 
-from common.errors import UserError
 from common.run.command_line import fail
+from keras_replicas.errors import UserError
 
 NAMES = {
     "throughput": "training speed, beside the published Keras example and transformers with Accelerate",

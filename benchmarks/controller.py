@@ -24,15 +24,15 @@ import tensorflow as tf
 import tf_keras
 
 from common.data.labelled import Examples, LabelledTexts
-from common.data.order import Scaled
 from common.data.text_batches import EncodedTexts
 from common.data.wordpiece import WordPieces
-from common.devices.strategy import distribute, make_strategy
 from common.model.classifier import make_preprocessor
 from common.run.controller import Controller
 from common.run.step_log import StepLog
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
+from keras_replicas.order import Scaled
+from keras_replicas.strategy import distribute, make_strategy
 from recipes.glue_controller import Config, GlueTrainer, build_model
 
 ROOT = Path(__file__).parent.parent

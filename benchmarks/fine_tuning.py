@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.machine import RESULTS, cores, existing, machine, write_results
 from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
 from benchmarks.workers import Worker, together
-from common.errors import UserError
+from keras_replicas.errors import UserError
 
 PEERS, OURS = "benchmarks.transformers_classifier", "benchmarks.ours_classifier"
 # One line per contender: its name, its module, its own arguments.

@@ -95,11 +95,11 @@ def peak(recipe: str, batch_size: int, keep: bool = True, **options: Any) -> Cal
         keep: whether a worker keeps freed memory.
         options: of the recipe.
     """
-    import common.devices.strategy
+    import keras_replicas.strategy
     from common.run.plan import memory_of_a_replica
 
     if not keep:
-        common.devices.strategy.keep_freed_memory = lambda: None
+        keras_replicas.strategy.keep_freed_memory = lambda: None
 
     def train() -> dict[str, float]:
         if recipe == BERT:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.clock import WARM, Clock
-from common.devices.strategy import distribute, make_strategy
+from keras_replicas.strategy import distribute, make_strategy
 from recipes.bert_mlm import Config, Scaled, build_model, make_datasets, masked_batches
 
 FOR_EVER = 10**6  # epochs

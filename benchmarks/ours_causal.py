@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from benchmarks.clock import WARM, Clock
 from benchmarks.memory import peak_memory_mb
-from common.data.order import Scaled
-from common.devices.strategy import distribute, make_strategy
 from common.model.saving import save_task
+from keras_replicas.order import Scaled
+from keras_replicas.strategy import distribute, make_strategy
 from recipes.causal_lm import Config, build_model, causal_batches, make_datasets
 
 

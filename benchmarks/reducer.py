@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from common.devices.strategy import make_strategy
+from keras_replicas.strategy import make_strategy
 
 
 def reducer() -> Callable[..., dict[str, float]]:

@@ -21,8 +21,8 @@ from benchmarks.hosts import ADDRESSES, bytes_sent, on, shape, two_hosts
 from benchmarks.machine import ROOT, checkout, cores, machine, write_results
 from benchmarks.text import add_step_arguments, prepare_text, temporary_folder
 from benchmarks.workers import Worker, together
-from common.devices.cluster import worker_config
-from recipes._launch import free_addresses
+from keras_replicas.cluster import worker_config
+from keras_replicas.launch import free_addresses
 
 OURS, REDUCER = "benchmarks.ours:trainer", "benchmarks.reducer:reducer"
 SPEEDS = (None, 1600, 800, 400, 200, 100)  # megabits a second; None: as fast as the kernel copies

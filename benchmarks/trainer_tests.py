@@ -5,7 +5,7 @@
 
 runs the installed Keras's `trainer_test.py` three times, each in a process of its own: as it is; with the body of each
 test inside the scope of a `MirroredStrategy` of two replicas; and so again with the trainer of
-`common.training.data_parallel` in the place of Keras's. A test that takes longer than a minute fails.
+`keras_replicas.model` in the place of Keras's. A test that takes longer than a minute fails.
 `pip install -e '.[bench]'` has the packages that some tests want: JAX, PyTorch and Grain. Results go to
 `benchmarks/results/trainer_tests.json`.
 """
@@ -86,7 +86,7 @@ def run_tests(way: str) -> dict[str, dict[str, str]]:
     )
     multi_device_iterator_ops._create_device_dataset = lambda *arguments: on_device(*arguments).with_options(untuned)
     if way.startswith("ours"):
-        from common.training.data_parallel import Trainer
+        from keras_replicas.model import Trainer
 
         Model.__bases__ = tuple(Trainer if base is trainer.TensorFlowTrainer else base for base in Model.__bases__)
         trainer.TensorFlowTrainer = Trainer

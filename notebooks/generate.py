@@ -35,7 +35,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from recipes._screen import as_left_on_screen
+from keras_replicas.screen import as_left_on_screen
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"

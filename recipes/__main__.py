@@ -15,8 +15,8 @@ import textwrap
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import UserError
 from common.run.command_line import fail, quiet_stderr, quiet_without_reader
+from keras_replicas.errors import UserError
 from recipes._contents import recipe_path, recipes
 from recipes._copy import check, copy_recipe, update
 
@@ -175,7 +175,7 @@ def main() -> None:
         case "ls":
             list_recipes()
         case "launch":
-            from recipes._launch import launch
+            from keras_replicas.launch import launch
 
             raise SystemExit(launch(arguments, recipe_path(arguments.name)))
         case "run":

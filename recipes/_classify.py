@@ -14,13 +14,13 @@ from keras_hub.src.utils.preset_utils import get_file
 
 from common.data.glue import column_names
 from common.data.labelled import LabelledTexts, to_examples
-from common.data.order import Scaled
 from common.data.tables import Row, read_rows
 from common.data.text_batches import EncodedTexts
-from common.errors import UserError
 from common.model.backbones import from_preset
 from common.model.huggingface import one_line
 from common.scores.classification import predict_outputs
+from keras_replicas.errors import UserError
+from keras_replicas.order import Scaled
 
 BATCH_SIZE = 32
 

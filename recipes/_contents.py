@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from keras_replicas.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 TEST = ROOT / "recipes/_copied_test.py"
@@ -50,7 +50,7 @@ def contents(names: Iterable[str], package: str, packages: str) -> Files:
         their tests and the list of packages are in the project's, from which `python` finds the package.
     """
     prefix, inside = (f"{package.replace('.', '/')}/", f"{package}.") if package else ("", "")
-    modules = {"common": f"{inside}common"}
+    modules = {"common": f"{inside}common", "keras_replicas": f"{inside}keras_replicas"}
     files: Files = {}
     used: set[Path] = set()
     for name in names:
@@ -60,7 +60,10 @@ def contents(names: Iterable[str], package: str, packages: str) -> Files:
         files[f"test_{name}.py"] = with_modules(TEST.read_bytes(), modules | {"recipes.bert_mlm": f"{inside}{name}"})
     if not used:
         return {}
-    for path in sorted({ROOT / "common/__init__.py"} | {path for path in used if path.parent != ROOT / "recipes"}):
+    for path in sorted(
+        {ROOT / "common/__init__.py", ROOT / "keras_replicas/__init__.py"}
+        | {path for path in used if path.parent != ROOT / "recipes"}
+    ):
         files[f"{prefix}{path.relative_to(ROOT).as_posix()}"] = with_modules(path.read_bytes(), modules)
     files[f"{prefix}common/LICENSE"] = (ROOT / "LICENSE").read_bytes()  # with the code: a project has its own licence
     requirements = packages_used(used)
@@ -82,7 +85,7 @@ def modules_used(path: Path) -> set[Path]:
     while unread:
         for name in imports(unread.pop()):
             module = ROOT / (name.replace(".", "/") + ".py")
-            if name.startswith("common.") and module.is_file() and module not in used:
+            if name.startswith(("common.", "keras_replicas.")) and module.is_file() and module not in used:
                 used.add(module)
                 unread.append(module)
     return used
@@ -90,7 +93,7 @@ def modules_used(path: Path) -> set[Path]:
 
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
-    """What a file imports, anywhere in it: modules, and what it takes from them, as in `common.data.order.locate`."""
+    """What a file imports, anywhere in it: modules, and what it takes from them, as in `common.files.flush`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):

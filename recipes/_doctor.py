@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from common.data.roles import role_pairs
-from common.errors import UserError
 from common.files import finite
+from keras_replicas.errors import UserError
+from keras_replicas.gpus import gpu_names, gpu_shares
 from recipes._compare import board_difference, differences, last_loss, relative, steps_of
-from recipes._gpus import gpu_names, gpu_shares
 
 ROOT = Path(__file__).parent.parent
 TESTED = {"tensorflow": "2.21", "keras": "3.15", "keras-hub": "0.32"}
@@ -170,7 +170,7 @@ def set_up() -> None:
     """Initializes a process of the pool."""
     import tensorflow as tf
 
-    from common.devices.strategy import make_strategy
+    from keras_replicas.strategy import make_strategy
 
     tf.get_logger().setLevel("ERROR")  # else it warns of the many small models that are traced
     make_strategy(most_replicas())  # so that fewer can be asked for later

@@ -71,12 +71,9 @@ with quiet_stderr():
 
 from common.data.byte_pairs import Vocabulary
 from common.data.masking import EVALUATION_RATE, MaskingRule, mask_seeds, mask_tokens
-from common.data.order import Scaled
 from common.data.shard_reader import decode_sequences, read_shards, steps_in_shards
 from common.data.shard_writer import OPTIONS, make_shards
 from common.data.shards import Shards, open_shards
-from common.devices.rendezvous import chief_alone
-from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
 from common.model.fill_mask import print_filled_masks
 from common.model.masked_card import MASKED, masked_card
@@ -93,6 +90,9 @@ from common.scores.language_model import language_model_scores
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
+from keras_replicas.order import Scaled
+from keras_replicas.strategy import distribute, make_strategy
+from keras_replicas.workers import chief_alone
 
 
 def make_datasets(config: Config) -> Shards:

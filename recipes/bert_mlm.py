@@ -66,10 +66,8 @@ with quiet_stderr():
 from common.data.byte_pairs import Vocabulary
 from common.data.corpora import open_corpus
 from common.data.masking import EVALUATION_RATE, MaskingRule, mask_seeds, mask_tokens
-from common.data.order import Scaled, locate, steps_per_epoch
 from common.data.packing import checksums, count_tokens, make_all_sequences, read_sequences
 from common.data.wordpiece import load_wordpieces, train_wordpieces
-from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
 from common.model.fill_mask import print_filled_masks
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_vocabulary
@@ -84,6 +82,8 @@ from common.scores.language_model import count_ids, language_model_scores
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
+from keras_replicas.order import Scaled, locate, steps_per_epoch
+from keras_replicas.strategy import distribute, make_strategy
 
 
 def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:

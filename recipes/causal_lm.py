@@ -73,10 +73,8 @@ with quiet_stderr():
 from common.data.answers import Answers
 from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import open_corpus
-from common.data.order import Scaled
 from common.data.packed_text import PackedText
 from common.data.sharded_text import ShardedText, find_text_shards
-from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
 from common.model.causal_card import CAUSAL, causal_card
 from common.model.causal_lm import make_causal_lm, make_preprocessor, pieces_of, save_causal_lm
@@ -93,6 +91,8 @@ from common.scores.causal import causal_scores, count_pairs
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
+from keras_replicas.order import Scaled
+from keras_replicas.strategy import distribute, make_strategy
 
 
 def make_datasets(config: Config) -> PackedText | ShardedText | Answers:

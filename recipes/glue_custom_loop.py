@@ -46,9 +46,7 @@ from tqdm import tqdm
 from common.data.glue import open_examples
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import train_wordpieces
-from common.devices.cluster import has_parameter_servers
 from common.devices.parameter_server import asynchronous_steps, parameter_server_strategy
-from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run.checkpoints import Checkpoints
@@ -60,8 +58,10 @@ from common.scores.classification import classifier_results, draw_confusion, sco
 from common.training.explicit_step import batch_sums, means_of, noise_of_step
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
-from common.training.replicas import first_replica, gather_over_replicas, sum_over_replicas
 from common.training.schedules import WarmUpPolynomialDecay
+from keras_replicas.cluster import has_parameter_servers
+from keras_replicas.replicas import first_replica, gather_over_replicas, sum_over_replicas
+from keras_replicas.strategy import distribute, make_strategy
 
 
 def make_datasets(config: Config) -> EncodedTexts:

@@ -42,7 +42,6 @@ with quiet_stderr():
 from common.data.glue import open_examples
 from common.data.text_batches import EncodedTexts
 from common.data.wordpiece import train_wordpieces
-from common.devices.strategy import distribute, make_strategy
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run.best import when_best
@@ -54,6 +53,7 @@ from common.scores.classification import classifier_results, predict_outputs, wr
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
+from keras_replicas.strategy import distribute, make_strategy
 
 
 def make_datasets(config: Config) -> EncodedTexts:

@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from common.devices.strategy import make_strategy
-from common.training.data_parallel import data_parallel
-from common.training.noise import noise_seeds
+from keras_replicas.model import data_parallel
+from keras_replicas.noise import noise_seeds
+from keras_replicas.strategy import make_strategy
 
 pytestmark = pytest.mark.slow  # test_data_parallel.py and test_conformance.py have shorter ones
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from common.errors import UserError
+from keras_replicas.errors import UserError
 from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop, text_classifier
 from tests.conftest import MESSAGES
 

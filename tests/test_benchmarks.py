@@ -29,11 +29,11 @@ from benchmarks.readme import MEASURED
 from benchmarks.workers import Worker, together
 from common.data.roles import role_pairs
 from common.data.wordpiece import train_wordpieces
-from common.errors import UserError
 from common.model.export import export_bert
 from common.model.masked_lm import masked_lm_from_size
 from common.model.saving import save_preset
 from common.run.speed import flops_per_token
+from keras_replicas.errors import UserError
 from tests.conftest import ROOT
 
 

@@ -13,10 +13,10 @@ import keras_hub
 import numpy as np
 import pytest
 
-from common.errors import UserError
 from common.model.fill_mask import fill_mask
 from common.model.masked_lm import masked_lm_from_preset, preset_vocabulary
 from common.training.schedules import WarmUpPolynomialDecay
+from keras_replicas.errors import UserError
 from recipes import bert_from_scratch
 from tests.conftest import ROOT
 from tests.hub import URI, StandIn, environment

@@ -12,10 +12,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from common.devices.cluster import worker_config
 from common.run.plan import memory_of_a_replica
 from common.training.optimizers import Muon
 from common.training.schedules import WarmUpPolynomialDecay
+from keras_replicas.cluster import worker_config
 from recipes import bert_mlm
 
 ROOT = Path(__file__).parent.parent

@@ -21,15 +21,15 @@ import tensorflow as tf
 from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import open_corpus
 from common.data.dialogues import read_dialogues
-from common.data.order import Scaled
 from common.data.shard_writer import make_shards
-from common.errors import UserError
 from common.model.causal_lm import make_causal_lm, make_preprocessor
 from common.model.generate import causal_lm_for_generation, continuations, make_sampler
 from common.model.sizes import dimensions
 from common.run import run_folder
 from common.run.callbacks import FitCheckpoints
 from common.run.plan import memory_of_a_replica, state_without_lora
+from keras_replicas.errors import UserError
+from keras_replicas.order import Scaled
 from recipes import causal_lm
 from recipes._generate import generate
 from tests.hub import REPOSITORY, URI, StandIn, use

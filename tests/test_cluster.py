@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from common.devices.cluster import (
+from keras_replicas.cluster import (
     is_address,
     is_chief,
     num_workers,
@@ -13,7 +13,7 @@ from common.devices.cluster import (
     worker_index,
     workers,
 )
-from common.errors import UserError
+from keras_replicas.errors import UserError
 
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "2",

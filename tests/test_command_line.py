@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
 from common.run.command_line import parse, quiet_without_reader
 from common.run.options import FIRST
+from keras_replicas.errors import UserError
 from tests.test_structure import RECIPES
 
 ROOT = Path(__file__).parent.parent

@@ -16,8 +16,8 @@ import pytest
 import tensorflow as tf
 
 from benchmarks.conformance import BOUND, REPLICAS, RESULTS
-from common.devices.strategy import make_strategy
-from common.training.data_parallel import data_parallel
+from keras_replicas.model import data_parallel
+from keras_replicas.strategy import make_strategy
 
 EXAMPLES, BATCH, FEATURES, CLASSES = 26, 8, 5, 3  # the last batch has 2
 RANDOM = np.random.default_rng(0)

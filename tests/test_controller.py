@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.devices.strategy import distribute, make_strategy
 from common.run.checkpoints import Checkpoints
 from common.run.controller import Controller, Evaluator, Trainer
-from common.training.optimizers import do_not_reduce_again
-from common.training.replicas import first_replica, sum_over_replicas
+from keras_replicas.optimizers import do_not_reduce_again
+from keras_replicas.replicas import first_replica, sum_over_replicas
+from keras_replicas.strategy import distribute, make_strategy
 
 BATCH = 8
 TRUE = np.array([[1.0], [-2.0], [0.5]], np.float32)

@@ -108,15 +108,15 @@ def test_a_project_gets_a_fragment_of_its_pyproject(own, tmp_path):
 def test_nothing_is_overwritten(tmp_path):
     recipe = ROOT / "recipes/bert_mlm.py"
     (tmp_path / "common/devices").mkdir(parents=True)
-    (tmp_path / "common/devices/strategy.py").write_text("mine")
+    (tmp_path / "keras_replicas/strategy.py").write_text("mine")
     (tmp_path / "test_bert_mlm.py").symlink_to("nowhere")
     refused = cp(recipe, tmp_path)
     assert refused.returncode == 2 and refused.stdout == ""
     assert refused.stderr == (
-        f"error: {tmp_path}/test_bert_mlm.py, {tmp_path}/common/devices/strategy.py already exist(s). "
+        f"error: {tmp_path}/test_bert_mlm.py, {tmp_path}/keras_replicas/strategy.py already exist(s). "
         "Move what is yours, or copy into a package: --package NAME\n"
     )
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "common/devices/strategy.py"]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "keras_replicas/strategy.py"]
     (tmp_path / "my/train.py").parent.mkdir()
     (tmp_path / "my/train.py").write_text("")
     hidden = cp(recipe, tmp_path, "--package", "my.train.deep")
@@ -127,7 +127,7 @@ def test_nothing_is_overwritten(tmp_path):
 def test_a_file_with_the_name_of_a_folder_is_in_the_way(tmp_path):
     (tmp_path / "common").write_text("mine")
     refused = cp(ROOT / "recipes/bert_mlm.py", tmp_path)
-    assert refused.returncode == 2 and f"{tmp_path}/common/errors.py, " in refused.stderr
+    assert refused.returncode == 2 and f"{tmp_path}/keras_replicas/errors.py, " in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["common"]
 
 

@@ -17,7 +17,7 @@ from recipes._contents import with_modules
 from recipes._copy import FOLDERS, MANIFEST
 
 ROOT = Path(__file__).parent.parent
-ORDER, LOSSES = "common/data/order.py", "common/training/losses.py"  # two helpers that bert_mlm uses
+ORDER, LOSSES = "keras_replicas/order.py", "common/training/losses.py"  # two helpers that bert_mlm uses
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 # Ends as a killed process does, before a file is renamed or removed for the nth time: `NUMBER FOLDER`.
 KILLED = """\
@@ -275,7 +275,7 @@ def test_removed_upstream(history, edited):
 def move_upstream(history):
     (history.upstream / ORDER).rename(history.upstream / "common/data/sequence.py")
     for path in [*history.upstream.glob("common/*/*.py"), *history.upstream.glob("recipes/*.py")]:
-        path.write_text(path.read_text().replace("common.data.order", "common.data.sequence"))
+        path.write_text(path.read_text().replace("keras_replicas.order", "common.data.sequence"))
 
 
 def test_moved_upstream(history):
@@ -586,12 +586,12 @@ def test_modules_are_renamed_by_syntax():
     source = '''\
 """import common.files, from common import files"""
 from common import files  # from common import files
-from common.data.order import (
+from keras_replicas.order import (
     locate,  # común
 )
 from commons import x; from . import common; from .common import y
-import common.files as f, os, common.errors
-def g(é="from common import x"): from  common.files import (é); return common.errors, g.common
+import common.files as f, os, keras_replicas.errors
+def g(é="from common import x"): from  common.files import (é); return keras_replicas.errors, g.common
 '''
     assert (
         with_modules(source.encode(), {"common": "my.train.common"}).decode()

@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from common.data.corpora import DOCUMENT_LIMIT, HELD_OUT, open_corpus
-from common.errors import UserError
+from keras_replicas.errors import UserError
 
 
 def test_wikitext_folder(wikitext):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.devices.strategy import make_strategy
 from common.model.masked_lm import BertMaskedLM
 from common.training import data_parallel as module
-from common.training.data_parallel import data_parallel
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
+from keras_replicas.model import data_parallel
+from keras_replicas.strategy import make_strategy
 from tests.conftest import collective_strategy
 from tests.test_conformance import no_autotune
 

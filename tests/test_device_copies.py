@@ -10,8 +10,8 @@ import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops as tensorflow_module
 
 from common.devices import device_copies
-from common.devices.strategy import distribute, make_strategy
-from common.training.data_parallel import data_parallel
+from keras_replicas.model import data_parallel
+from keras_replicas.strategy import distribute, make_strategy
 from tests.test_conformance import no_autotune
 
 X = np.zeros((8, 4), np.float32)

@@ -11,15 +11,15 @@ import tensorflow as tf
 from common.data.answers import Answers, chat_form, encode
 from common.data.byte_pairs import train_byte_pairs
 from common.data.dialogues import check_texts, is_dialogues, read_dialogues, said_in
-from common.data.order import Scaled
 from common.data.packed_text import beginnings, fingerprint, separators
 from common.data.sharded_text import find_text_shards
-from common.errors import UserError
 from common.model import backbones
 from common.model.causal_lm import make_preprocessor
 from common.model.generate import make_sampler
 from common.model.sizes import check_model
 from common.run.plan import print_plan
+from keras_replicas.errors import UserError
+from keras_replicas.order import Scaled
 from recipes import causal_lm
 
 CHAT = [("system", "Be brief."), ("user", "Who?"), ("assistant", "Me."), ("user", "Why?"), ("assistant", "So.")]

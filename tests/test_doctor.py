@@ -45,7 +45,7 @@ def test_of_several_gpus_none_is_split(monkeypatch, gpus, most):
 FAULTS = {
     "each replica divides by its own labels": (
         (
-            "common/training/replica_step.py",
+            "keras_replicas/step.py",
             "divide_no_nan(1.0, count * factor)",
             'divide_no_nan(1.0, unpack(packed)["count"] * replicas())',
         ),

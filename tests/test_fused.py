@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from common.training import fused
-from common.training.data_parallel import data_parallel
+from keras_replicas.model import data_parallel
 
 
 def value_and_gradient(function, x, upstream):

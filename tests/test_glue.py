@@ -9,9 +9,9 @@ from common.data import glue_tasks
 from common.data.glue import open_examples
 from common.data.glue_tasks import TASKS
 from common.data.labelled import HELD_OUT
-from common.errors import UserError
 from common.run.classifier_options import ClassifierOptions
 from common.scores.entries import METRICS
+from keras_replicas.errors import UserError
 
 # In GLUE's own form: a byte-order mark, and quotation marks that stand for themselves, also alone at a field's start.
 MRPC = {

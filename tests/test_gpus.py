@@ -1,8 +1,8 @@
 import pytest
 
-from common.devices.strategy import free_gpu_memory_mib
-from common.errors import UserError
-from recipes._gpus import gpu_names, gpu_shares, visible_gpus
+from keras_replicas.errors import UserError
+from keras_replicas.gpus import gpu_names, gpu_shares, visible_gpus
+from keras_replicas.strategy import free_gpu_memory_mib
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.devices.strategy import make_strategy
-from common.training import gradients
-from common.training.data_parallel import data_parallel
-from common.training.examples import zeros_without_examples
-from common.training.gradients import ROWS, Uses, add_rows, sum_gradients
+from keras_replicas import gradients
+from keras_replicas.empty import zeros_without_examples
+from keras_replicas.gradients import ROWS, Uses, add_rows, sum_gradients
+from keras_replicas.model import data_parallel
+from keras_replicas.strategy import make_strategy
 from tests.conftest import collective_strategy
 
 IDS = np.array([[1, 2, 2, 0], [3, 1, 4, 2]])

@@ -18,7 +18,6 @@ from common.data.corpora import open_corpus
 from common.data.labelled import Examples, LabelledTexts
 from common.data.text_batches import EncodedTexts
 from common.data.wordpiece import WordPieces, train_wordpieces
-from common.errors import UserError
 from common.model import causal_lm as causal
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor
@@ -28,6 +27,7 @@ from common.model.fill_mask import fill_mask, print_filled_masks
 from common.model.generate import causal_lm_for_generation, continuations, make_sampler
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_vocabulary
 from common.model.saving import save_preset, save_task
+from keras_replicas.errors import UserError
 from recipes import __main__, bert_mlm, causal_lm
 
 SENTENCES = (

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from benchmarks.faults import addresses_of, children
-from common.devices.cluster import worker_config
-from common.errors import UserError
-from recipes._launch import free_addresses, places
-from recipes._screen import as_left_on_screen
+from keras_replicas.cluster import worker_config
+from keras_replicas.errors import UserError
+from keras_replicas.launch import free_addresses, places
+from keras_replicas.screen import as_left_on_screen
 from tests.conftest import MESSAGES
 from tests.test_bert_mlm import weights_of
 
@@ -393,7 +393,7 @@ def test_workers_that_do_not_belong_together_are_refused(tmp_path):
 
     for folder in ("common", "recipes"):
         shutil.copytree(ROOT / folder, tmp_path / "project" / folder)
-    with (tmp_path / "project/common/data/order.py").open("a") as file:
+    with (tmp_path / "project/keras_replicas/order.py").open("a") as file:
         file.write("# A change.\n")
     refused = by_hand([words, words], (tmp_path, tmp_path), (ROOT, tmp_path / "project"))
     assert refused[0] == refused[1] and refused[0][0] == 2
@@ -426,9 +426,9 @@ def test_workers_with_other_data_are_refused(tmp_path):
 OTHER_WEIGHTS = """
 import sys
 from pathlib import Path
-from common.devices.cluster import worker_index
+from keras_replicas.cluster import worker_index
 from common.run.command_line import run
-from common.devices.strategy import make_strategy
+from keras_replicas.strategy import make_strategy
 import keras
 from common.run.checkpoints import Checkpoints
 
@@ -467,10 +467,10 @@ def test_workers_with_other_weights_are_refused(tmp_path, differ):
 # A worker that says it has one device more than it has, or chose another precision, than the chief.
 DIFFERENT = """
 import dataclasses, sys
-from common.devices.cluster import worker_index
+from keras_replicas.cluster import worker_index
 from common.run.command_line import run
 from common.run.runs import open_run
-from common.devices.strategy import make_strategy
+from keras_replicas.strategy import make_strategy
 
 @dataclasses.dataclass
 class Config:

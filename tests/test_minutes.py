@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.devices.strategy import make_strategy
-from common.errors import UserError
 from common.model.sizes import SIZES
 from common.run import minutes
 from common.run.runs import Run
+from keras_replicas.errors import UserError
+from keras_replicas.strategy import make_strategy
 from recipes import bert_from_scratch, bert_mlm
 
 

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.training.noise import Dropout, noise_seeds
+from keras_replicas.noise import Dropout, noise_seeds
 from tests.test_data_parallel import make_model
 
 

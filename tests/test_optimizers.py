@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.devices.strategy import make_strategy
 from common.training import optimizers
-from common.training.optimizers import do_not_reduce_again, make_optimizer, matrix_axes
+from common.training.optimizers import make_optimizer, matrix_axes
+from keras_replicas.optimizers import do_not_reduce_again
+from keras_replicas.strategy import make_strategy
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lamb", "sgd"])

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.data.order import NO_EXAMPLE, locate, steps_per_epoch
+from keras_replicas.order import NO_EXAMPLE, locate, steps_per_epoch
 
 
 def places(num_examples, batch, seed, epochs=2):

@@ -22,7 +22,6 @@ import pytest
 from huggingface_hub import constants
 
 from common.data.wordpiece import WordPieces
-from common.errors import UserError
 from common.model.causal_card import CAUSAL, causal_card
 from common.model.masked_card import MASKED, masked_card
 from common.model.model_card import snapshot_card
@@ -30,6 +29,7 @@ from common.model.publish import Publish
 from common.model.push_target import check_push_to
 from common.model.saving import save_preset
 from common.run.callbacks import FitLog
+from keras_replicas.errors import UserError
 from recipes import bert_mlm
 from tests.hub import REPOSITORY, URI, StandIn, environment, use
 
@@ -384,7 +384,7 @@ from common.model import publish
 from tests import test_publish as t
 from common.run.callbacks import FitCheckpoints
 from common.run.command_line import run
-from common.errors import UserError
+from keras_replicas.errors import UserError
 
 def main(end):
     publish.GRACE = int(sys.argv[4])

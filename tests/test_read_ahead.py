@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from common.devices.strategy import make_strategy
-from common.training.data_parallel import data_parallel
+from keras_replicas.model import data_parallel
+from keras_replicas.strategy import make_strategy
 
 
 def sparse_batches(count=3):

@@ -20,10 +20,10 @@ import pytest
 import benchmarks.__main__
 import recipes.__main__ as command_line
 from benchmarks import readme
-from common.errors import UserError
 from common.run.command_line import parse
 from common.run.options import FIRST
 from common.training.scaling import LearningRateScaling
+from keras_replicas.errors import UserError
 from notebooks import generate
 from recipes import bert_from_scratch, bert_mlm, causal_lm, glue_controller, glue_custom_loop, text_classifier
 from tests import test_pages
@@ -502,4 +502,4 @@ def test_the_command_runs(command, project):
     if " export " in command:
         assert (project / words[-1] / "model.safetensors").is_file()
     if " cp " in command:
-        assert list((project / words[-1]).glob("**/common/training/data_parallel.py"))
+        assert list((project / words[-1]).glob("**/keras_replicas/model.py"))

@@ -7,16 +7,16 @@ import sys
 
 import pytest
 
-from common.devices.cluster import worker_config
-from common.devices.rendezvous import _meet, close_to_other_machines
-from common.errors import UserError
+from keras_replicas.cluster import worker_config
+from keras_replicas.errors import UserError
+from keras_replicas.workers import _meet, close_to_other_machines
 from tests.conftest import ROOT
 
 # A worker that is alone in its cluster, and the interfaces that its sockets listen on, before and after it has joined.
 WORKER = """
 import os, socket
 import tensorflow as tf
-from common.devices import rendezvous
+from keras_replicas import workers as rendezvous
 
 def interfaces():
     for number in map(int, os.listdir("/proc/self/fd")):
@@ -56,9 +56,9 @@ OF_TWO = """
 import json, os
 import tensorflow as tf
 from tensorflow.python.eager.context import context
-from common.devices.cluster import worker_index
-from common.errors import UserError
-from common.devices.rendezvous import agree, chief_alone, exchange, join
+from keras_replicas.cluster import worker_index
+from keras_replicas.errors import UserError
+from keras_replicas.workers import agree, chief_alone, exchange, join
 
 def refused(function, *arguments):
     try:

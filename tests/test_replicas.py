@@ -1,16 +1,16 @@
 import numpy as np
 import tensorflow as tf
 
-from common.devices.strategy import make_strategy
 from common.training.explicit_step import means_of
-from common.training.replicas import (
+from keras_replicas.loop import steps_in_one_call
+from keras_replicas.replicas import (
     COUNTS,
     MEANS,
     first_replica,
     gather_over_replicas,
     sum_over_replicas,
 )
-from common.training.step_loop import steps_in_one_call
+from keras_replicas.strategy import make_strategy
 from tests.conftest import collective_strategy
 
 

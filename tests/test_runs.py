@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from common.data.glue_tasks import TASKS
-from common.errors import UserError
 from common.files import write_json
 from common.run import run_folder
 from common.run.run_folder import bring_back, discard_replaced, set_aside
 from common.run.runs import open_run
 from common.run.step_log import StepLog
+from keras_replicas.errors import UserError
 from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop, text_classifier
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from common.devices.cluster import PORT
+from keras_replicas.cluster import PORT
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "recipes/cluster"

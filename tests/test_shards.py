@@ -21,7 +21,7 @@ from common.data.shard_writer import write_shards
 from common.data.shards import Shards, find_shards, fingerprint, open_shards
 from common.data.tokens import write_tokens
 from common.data.wordpiece import train_wordpieces
-from common.errors import UserError
+from keras_replicas.errors import UserError
 from tests.conftest import ROOT
 
 MADE_FROM = {"corpus": "hash", "seq_length": 16}

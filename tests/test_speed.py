@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.devices.strategy import make_strategy
 from common.files import finite
 from common.model.sizes import dimensions
 from common.run import speed
 from common.run.results import report
 from common.scores.language_model import perplexity
-from common.training.step_loop import steps_in_one_call
+from keras_replicas.loop import steps_in_one_call
+from keras_replicas.strategy import make_strategy
 
 
 @pytest.mark.parametrize("replicas", [1, 4])

@@ -3,9 +3,9 @@ import json
 import numpy as np
 import pytest
 
-from common.devices.cluster import worker_config
 from common.run.speed import ModelFlops
 from common.run.step_log import StepLog
+from keras_replicas.cluster import worker_config
 
 
 def steps(**changes):

@@ -7,9 +7,9 @@ import sys
 import pytest
 import tensorflow as tf
 
-from common.devices import strategy
-from common.devices.strategy import make_strategy
-from common.errors import UserError
+from keras_replicas import strategy
+from keras_replicas.errors import UserError
+from keras_replicas.strategy import make_strategy
 from tests.conftest import ROOT
 
 
@@ -22,7 +22,7 @@ def test_the_cpu_is_split(asked, given):
 def test_replicas_that_share_cores_take_one_thread_each(cores, replicas, threads):
     """In a new process, as TensorFlow takes no other number later; 0 is its default, all cores."""
     program = (
-        "import tensorflow as tf; from common.devices import strategy; "
+        "import tensorflow as tf; from keras_replicas import strategy; "
         f"strategy.num_cores = lambda: {cores}; strategy.make_strategy({replicas}); "
         "print(tf.config.threading.get_intra_op_parallelism_threads())"
     )
@@ -84,7 +84,7 @@ def test_a_worker_of_several_keeps_large_blocks_for_their_next_use(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     program = """if True:
         import ctypes, resource
-        from common.devices import strategy
+        from keras_replicas import strategy
         strategy.join = lambda communication: None  # which waits for the other
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -113,7 +113,7 @@ def test_deterministic_turns_tf32_off_and_op_determinism_on():
     program = """if True:
         import sys
         import tensorflow as tf
-        from common.devices.strategy import make_strategy
+        from keras_replicas.strategy import make_strategy
         make_strategy(1, deterministic=sys.argv[1] == "True")
         try:
             tf.random.uniform([1])
@@ -128,11 +128,11 @@ def test_deterministic_turns_tf32_off_and_op_determinism_on():
 
 
 def test_a_tpu_that_is_not_there():
-    code = "from common.devices.strategy import make_strategy; make_strategy()"
+    code = "from keras_replicas.strategy import make_strategy; make_strategy()"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"TPU_NAME": "local"}, cwd=ROOT, capture_output=True, text=True
     )
-    assert "common.errors.UserError: no TPU at TPU_NAME=local (" in done.stderr
+    assert "keras_replicas.errors.UserError: no TPU at TPU_NAME=local (" in done.stderr
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, [2]), (2, [])])
@@ -144,7 +144,7 @@ def test_a_worker_with_one_core_has_a_second_thread_to_answer_others(monkeypatch
         "keep_freed_memory": lambda: None,
         "join": lambda options: "joined",
     }.items():
-        monkeypatch.setattr(f"common.devices.strategy.{name}", instead)
+        monkeypatch.setattr(f"keras_replicas.strategy.{name}", instead)
     monkeypatch.setattr(tf.config.threading, "set_inter_op_parallelism_threads", asked.append)
     assert make_strategy() == "joined"
     assert asked == threads

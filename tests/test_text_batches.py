@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from common.data.labelled import Examples, LabelledTexts
-from common.data.order import Scaled
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import WordPieces
-from common.errors import UserError
 from common.model.classifier import make_preprocessor
+from keras_replicas.errors import UserError
+from keras_replicas.order import Scaled
 
 WORDS = ["the", "a", "cat", "dog", "sees", "hears", "old", "young", "and"]
 VOCABULARY = WordPieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS], lowercase=True, strip_accents=True)

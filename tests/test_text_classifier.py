@@ -15,11 +15,11 @@ from common.data.labelled import Examples, LabelledTexts
 from common.data.roles import role_pairs
 from common.data.text_batches import EncodedTexts
 from common.data.wordpiece import train_wordpieces
-from common.errors import UserError
 from common.model.classifier import make_classifier, make_preprocessor
 from common.model.lora import enable_lora
 from common.model.saving import keras_tokenizer
 from common.run import run_folder
+from keras_replicas.errors import UserError
 from recipes import text_classifier
 from recipes._classify import classify
 from tests.test_glue_recipes import pairs, predictions_of, steps_of  # noqa: F401

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.devices.strategy import distribute, make_strategy
-from common.training.data_parallel import data_parallel
+from keras_replicas.model import data_parallel
+from keras_replicas.strategy import distribute, make_strategy
 
 X = np.random.default_rng(0).normal(size=(56, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from common.data.wordpiece import WordPieces, load_wordpieces, train_wordpieces
-from common.errors import UserError
 from common.model.saving import keras_tokenizer
+from keras_replicas.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 SPECIAL = WordPieces.special

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from common.data.order import NO_EXAMPLE, Scaled, locate, shuffled, steps_per_epoch
+from keras_replicas.order import NO_EXAMPLE, Scaled, locate, shuffled, steps_per_epoch
 
 MEGABATCH = 64  # batches whose examples are sorted by length together; a quarter of an epoch's, if that is fewer
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads TFRecord shards in an order that is a pure function of (seed, epoch, position).
 
-As in `common.data.order`, a run is one sequence of positions, and step k takes those from k * batch on. Here they are
+As in `keras_replicas.order`, a run is one sequence of positions, and step k takes those from k * batch on. They are
 divided into lanes: position p is in lane p mod L, and lane l reads the shards l, l + L, l + 2 L, ... L is the greatest
 common divisor of the number of shards and the global batch size, so it does not depend on the readers. Reader r of R
 takes the positions r, r + R, ...: if R divides L, these are whole lanes, and no other reader opens their shards.
@@ -15,8 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from common.data.order import NO_EXAMPLE
 from common.data.shards import Shards
+from keras_replicas.order import NO_EXAMPLE
 
 DRAWER = 4096  # sequences of a lane that are shuffled together
 SHARDS_AT_ONCE = 4

@@ -24,8 +24,8 @@ from common.data.shards import answered, find_shards, fingerprint, read_bytes, s
 from common.data.sources import Documents
 from common.data.tokens import TokenRow, write_tokens
 from common.data.wordpiece import train_wordpieces
-from common.errors import UserError
 from common.files import UNFINISHED, flush, remove_unfinished
+from keras_replicas.errors import UserError
 
 LEAST_SHARDS = 8  # per split, so that several readers can share them
 SHARD_TOKENS = 2**25  # maximum per shard, about 64 MB

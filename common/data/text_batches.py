@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from common.data.by_length import batches_by_length, locate_by_length, padded_length
 from common.data.labelled import LabelledTexts
-from common.data.order import NO_EXAMPLE, Scaled, steps_per_epoch
-from common.errors import UserError
+from keras_replicas.errors import UserError
+from keras_replicas.order import NO_EXAMPLE, Scaled, steps_per_epoch
 
 TEXTS_AT_ONCE = 4096
 

@@ -15,8 +15,8 @@ from typing import ClassVar, NamedTuple
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from common.data.sources import Documents
-from common.errors import UserError
 from common.files import cached_file
+from keras_replicas.errors import UserError
 
 UNKNOWN = "[UNK]"  # how a corpus writes unknown words
 ALPHABET_SIZE = 200  # maximum number of characters in a trained vocabulary, the most frequent ones

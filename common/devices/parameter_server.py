@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
-from common.devices.cluster import host_and_port, tf_config
-from common.devices.rendezvous import close_to_other_machines
-from common.errors import UserError
+from keras_replicas.cluster import host_and_port, tf_config
+from keras_replicas.errors import UserError
+from keras_replicas.workers import close_to_other_machines
 
 
 def parameter_server_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribute.ParameterServerStrategy:

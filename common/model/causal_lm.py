@@ -12,12 +12,12 @@ from keras_hub.src.utils.preset_utils import find_subclass, get_preset_loader
 
 from common.data.byte_pairs import Vocabulary
 from common.data.wordpiece import WordPieces
-from common.errors import UserError
 from common.model.backbones import backbone_from_size, from_preset
 from common.model.counts import CountsTokens
 from common.model.lora import enable_lora, save_adapter
 from common.model.saving import save_task
-from common.training.data_parallel import data_parallel
+from keras_replicas.errors import UserError
+from keras_replicas.model import data_parallel
 
 END = "<|endoftext|>"  # GPT-2's only special token
 

@@ -13,15 +13,15 @@ from keras_hub.src.utils.preset_utils import find_subclass, load_json
 
 from common.data.byte_pairs import Vocabulary
 from common.data.text_batches import EncodedTexts
-from common.devices.cluster import is_chief
-from common.errors import UserError
 from common.files import write_json
 from common.model.backbones import backbone_from_size, from_preset
 from common.model.counts import CountsTokens
 from common.model.huggingface import encoder_variables, in_huggingface_form, read_vocabulary, read_weights
 from common.model.lora import enable_lora
 from common.model.saving import keras_tokenizer, save_task
-from common.training.data_parallel import data_parallel
+from keras_replicas.cluster import is_chief
+from keras_replicas.errors import UserError
+from keras_replicas.model import data_parallel
 
 
 @functools.cache

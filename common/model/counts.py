@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from common.training.losses import CrossEntropy, LabelAccuracy
-from common.training.replicas import COUNTS
+from keras_replicas.replicas import COUNTS
 
 
 class CountsTokens:

@@ -24,9 +24,9 @@ from safetensors.numpy import save
 from tokenizers import processors
 
 from common.data.wordpiece import WordPieces
-from common.errors import UserError
 from common.files import UNFINISHED
 from common.model.huggingface import masked_lm_variables, one_line, require_head
+from keras_replicas.errors import UserError
 
 
 def export_bert(preset: str, folder: Path) -> None:

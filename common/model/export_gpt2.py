@@ -15,9 +15,9 @@ from safetensors.numpy import save
 from tokenizers import processors
 
 from common.data.byte_pairs import byte_pair_tokenizer
-from common.errors import UserError
 from common.model.export import require_new, task_class, write_folder
 from common.model.huggingface import one_line
+from keras_replicas.errors import UserError
 
 
 def export_gpt2(preset: str, folder: Path) -> None:

@@ -8,8 +8,8 @@ import keras_hub
 import numpy as np
 import tensorflow as tf
 
-from common.errors import UserError
 from common.model.backbones import from_preset
+from keras_replicas.errors import UserError
 
 TOKENS = 40  # in a continuation
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import keras_hub
 
-from common.devices.cluster import is_chief
-from common.errors import UserError
 from common.files import write_json
+from keras_replicas.cluster import is_chief
+from keras_replicas.errors import UserError
 
 
 def enable_lora(backbone: keras_hub.models.Backbone, rank: int) -> None:

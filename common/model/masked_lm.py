@@ -8,7 +8,7 @@ from common.data.wordpiece import WordPieces
 from common.model.backbones import backbone_from_size, from_preset
 from common.model.counts import CountsTokens
 from common.model.huggingface import in_huggingface_form, masked_lm_variables, read_vocabulary, read_weights
-from common.training.data_parallel import data_parallel
+from keras_replicas.model import data_parallel
 
 BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM, CountsTokens)
 RobertaMaskedLM = data_parallel(keras_hub.models.RobertaMaskedLM, CountsTokens)

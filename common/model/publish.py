@@ -14,10 +14,10 @@ import huggingface_hub
 import keras
 from huggingface_hub.utils import disable_progress_bars, logging
 
-from common.devices.cluster import is_chief
-from common.errors import UserError
 from common.files import PRESET
 from common.model.model_card import Kind, snapshot_card
+from keras_replicas.cluster import is_chief
+from keras_replicas.errors import UserError
 
 KEEP = 3
 GRACE = 10  # seconds that a process has for an orderly end while an upload hangs

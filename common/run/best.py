@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from common.devices.cluster import is_chief
 from common.files import read_json, write_json
+from keras_replicas.cluster import is_chief
 
 
 def when_best(

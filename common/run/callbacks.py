@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras callbacks that every recipe's `fit` uses. They need a model of `common.training.data_parallel`."""
+"""Keras callbacks that every recipe's `fit` uses. They need a model of `keras_replicas.model`."""
 
 import importlib.util
 import time
@@ -10,14 +10,14 @@ import keras
 import tensorflow as tf
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-from common.devices.cluster import is_chief
-from common.errors import UserError
 from common.run.checkpoints import Checkpoints, checksum
 from common.run.options import step_range
 from common.run.run_folder import afresh
 from common.run.speed import UNKNOWN, ModelFlops
 from common.run.step_log import StepLog, open_board
-from common.training.replicas import COUNTS, MEANS
+from keras_replicas.cluster import is_chief
+from keras_replicas.errors import UserError
+from keras_replicas.replicas import COUNTS, MEANS
 
 
 class FitLog(StepLog, keras.callbacks.Callback):

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from common.devices.cluster import is_chief, num_workers
-from common.devices.rendezvous import agree, exchange
-from common.errors import UserError, first_line
 from common.files import flush
 from common.run import command_line
 from common.run.run_folder import afresh, discard_replaced
+from keras_replicas.cluster import is_chief, num_workers
+from keras_replicas.errors import UserError, first_line
+from keras_replicas.workers import agree, exchange
 
 KEEP = 3
 

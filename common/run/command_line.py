@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, TypeVar
 
 import tyro
 
-from common.errors import UserError
 from common.run.options import FIRST
+from keras_replicas.errors import UserError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from common.devices.cluster import is_chief
-from common.devices.rendezvous import exchange
 from common.run.checkpoints import Checkpoints
-from common.training.step_loop import steps_in_one_call
+from keras_replicas.cluster import is_chief
+from keras_replicas.loop import steps_in_one_call
+from keras_replicas.workers import exchange
 
 LOOP_SECONDS = 5.0  # at most: signals are not handled while TensorFlow runs a loop
 Output = dict[str, float]

@@ -12,13 +12,13 @@ import keras
 import tensorflow as tf
 
 from common.data.wordpiece import load_wordpieces
-from common.devices.cluster import num_workers
-from common.devices.rendezvous import exchange
-from common.devices.strategy import distribute
-from common.errors import UserError
 from common.model.sizes import SIZES, dimensions
 from common.run.runs import Run
 from common.run.speed import device_peak, flops_per_token
+from keras_replicas.cluster import num_workers
+from keras_replicas.errors import UserError
+from keras_replicas.strategy import distribute
+from keras_replicas.workers import exchange
 
 TOKENS_PER_WEIGHT = 20  # of the layers: the best use of compute, by Hoffmann et al. 2022, arXiv:2203.15556
 UTILISATION = 0.35  # MFU, before it is measured

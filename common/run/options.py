@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from common.devices.cluster import WORKERS_TOLD_IN, join_timeout
-from common.errors import UserError
 from common.model.sizes import dimensions
 from common.training.scaling import LearningRateScaling
+from keras_replicas.cluster import WORKERS_TOLD_IN, join_timeout
+from keras_replicas.errors import UserError
 
 Precision = Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"]
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from common.devices.cluster import num_workers
+from keras_replicas.cluster import num_workers
 
 BAR = 40  # columns of the highest learning rate
 HEADS = ("num_heads", "num_query_heads", "num_attention_heads")  # what families of models call them

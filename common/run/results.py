@@ -10,11 +10,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from common.devices.cluster import num_workers
 from common.run.runs import PACKAGES
 from common.run.speed import cpu_name, peak_memory_mb
 from common.run.step_log import StepLog
 from common.scores.entries import METRICS
+from keras_replicas.cluster import num_workers
 
 INPUT_BOUND = 0.1  # fraction of the time spent waiting for input above which the report calls a run input-bound
 # A model must beat its baseline by more than this, or the report warns that it does not: a model at the baseline ends a

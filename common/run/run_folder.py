@@ -19,8 +19,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.errors import UserError
 from common.files import PRESET, read_json
+from keras_replicas.errors import UserError
 
 _5_DIGITS, _HASH = "[0-9]" * 5, "[0-9a-f]" * 16
 _GLUE_FILES = ("CoLA", "MRPC", "QNLI", "RTE", "SST-2", "STS-B")

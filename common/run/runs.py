@@ -15,15 +15,15 @@ from typing import Any, TextIO
 
 import keras
 
-from common.data.order import Scaled
-from common.devices.cluster import is_chief, num_workers
-from common.devices.rendezvous import agree, chief_alone, exchange
-from common.errors import UserError
 from common.files import read_json, remove_unfinished, write_json
 from common.run import run_folder
 from common.run.options import check_accumulate
 from common.training.precision import choose_precision
 from common.training.scaling import learning_rate_factor, scaling_rule
+from keras_replicas.cluster import is_chief, num_workers
+from keras_replicas.errors import UserError
+from keras_replicas.order import Scaled
+from keras_replicas.workers import agree, chief_alone, exchange
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # their versions may change what is computed
@@ -209,7 +209,7 @@ def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None = None, 
 
 
 def _refuse_other_workers(wanted: dict[str, Any]) -> None:
-    files = sorted(path for folder in ("common", "recipes") for path in (ROOT / folder).rglob("*.py"))
+    files = sorted(path for folder in ("keras_replicas", "common", "recipes") for path in (ROOT / folder).rglob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     own = {"--" + name.replace("_", "-"): value for name, value in wanted.items()} | {"code": code} | versions

@@ -6,16 +6,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from common.devices.cluster import is_chief
-from common.errors import UserError
 from common.model.generate import continuations, make_sampler
 from common.run.callbacks import FitLog
+from keras_replicas.cluster import is_chief
+from keras_replicas.errors import UserError
 
 
 class Samples(keras.callbacks.Callback):
     """At each epoch's end, shows in TensorBoard how the model continues some texts, with the same draws each time.
 
-    Only the chief does so. It needs a model of `common.training.data_parallel`, which counts its steps.
+    Only the chief does so. It needs a model of `keras_replicas.model`, which counts its steps.
 
     Args:
         log: the run's; `samples` are added to its TensorBoard file.

@@ -14,9 +14,9 @@ import keras
 import keras_hub
 import tensorflow as tf
 
-from common.devices.cluster import num_workers
-from common.devices.strategy import num_cores
 from common.files import cached_file
+from keras_replicas.cluster import num_workers
+from keras_replicas.strategy import num_cores
 
 SECONDS = 0.7  # for which products are repeated; the fastest counts
 FEWEST = 5  # products, even if they take longer

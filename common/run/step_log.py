@@ -11,12 +11,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from common.devices.cluster import is_chief
-from common.errors import UserError
 from common.files import finite, write_whole
 from common.run.run_folder import afresh
 from common.run.speed import UNKNOWN, ModelFlops, peak_memory_mb
-from common.training.replicas import COUNTS, MEANS
+from keras_replicas.cluster import is_chief
+from keras_replicas.errors import UserError
+from keras_replicas.replicas import COUNTS, MEANS
 
 
 class StepLog:

@@ -14,14 +14,14 @@ import tensorflow as tf
 
 from common.data.encoding import token_ids
 from common.data.labelled import LabelledTexts
-from common.data.order import Scaled
 from common.data.text_batches import EncodedTexts, in_order
-from common.devices.cluster import is_chief
-from common.devices.strategy import distribute
 from common.scores.baselines import baseline_outputs
 from common.scores.entries import entry
 from common.scores.metrics import classification_scores, confusion_matrix, regression_scores
-from common.training.replicas import first_replica, gather_over_replicas
+from keras_replicas.cluster import is_chief
+from keras_replicas.order import Scaled
+from keras_replicas.replicas import first_replica, gather_over_replicas
+from keras_replicas.strategy import distribute
 
 
 def predict_outputs(

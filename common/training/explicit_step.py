@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from common.training.losses import label_hits
-from common.training.noise import noise_seeds
-from common.training.replicas import MEANS
+from keras_replicas.noise import noise_seeds
+from keras_replicas.replicas import MEANS
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras's optimizers, with the settings that BERT-like models are trained with."""
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -174,23 +173,3 @@ def _adam_step(optimizer, gradient, variable, learning_rate, mean, square, beta_
         epsilon=optimizer.epsilon,
         grad=tf.cast(gradient, variable.dtype),
     )
-
-
-def do_not_reduce_again(optimizer: keras.optimizers.Optimizer) -> None:
-    """Tells a Keras optimizer that the gradients it is given are already summed over replicas.
-
-    Keras has no public switch for that. Only this one optimizer is changed.
-
-    Raises:
-        RuntimeError: when Keras's optimizers have changed so that they cannot be told.
-    """
-    reduce = optimizer._all_reduce_sum_gradients
-    if list(inspect.signature(reduce).parameters) != ["grads_and_vars"]:
-        raise RuntimeError(f"this Keras's optimizers differ from those of 3.15: {reduce}")
-    optimizer._all_reduce_sum_gradients = _reduced_already
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        do_not_reduce_again(optimizer.inner_optimizer)
-
-
-def _reduced_already(grads_and_vars):
-    return list(grads_and_vars)

@@ -23,10 +23,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common.devices.cluster import worker_config
-from common.errors import UserError
 from common.run.command_line import fail
-from recipes._launch import check_bounds
+from keras_replicas.cluster import worker_config
+from keras_replicas.errors import UserError
+from keras_replicas.launch import check_bounds
 
 
 @ray.remote(max_concurrency=2)  # so that `stop` can be called while `run` waits

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from common.devices import cluster
-from common.errors import UserError
+from keras_replicas import cluster
+from keras_replicas.errors import UserError
 
 HEARTBEAT_TIMEOUT = 15  # seconds without a heartbeat after which a worker is declared lost
 BOTH_IPS: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}

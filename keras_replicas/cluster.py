@@ -12,7 +12,7 @@ import re
 import socket
 from typing import Any
 
-from common.errors import UserError
+from keras_replicas.errors import UserError
 
 PORT = 8888  # of workers started by a scheduler
 JOBS = ("chief", "worker", "ps")

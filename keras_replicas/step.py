@@ -10,8 +10,7 @@ import warnings
 import keras
 import tensorflow as tf
 
-from common.training.batch_loss import BatchLoss
-from common.training.examples import (
+from keras_replicas.empty import (
     count_examples,
     first_input,
     forward_pass,
@@ -19,10 +18,11 @@ from common.training.examples import (
     with_an_example,
     zeros_without_examples,
 )
-from common.training.fused import fuse_gelu
-from common.training.gradients import Uses, add_rows, sum_gradients
-from common.training.noise import noise_seeds, use_global_seed
-from common.training.replicas import (
+from keras_replicas.fused import fuse_gelu
+from keras_replicas.gradients import Uses, add_rows, sum_gradients
+from keras_replicas.losses import BatchLoss
+from keras_replicas.noise import noise_seeds, use_global_seed
+from keras_replicas.replicas import (
     gather,
     is_first_replica,
     is_shared,

@@ -15,10 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from common.devices.cluster import has_parameter_servers, num_workers
-from common.devices.device_copies import do_not_tune_device_copies
-from common.devices.rendezvous import join
-from common.errors import UserError, first_line
+from keras_replicas.cluster import has_parameter_servers, num_workers
+from keras_replicas.device_copies import do_not_tune_device_copies
+from keras_replicas.errors import UserError, first_line
+from keras_replicas.workers import join
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from glibc's malloc.h
 IN_USE = "the devices are already in use; ask for {} replicas in a new process"
@@ -27,7 +27,7 @@ IN_USE = "the devices are already in use; ask for {} replicas in a new process"
 def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribute.Strategy:
     """Picks the strategy for this process. Call it before anything else touches a device.
 
-    - Several workers (see `common.devices.cluster`): `MultiWorkerMirroredStrategy` over all GPUs of each (`replicas` 0)
+    - Several workers (see `keras_replicas.cluster`): `MultiWorkerMirroredStrategy` over all GPUs of each (`replicas` 0)
       or the first `replicas`, or one replica per CPU worker.
     - `TPU_NAME` is set: `TPUStrategy` over that TPU (untested).
     - GPUs: `MirroredStrategy` over all of them (`replicas` 0) or the first `replicas`; the others stay free. A single

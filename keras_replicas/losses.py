@@ -7,15 +7,15 @@ from keras.src.backend import get_keras_mask
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 
-from common.training.gradients import Stateless
-from common.training.replicas import gather, gather_around, no_strategy, replicas, sum_over_replicas
+from keras_replicas.gradients import Stateless
+from keras_replicas.replicas import gather, gather_around, no_strategy, replicas, sum_over_replicas
 
 # Keras's losses that compare a batch's examples with each other, or sum over all of them before dividing.
 BATCHWISE = ("circle", "dice", "tversky")
 
 
 class BatchLoss(TensorFlowTrainer):
-    """A model's compiled losses, `add_loss`, regularisers and metrics, for `common.training.replica_step`.
+    """A model's compiled losses, `add_loss`, regularisers and metrics, for `keras_replicas.step`.
 
     Keras's own losses and metrics add up over replicas. Others are computed on every replica, from the gathered batch.
     """

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from common.training.examples import with_an_example
-from common.training.replica_step import ReplicaStep, flat
-from common.training.replicas import first_replica, sum_over_replicas
+from keras_replicas.empty import with_an_example
+from keras_replicas.replicas import first_replica, sum_over_replicas
+from keras_replicas.step import ReplicaStep, flat
 
 
 class StepLoop(ReplicaStep):

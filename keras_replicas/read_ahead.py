@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
-from common.devices.device_copies import do_not_tune_device_copies
+from keras_replicas.device_copies import do_not_tune_device_copies
 
 
 @contextlib.contextmanager

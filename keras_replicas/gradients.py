@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record
 
-from common.training.replicas import gather_over_replicas, replicas, sum_over_replicas
+from keras_replicas.replicas import gather_over_replicas, replicas, sum_over_replicas
 
 BUCKET = 2**20  # about how many numbers workers reduce at once: with fewer, the latency shows
 ROWS = 2**11  # rows per replica that a table must have to be sent by rows: the tokens of a batch have fewer

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
-from common.training.trainer import Trainer
+from keras_replicas.trainer import Trainer
 
 CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
 
@@ -115,7 +115,7 @@ def _warn_outside_checked_versions() -> None:
         version = importlib.metadata.version(package)
         if not version.startswith(checked + "."):
             warnings.warn(
-                f"common/training/data_parallel.py is checked against {package} {checked}, not {version}: "
+                f"keras_replicas/model.py is checked against {package} {checked}, not {version}: "
                 "run `python -m recipes doctor`, and trust it",
                 stacklevel=3,
             )

@@ -5,7 +5,7 @@ import itertools
 import os
 import subprocess
 
-from common.errors import UserError
+from keras_replicas.errors import UserError
 
 
 def gpu_names() -> list[str]:

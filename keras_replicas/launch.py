@@ -19,10 +19,10 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.devices.cluster import is_address, tf_config, worker_config, worker_index
-from common.errors import UserError
-from recipes._gpus import gpu_shares
-from recipes._screen import Screen
+from keras_replicas.cluster import is_address, tf_config, worker_config, worker_index
+from keras_replicas.errors import UserError
+from keras_replicas.gpus import gpu_shares
+from keras_replicas.screen import Screen
 
 TO_SAVE = 60  # seconds for workers that are asked to stop
 TO_FOLLOW = 2  # seconds for the others to end by themselves once one has failed

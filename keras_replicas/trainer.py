@@ -14,12 +14,12 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, convert_to_np_if_not_ragged
 
-from common.training.examples import of_examples
-from common.training.noise import keep_global_seed, make_dropout_fast
-from common.training.optimizers import do_not_reduce_again
-from common.training.read_ahead import read_ahead
-from common.training.replicas import replicas, sum_over_replicas
-from common.training.step_loop import StepLoop
+from keras_replicas.empty import of_examples
+from keras_replicas.loop import StepLoop
+from keras_replicas.noise import keep_global_seed, make_dropout_fast
+from keras_replicas.optimizers import do_not_reduce_again
+from keras_replicas.read_ahead import read_ahead
+from keras_replicas.replicas import replicas, sum_over_replicas
 
 
 class Trainer(StepLoop):
