@@ -5,6 +5,7 @@
 Keras 3.15 and TensorFlow 2.21; docs/keras-under-tf-distribute.md shows what Keras's own does.
 """
 
+import functools
 import importlib.metadata
 import inspect
 import warnings
@@ -20,11 +21,20 @@ from keras_replicas.trainer import Trainer
 CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
 
 
-def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.Model]:
-    """A subclass whose models train on N replicas as on one; `model_class` itself if it is one already.
+def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
+    """Makes a Keras model, or a class of them, compute on N replicas what one device would.
 
-    Its models are made, compiled and used like those of `model_class`, which `mixins` precede among its bases; make a
-    model inside the strategy's scope. Under a strategy of N replicas, with batches of any size:
+    Call it inside the strategy's scope, in which the model was made, before or after `compile`:
+
+        strategy = keras_replicas.make_strategy()
+        with strategy.scope():
+            model = keras_replicas.data_parallel(build_model())
+
+    A model is any of Keras's: functional, sequential, of a class of one's own, loaded from a file, from
+    `keras.applications` or `from_preset`. Its class is changed in place to a subclass with this trainer, and it is
+    returned. What is saved of it is of the plain class. A class becomes a subclass, whose models are made as before.
+
+    Under a strategy of N replicas, with batches of any size:
 
     - The loss that is minimised and reported is what one device would compute for the whole batch, by the loss's own
       reduction. Keras's own losses are summed by replica and divided once. For any other loss, and for a
@@ -39,42 +49,69 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
     - `fit` does `steps_per_epoch` steps in an epoch, whatever `steps_per_execution` is.
     - `BatchNormalization` takes the moments of the whole batch. Other state that a layer updates in training changes by
       the mean over examples.
-    - Dropout's noise is a function of the seed, the step and the replica, and has no state; see `noise.py`.
-    - `jit_compile` compiles the forward and backward pass of each replica, and `accumulate` divides it into parts.
-      Both need a single loss and metrics, all Keras's own, and no `add_loss`, regulariser or `BatchNormalization`.
+    - Dropout's noise is a function of the seed, the step and the replica.
+    - `jit_compile` compiles the forward and backward pass of each replica. It needs a single loss and metrics, all
+      Keras's own, and no `add_loss`, regulariser or `BatchNormalization`; so does `accumulate`.
     - A class's own `train_step` or `test_step` runs on each replica, as under Keras: gradients are added up, so a loss
       must be divided by the number of replicas, as Keras divides its own, and the values that it returns are averaged.
       A `train_step` that does so warns. A `compute_loss` needs no such care.
 
-    Raises:
-        TypeError: when `model_class` is not a subclass of `keras.Model`.
+    `batch_size`, and the batches of a data set, are those of all replicas together. Several workers are given the same
+    data, each all of it, and take their parts; what was divided by hand is refused. `predict` returns all rows on every
+    worker, and Keras's callbacks write files on the chief alone.
 
-    Attributes of an instance:
-        accumulate: number of parts of each replica's batch, computed one after another to save memory. It must divide
-            the batch. Set it before `fit`.
-        wire: the dtype in which workers send each other gradients and add them up: `float32`, or `bfloat16`, which has
-            half the bytes and 8 significant bits. Set it before `fit`.
-        told_to_stop: set it to True on any worker; after the current step, `all_told_to_stop` is True on every worker.
-        first_step: steps done before the next `fit`, which begins there, even in the middle of an epoch: set it to
-            resume from a checkpoint. `fit` must be told `steps_per_epoch`.
-        last_step: step after which `fit` ends, even in the middle of an epoch; None for the end of the last epoch.
-        steps_done: steps of this `fit` so far, including those of `first_step`.
-        at_epoch_end: whether the last of those is the last of its epoch, if `fit` was told `steps_per_epoch`.
-        step_values: for the steps since the last callback, a dict of vectors: each step's own `loss`, metrics (of
-            Keras's own), `learning_rate`, and `waited`, seconds that this worker waited for each batch.
+    Args:
+        target: a Keras model, or a subclass of `keras.Model`.
+        accumulate: gradient accumulation: in how many parts each replica computes its part of a batch, one after the
+            other, to save memory. It must divide that part. The batch stays the same.
+
+    Returns:
+        The model that was given, or a class.
+
+    Raises:
+        TypeError: when `target` is neither a model nor a class of models.
+        ValueError: when a model was made outside the scope in which it is given, or `accumulate` is below 1.
+
+    Attributes of a model, while `fit` runs:
+        steps_done: steps of this `fit` so far, with those before it was resumed.
+        step_values: for the steps since the last callback, a dict of vectors [steps]: each step's own `loss`, metrics (of
+            Keras's own) and `learning_rate`, where the logs that callbacks get hold the epoch's means so far.
     """
-    if not (inspect.isclass(model_class) and issubclass(model_class, keras.Model)):
-        raise TypeError(f"data_parallel makes a class of a subclass of keras.Model, before a model; got {model_class}")
+    if not isinstance(accumulate, int | np.integer) or accumulate < 1:
+        raise ValueError(f"accumulate must be a number of parts, 1 or more, not {accumulate!r}")
+    if inspect.isclass(target) and issubclass(target, keras.Model):
+        ours = _with_trainer(target)
+        return (
+            ours
+            if accumulate == 1
+            else type(ours)(ours.__name__, (ours,), {**_names(ours), "accumulate": int(accumulate)})
+        )
+    if not isinstance(target, keras.Model):
+        raise TypeError(f"data_parallel takes a Keras model, or a subclass of keras.Model; got {target!r}")
+    if tf.distribute.has_strategy() and target._distribute_strategy is not tf.distribute.get_strategy():
+        raise ValueError("the model was made outside this strategy's scope: make it inside, then call data_parallel")
+    target.__class__ = _with_trainer(type(target))
+    target.become_data_parallel(int(accumulate))
+    return target
+
+
+@functools.cache
+def _with_trainer(model_class: type[keras.Model]) -> type[keras.Model]:
+    """The subclass of `model_class` with our trainer; itself if it is one already."""
     if issubclass(model_class, Trainer):
         return model_class
     _warn_outside_checked_versions()
-    bases = (*mixins, *([HubTask] if hasattr(model_class, "save_to_preset") else []), model_class, Trainer)
-    # Named like the plain class, so that what is saved is the plain class's.
-    names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    ours = type(model_class.__name__, bases, names | {"plain_class": model_class})
+    bases = (*([HubTask] if hasattr(model_class, "save_to_preset") else []), model_class, Trainer)
+    plain_class = getattr(model_class, "plain_class", model_class)
+    ours = type(model_class.__name__, bases, _names(model_class) | {"plain_class": plain_class})
     if model_class in GLOBAL_CUSTOM_NAMES:  # by `keras.saving.register_keras_serializable`
         GLOBAL_CUSTOM_NAMES[ours] = GLOBAL_CUSTOM_NAMES[model_class]
     return ours
+
+
+def _names(model_class: type) -> dict[str, Any]:
+    """Names like those of the plain class, so that what is saved is the plain class's."""
+    return {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
 
 
 class HubTask:
@@ -85,12 +122,12 @@ class HubTask:
 
     def fit(self, x=None, *args, **kwargs):
         """As the task's, but does not tokenise a distributed data set, which has no method for it: ours holds ids."""
-        distributed = isinstance(x, tf.distribute.DistributedDataset)
+        distributed = isinstance(x, tf.distribute.DistributedDataset) or hasattr(x, "iter_from_step")
         return (Trainer.fit if distributed else super().fit.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
     def evaluate(self, x=None, *args, **kwargs):
         """See `fit`."""
-        distributed = x is None or isinstance(x, tf.distribute.DistributedDataset)
+        distributed = x is None or isinstance(x, tf.distribute.DistributedDataset) or hasattr(x, "iter_from_step")
         return (Trainer.evaluate if distributed else super().evaluate.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
     def save_to_preset(self: Any, preset_dir, **kwargs):

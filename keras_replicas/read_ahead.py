@@ -15,14 +15,16 @@ from keras_replicas.device_copies import do_not_tune_device_copies
 
 
 @contextlib.contextmanager
-def read_ahead(given: dict[str, Any], shuffle: bool = False) -> Iterator[dict[str, Any]]:
+def read_ahead(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Replaces each generator or `PyDataset` among the arguments of `fit`, `evaluate` or `predict` with an adapter.
 
-    `given` holds the arguments by name; the others stay as they are. `shuffle` tells whether `x` is to be shuffled.
+    `given` holds the arguments by name; the others stay as they are.
     """
     do_not_tune_device_copies()
     own = {}
-    of_x = {name: given.get(name) for name in ("y", "sample_weight", "class_weight")} | {"shuffle": shuffle}
+    of_x = {name: given.get(name) for name in ("y", "sample_weight", "class_weight")} | {
+        "shuffle": given.get("shuffle", False)
+    }
     for name, options in (("x", of_x), ("validation_data", {})):
         if isinstance(given.get(name), types.GeneratorType | keras.utils.PyDataset):
             own[name] = _for_a_strategy(get_data_adapter(given[name], **options))

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, convert_to_np_if_not_ragged
 
+from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_data
 from keras_replicas.empty import of_examples
 from keras_replicas.loop import StepLoop
 from keras_replicas.noise import keep_global_seed, make_dropout_fast
@@ -25,9 +26,10 @@ from keras_replicas.replicas import replicas, sum_over_replicas
 class Trainer(StepLoop):
     """Replaces Keras's trainer among the bases of a `data_parallel` class; see there."""
 
-    steps_done = first_step = 0
-    last_step: int | None = None
-    _accumulate, _wire = 1, "float32"
+    steps_done = 0
+    wire = "float32"
+    accumulate = 1
+    _last_step: int | None = None
     _epoch_end: int | None = None  # the step, while `fit` runs and was told `steps_per_epoch`
     _test_steps_left: int | None = None  # while `evaluate` runs
     _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
@@ -56,29 +58,26 @@ class Trainer(StepLoop):
     @functools.wraps(TensorFlowTrainer.fit)
     def fit(self, *args, **kwargs):  # noqa: D102
         given = inspect.signature(super().fit).bind(*args, **kwargs).arguments
-        steps = given.get("steps_per_epoch")
-        self.steps_done, self.first_step = self.first_step, 0
-        if steps is None and (self.steps_done or self.last_step):
-            raise ValueError("where fit begins or ends in the middle of an epoch, it needs steps_per_epoch")
-        if steps and self.steps_done:
-            done = self.steps_done == self.last_step  # in the middle of an epoch, but nothing is left of it
-            given["initial_epoch"] = -(-self.steps_done // steps) if done else self.steps_done // steps
-        if steps and self.last_step:
-            given["epochs"] = min(given.get("epochs", 1), -(-self.last_step // steps))
-        if isinstance(given.get("x"), tf.distribute.DistributedDataset):
-            given["shuffle"] = False  # else Keras warns that it is not shuffled
+        checkpoints = checkpoints_in(given)
+        self.steps_done, given = begin_fit(self, given, checkpoints)
+        self._last_step = checkpoints.max_steps if checkpoints else None
         self._fit_iterator = None
         try:
-            with read_ahead(given, shuffle=given.get("shuffle", True)) as given:
-                return super().fit(**given)
+            with read_ahead(given) as given, checkpoints.listening() if checkpoints else contextlib.nullcontext():
+                history = super().fit(**given)
+            if checkpoints:
+                checkpoints.end_fit()
+            return history
         finally:
             self._fit_iterator, self._epoch_end = False, None
 
     @functools.wraps(TensorFlowTrainer.evaluate)
     def evaluate(self, *args, **kwargs):  # noqa: D102
         given = inspect.signature(super().evaluate).bind(*args, **kwargs).arguments
-        self._test_steps_left = given.get("steps")
         given |= given.pop("kwargs", {})
+        if not given.get("_use_cached_eval_dataset"):
+            given = with_divided_data(self, given)
+        self._test_steps_left = given.get("steps")
         try:
             with read_ahead(given) as given:
                 return super().evaluate(**given)
@@ -87,7 +86,8 @@ class Trainer(StepLoop):
 
     @functools.wraps(TensorFlowTrainer.predict)
     def predict(self, *args, **kwargs):  # noqa: D102
-        with read_ahead(inspect.signature(super().predict).bind(*args, **kwargs).arguments) as given:
+        given = with_divided_data(self, inspect.signature(super().predict).bind(*args, **kwargs).arguments)
+        with read_ahead(given) as given:
             return super().predict(**given)
 
     def _make_function(self, step_function):
@@ -141,27 +141,13 @@ class Trainer(StepLoop):
         """See `data_parallel`."""
         return self.steps_done == self._epoch_end
 
-    @property
-    def accumulate(self):
-        """See `data_parallel`."""
-        return self._accumulate
-
-    @accumulate.setter
-    def accumulate(self, parts):
-        if not isinstance(parts, int | np.integer) or parts < 1:
-            raise ValueError(f"accumulate = {parts!r}: give a number of parts, 1 or more")
-        self._accumulate, self.train_function = int(parts), None  # traced with the old number
-
-    @property
-    def wire(self):
-        """See `data_parallel`."""
-        return self._wire
-
-    @wire.setter
-    def wire(self, dtype):
-        if dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"wire = {dtype!r}: give float32 or bfloat16")
-        self._wire, self.train_function = dtype, None
+    def become_data_parallel(self, accumulate: int) -> None:
+        """Makes a model of the plain class, whose class has been changed, ready; it may be compiled already."""
+        self.accumulate = accumulate
+        if self.compiled:
+            self.train_function = self.test_function = self.predict_function = None
+            with self._scope():
+                self._prepare()
 
     def _steps_left_of_epoch(self):
         """Steps until `fit` evaluates; None if it was not told how many an epoch has."""
@@ -176,7 +162,7 @@ class Trainer(StepLoop):
 
         def enumerate_rest():
             done = self.steps_done % steps if self._epoch_end is None else 0
-            self._epoch_end = min(self.steps_done - done + steps, self.last_step or sys.maxsize)
+            self._epoch_end = min(self.steps_done - done + steps, self._last_step or sys.maxsize)
             epoch_iterator.steps_per_epoch = self._epoch_end - self.steps_done
             for first, last, iterator in enumerate_whole():
                 yield done + first, done + last, iterator
@@ -199,8 +185,12 @@ class Trainer(StepLoop):
                 if iterator.steps_per_epoch is not None:
                     self._begin_epochs_where_they_are(iterator)
             data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)
+        self.build_for(data_batch)
+
+    def build_for(self, batch):
+        """Builds the model and its optimizer for batches like this one, of arrays or of `tf.TensorSpec`s."""
         with self._scope():
-            self._symbolic_build(data_batch=data_batch)
+            self._symbolic_build(data_batch=batch)
             self._prepare()
 
     def _prepare(self):

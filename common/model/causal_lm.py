@@ -13,11 +13,10 @@ from keras_hub.src.utils.preset_utils import find_subclass, get_preset_loader
 from common.data.byte_pairs import Vocabulary
 from common.data.wordpiece import WordPieces
 from common.model.backbones import backbone_from_size, from_preset
-from common.model.counts import CountsTokens
+from common.model.counts import counting
 from common.model.lora import enable_lora, save_adapter
 from common.model.saving import save_task
 from keras_replicas.errors import UserError
-from keras_replicas.model import data_parallel
 
 END = "<|endoftext|>"  # GPT-2's only special token
 
@@ -25,7 +24,7 @@ END = "<|endoftext|>"  # GPT-2's only special token
 @functools.cache
 def causal_lm_class(kind: type[keras_hub.models.CausalLM]) -> type[keras_hub.models.CausalLM]:
     """A family's class, such as `GPT2CausalLM`, for N replicas."""
-    return data_parallel(kind, CountsTokens)
+    return counting(kind)
 
 
 def make_preprocessor(

@@ -15,19 +15,18 @@ from common.data.byte_pairs import Vocabulary
 from common.data.text_batches import EncodedTexts
 from common.files import write_json
 from common.model.backbones import backbone_from_size, from_preset
-from common.model.counts import CountsTokens
+from common.model.counts import counting
 from common.model.huggingface import encoder_variables, in_huggingface_form, read_vocabulary, read_weights
 from common.model.lora import enable_lora
 from common.model.saving import keras_tokenizer, save_task
 from keras_replicas.cluster import is_chief
 from keras_replicas.errors import UserError
-from keras_replicas.model import data_parallel
 
 
 @functools.cache
 def classifier_class(kind: type[keras_hub.models.TextClassifier]) -> type[keras_hub.models.TextClassifier]:
     """A family's class, such as `BertTextClassifier`, for N replicas."""
-    return data_parallel(kind, CountsTokens)
+    return counting(kind)
 
 
 def make_preprocessor(

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from common.training.losses import CrossEntropy, LabelAccuracy
+from keras_replicas.model import data_parallel
 from keras_replicas.replicas import COUNTS
 
 
@@ -32,3 +33,9 @@ class CountsTokens:
         is_token = tf.cast(x["padding_mask"], tf.float32)
         for metric, values in zip(self.counts, (sample_weight, is_token, tf.ones_like(is_token)), strict=True):
             metric.update_state(values)
+
+
+def counting(task: type[keras.Model]) -> type[keras.Model]:
+    """A data-parallel class like `task`, whose models count tokens; what is saved is of `task`."""
+    names = {name: getattr(task, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return data_parallel(type(task.__name__, (CountsTokens, task), names | {"plain_class": task}))

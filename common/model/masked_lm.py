@@ -6,12 +6,11 @@ import keras_hub
 from common.data.byte_pairs import BytePairs, Vocabulary
 from common.data.wordpiece import WordPieces
 from common.model.backbones import backbone_from_size, from_preset
-from common.model.counts import CountsTokens
+from common.model.counts import counting
 from common.model.huggingface import in_huggingface_form, masked_lm_variables, read_vocabulary, read_weights
-from keras_replicas.model import data_parallel
 
-BertMaskedLM = data_parallel(keras_hub.models.BertMaskedLM, CountsTokens)
-RobertaMaskedLM = data_parallel(keras_hub.models.RobertaMaskedLM, CountsTokens)
+BertMaskedLM = counting(keras_hub.models.BertMaskedLM)
+RobertaMaskedLM = counting(keras_hub.models.RobertaMaskedLM)
 
 
 def masked_lm_from_size(

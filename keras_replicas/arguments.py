@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of `fit`, `evaluate` and `predict`, with data that begins where a run goes on, divided over replicas.
+
+Keras divides data itself where it does so rightly: on one machine, from the first step on.
+"""
+
+import math
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_replicas.batches import distribute
+from keras_replicas.checkpoints import Checkpoints
+from keras_replicas.cluster import num_workers
+from keras_replicas.data import begins_anywhere
+from keras_replicas.workers import agree, exchange
+
+Arguments = dict[str, Any]  # by name, of one call
+
+
+def checkpoints_in(given: Arguments) -> Checkpoints | None:
+    """The `Checkpoints` among the callbacks."""
+    callbacks = given.get("callbacks")
+    callbacks = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+    return next((each for each in keras.tree.flatten(callbacks) if isinstance(each, Checkpoints)), None)
+
+
+def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> tuple[int, Arguments]:
+    """The step from which `fit` goes on, and its arguments from there."""
+    given = with_validation_data(model, given)
+    if checkpoints is None and not _is_divided_by_us(given.get("x")):
+        given.setdefault("shuffle", not isinstance(given.get("x"), tf.distribute.DistributedDataset))
+        return 0, given
+    data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size", "class_weight")}
+    callbacks = _callback_list(model, given)
+    state = checkpoints.open_fit(callbacks) if checkpoints else {}
+    seeds = state.get("seeds") or exchange({"data": model.global_seed, "noise": model.global_seed})[0]
+    model.global_seed = seeds["noise"]
+    shuffle, steps = given.pop("shuffle", True), given.get("steps_per_epoch")
+    batches = begins_anywhere(**data, steps=steps, shuffle=shuffle, seed=seeds["data"])
+    _check_same(batches)
+    steps, epochs = len(batches), given.get("epochs", 1)
+    callbacks.set_params(callbacks.params | {"steps": steps})
+    step, last = given.get("initial_epoch", 0) * steps, None
+    if checkpoints:
+        last = checkpoints.max_steps
+        model.build_for(batches.iter_from_step(0, tf.distribute.InputContext()).element_spec)
+        resumed_at, is_complete = checkpoints.begin_fit([epochs, last], seeds)
+        step = max(step, resumed_at)
+        begins = epochs if is_complete or step == last else step // steps
+        given |= {"initial_epoch": begins, "epochs": min(epochs, math.ceil(last / steps)) if last else epochs}
+    x = distribute(model.distribute_strategy, batches, step)
+    return step, given | {"x": x, "steps_per_epoch": steps, "callbacks": callbacks, "shuffle": False}
+
+
+def with_validation_data(model: Any, given: Arguments) -> Arguments:
+    """Arguments of `fit`, in which validation data is split off, and divided if need be."""
+    data = [given.get(name) for name in ("x", "y", "sample_weight")]
+    validation, batch_size = given.get("validation_data"), given.get("batch_size")
+    given = given | {"validation_batch_size": given.get("validation_batch_size") or batch_size}
+    share = given.pop("validation_split", 0.0)
+    if share and validation is None:
+        rows = len(keras.tree.flatten(data[0])[0])
+        first = math.floor(rows * (1 - share))
+        if not 0 < first < rows:
+            raise ValueError(f"validation_split={share} of {rows} rows leaves no rows for training or validation")
+        train, validation = (
+            [None if part is None else keras.tree.map_structure(lambda array: array[rows_of], part) for part in data]
+            for rows_of in (slice(None, first), slice(first, None))
+        )
+        given |= dict(zip(("x", "y", "sample_weight"), train, strict=True)) | {"validation_data": tuple(validation)}
+    if validation is None:
+        return given
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation)
+    if not _is_divided_by_us(x):
+        return given
+    named = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": given["validation_batch_size"]}
+    divided = with_divided_data(model, named | {"steps": given.get("validation_steps")})
+    return given | {"validation_data": divided["x"], "validation_steps": divided["steps"]}
+
+
+def with_divided_data(model: Any, given: Arguments) -> Arguments:
+    """Arguments of `evaluate` or `predict`, in which data is divided if need be."""
+    if not _is_divided_by_us(given.get("x")):
+        return given
+    data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
+    batches = begins_anywhere(**data, steps=given.get("steps"))
+    _check_same(batches)
+    return given | {"x": distribute(model.distribute_strategy, batches), "steps": len(batches)}
+
+
+def _is_divided_by_us(x: Any) -> bool:
+    """Whether this data is divided by `distribute`: several workers must read the same."""
+    if isinstance(x, tf.distribute.DistributedDataset):
+        return False
+    return num_workers() > 1 or hasattr(x, "iter_from_step")
+
+
+def _callback_list(model: Any, given: Arguments) -> keras.callbacks.CallbackList:
+    callbacks, verbose = given.get("callbacks"), given.get("verbose", "auto")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    params = {"verbose": verbose, "epochs": given.get("epochs", 1), "steps": None}
+    return keras.callbacks.CallbackList(callbacks, add_history=True, add_progbar=verbose != 0, model=model, **params)
+
+
+def _check_same(batches: Any) -> None:
+    if num_workers() > 1 and hasattr(batches, "fingerprint"):
+        told = (
+            "is given other data than the chief: give every worker the same whole batches, of which it takes its part"
+        )
+        agree(batches.fingerprint(), told)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that begins at any step, and of which each replica gets its part.
+
+Two methods make data such, whatever its class:
+
+- `__len__()`: the steps in an epoch.
+- `iter_from_step(step, context)`: a `tf.data.Dataset` of the run's batches from that step on (from 0), without end.
+  `context` is a `tf.distribute.InputContext`; the data set has the parts of each batch that are for the replicas of
+  that input pipeline, one replica after the other.
+
+`Batches` has them; `data.py` gives them to whatever `fit` takes.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from keras_replicas.device_copies import do_not_tune_device_copies
+from keras_replicas.order import NO_EXAMPLE, locate, steps_per_epoch
+
+
+class BeginsAnywhere(Protocol):
+    """See the module."""
+
+    def __len__(self) -> int: ...
+
+    def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset: ...  # noqa: D102
+
+
+class Batches:
+    """Batches of arrays, or of what a function makes, in an order that is a function of seed and epoch alone.
+
+    A run that is resumed begins in the middle of an epoch with the very rows that are next, for any number of replicas
+    and workers. Give it to `fit`, `evaluate` or `predict` as `x`, or to `distribute`.
+
+    Args:
+        source: a structure of arrays with the same number of rows, such as `(x, y)` or `(x, y, sample_weight)`; or a
+            function of two int64 vectors, epochs and examples, in TensorFlow operations, that returns the batch of
+            these examples. It is given equally many examples for each replica in each step, so that shapes are known;
+            -1 stands where the last batch of an epoch has no more: what it returns there must have weight 0.
+        batch_size: of the whole batch, over all replicas of all workers.
+        size: the number of examples, where `source` is a function.
+        shuffle: whether the order is random, another in each epoch.
+        seed: of that order.
+
+    Raises:
+        ValueError: when arrays differ in their number of rows or have none, or `batch_size` or `size` is below 1.
+        TypeError: when an array is sparse.
+    """
+
+    def __init__(self, source: Any, batch_size: int, *, size: int | None = None, shuffle: bool = True, seed: int = 0):
+        if callable(source):
+            self._make_batch: Callable | None = source
+            self._arrays = None
+        else:
+            if any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(source)):
+                raise TypeError(
+                    "rows of a sparse tensor cannot be taken in any order: give a tf.data.Dataset of batches"
+                )
+            with tf.device("CPU:0"):
+                self._arrays = tf.nest.map_structure(_as_tensor, source)
+            sizes = {int(count_rows(leaf)) for leaf in tf.nest.flatten(self._arrays)}
+            if len(sizes) != 1:
+                raise ValueError(f"arrays must have the same number of rows, not {sorted(sizes)}")
+            self._make_batch, size = None, sizes.pop()
+        if batch_size < 1 or not size or size < 1:
+            raise ValueError(f"batch_size and the number of examples must be at least 1, not {batch_size} and {size}")
+        self.batch_size, self.size, self.shuffle, self.seed = batch_size, size, shuffle, seed
+
+    def __len__(self):
+        return steps_per_epoch(self.size, self.batch_size)
+
+    def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        """The parts, for the replicas of an input pipeline, of the batches from that step on, without end."""
+        replicas, first, here = replicas_of(context)
+        part = -(-self.batch_size // replicas)
+        even = self._make_batch or (self.size % self.batch_size == self.batch_size % replicas == 0)
+
+        def make_part(number):
+            offsets = (first + number % here) * part + tf.range(part, dtype=tf.int64)
+            positions = number // here * self.batch_size + offsets
+            epochs, examples = locate(positions, self.size, self.batch_size, self.seed if self.shuffle else None)
+            examples = tf.where(offsets < self.batch_size, examples, NO_EXAMPLE)
+            if self._make_batch:
+                return self._make_batch(epochs, examples)
+            if not even:
+                examples = tf.boolean_mask(examples, examples != NO_EXAMPLE)
+            return tf.nest.map_structure(lambda array: tf.gather(array, examples), self._arrays)
+
+        numbers = tf.data.Dataset.range(step * here, tf.int64.max)
+        return numbers.map(make_part, num_parallel_calls=2).prefetch(8)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Facts that must be the same on all workers."""
+        ends = [array[end] for array in tf.nest.flatten(self._arrays or ()) for end in (0, -1)]
+        return {"rows": self.size, "checksum of the first and the last row": checksum(ends)}
+
+
+def distribute(
+    strategy: tf.distribute.Strategy, data: BeginsAnywhere, step: int = 0
+) -> tf.distribute.DistributedDataset:
+    """A distributed data set: each replica's part of each batch, from a step on.
+
+    Args:
+        strategy: from `make_strategy`.
+        data: with the methods `__len__()` and `iter_from_step(step, context)`, such as `Batches`.
+        step: the first one, counted from 0.
+    """
+    do_not_tune_device_copies()
+    options = None
+    if isinstance(strategy, tf.distribute.MirroredStrategy) and not getattr(data, "one_reader", False):
+        # Each replica reads its own part, and none is held ready on its device: up to a fifth faster on CPUs.
+        options = tf.distribute.InputOptions(
+            experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+            experimental_fetch_to_device=False,
+        )
+
+    # Parallel calls and prefetching stay as the pipeline's code sets them, and deleting an iterator does not wait.
+    no_autotune = tf.data.Options()
+    no_autotune.autotune.enabled = False
+
+    def parts_from_step(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return data.iter_from_step(step, context).with_options(no_autotune)
+
+    return strategy.distribute_datasets_from_function(parts_from_step, options)
+
+
+def replicas_of(context: tf.distribute.InputContext) -> tuple[int, int, int]:
+    """The number of all replicas, the first one of an input pipeline, and how many it has."""
+    here = context.num_replicas_in_sync // context.num_input_pipelines
+    return context.num_replicas_in_sync, context.input_pipeline_id * here, here
+
+
+def parts_of(dataset: tf.data.Dataset, context: tf.distribute.InputContext) -> tf.data.Dataset:
+    """The parts of whole batches for the replicas of an input pipeline.
+
+    Of n rows, each of R replicas has n / R, rounded up; the last ones may have fewer, or none.
+    """
+    replicas, first, here = replicas_of(context)
+    if replicas == 1:
+        return dataset
+
+    def part_of(leaf, replica):
+        rows = tf.cast(count_rows(leaf), tf.int64)
+        size = -(-rows // replicas)
+        start, end = tf.minimum(replica * size, rows), tf.minimum((replica + 1) * size, rows)
+        if isinstance(leaf, tf.SparseTensor):
+            shape = leaf.dense_shape
+            return tf.sparse.slice(
+                leaf, tf.concat([[start], tf.zeros_like(shape[1:])], 0), tf.concat([[end - start], shape[1:]], 0)
+            )
+        part = leaf[start:end]
+        if isinstance(leaf, tf.Tensor) and leaf.shape[0] and leaf.shape[0] % replicas == 0:
+            part = tf.ensure_shape(part, [leaf.shape[0] // replicas, *leaf.shape[1:]])
+        return part
+
+    def parts(*batch):
+        batch = batch if isinstance(dataset.element_spec, tuple) else batch[0]
+        numbers = tf.data.Dataset.range(first, first + here)
+        return numbers.map(lambda replica: tf.nest.map_structure(lambda leaf: part_of(leaf, replica), batch))
+
+    return dataset.flat_map(parts).prefetch(2 * here)
+
+
+def count_rows(leaf: Any) -> Any:
+    """The length of the first axis of a dense, ragged or sparse tensor."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows()
+    return leaf.dense_shape[0] if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf)[0]
+
+
+def checksum(tensors: Iterable[Any]) -> int:
+    """The CRC-32 of all values, one tensor after the other; strings count too."""
+    crc32 = 0
+    for tensor in tf.nest.flatten(list(tensors), expand_composites=True):
+        values = np.asarray(tensor)
+        content = (
+            b"\0".join(map(bytes, values.ravel())) if values.dtype == object else np.ascontiguousarray(values).tobytes()
+        )
+        crc32 = zlib.crc32(content, crc32)
+    return crc32
+
+
+def _as_tensor(array: Any) -> Any:
+    return array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)

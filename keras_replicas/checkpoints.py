@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact resume: a run that was killed goes on as if it had not been.
+
+A checkpoint of step n is `ckpt-n.index` and `ckpt-n.data-*`, by `tf.train.Checkpoint`: the values of all variables. Of a
+`fit`, `ckpt-n.state` holds what else the rest of the run depends on; see `fit_state.py`. What is written last, the
+index, makes it a checkpoint.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_replicas import fit_state
+from keras_replicas.batches import checksum
+from keras_replicas.cluster import is_chief, num_workers
+from keras_replicas.errors import UserError
+from keras_replicas.workers import agree, exchange
+
+log = logging.getLogger("keras_replicas")
+LAUNCH_ID = "LAUNCH_ID"  # set by `python -m keras_replicas launch`
+DAMAGE = (tf.errors.OpError, IndexError, OSError, EOFError, fit_state.Damaged)
+_completed: Counter[Path] = Counter()  # how many fits this process has completed, by folder
+
+
+class Checkpoints(keras.callbacks.Callback):
+    """Saves a `fit` at regular steps, and resumes it to the bit where it was interrupted, even in the middle of an epoch.
+
+    Run the same program again: `fit` restores the latest checkpoint when it begins, and goes on from there. Weights,
+    optimizer and History are then those of a run that was never interrupted. A `fit` that was completed returns its
+    History at once. A second `fit` of a program, with the same folder, has checkpoints of its own. Where the callback
+    stands among others does not matter. It needs a model of `data_parallel`.
+
+    Saved too is the state of Keras's `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`, and of any callback
+    with the methods `state_dict()`, which returns a dict that JSON can hold, and `load_state_dict(state)`.
+
+    | data | resumed exactly |
+    | --- | --- |
+    | arrays, `Batches`, any data with `iter_from_step` | yes |
+    | a `PyDataset` | if its batches are functions of their numbers |
+    | a `tf.data.Dataset` | if each pass is the same, or its shuffling has a seed; then what came before is read again |
+    | a generator | if it yields the same again; what came before is read again |
+
+    Loops of one's own give what is to be saved by name, and call `restore`, `save_if_due` and `save_and_leave`, the
+    last when `told_to_stop` is set, inside `with checkpoints:`, which listens for SIGTERM.
+
+    Args:
+        folder: of the checkpoints; of one run alone.
+        every: steps between two checkpoints; None for one at the end of each epoch only.
+        keep: how many checkpoints to keep.
+        max_steps: the step after which `fit` ends, even in the middle of an epoch; None for the end of the last epoch.
+        trained_only: whether to leave out the weights that are not trained, which are large where adapters are; they
+            must be the same when the run is resumed.
+        exit_on_sigterm: whether, on SIGTERM, which schedulers send some time before they kill, `fit` saves after the
+            same step on all workers, and raises `SystemExit(143)`; None for: where `python -m keras_replicas launch`
+            has started this process.
+        **objects: in a loop of one's own, what is saved, such as `model=model, optimizer=optimizer`.
+
+    Raises:
+        ValueError: when a number is below 1. By `fit` and `restore`: when the checkpoints are of another model or other
+            callbacks, when none can be read, when workers start from different checkpoints or weights.
+
+    Attributes:
+        told_to_stop: whether SIGTERM was received.
+        saved_step: the step of the latest checkpoint; 0 if there is none.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        *,
+        every: int | None = None,
+        keep: int = 3,
+        max_steps: int | None = None,
+        trained_only: bool = False,
+        exit_on_sigterm: bool | None = None,
+        **objects: Any,
+    ):
+        super().__init__()
+        for name, value in {"every": every, "keep": keep, "max_steps": max_steps}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        self._root = self.folder = Path(folder)
+        self.every, self.keep, self.max_steps, self._trained_only = every, keep, max_steps, trained_only
+        self._exits = LAUNCH_ID in os.environ if exit_on_sigterm is None else exit_on_sigterm
+        self._objects, self._checkpoint = objects, tf.train.Checkpoint(**objects)
+        self.saved_step, self.told_to_stop, self._damaged = 0, False, list[int]()
+        self._state: dict[str, Any] | None = None  # of the fit that is resumed
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, from the files themselves: a list of them could be lost."""
+        names = [path.stem.removeprefix("ckpt-") for path in self.folder.glob("ckpt-*.index")]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
+        """Restores the latest readable checkpoint, and returns its step; without one, calls `init_fn` and returns 0."""
+        self._remove_unfinished()
+        self._damaged, self.saved_step = [], 0
+        for step in reversed(self.steps()):
+            try:
+                self._read(f"ckpt-{step}")
+                self.saved_step = step
+                break
+            except DAMAGE as error:
+                self._damaged.append(step)
+                log.warning("The checkpoint of step %d in %s is damaged (%s).", step, self.folder, type(error).__name__)
+        else:
+            if self._damaged:
+                raise UserError(f"no checkpoint in {self.folder} can be read: remove it to start afresh")
+            init_fn()
+        if num_workers() > 1:  # presets of the same name may differ between hosts
+            variables = [v for held in self._objects.values() for v in getattr(held, "variables", held)]
+            own = {"checkpoint of step": self.saved_step, "checksum of the weights": checksum(variables)}
+            agree(own, f"starts from different weights than the chief, in {self.folder} or before")
+        return self.saved_step
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint atomically. A full disk is reported, and leaves the last good one."""
+        if step == self.saved_step:
+            return
+        state = fit_state.to_bytes(self._state_of_fit()) if self._objects.get("fit") else None  # on all workers
+        if not is_chief():
+            return
+        try:
+            self._write(f"ckpt-{step}", state)
+        except (tf.errors.OpError, OSError) as error:
+            self._remove(step)
+            self._remove_unfinished()
+            why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without the path and the operation
+            log.error("The checkpoint of step %d could not be written (%s).", step, why)
+        else:
+            self.saved_step = step
+            self._remove_old()
+
+    def save_if_due(self, step: int, steps: int = 1) -> None:
+        """Saves if a checkpoint is due; `steps` were done since the last call."""
+        if self.every and step // self.every > (step - steps) // self.every:
+            self.save(step)
+
+    def save_and_leave(self, step: int) -> None:
+        """Saves, and raises `SystemExit` with status 143, after all workers have called it."""
+        self.save(step)
+        exchange({})  # the others wait until the chief has saved
+        log.info("Stopped by a signal after step %d. The same command resumes from there.", step)
+        raise SystemExit(128 + signal.SIGTERM)
+
+    def __enter__(self):
+        self._handler = None
+        if threading.current_thread() is threading.main_thread():  # no other may listen for signals
+            self._handler = signal.getsignal(signal.SIGTERM)
+            if self._handler != signal.SIG_IGN:  # else the parent process wants it ignored
+                signal.signal(signal.SIGTERM, lambda *_: setattr(self, "told_to_stop", True))
+        return self
+
+    def __exit__(self, *_):
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+
+    # In `fit`, called by the trainer
+
+    def listening(self) -> contextlib.AbstractContextManager:
+        """Where SIGTERM is listened for, if it is to be."""
+        return self if self._exits else contextlib.nullcontext()
+
+    def open_fit(self, callbacks: keras.callbacks.CallbackList) -> dict[str, Any]:
+        """Finds the checkpoints of the program's next `fit`; returns the state of one of them, or {}."""
+        fit_state.refuse_steps_of_model_checkpoint(callbacks.callbacks)
+        callbacks.callbacks.remove(self)
+        callbacks.callbacks.append(self)  # the others have their state, and the History, when it is saved
+        number = _completed[self._root.resolve()]
+        self.folder = self._root / f"fit-{number + 1}" if number else self._root
+        self._callbacks, self._state = callbacks, None
+        for name in ["end", *(f"ckpt-{step}" for step in reversed(self.steps()))]:
+            with contextlib.suppress(*DAMAGE):
+                return fit_state.from_bytes((self.folder / f"{name}.state").read_bytes())
+        return {}
+
+    def begin_fit(self, end: list[int | None], seeds: dict[str, int]) -> tuple[int, bool]:
+        """Restores the `fit`; returns the step from which it goes on, and whether nothing is left to do.
+
+        Args:
+            end: the epochs and `max_steps` at which it ends.
+            seeds: of data and noise, to be saved.
+        """
+        model = self.model
+        of_metrics = {id(variable) for variable in model._metric_variables()}
+        variables = [variable for variable in model.variables if id(variable) not in of_metrics]
+        self._others, self.has_ended = 0, False
+        if self._trained_only:
+            self._others = checksum(variable for variable in model.weights if not variable.trainable)
+            trained = {id(variable) for variable in model.trainable_variables}
+            variables = [variable for variable in variables if id(variable) in trained]
+        optimizer = model.optimizer.variables if model.optimizer else []
+        self._objects = {"fit": variables, "optimizer": optimizer}
+        self._checkpoint, self._end, self._seeds = tf.train.Checkpoint(**self._objects), end, seeds
+        step = self.restore()
+        with contextlib.suppress(*DAMAGE):
+            self._read("end")
+            self.has_ended = self._state is not None and self._state["end"] == end
+        if not self.has_ended and step:
+            self._read(f"ckpt-{step}")
+        if self._state and self._state["others"] != self._others:
+            raise UserError("the weights that are not trained are not those that the checkpoint's are for")
+        return step, self.has_ended or bool(self._state and self._state["stopped"])
+
+    def end_fit(self) -> None:
+        """Notes that the `fit` is complete, with the weights that it ends with."""
+        if self.has_ended:
+            self._read("end")
+        else:
+            state = fit_state.to_bytes(self._state_of_fit())
+            if is_chief():
+                self._write("end", state)
+        exchange({})
+        _completed[self._root.resolve()] += 1
+
+    def _state_of_fit(self) -> dict[str, Any]:
+        model = self.model
+        metrics = [] if model.at_epoch_end else [variable.numpy() for variable in model._metric_variables()]
+        return {
+            "end": self._end,
+            "seeds": self._seeds,
+            "metrics": metrics,
+            "callbacks": fit_state.state_of(self._callbacks.callbacks),
+            "stopped": model.stop_training,
+            "others": self._others,
+        }
+
+    def on_train_begin(self, logs=None):
+        """Restores the callbacks, after their own beginning."""
+        if self._state:
+            fit_state.restore_callbacks(self._callbacks.callbacks, self._state["callbacks"])
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Restores the metrics of an epoch that was interrupted."""
+        metrics, self._state = (self._state or {}).get("metrics"), None
+        if metrics:
+            fit_state.assign_sums(self.model.distribute_strategy, self.model._metric_variables(), metrics)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Tells the model whether this worker was asked to stop."""
+        self.model.told_to_stop = self.told_to_stop
+
+    on_test_batch_begin = on_train_batch_begin
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Saves if due, and leaves if asked to; after an epoch's last step, that waits for the epoch's end."""
+        if not self.model.at_epoch_end:
+            self.save_if_due(self.model.steps_done, steps=len(self.model.step_values["loss"]))
+            self._leave_if_told()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Saves, and leaves if asked to."""
+        self.save(self.model.steps_done)
+        self._leave_if_told()
+
+    def _leave_if_told(self) -> None:
+        if self.model.all_told_to_stop:
+            self.save_and_leave(self.model.steps_done)
+
+    # Files
+
+    def _read(self, name: str) -> None:
+        prefix = self.folder / name
+        state = fit_state.from_bytes(prefix.with_suffix(".state").read_bytes()) if "fit" in self._objects else None
+        try:
+            self._checkpoint.read(str(prefix)).assert_existing_objects_matched()
+        except (AssertionError, ValueError) as error:  # never from damage: all that is read has a checksum
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"the model does not match the checkpoint {prefix} ({reason}): give another folder"
+            ) from error
+        self._state = state
+
+    def _write(self, name: str, state: bytes | None) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if state is not None:
+            (self.folder / f"{name}.state").write_bytes(state)
+        self._checkpoint.write(str(self.folder / name))
+        for path in self.folder.glob(f"{name}.*"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def _remove_old(self) -> None:
+        """Deletes all but the latest readable checkpoints, now that one more is complete."""
+        self._damaged = [step for step in self._damaged if step != self.saved_step]
+        readable = [step for step in self.steps() if step not in self._damaged]
+        for step in {*self._damaged, *readable[: -self.keep]} - {self.saved_step}:
+            self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        for pattern in ("index", "data-*", "state"):  # in this order: a checkpoint with an index has the rest
+            for path in self.folder.glob(f"ckpt-{step}.{pattern}"):
+                path.unlink()
+
+    def _remove_unfinished(self) -> None:
+        if is_chief():
+            for folder in self.folder.glob("ckpt-*_temp"):
+                shutil.rmtree(folder)
+            for path in [*self.folder.glob("ckpt-*.data-*"), *self.folder.glob("ckpt-*.state")]:
+                if not (self.folder / f"{path.stem}.index").exists():
+                    path.unlink()

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `fit`, `evaluate` and `predict` take, as data that begins at any step; see `batches.py`."""
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.trainers.data_adapters import get_data_adapter
+
+from keras_replicas.batches import Batches, BeginsAnywhere, checksum, parts_of
+from keras_replicas.order import locate
+
+BATCH_SIZE = 32  # Keras's, where none is given
+NEEDS_STEPS = "data without end needs a number of steps: steps_per_epoch, validation_steps or steps"
+
+
+def begins_anywhere(
+    x: Any, y=None, sample_weight=None, *, batch_size=None, steps=None, shuffle=False, seed=0, class_weight=None
+) -> BeginsAnywhere:
+    """The data that these arguments of `fit` give, in an order that is a function of `seed` and the epoch.
+
+    | given | begins by | a resumed run sees |
+    | --- | --- | --- |
+    | data with `iter_from_step`, such as `Batches` | arithmetic | the same |
+    | arrays | arithmetic | the same |
+    | a `PyDataset` | the batch's number | the same, if its batches are functions of their numbers |
+    | a `tf.data.Dataset` that is the same in each pass | `skip` | the same |
+    | one that is shuffled anew in each pass | reading what came before | the same, if the shuffling has a seed |
+    | a generator | reading what came before | the same, if the generator repeats itself |
+
+    Raises:
+        TypeError: for a distributed data set, which cannot begin anywhere.
+        ValueError: where Keras would raise one, and where data without end has no number of steps.
+    """
+    if hasattr(x, "iter_from_step"):
+        return x
+    if isinstance(x, tf.distribute.DistributedDataset):
+        raise TypeError("a distributed data set cannot begin at a later step: give the data itself, not distributed")
+    if isinstance(x, keras.utils.PyDataset):
+        return Numbered(x, steps, seed if shuffle else None, class_weight)
+    if isinstance(x, tf.data.Dataset):
+        return WholeBatches(get_data_adapter(x, class_weight=class_weight).get_tf_dataset(), steps)
+    leaves = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if leaf is not None]
+    if all(hasattr(leaf, "__array__") or isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
+        rows = len(leaves[0]) if not isinstance(leaves[0], tf.RaggedTensor) else int(leaves[0].nrows())
+        arrays = get_data_adapter(x, y, sample_weight, batch_size=rows, class_weight=class_weight).get_tf_dataset()
+        return Batches(next(iter(arrays)), batch_size or BATCH_SIZE, shuffle=bool(shuffle), seed=seed)
+    adapter = get_data_adapter(x, y, sample_weight, batch_size, class_weight=class_weight)
+    return WholeBatches(adapter.get_tf_dataset(), steps or adapter.num_batches, once=adapter.num_batches is None)
+
+
+class WholeBatches:
+    """A `tf.data.Dataset` of whole batches, over and over.
+
+    Args:
+        dataset: of whole batches.
+        steps: in an epoch; None for one pass over the data.
+        once: whether it can be read only once, as a generator.
+    """
+
+    one_reader = True
+
+    def __init__(self, dataset: tf.data.Dataset, steps: int | None, once: bool = False):
+        self._dataset, self._once = dataset, once
+        size = int(dataset.cardinality())
+        if size == tf.data.UNKNOWN_CARDINALITY and not once and not steps:
+            size = int(dataset.reduce(np.int64(0), lambda count, *_: count + 1))
+        self._size = size if size > 0 else None
+        if not (steps or self._size):
+            raise ValueError(NEEDS_STEPS)
+        self._steps: int = steps or self._size  # type: ignore[assignment]
+
+    def __len__(self):
+        return self._steps
+
+    def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        """See `batches.py`."""
+        if self._once:
+            return parts_of(self._dataset.skip(step), context)
+        if self._size and not varies(self._dataset):
+            return parts_of(self._dataset.skip(step % self._size).concatenate(self._dataset.repeat()), context)
+        return parts_of(self._dataset.repeat().skip(step), context)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Facts that must be the same on all workers; none of data that can be read only once."""
+        return {} if self._once else {"checksum of the first batch": checksum([next(iter(self._dataset))])}
+
+
+class Numbered(keras.utils.PyDataset):
+    """The batches of a `PyDataset`, in an order that is a function of seed and epoch, from a step on, without end.
+
+    Where the data set does something between epochs, its batches are asked for one after the other.
+    """
+
+    one_reader = True
+
+    def __init__(self, dataset: keras.utils.PyDataset, steps: int | None, seed: int | None, class_weight: Any):
+        hooks = ("on_epoch_begin", "on_epoch_end")
+        self._hooked = any(getattr(type(dataset), name) is not getattr(keras.utils.PyDataset, name) for name in hooks)
+        workers = 1 if self._hooked else dataset.workers
+        super().__init__(workers, dataset.use_multiprocessing and not self._hooked, dataset.max_queue_size)
+        self._dataset, self._seed, self._class_weight = dataset, seed, class_weight
+        if not (steps or dataset.num_batches):
+            raise ValueError(NEEDS_STEPS)
+        self._steps, self._first, self._epoch = steps or dataset.num_batches, 0, 0
+        self._adapters: list[Any] = []
+
+    def __len__(self):
+        return self._steps
+
+    @property
+    def num_batches(self):
+        """None: Keras reads on until `fit` ends."""
+        return
+
+    def __getitem__(self, index):
+        step, size = self._first + index, self._dataset.num_batches
+        if size is None:
+            return self._dataset[step]
+        while self._hooked and self._epoch < step // size:
+            self._dataset.on_epoch_end()
+            self._dataset.on_epoch_begin()
+            self._epoch += 1
+        _, numbers = locate(tf.constant([step], tf.int64), size, 1, self._seed)
+        return self._dataset[int(numbers[0])]
+
+    def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        """See `batches.py`."""
+        self._first = step
+        adapter = get_data_adapter(self, class_weight=self._class_weight)
+        self._adapters.append(adapter)
+        return parts_of(adapter.get_tf_dataset(), context)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `WholeBatches`."""
+        return {"batches": self._dataset.num_batches, "checksum of the first batch": checksum([self._dataset[0]])}
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        for adapter in self._adapters:
+            if adapter.enqueuer:
+                adapter.enqueuer.stop()
+
+
+def varies(dataset: tf.data.Dataset) -> bool:
+    """Whether a data set may differ from pass to pass: where it shuffles, draws, or calls Python."""
+    functions = _graph_of(dataset)
+    return any(word in node.op for node in functions for word in ("Shuffle", "Random", "PyFunc", "Multinomial"))
+
+
+def warn_if_unrepeatable(dataset: tf.data.Dataset) -> None:
+    """Warns of shuffling without a seed, which no resumed run can repeat."""
+    nodes = {node.name: node for node in _graph_of(dataset)}
+    for node in nodes.values():
+        if "Shuffle" in node.op:
+            seeds = [nodes[name] for name in node.input if nodes.get(name) and "seed" in name]
+            if seeds and all(not np.any(tf.make_ndarray(seed.attr["value"].tensor)) for seed in seeds):
+                warnings.warn(
+                    "the data is shuffled without a seed: if this run is interrupted, it goes on with another order. "
+                    "Give shuffle a seed, or call keras.utils.set_random_seed first",
+                    stacklevel=2,
+                )
+
+
+def _graph_of(dataset: tf.data.Dataset) -> list[Any]:
+    variant = tf.data.experimental.to_variant(dataset)
+    graph = tf.compat.v1.GraphDef.FromString(
+        tf.raw_ops.DatasetToGraphV2(
+            input_dataset=variant, external_state_policy=1, strip_device_assignment=True
+        ).numpy()
+    )
+    return [*graph.node, *(node for function in graph.library.function for node in function.node_def)]

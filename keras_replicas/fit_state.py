@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rest of a `fit` depends on beside weights and optimizer: History, callbacks, metrics so far, seeds."""
+
+import io
+import json
+import zipfile
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_replicas.errors import UserError
+from keras_replicas.replicas import is_first_replica, is_shared, local_value
+
+# What Keras's callbacks remember from one epoch to the next.
+REMEMBERED = {
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch", "best_weights"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+}
+
+
+class Damaged(Exception):
+    """A file of state that cannot be read."""
+
+
+def to_bytes(state: dict[str, Any]) -> bytes:
+    """A file of what JSON can hold, and arrays. Raises a `TypeError` for anything else."""
+    arrays: list[np.ndarray] = []
+
+    def as_json(value):
+        if isinstance(value, np.generic):
+            return value.item()
+        arrays.append(np.asarray(value))
+        if arrays[-1].dtype == object:
+            raise TypeError(f"a callback's state has a {type(value).__name__}, which a checkpoint cannot hold")
+        return {"array": len(arrays) - 1}
+
+    text = json.dumps(state, default=as_json).encode()
+    file = io.BytesIO()
+    np.savez(file, *arrays, json=np.frombuffer(text, np.uint8))
+    return file.getvalue()
+
+
+def from_bytes(content: bytes) -> dict[str, Any]:
+    """The state that `to_bytes` made a file of. Raises `Damaged` if it is not whole."""
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        text = arrays.pop("json").tobytes()
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise Damaged from error
+
+    def with_arrays(found):
+        return arrays[f"arr_{found['array']}"] if found.keys() == {"array"} else found
+
+    return json.loads(text, object_hook=with_arrays)
+
+
+def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> list[list[Any]]:
+    """The class's name and the state of each callback that has any."""
+    states = []
+    for callback in callbacks:
+        names = next((names for kind, names in REMEMBERED.items() if isinstance(callback, kind)), ())
+        state = {name: getattr(callback, name) for name in names}
+        if hasattr(callback, "state_dict"):
+            state |= callback.state_dict()
+        if isinstance(callback, keras.callbacks.History):
+            state |= {"epoch": callback.epoch, "history": callback.history}
+        if state:
+            states.append([type(callback).__name__, state])
+    return states
+
+
+def restore_callbacks(callbacks: Iterable[keras.callbacks.Callback], states: Sequence[Sequence[Any]]) -> None:
+    """Gives callbacks the state that `state_of` returned. Raises a `UserError` if they are others."""
+    there = [callback for callback in callbacks if state_of([callback])]
+    if [type(callback).__name__ for callback in there] != [name for name, _ in states]:
+        raise UserError(
+            f"the run to be resumed has the callbacks {', '.join(name for name, _ in states)}, which keep a state: "
+            "give the same, in the same order, or another folder"
+        )
+    for callback, (_, state) in zip(there, states, strict=True):
+        if hasattr(callback, "load_state_dict"):
+            callback.load_state_dict(state)
+        else:
+            vars(callback).update(state)
+
+
+def refuse_steps_of_model_checkpoint(callbacks: Iterable[keras.callbacks.Callback]) -> None:
+    """Raises a `UserError` for a `ModelCheckpoint` that counts batches: its count is lost when a run is resumed."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
+            raise UserError(
+                "beside Checkpoints, ModelCheckpoint must have save_freq='epoch': its count of batches is not saved. "
+                "Checkpoints(every=...) saves after so many steps"
+            )
+
+
+def assign_sums(strategy: tf.distribute.Strategy, variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
+    """Gives variables that are sums over replicas these values: the first replica holds all, the others nothing."""
+
+    def assign():
+        for variable, value in zip(variables, values, strict=True):
+            value = tf.cast(value, variable.dtype)
+            keeps = is_first_replica() | is_shared(variable)
+            local_value(variable).assign(tf.where(keeps, value, tf.zeros_like(value)))
+
+    tf.function(lambda: strategy.run(assign), autograph=False)()
