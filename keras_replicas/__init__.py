@@ -1,2 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras 3's `fit`, `evaluate` and `predict`, right on N replicas under `tf.distribute`."""
+"""Keras 3's `fit`, `evaluate` and `predict`, right on N replicas under `tf.distribute`, and resumed to the bit.
+
+Import public names from here, as in `import keras_replicas as kr`; modules inside may change. Nothing is loaded, not
+even TensorFlow, before a name is used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.2.0"
+
+if TYPE_CHECKING:
+    from keras_replicas.batches import Batches, distribute
+    from keras_replicas.checkpoints import Checkpoints
+    from keras_replicas.cluster import is_chief, num_workers, worker_index
+    from keras_replicas.errors import UserError
+    from keras_replicas.log import StepLog
+    from keras_replicas.loop import steps_in_one_call
+    from keras_replicas.model import data_parallel
+    from keras_replicas.noise import noise_of_step
+    from keras_replicas.optimizers import apply_summed
+    from keras_replicas.order import locate
+    from keras_replicas.replicas import first_replica, gather_over_replicas, sum_over_replicas
+    from keras_replicas.run import open_run
+    from keras_replicas.strategy import make_strategy
+    from keras_replicas.workers import exchange
+
+# Where each public name is defined.
+_MODULES = {
+    "Batches": "batches",
+    "Checkpoints": "checkpoints",
+    "StepLog": "log",
+    "UserError": "errors",
+    "apply_summed": "optimizers",
+    "data_parallel": "model",
+    "distribute": "batches",
+    "exchange": "workers",
+    "first_replica": "replicas",
+    "gather_over_replicas": "replicas",
+    "is_chief": "cluster",
+    "locate": "order",
+    "make_strategy": "strategy",
+    "noise_of_step": "noise",
+    "num_workers": "cluster",
+    "open_run": "run",
+    "steps_in_one_call": "loop",
+    "sum_over_replicas": "replicas",
+    "worker_index": "cluster",
+}
+__all__ = list(_MODULES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

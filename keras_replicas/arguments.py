@@ -12,11 +12,19 @@ import tensorflow as tf
 
 from keras_replicas.batches import distribute
 from keras_replicas.checkpoints import Checkpoints
-from keras_replicas.cluster import num_workers
+from keras_replicas.cluster import is_chief, num_workers
 from keras_replicas.data import begins_anywhere
+from keras_replicas.errors import UserError
 from keras_replicas.workers import agree, exchange
 
 Arguments = dict[str, Any]  # by name, of one call
+# Keras's callbacks that write files, or send them: one worker's are enough.
+WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+)
 
 
 def checkpoints_in(given: Arguments) -> Checkpoints | None:
@@ -65,10 +73,7 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
         first = math.floor(rows * (1 - share))
         if not 0 < first < rows:
             raise ValueError(f"validation_split={share} of {rows} rows leaves no rows for training or validation")
-        train, validation = (
-            [None if part is None else keras.tree.map_structure(lambda array: array[rows_of], part) for part in data]
-            for rows_of in (slice(None, first), slice(first, None))
-        )
+        train, validation = _rows(data, slice(None, first)), _rows(data, slice(first, None))
         given |= dict(zip(("x", "y", "sample_weight"), train, strict=True)) | {"validation_data": tuple(validation)}
     if validation is None:
         return given
@@ -99,10 +104,15 @@ def _is_divided_by_us(x: Any) -> bool:
 
 def _callback_list(model: Any, given: Arguments) -> keras.callbacks.CallbackList:
     callbacks, verbose = given.get("callbacks"), given.get("verbose", "auto")
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks
-    params = {"verbose": verbose, "epochs": given.get("epochs", 1), "steps": None}
-    return keras.callbacks.CallbackList(callbacks, add_history=True, add_progbar=verbose != 0, model=model, **params)
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        params = {"verbose": verbose, "epochs": given.get("epochs", 1), "steps": None}
+        bar = verbose != 0
+        callbacks = keras.callbacks.CallbackList(callbacks, add_history=True, add_progbar=bar, model=model, **params)
+    if num_workers() > 1 and any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks.callbacks):
+        raise UserError("BackupAndRestore does not work on several workers: use keras_replicas.Checkpoints")
+    if not is_chief():
+        callbacks.callbacks = [each for each in callbacks.callbacks if not isinstance(each, WRITERS)]
+    return callbacks
 
 
 def _check_same(batches: Any) -> None:
@@ -111,3 +121,7 @@ def _check_same(batches: Any) -> None:
             "is given other data than the chief: give every worker the same whole batches, of which it takes its part"
         )
         agree(batches.fingerprint(), told)
+
+
+def _rows(data: list[Any], rows: slice) -> list[Any]:
+    return [None if part is None else keras.tree.map_structure(lambda array: array[rows], part) for part in data]

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact resume: a run that was killed goes on as if it had not been.
 
-A checkpoint of step n is `ckpt-n.index` and `ckpt-n.data-*`, by `tf.train.Checkpoint`: the values of all variables. Of a
-`fit`, `ckpt-n.state` holds what else the rest of the run depends on; see `fit_state.py`. What is written last, the
-index, makes it a checkpoint.
+A checkpoint holds the values of all variables and, of a `fit`, what else the rest of the run depends on: see
+`fit_state.py`.
 """
 
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import threading
 from collections import Counter
@@ -22,18 +20,18 @@ import tensorflow as tf
 
 from keras_replicas import fit_state
 from keras_replicas.batches import checksum
+from keras_replicas.checkpoint_files import DAMAGE, CheckpointFiles
 from keras_replicas.cluster import is_chief, num_workers
 from keras_replicas.errors import UserError
 from keras_replicas.workers import agree, exchange
 
 log = logging.getLogger("keras_replicas")
 LAUNCH_ID = "LAUNCH_ID"  # set by `python -m keras_replicas launch`
-DAMAGE = (tf.errors.OpError, IndexError, OSError, EOFError, fit_state.Damaged)
 _completed: Counter[Path] = Counter()  # how many fits this process has completed, by folder
 
 
 class Checkpoints(keras.callbacks.Callback):
-    """Saves a `fit` at regular steps, and resumes it to the bit where it was interrupted, even in the middle of an epoch.
+    """Saves a `fit` at regular steps, and resumes it to the bit where it was interrupted, even within an epoch.
 
     Run the same program again: `fit` restores the latest checkpoint when it begins, and goes on from there. Weights,
     optimizer and History are then those of a run that was never interrupted. A `fit` that was completed returns its
@@ -89,32 +87,29 @@ class Checkpoints(keras.callbacks.Callback):
         for name, value in {"every": every, "keep": keep, "max_steps": max_steps}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        self._root = self.folder = Path(folder)
-        self.every, self.keep, self.max_steps, self._trained_only = every, keep, max_steps, trained_only
+        self.folder = Path(folder)
+        self._files, self._keep = CheckpointFiles(self.folder, keep), keep
+        self.every, self.max_steps, self._trained_only = every, max_steps, trained_only
         self._exits = LAUNCH_ID in os.environ if exit_on_sigterm is None else exit_on_sigterm
         self._objects, self._checkpoint = objects, tf.train.Checkpoint(**objects)
-        self.saved_step, self.told_to_stop, self._damaged = 0, False, list[int]()
+        self.saved_step, self.told_to_stop = 0, False
         self._state: dict[str, Any] | None = None  # of the fit that is resumed
-
-    def steps(self) -> list[int]:
-        """The steps that have a checkpoint, from the files themselves: a list of them could be lost."""
-        names = [path.stem.removeprefix("ckpt-") for path in self.folder.glob("ckpt-*.index")]
-        return sorted(int(name) for name in names if name.isdecimal())
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
         """Restores the latest readable checkpoint, and returns its step; without one, calls `init_fn` and returns 0."""
-        self._remove_unfinished()
-        self._damaged, self.saved_step = [], 0
-        for step in reversed(self.steps()):
+        if is_chief():
+            self._files.remove_unfinished()
+        self._files.damaged, self.saved_step = [], 0
+        for step in reversed(self._files.steps()):
             try:
                 self._read(f"ckpt-{step}")
                 self.saved_step = step
                 break
             except DAMAGE as error:
-                self._damaged.append(step)
+                self._files.damaged.append(step)
                 log.warning("The checkpoint of step %d in %s is damaged (%s).", step, self.folder, type(error).__name__)
         else:
-            if self._damaged:
+            if self._files.damaged:
                 raise UserError(f"no checkpoint in {self.folder} can be read: remove it to start afresh")
             init_fn()
         if num_workers() > 1:  # presets of the same name may differ between hosts
@@ -127,19 +122,17 @@ class Checkpoints(keras.callbacks.Callback):
         """Writes a checkpoint atomically. A full disk is reported, and leaves the last good one."""
         if step == self.saved_step:
             return
-        state = fit_state.to_bytes(self._state_of_fit()) if self._objects.get("fit") else None  # on all workers
+        state = self._state_of_fit() if "fit" in self._objects else None  # on all workers
         if not is_chief():
             return
         try:
-            self._write(f"ckpt-{step}", state)
+            self._files.write(f"ckpt-{step}", self._checkpoint, state)
         except (tf.errors.OpError, OSError) as error:
-            self._remove(step)
-            self._remove_unfinished()
             why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without the path and the operation
             log.error("The checkpoint of step %d could not be written (%s).", step, why)
         else:
             self.saved_step = step
-            self._remove_old()
+            self._files.remove_old(step)
 
     def save_if_due(self, step: int, steps: int = 1) -> None:
         """Saves if a checkpoint is due; `steps` were done since the last call."""
@@ -176,12 +169,12 @@ class Checkpoints(keras.callbacks.Callback):
         fit_state.refuse_steps_of_model_checkpoint(callbacks.callbacks)
         callbacks.callbacks.remove(self)
         callbacks.callbacks.append(self)  # the others have their state, and the History, when it is saved
-        number = _completed[self._root.resolve()]
-        self.folder = self._root / f"fit-{number + 1}" if number else self._root
+        number = _completed[self.folder.resolve()]
+        self._files = CheckpointFiles(self.folder / f"fit-{number + 1}" if number else self.folder, self._keep)
         self._callbacks, self._state = callbacks, None
-        for name in ["end", *(f"ckpt-{step}" for step in reversed(self.steps()))]:
+        for name in ["end", *(f"ckpt-{step}" for step in reversed(self._files.steps()))]:
             with contextlib.suppress(*DAMAGE):
-                return fit_state.from_bytes((self.folder / f"{name}.state").read_bytes())
+                return fit_state.from_bytes(self._files.read_state(name))
         return {}
 
     def begin_fit(self, end: list[int | None], seeds: dict[str, int]) -> tuple[int, bool]:
@@ -217,16 +210,16 @@ class Checkpoints(keras.callbacks.Callback):
         if self.has_ended:
             self._read("end")
         else:
-            state = fit_state.to_bytes(self._state_of_fit())
+            state = self._state_of_fit()
             if is_chief():
-                self._write("end", state)
+                self._files.write("end", self._checkpoint, state)
         exchange({})
-        _completed[self._root.resolve()] += 1
+        _completed[self.folder.resolve()] += 1
 
-    def _state_of_fit(self) -> dict[str, Any]:
+    def _state_of_fit(self) -> bytes:
         model = self.model
         metrics = [] if model.at_epoch_end else [variable.numpy() for variable in model._metric_variables()]
-        return {
+        state = {
             "end": self._end,
             "seeds": self._seeds,
             "metrics": metrics,
@@ -234,6 +227,12 @@ class Checkpoints(keras.callbacks.Callback):
             "stopped": model.stop_training,
             "others": self._others,
         }
+        return fit_state.to_bytes(state)
+
+    def _read(self, name: str) -> None:
+        state = fit_state.from_bytes(self._files.read_state(name)) if "fit" in self._objects else None
+        self._files.read(name, self._checkpoint)
+        self._state = state
 
     def on_train_begin(self, logs=None):
         """Restores the callbacks, after their own beginning."""
@@ -266,46 +265,3 @@ class Checkpoints(keras.callbacks.Callback):
     def _leave_if_told(self) -> None:
         if self.model.all_told_to_stop:
             self.save_and_leave(self.model.steps_done)
-
-    # Files
-
-    def _read(self, name: str) -> None:
-        prefix = self.folder / name
-        state = fit_state.from_bytes(prefix.with_suffix(".state").read_bytes()) if "fit" in self._objects else None
-        try:
-            self._checkpoint.read(str(prefix)).assert_existing_objects_matched()
-        except (AssertionError, ValueError) as error:  # never from damage: all that is read has a checksum
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"the model does not match the checkpoint {prefix} ({reason}): give another folder"
-            ) from error
-        self._state = state
-
-    def _write(self, name: str, state: bytes | None) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if state is not None:
-            (self.folder / f"{name}.state").write_bytes(state)
-        self._checkpoint.write(str(self.folder / name))
-        for path in self.folder.glob(f"{name}.*"):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-    def _remove_old(self) -> None:
-        """Deletes all but the latest readable checkpoints, now that one more is complete."""
-        self._damaged = [step for step in self._damaged if step != self.saved_step]
-        readable = [step for step in self.steps() if step not in self._damaged]
-        for step in {*self._damaged, *readable[: -self.keep]} - {self.saved_step}:
-            self._remove(step)
-
-    def _remove(self, step: int) -> None:
-        for pattern in ("index", "data-*", "state"):  # in this order: a checkpoint with an index has the rest
-            for path in self.folder.glob(f"ckpt-{step}.{pattern}"):
-                path.unlink()
-
-    def _remove_unfinished(self) -> None:
-        if is_chief():
-            for folder in self.folder.glob("ckpt-*_temp"):
-                shutil.rmtree(folder)
-            for path in [*self.folder.glob("ckpt-*.data-*"), *self.folder.glob("ckpt-*.state")]:
-                if not (self.folder / f"{path.stem}.index").exists():
-                    path.unlink()

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_replicas.cluster import is_chief
 from keras_replicas.errors import UserError
 from keras_replicas.replicas import is_first_replica, is_shared, local_value
 
@@ -77,6 +78,9 @@ def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> list[list[Any]]:
 def restore_callbacks(callbacks: Iterable[keras.callbacks.Callback], states: Sequence[Sequence[Any]]) -> None:
     """Gives callbacks the state that `state_of` returned. Raises a `UserError` if they are others."""
     there = [callback for callback in callbacks if state_of([callback])]
+    if not is_chief():  # whose file it is, and who alone has a `ModelCheckpoint`
+        names = {type(callback).__name__ for callback in there}
+        states = [state for state in states if state[0] in names]
     if [type(callback).__name__ for callback in there] != [name for name, _ in states]:
         raise UserError(
             f"the run to be resumed has the callbacks {', '.join(name for name, _ in states)}, which keep a state: "

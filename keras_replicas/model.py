@@ -74,8 +74,8 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
 
     Attributes of a model, while `fit` runs:
         steps_done: steps of this `fit` so far, with those before it was resumed.
-        step_values: for the steps since the last callback, a dict of vectors [steps]: each step's own `loss`, metrics (of
-            Keras's own) and `learning_rate`, where the logs that callbacks get hold the epoch's means so far.
+        step_values: for the steps since the last callback, a dict of vectors [steps]: each step's own `loss`,
+            metrics (of Keras's own) and `learning_rate`; the logs that callbacks get hold the epoch's means so far.
     """
     if not isinstance(accumulate, int | np.integer) or accumulate < 1:
         raise ValueError(f"accumulate must be a number of parts, 1 or more, not {accumulate!r}")

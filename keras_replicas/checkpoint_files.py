@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of checkpoints, of which a kill at any moment leaves a whole one.
+
+A checkpoint of step n is `ckpt-n.index` and `ckpt-n.data-*`, by `tf.train.Checkpoint`: the values of variables; and
+`ckpt-n.state`, if there is more to keep. What is written last, the index, makes it a checkpoint.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import tensorflow as tf
+
+from keras_replicas.errors import UserError
+from keras_replicas.fit_state import Damaged
+
+DAMAGE = (tf.errors.OpError, IndexError, OSError, EOFError, Damaged)  # what reading a damaged file raises
+
+
+class CheckpointFiles:
+    """The checkpoints in a folder.
+
+    Args:
+        folder: created if missing.
+        keep: how many to keep.
+
+    Attributes:
+        damaged: steps whose checkpoints could not be read.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder, self._keep, self.damaged = folder, keep, list[int]()
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, from the files themselves: a list of them could be lost."""
+        names = [path.stem.removeprefix("ckpt-") for path in self.folder.glob("ckpt-*.index")]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def read_state(self, name: str) -> bytes:
+        """What `write` was given as `state`."""
+        return (self.folder / f"{name}.state").read_bytes()
+
+    def read(self, name: str, checkpoint: tf.train.Checkpoint) -> None:
+        """Restores the variables of a checkpoint.
+
+        Raises:
+            ValueError: when they are of another model. One of `DAMAGE`, when the files are damaged or missing.
+        """
+        try:
+            checkpoint.read(str(self.folder / name)).assert_existing_objects_matched()
+        except (AssertionError, ValueError) as error:  # never from damage: all that is read has a checksum
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"the model does not match the checkpoint {self.folder / name} ({reason}). "
+                "Give the model that the run was started with, or another folder"
+            ) from error
+
+    def write(self, name: str, checkpoint: tf.train.Checkpoint, state: bytes | None) -> None:
+        """Writes a checkpoint, or nothing, raising an `OSError` or `tf.errors.OpError`, if the disk is full."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            if state is not None:
+                (self.folder / f"{name}.state").write_bytes(state)
+            checkpoint.write(str(self.folder / name))
+            for path in self.folder.glob(f"{name}.*"):
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        except (tf.errors.OpError, OSError):
+            self._remove(name)
+            self.remove_unfinished()
+            raise
+
+    def remove_old(self, saved_step: int) -> None:
+        """Removes all but the latest readable checkpoints, now that one more is complete."""
+        self.damaged = [step for step in self.damaged if step != saved_step]
+        readable = [step for step in self.steps() if step not in self.damaged]
+        for step in {*self.damaged, *readable[: -self._keep]} - {saved_step}:
+            self._remove(f"ckpt-{step}")
+
+    def remove_unfinished(self) -> None:
+        """Removes what killed processes have left. Call it only while no other process writes there."""
+        for folder in self.folder.glob("*_temp"):
+            shutil.rmtree(folder)
+        for path in [*self.folder.glob("*.data-*"), *self.folder.glob("*.state")]:
+            if not (self.folder / f"{path.stem}.index").exists():
+                path.unlink()
+
+    def _remove(self, name: str) -> None:
+        for pattern in ("index", "data-*", "state"):  # in this order: a checkpoint with an index has the rest
+            for path in self.folder.glob(f"{name}.{pattern}"):
+                path.unlink()
