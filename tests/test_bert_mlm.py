@@ -335,7 +335,6 @@ def test_the_command_prints_a_report_and_nothing_else(small):
 def test_the_default_learning_rate_falls_with_the_width_and_a_presets_is_small(tmp_path):
     for size, rate in (None, 5e-3), ("nano", 1e-2), ("small", 1.25e-3), ("base", 0.64 / 768):
         assert bert_mlm.Config(model=size).learning_rate == rate
-    assert bert_mlm.Config(minutes=2.0).learning_rate is None
     assert bert_mlm.Config(preset="bert_base_en_uncased").learning_rate == 1e-4
     for rate in (0.0, 2e-4):
         assert bert_mlm.Config(preset="bert_base_en_uncased", learning_rate=rate).learning_rate == rate
