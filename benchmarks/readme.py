@@ -11,7 +11,6 @@ from benchmarks import (
     causal,
     conformance,
     fine_tuning,
-    memory,
     peers,
     pretraining,
     quality,
@@ -212,7 +211,6 @@ def recipes_table(results: dict[str, dict]) -> str:
 MEASURED = {
     "throughput": throughput_table,
     "scaling": with_machine(scaling.tables),
-    "memory": with_machine(memory.table),
     "peers": with_machine(peers.table),
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),

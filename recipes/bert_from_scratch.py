@@ -151,7 +151,7 @@ def train_and_evaluate(config: Config) -> dict:
     with strategy.scope():
         model = build_model(config, shards.vocabulary, schedule, total)
     if config.dry_run:
-        return print_plan(model, schedule, shards.count_tokens(), batches("train"), shards.vocabulary.pieces)
+        return print_plan(model, schedule, shards.count_tokens(), batches, shards.vocabulary.pieces)
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))

@@ -151,7 +151,7 @@ def train_and_evaluate(config: Config) -> dict:
     with strategy.scope():
         model = build_model(config, vocabulary, schedule, total_steps)
     if config.dry_run:
-        return print_plan(model, schedule, count_tokens(sequences, vocabulary), batches("train"), vocabulary.pieces)
+        return print_plan(model, schedule, count_tokens(sequences, vocabulary), batches, vocabulary.pieces)
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))

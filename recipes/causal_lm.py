@@ -149,7 +149,7 @@ def train_and_evaluate(config: Config) -> dict:
     with strategy.scope():
         model = build_model(config, data, schedule, total_steps)
     if config.dry_run:
-        return print_plan(model, schedule, data.count_tokens(), batches("train"), pieces_of(data.tokenizer), data.width)
+        return print_plan(model, schedule, data.count_tokens(), batches, pieces_of(data.tokenizer))
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every, only_trained=bool(config.lora_rank))
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))

@@ -92,7 +92,7 @@ class FitOptions(RunOptions):
 class LanguageModelOptions(FitOptions):
     """Options of recipes that train a language model."""
 
-    dry_run: bool = False  # print the plan, train nothing, write nothing
+    dry_run: bool = False  # print the plan, and the memory of three steps; write nothing
 
 
 def set_learning_rate(config: Any, preset: str = "") -> None:
