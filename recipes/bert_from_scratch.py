@@ -46,7 +46,7 @@ class Config(LanguageModelOptions):
     learning_rate: float | None = None  # peak for one replica; default: 0.64 / width, 5e-4 without muon
     warmup: float = 0.1  # fraction of all steps that are warm-up
     decay_power: float = 1.0  # power of the polynomial decay of the learning rate; 1: linear
-    optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"
+    optimizer: Literal["muon", "adamw", "sgd"] = "muon"
     weight_decay: float = 0.01  # not applied to biases and layer norms
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as BERT's; 0: no clipping
     dropout: float = 0.0  # the papers' is 0.1; with few epochs, a model learns more without

@@ -44,7 +44,7 @@ class Config(LanguageModelOptions):
     batch_size: int = 16  # sequences per replica in a step
     learning_rate: float | None = None  # peak for one replica; default: 0.64 / width, 5e-4 without muon; preset: 1e-4
     warmup: float = 0.1  # fraction of all steps that are warm-up
-    optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"
+    optimizer: Literal["muon", "adamw", "sgd"] = "muon"
     weight_decay: float = 0.01  # not applied to biases and layer norms
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as BERT's; 0: no clipping
     dropout: float = 0.0  # BERT's is 0.1; with few epochs, a model learns more without

@@ -46,7 +46,7 @@ class Config(LanguageModelOptions):
     # peak for one replica; default: 0.64 / width, 5e-4 without muon; of a preset 1e-4, with LoRA 1e-3
     learning_rate: float | None = None
     warmup: float = 0.1  # fraction of all steps that are warm-up
-    optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"
+    optimizer: Literal["muon", "adamw", "sgd"] = "muon"
     weight_decay: float = 0.01  # not applied to biases and layer norms
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as GPT-3's; 0: no clipping
     dropout: float = 0.0  # GPT-2's is 0.1; with few epochs, a model learns more without
