@@ -12,7 +12,6 @@ NAMES = {
     "peers": "training speed of every recipe beside transformers with Accelerate, each at its best",
     "compare": "speed of each recipe's steps, beside another commit's",
     "scaling": "one device against 2 replicas and 2 workers, and workers over links of several speeds",
-    "memory": "what a replica takes, by what is trained and how, beside what a plan predicts",
     "input": "the input pipeline alone, and how long a step waits for it",
     "trainer_tests": "Keras's own tests of its trainer in a strategy's scope, by Keras and by ours",
     "conformance": "each feature of Keras on 1, 2 and 4 replicas, against plain Keras on one device",

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.clock import WARM, Clock
-from benchmarks.memory import peak_memory_mb
+from benchmarks.machine import peak_memory_mb
 from common.model.saving import save_task
 from keras_replicas.order import Scaled
 from keras_replicas.strategy import distribute, make_strategy

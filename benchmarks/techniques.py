@@ -44,7 +44,6 @@ TECHNIQUES = (
     DEFAULT,
     Technique("AdamW", {"optimizer": "adamw", "learning_rate": RATE / 10}, seeds=5),
     Technique("AdamW, three times the rate", {"optimizer": "adamw", "learning_rate": RATE / 3.3}),
-    Technique("LAMB", {"optimizer": "lamb", "learning_rate": RATE}),
     Technique("learning rate times 0.7", {"learning_rate": RATE * 0.7}),
     Technique("learning rate times 1.4", {"learning_rate": RATE * 1.4}),
     Technique("Muon: all attention heads as one matrix", change="muon", arguments={"one_matrix": True}),

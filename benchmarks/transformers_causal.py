@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler, set_seed
 
-from benchmarks.memory import peak_memory_mb
+from benchmarks.machine import peak_memory_mb
 from benchmarks.torch_loop import time_steps, train_step, without_end
 from common.model.sizes import dimensions
 

@@ -13,6 +13,7 @@ once, as shards. Training reads them in a new order in every epoch, and masks 30
 
 import functools
 import os
+import sys
 
 # These must be set before the first import of Keras and TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -25,7 +26,7 @@ from common.data.corpora import check_corpus
 from common.model.push_target import check_push_to
 from common.model.sizes import check_model, check_vocabulary_size
 from common.run.command_line import parse, quiet_stderr, run, verbosity
-from common.run.options import LanguageModelOptions, set_defaults
+from common.run.options import LanguageModelOptions, set_learning_rate
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class Config(LanguageModelOptions):
     learning_rate: float | None = None  # peak for one replica; default: 0.64 / width, 5e-4 without muon
     warmup: float = 0.1  # fraction of all steps that are warm-up
     decay_power: float = 1.0  # power of the polynomial decay of the learning rate; 1: linear
-    optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"
+    optimizer: Literal["muon", "adamw", "sgd"] = "muon"
     weight_decay: float = 0.01  # not applied to biases and layer norms
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as BERT's; 0: no clipping
     dropout: float = 0.0  # the papers' is 0.1; with few epochs, a model learns more without
-    epochs: int | None = None  # default: 3, unless --minutes is given
+    epochs: int = 3
     push_to: str = ""  # hf://user/name: upload the model after each epoch, in the background; private, if new
     push_public: bool = False  # create that repository as public
 
@@ -59,7 +60,7 @@ class Config(LanguageModelOptions):
         check_corpus(self.corpus, self.workdir)
         check_push_to(self.push_to, self.push_public)
         check_vocabulary_size(self.architecture, self.vocabulary_size)
-        set_defaults(self)
+        set_learning_rate(self)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
@@ -81,7 +82,6 @@ from common.model.masked_lm import masked_lm_from_size
 from common.model.publish import Publish
 from common.model.saving import save_preset
 from common.run.callbacks import FitCheckpoints, FitLog, Profile
-from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
 from common.run.results import report, training_results
 from common.run.runs import open_run
@@ -138,7 +138,6 @@ def train_and_evaluate(config: Config) -> dict:
     run = open_run("bert_from_scratch", config, writes=("model_card", "tokens", "data", "snapshots"))
     if run.results:
         return run.results
-    config = choose_size(config, run, strategy)
     run.configure_keras(config, model_width("", config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 
@@ -146,14 +145,13 @@ def train_and_evaluate(config: Config) -> dict:
     run.check_data(shards.sizes(), shards.checksums())
     batches = functools.partial(masked_batches, config, shards, scaled)
     steps = {split: steps_in_shards(shards.files(split), scaled.global_batch_size) for split in shards.sizes()}
-    build = functools.partial(build_model, config, shards.vocabulary)
-    total = count_steps(config, run, strategy, steps, build, batches)
+    total = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total), total, config.decay_power)
 
     with strategy.scope():
-        model = build(schedule, total)
+        model = build_model(config, shards.vocabulary, schedule, total)
     if config.dry_run:
-        return print_plan(model, schedule, shards.count_tokens(), batches("train"), shards.vocabulary.pieces)
+        return print_plan(model, schedule, shards.count_tokens(), batches, shards.vocabulary.pieces)
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))

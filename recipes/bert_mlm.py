@@ -13,6 +13,7 @@ predict them. Each replica takes an equal part of every batch, and a step applie
 
 import functools
 import os
+import sys
 
 # These must be set before the first import of Keras and TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -24,7 +25,7 @@ from typing import Literal
 from common.data.corpora import check_corpus
 from common.model.sizes import Size, check_model
 from common.run.command_line import parse, quiet_stderr, run, verbosity
-from common.run.options import LanguageModelOptions, set_defaults
+from common.run.options import LanguageModelOptions, set_learning_rate
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,17 @@ class Config(LanguageModelOptions):
     batch_size: int = 16  # sequences per replica in a step
     learning_rate: float | None = None  # peak for one replica; default: 0.64 / width, 5e-4 without muon; preset: 1e-4
     warmup: float = 0.1  # fraction of all steps that are warm-up
-    optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"
+    optimizer: Literal["muon", "adamw", "sgd"] = "muon"
     weight_decay: float = 0.01  # not applied to biases and layer norms
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as BERT's; 0: no clipping
     dropout: float = 0.0  # BERT's is 0.1; with few epochs, a model learns more without
-    epochs: int | None = None  # default: 3, unless --minutes is given
+    epochs: int = 3
 
     def __post_init__(self):
         super().__post_init__()
         check_model(self.preset, self.model, self.seq_length, self.vocabulary)
         check_corpus(self.corpus, self.workdir)
-        set_defaults(self, self.preset)
+        set_learning_rate(self, self.preset)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
@@ -73,7 +74,6 @@ from common.model.fill_mask import print_filled_masks
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_vocabulary
 from common.model.saving import save_preset
 from common.run.callbacks import FitCheckpoints, FitLog, Profile
-from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
 from common.run.results import report, training_results
 from common.run.runs import open_run
@@ -137,7 +137,6 @@ def train_and_evaluate(config: Config) -> dict:
     run = open_run("bert_mlm", config)
     if run.results:
         return run.results
-    config = choose_size(config, run, strategy)
     run.configure_keras(config, model_width(config.preset, config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 
@@ -146,14 +145,13 @@ def train_and_evaluate(config: Config) -> dict:
     batches = functools.partial(masked_batches, config, vocabulary, sequences, scaled)
     steps = {split: steps_per_epoch(len(part), scaled.global_batch_size) for split, part in sequences.items()}
 
-    build = functools.partial(build_model, config, vocabulary)
-    total_steps = count_steps(config, run, strategy, steps, build, batches)
+    total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
 
     with strategy.scope():
-        model = build(schedule, total_steps)
+        model = build_model(config, vocabulary, schedule, total_steps)
     if config.dry_run:
-        return print_plan(model, schedule, count_tokens(sequences, vocabulary), batches("train"), vocabulary.pieces)
+        return print_plan(model, schedule, count_tokens(sequences, vocabulary), batches, vocabulary.pieces)
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))

@@ -14,6 +14,7 @@ arXiv:2005.14165, section 2.3): that what follows an end token begins anew.
 
 import functools
 import os
+import sys
 
 # These must be set before the first import of Keras and TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -26,7 +27,7 @@ from common.data.dialogues import check_texts, is_dialogues, read_dialogues, sai
 from common.model.push_target import check_push_to
 from common.model.sizes import CausalSize, check_lora, check_model, check_vocabulary_size
 from common.run.command_line import parse, quiet_stderr, run, verbosity
-from common.run.options import LanguageModelOptions, set_defaults
+from common.run.options import LanguageModelOptions, set_learning_rate
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class Config(LanguageModelOptions):
     # peak for one replica; default: 0.64 / width, 5e-4 without muon; of a preset 1e-4, with LoRA 1e-3
     learning_rate: float | None = None
     warmup: float = 0.1  # fraction of all steps that are warm-up
-    optimizer: Literal["muon", "adamw", "lamb", "sgd"] = "muon"
+    optimizer: Literal["muon", "adamw", "sgd"] = "muon"
     weight_decay: float = 0.01  # not applied to biases and layer norms
     clip_norm: float = 1.0  # global norm to which the gradient is clipped, as GPT-3's; 0: no clipping
     dropout: float = 0.0  # GPT-2's is 0.1; with few epochs, a model learns more without
-    epochs: int | None = None  # default: 3, unless --minutes is given
+    epochs: int = 3
     push_to: str = ""  # hf://user/name: upload the model after each epoch, in the background; private, if new
     push_public: bool = False  # create that repository as public
 
@@ -60,7 +61,7 @@ class Config(LanguageModelOptions):
         check_vocabulary_size("roberta", self.vocabulary_size)
         check_texts(self.data, self.corpus, self.workdir)
         check_push_to(self.push_to, self.push_public)
-        set_defaults(self, self.preset)
+        set_learning_rate(self, self.preset)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
@@ -81,7 +82,6 @@ from common.model.causal_lm import make_causal_lm, make_preprocessor, pieces_of,
 from common.model.generate import print_continuations
 from common.model.publish import Publish
 from common.run.callbacks import FitCheckpoints, FitLog, Profile
-from common.run.minutes import choose_size, count_steps
 from common.run.plan import print_plan
 from common.run.results import report, training_results
 from common.run.runs import open_run
@@ -135,7 +135,6 @@ def train_and_evaluate(config: Config) -> dict:
     run = open_run("causal_lm", config, writes=("adapter", "model_card", "snapshots"))
     if run.results:
         return run.results
-    config = choose_size(config, run, strategy)
     run.configure_keras(config, model_width(config.preset, config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 
@@ -144,13 +143,13 @@ def train_and_evaluate(config: Config) -> dict:
     batches = functools.partial(causal_batches, config, data, scaled)
     steps = {split: data.steps(split, scaled.global_batch_size) for split in data.sizes()}
 
-    total_steps = count_steps(config, run, strategy, steps, functools.partial(build_model, config, data), batches)
+    total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
 
     with strategy.scope():
         model = build_model(config, data, schedule, total_steps)
     if config.dry_run:
-        return print_plan(model, schedule, data.count_tokens(), batches("train"), pieces_of(data.tokenizer), data.width)
+        return print_plan(model, schedule, data.count_tokens(), batches, pieces_of(data.tokenizer))
 
     checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every, only_trained=bool(config.lora_rank))
     log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))

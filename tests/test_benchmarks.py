@@ -14,7 +14,6 @@ from benchmarks import (
     causal,
     compare,
     fine_tuning,
-    memory,
     peers,
     quality,
     scaling,
@@ -80,7 +79,6 @@ def sample_results():
     names = [name for name, *_ in throughput.CONTENDERS]
     contenders = {name: row | {"tokens_per_second": [1e3 * i, 2e3 * i]} for i, name in enumerate(names, 1)}
     peaks = {"float32": 1e11, "bfloat16": 2e11}
-    memory_row = {"peak_mb": 900, "rest_mb": 500, "local_replicas": 2, "state_mb": 130.0, "activations_mb": 80.0}
     answer = {"steps": 10, "seconds": 1.0, "waited": 0.01, "seconds_on_one_batch": 0.9}
     curves = {quality.PUBLISHED: [(0.0, 9.0), (600.0, 7.0), (1200.0, 6.5)], quality.OURS: [(0.0, 9.0), (120.0, 6.4)]}
     options = {"rate": 1e-3, "dropout": 0.0, "own": {}, "steps": 9}
@@ -127,11 +125,6 @@ def sample_results():
                 }
             }
         },
-        "memory": {
-            "pieces": 30_522,
-            "rows": {"BERT-tiny": memory_row},
-            "workers": {"a worker of two": memory_row | {"peak_mb": 800}},
-        },
         "input": {
             "pipeline": {"sequences_per_second": [1000], "tokens_per_second": [128_000]},
             "waiting": {name: [answer] for name, _ in benchmarks.input.WAYS},
@@ -176,11 +169,6 @@ def test_the_readme_says_what_was_measured(name):
             "Validation loss by the dtype on the wire: 4.000 ± 1.414 with float32, 4.000 with bfloat16.",
         ],
         "peers": ["| `causal_lm` | 40 tokens/s: fit | 20 tokens/s: transformers, x | 2.00 x | 1.50 to 3.00 |"],
-        "memory": [
-            "BERT's vocabulary has 30,522 word pieces.",
-            "| BERT-tiny | 900 MiB | 200 MiB | 210 MiB | +5% |",
-            "| a worker of two | 800 MiB | 150 MiB | 210 MiB | +40% |",
-        ],
         "input": ["1,000 sequences/s", "| one device | 100.0 ms | 1.00 ms | 1.0% | +10.0% |"],
         "quality": ["ours reaches it after 120 s, 10.0 times faster"],
         "fine_tuning": [
@@ -372,7 +360,7 @@ def test_techniques_are_ranked_by_their_means_with_the_spread_over_seeds():
 
 
 def test_every_benchmark_has_its_options():
-    for module in (throughput, scaling, memory, benchmarks.input, quality, peers):
+    for module in (throughput, scaling, benchmarks.input, quality, peers):
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
         assert parser.parse_args([]).corpus == "docstrings"

@@ -27,7 +27,6 @@ from common.model.generate import causal_lm_for_generation, continuations, make_
 from common.model.sizes import dimensions
 from common.run import run_folder
 from common.run.callbacks import FitCheckpoints
-from common.run.plan import memory_of_a_replica, state_without_lora
 from keras_replicas.errors import UserError
 from keras_replicas.order import Scaled
 from recipes import causal_lm
@@ -178,23 +177,9 @@ def test_adapters_resume_on_the_weights_that_they_adapt(presets, small, tmp_path
         FitCheckpoints(tmp_path, model, 9, only_trained=True).restore()
 
 
-def test_a_lora_run_is_planned_with_and_without(presets, small, capsys):
-    folder, base = presets("GPT2")
-    assert train(small, preset=folder, model=None, lora_rank=2, dry_run=True) == {}
-    plan = capsys.readouterr().out
-    assert "without LoRA, all weights trained: 0 MiB" in plan and "its labels as «labels»:" in plan
-    with tf.distribute.get_strategy().scope():
-        config = causal_lm.Config(**small | {"preset": folder, "model": None, "lora_rank": 2})
-        model = causal_lm.build_model(config, causal_lm.make_datasets(config))
-        full = causal_lm.build_model(
-            causal_lm.Config(**small | {"preset": folder, "model": None}), causal_lm.make_datasets(config)
-        )
-    batch = next(iter(causal_lm.causal_batches(config, causal_lm.make_datasets(config), Scaled(8, 8), "train")))
-    counters = 8  # of the optimizer, and of dropout's seeds
-    for parts in (1, 2):
-        model.accumulate = full.accumulate = parts
-        assert state_without_lora(model) == pytest.approx(memory_of_a_replica(full, batch)[0], abs=4 * counters)
-    assert memory_of_a_replica(model, batch)[0] < 0.4 * state_without_lora(model)
+def test_a_dry_run_shows_labels(small, capsys):
+    assert train(small, dry_run=True) == {}
+    assert "its labels as «labels»:" in capsys.readouterr().out
 
 
 def test_a_row_is_all_documents_with_end_tokens_and_each_token_is_a_label_once(small, wikitext):

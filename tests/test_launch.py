@@ -219,23 +219,6 @@ def test_two_workers_compute_what_one_process_does(alone, tmp_path):
     assert (status, errors) == (0, "") and "40 steps" in output and not (tmp_path / "plan").exists()
 
 
-@pytest.mark.slow
-def test_two_workers_choose_the_same_steps_for_some_seconds_and_keep_them(tmp_path):
-    workdir = tmp_path / "run"
-    words = ("--workers", 2, "bert_mlm", *OPTIONS, "--minutes", 0.3, "--dropout", 0.1, "--workdir", workdir)
-    launcher = start("launch", *words)
-    wait_for(workdir / "steps.jsonl", 5)
-    launcher.send_signal(signal.SIGTERM)
-    assert finish(launcher)[0] == 143
-    chosen = json.loads((workdir / "config.json").read_text())["chosen_steps"]
-    for worker in range(2):
-        assert f"--minutes 0.3: {chosen:,} steps" in (workdir / f"logs/worker-{worker}.log").read_text()
-    status, output, errors = finish(start("launch", *words))
-    assert (status, errors) == (0, "") and "for compiling" not in output
-    assert [step["step"] for step in steps_of(workdir)] == list(range(1, chosen + 1))
-    assert results_of(workdir)["resumed_from_step"] >= 5
-
-
 @pytest.mark.long
 def test_a_run_on_two_workers_goes_on_with_one_and_with_four(alone, tmp_path):
     workdir = tmp_path / "run"

@@ -34,5 +34,5 @@ def test_a_warm_up_as_long_as_the_run_is_refused():
 
 def test_scaling_rules():
     assert [learning_rate_factor(rule, 4) for rule in ("linear", "sqrt", "none")] == [4, 2, 1]
-    assert [scaling_rule("auto", name) for name in ("adamw", "lamb", "sgd")] == ["sqrt", "sqrt", "linear"]
+    assert [scaling_rule("auto", name) for name in ("adamw", "muon", "sgd")] == ["sqrt", "sqrt", "linear"]
     assert [scaling_rule(rule, "adamw") for rule in ("linear", "sqrt", "none")] == ["linear", "sqrt", "none"]

@@ -90,11 +90,6 @@ class Answers:
         """The number of dialogues in each split, and of tokens in them."""
         return {split: (len(part.ids), int(part.lengths.sum())) for split, part in self.splits.items()}
 
-    @property
-    def width(self) -> int:
-        """The largest number of tokens that a model is given in a sequence of the training split."""
-        return self.splits["train"].ids.shape[1] - 1
-
     def steps(self, split: str, global_batch_size: int) -> int:
         """Steps in which every dialogue of a split is used once."""
         return steps_per_epoch(len(self.splits[split].ids), global_batch_size)

@@ -63,11 +63,6 @@ class PackedText:
         """The number of sequences in each split, and of labels in them."""
         return {split: (len(part), len(part) * (part.shape[1] - 1)) for split, part in self.sequences.items()}
 
-    @property
-    def width(self) -> int:
-        """The number of tokens in a sequence that a model is given."""
-        return self.sequences["train"].shape[1] - 1
-
     def steps(self, split: str, global_batch_size: int) -> int:
         """Steps in which every sequence of a split is used once."""
         return steps_per_epoch(len(self.sequences[split]), global_batch_size)

@@ -42,12 +42,8 @@ class ShardedText:
 
     def count_tokens(self) -> dict[str, tuple[int, int]]:
         """The number of sequences in each split, and of labels in them."""
-        return {split: (size, size * self.width) for split, size in self.sizes().items()}
-
-    @property
-    def width(self) -> int:
-        """The number of tokens in a sequence that a model is given."""
-        return self.shards.manifest["seq_length"] - 3
+        labels = self.shards.manifest["seq_length"] - 3
+        return {split: (size, size * labels) for split, size in self.sizes().items()}
 
     def steps(self, split: str, global_batch_size: int) -> int:
         """Steps in which every sequence of a split is used once."""

@@ -25,7 +25,7 @@ Where this repository is private, its owner runs `hf auth login` first.
 # Options that say how the model was trained. The others say where, which is private.
 OPTIONS = (
     *("architecture", "model", "lora_rank", "vocabulary_size", "seq_length", "mask_rate", "dropout", "epochs"),
-    *("minutes", "batch_size", "learning_rate", "lr_scaling", "warmup", "optimizer", "weight_decay", "clip_norm"),
+    *("batch_size", "learning_rate", "lr_scaling", "warmup", "optimizer", "weight_decay", "clip_norm"),
     *("precision", "seed"),
 )
 

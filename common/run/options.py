@@ -34,7 +34,7 @@ BOUNDS = {
     "vocabulary_size": (100, MOST),
 }
 SHARES = ("mask_rate", "dropout", "warmup")
-RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power", "minutes")
+RATES = ("learning_rate", "weight_decay", "clip_norm", "decay_power")
 
 # The options that people use first: `--help` lists those that a recipe has before its others, in this order.
 FIRST = (
@@ -49,7 +49,6 @@ FIRST = (
     "batch_size",
     "learning_rate",
     "epochs",
-    "minutes",
     "replicas",
     "overwrite",
     "dry_run",
@@ -93,23 +92,20 @@ class FitOptions(RunOptions):
 class LanguageModelOptions(FitOptions):
     """Options of recipes that train a language model."""
 
-    minutes: float | None = None  # time of training, by the speed measured: sets the steps, and --model if not given
-    dry_run: bool = False  # print the plan, train nothing, write nothing
+    dry_run: bool = False  # print the plan, and the memory of three steps; write nothing
 
 
-def set_defaults(config: Any, preset: str = "") -> None:
-    """Sets the options of a language model that were not given: `epochs` and `learning_rate`.
+def set_learning_rate(config: Any, preset: str = "") -> None:
+    """Sets a language model's `learning_rate` if it was not given.
 
     From a preset, the rate is small: a step that suits random weights would destroy a preset's. With Muon, it falls
-    with the model's width, as the best one did when measured; see docs/small-budget.md. It is left open while
-    `--minutes` has yet to choose the model. Adapters, which begin at zero, take a larger one.
+    with the model's width, as the best one did when measured; see docs/small-budget.md. Adapters, which begin at zero,
+    take a larger one.
     """
-    if config.epochs is None and not config.minutes:
-        object.__setattr__(config, "epochs", 3)  # the options are frozen
-    if config.learning_rate is None and (preset or config.model or not config.minutes):
+    if config.learning_rate is None:
         of_width = 0.64 / dimensions(config.model or "tiny")["hidden_dim"] if config.optimizer == "muon" else 5e-4
         of_preset = 1e-3 if getattr(config, "lora_rank", None) else 1e-4
-        object.__setattr__(config, "learning_rate", of_preset if preset else of_width)
+        object.__setattr__(config, "learning_rate", of_preset if preset else of_width)  # the options are frozen
 
 
 def step_range(text: str) -> range:
@@ -144,9 +140,6 @@ def _check(options: dict[str, Any]) -> None:
     for name in RATES:
         value = options.get(name)
         _require(value is None or (math.isfinite(value) and value >= 0), options, name, "a finite number, 0 or more")
-    _require(options.get("minutes") != 0, options, "minutes", "above 0")
-    if options.get("minutes") and (options["max_steps"] or options.get("epochs")):
-        raise UserError("--minutes chooses the steps: leave out --epochs and --max-steps, or --minutes")
     step_range(options.get("profile_steps", ""))
     check_accumulate(options.get("accumulate", 1), options["batch_size"])
     for name in ("workdir", "corpus"):

@@ -89,8 +89,7 @@ def report(results: dict[str, Any]) -> str:
         else:
             rows.append((name, "no such split, or no labels in it"))
     if no_better(results):
-        longer = "--minutes" if results["config"].get("minutes") else "--epochs"
-        advice = f"try a third of the --learning-rate, or more {longer}"
+        advice = "try a third of the --learning-rate, or more --epochs"
         rows.append(("warning", f"the model does not beat its baseline on the validation split: {advice}"))
     rows.append(("work directory", results["config"]["workdir"]))
     width = max(20, *(len(name) for name, _ in rows))

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-OptimizerName = Literal["adamw", "muon", "lamb", "sgd"]
+OptimizerName = Literal["adamw", "muon", "sgd"]
 HEADS = ["logits", "mlm_head"]  # in the paths of the output layers of KerasHub's tasks
 STACK = 2**23  # about how many numbers a stack of kernels has; a step takes several times its memory
 
@@ -22,14 +22,13 @@ def make_optimizer(
     """An optimizer whose weight decay spares biases and norms. Call it inside the strategy's scope.
 
     AdamW has RoBERTa's beta_2 and epsilon (Liu et al. 2019, arXiv:1907.11692), stable at high rates; Muon trains the
-    kernels of hidden layers as whole matrices, and the rest with that AdamW (Jordan et al. 2024); LAMB is as in its
-    paper (You et al. 2019, arXiv:1904.00962), made for batches of thousands of sequences; SGD has a momentum of 0.9.
+    kernels of hidden layers as whole matrices, and the rest with that AdamW (Jordan et al. 2024); SGD has a momentum
+    of 0.9.
 
     Args:
         name: which one.
         schedule: a schedule of the learning rate, or a number.
-        weight_decay: fraction of each weight that a step subtracts, times the learning rate; LAMB's is within the
-            trust ratio.
+        weight_decay: fraction of each weight that a step subtracts, times the learning rate.
         clip_norm: global norm to which the gradient is clipped; 0 for none.
     """
     clip = {"global_clipnorm": clip_norm or None}
@@ -40,8 +39,6 @@ def make_optimizer(
             # What AdamW trains, embeddings above all, learns with lower rates than Muon's kernels.
             adam = {"adam_lr_ratio": 0.4, "adam_weight_decay": weight_decay, "adam_beta_2": 0.98, "epsilon": 1e-6}
             optimizer = Muon(schedule, weight_decay=weight_decay, exclude_layers=HEADS, **adam, **clip)
-        case "lamb":
-            optimizer = Lamb(schedule, weight_decay=weight_decay, epsilon=1e-6, **clip)
         case "sgd":
             optimizer = keras.optimizers.SGD(schedule, weight_decay=weight_decay, momentum=0.9, **clip)
     optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
@@ -128,35 +125,6 @@ def matrix_axes(shape: Sequence[int]) -> list[int]:
     """
     axes = [1, 0, 2] if len(shape) == 3 and shape[0] == max(shape) else list(range(len(shape)))
     return [*axes[:-2], *sorted(axes[-2:], key=lambda axis: (shape[axis], axis))]
-
-
-class Lamb(keras.optimizers.Lamb):
-    """LAMB as in You et al. 2019, arXiv:1904.00962, Algorithm 2, with the identity for phi.
-
-    Adam's step r and the decay add up to r + decay * x, which the trust ratio |x| / |r + decay * x| scales to the
-    weights' own length, times the learning rate; it is 1 where either norm is 0. Keras decays outside the ratio.
-    Variables that are spared weight decay, biases and norms, have no trust ratio, as in the authors' code; Keras gives
-    them one.
-    """
-
-    def _apply_weight_decay(self, variables):
-        pass  # update_step does it
-
-    def update_step(self, gradient, variable, learning_rate):
-        """See Keras; `variable` is one replica's copy."""
-        index = self._get_variable_index(variable)
-        mean, square = self._momentums[index], self._velocities[index]
-        gradient = tf.cast(gradient, variable.dtype)
-        self.assign_add(mean, (gradient - mean) * (1 - self.beta_1))
-        self.assign_add(square, (gradient**2 - square) * (1 - self.beta_2))
-        step = tf.cast(self.iterations + 1, variable.dtype)
-        update = mean / (1 - self.beta_1**step) / (tf.sqrt(square / (1 - self.beta_2**step)) + self.epsilon)
-        rate = tf.cast(learning_rate, variable.dtype)
-        if self._use_weight_decay(variable):
-            update += variable * self.weight_decay
-            norm, update_norm = tf.norm(variable), tf.norm(update)
-            rate *= tf.where(norm * update_norm > 0, tf.math.divide_no_nan(norm, update_norm), 1.0)
-        self.assign_sub(variable, rate * update)
 
 
 def _adam_step(optimizer, gradient, variable, learning_rate, mean, square, beta_1, beta_2) -> None:

@@ -7,9 +7,9 @@ The learning rate follows one of these rules:
 - `linear`, times N: Goyal et al. 2017, arXiv:1706.02677. For SGD, with a warm-up: one step of N times the examples
   replaces N small ones and, with N times the rate, goes as far.
 - `sqrt`, times the square root of N: Krizhevsky 2014, arXiv:1404.5997; derived for Adam by Malladi et al. 2022,
-  arXiv:2205.10287; used with LAMB by You et al. 2019, arXiv:1904.00962. Adam divides by the gradient's size, which is
-  mostly noise; N times the examples make that √N times smaller, so that a step at the same rate already goes √N times
-  as far along the mean gradient, and √N times the rate does the rest.
+  arXiv:2205.10287. Adam divides by the gradient's size, which is mostly noise; N times the examples make that √N times
+  smaller, so that a step at the same rate already goes √N times as far along the mean gradient, and √N times the rate
+  does the rest.
 - `none`: as given.
 """
 
