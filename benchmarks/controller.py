@@ -31,7 +31,7 @@ from common.run.controller import Controller
 from common.run.step_log import StepLog
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
-from keras_replicas.order import Scaled
+from common.training.scaling import Scaled
 from keras_replicas.strategy import distribute, make_strategy
 from recipes.glue_controller import Config, GlueTrainer, build_model
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from benchmarks.clock import WARM, Clock
 from benchmarks.machine import peak_memory_mb
 from common.model.saving import save_task
-from keras_replicas.order import Scaled
+from common.training.scaling import Scaled
 from keras_replicas.strategy import distribute, make_strategy
 from recipes.causal_lm import Config, build_model, causal_batches, make_datasets
 

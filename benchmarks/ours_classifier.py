@@ -14,7 +14,7 @@ from benchmarks.clock import WARM, Clock
 from benchmarks.ours import FOR_EVER
 from benchmarks.text import temporary_folder
 from common.data.text_batches import EncodedTexts
-from keras_replicas.order import Scaled
+from common.training.scaling import Scaled
 from keras_replicas.strategy import distribute, make_strategy
 from recipes.text_classifier import Config, build_model, make_datasets, train_and_evaluate
 

@@ -9,7 +9,7 @@ import keras
 
 from benchmarks.clock import WARM, Clock
 from benchmarks.ours import AS_OTHERS, FOR_EVER, fit
-from keras_replicas.order import Scaled
+from common.training.scaling import Scaled
 from keras_replicas.strategy import make_strategy
 from recipes.bert_from_scratch import Config, build_model, make_datasets, masked_batches
 

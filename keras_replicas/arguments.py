@@ -48,7 +48,7 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     shuffle, steps = given.pop("shuffle", True), given.get("steps_per_epoch")
     batches = begins_anywhere(**data, steps=steps, shuffle=shuffle, seed=seeds["data"])
     _check_same(batches)
-    steps, epochs = len(batches), given.get("epochs", 1)
+    steps, epochs = steps or len(batches), given.get("epochs", 1)
     callbacks.set_params(callbacks.params | {"steps": steps})
     step, last = given.get("initial_epoch", 0) * steps, None
     if checkpoints:
@@ -92,7 +92,7 @@ def with_divided_data(model: Any, given: Arguments) -> Arguments:
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
     batches = begins_anywhere(**data, steps=given.get("steps"))
     _check_same(batches)
-    return given | {"x": distribute(model.distribute_strategy, batches), "steps": len(batches)}
+    return given | {"x": distribute(model.distribute_strategy, batches), "steps": given.get("steps") or len(batches)}
 
 
 def _is_divided_by_us(x: Any) -> bool:

@@ -95,7 +95,9 @@ class Batches:
 
     def fingerprint(self) -> dict[str, Any]:
         """Facts that must be the same on all workers."""
-        ends = [array[end] for array in ([] if self._arrays is None else tf.nest.flatten(self._arrays)) for end in (0, -1)]
+        ends = [
+            array[end] for array in ([] if self._arrays is None else tf.nest.flatten(self._arrays)) for end in (0, -1)
+        ]
         return {"rows": self.size, "checksum of the first and the last row": checksum(ends)}
 
 

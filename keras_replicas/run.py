@@ -85,9 +85,7 @@ def open_run(
     tokens = workers.exchange({"token": lock.read_text() if lock.is_file() else None})
     for index, theirs in enumerate(tokens):
         if theirs != tokens[0]:
-            raise UserError(
-                f"worker {index} does not see the chief's folder {folder}: use a shared file system"
-            )
+            raise UserError(f"worker {index} does not see the chief's folder {folder}: use a shared file system")
     return run or look_at(folder, dict(options), free)
 
 

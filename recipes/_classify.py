@@ -19,8 +19,8 @@ from common.data.text_batches import EncodedTexts
 from common.model.backbones import from_preset
 from common.model.huggingface import one_line
 from common.scores.classification import predict_outputs
-from keras_replicas.errors import UserError
-from keras_replicas.order import Scaled
+from common.training.scaling import Scaled
+from keras_replicas import UserError
 
 BATCH_SIZE = 32
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 ROOT = Path(__file__).parent.parent
 TEST = ROOT / "recipes/_copied_test.py"

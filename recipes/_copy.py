@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from common.files import UNFINISHED, flush, read_json, remove_unfinished, write_json
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 from recipes._contents import FRAGMENT, REQUIREMENTS, ROOT, contents, imports, project, recipe_path, recipes
 from recipes._merge import MARKER, Changes, Copied, compare, describe, difference, in_the_way, read, where
 

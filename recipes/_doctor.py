@@ -27,7 +27,7 @@ from typing import Any
 
 from common.data.roles import role_pairs
 from common.files import finite
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 from keras_replicas.gpus import gpu_names, gpu_shares
 from recipes._compare import board_difference, differences, last_loss, relative, steps_of
 
@@ -170,7 +170,7 @@ def set_up() -> None:
     """Initializes a process of the pool."""
     import tensorflow as tf
 
-    from keras_replicas.strategy import make_strategy
+    from keras_replicas import make_strategy
 
     tf.get_logger().setLevel("ERROR")  # else it warns of the many small models that are traced
     make_strategy(most_replicas())  # so that fewer can be asked for later

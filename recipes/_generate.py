@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from common.model.generate import causal_lm_for_generation, continuations, make_sampler
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 MOST = 2**31 - 1  # the largest seed that KerasHub's samplers take
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 from recipes._contents import Files
 
 MARKER = b"<<<<<<< yours\n"

@@ -75,23 +75,24 @@ from common.data.masking import EVALUATION_RATE, MaskingRule, mask_seeds, mask_t
 from common.data.shard_reader import decode_sequences, read_shards, steps_in_shards
 from common.data.shard_writer import OPTIONS, make_shards
 from common.data.shards import Shards, open_shards
+from common.data.stream import Stream, one_epoch
 from common.model.backbones import model_width
 from common.model.fill_mask import print_filled_masks
 from common.model.masked_card import MASKED, masked_card
 from common.model.masked_lm import masked_lm_from_size
 from common.model.publish import Publish
 from common.model.saving import save_preset
-from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.callbacks import FitLog, Profile
 from common.run.plan import print_plan
 from common.run.results import report, training_results
-from common.run.runs import open_run
+from common.run.runs import RecipeRun
 from common.run.speed import model_flops
 from common.scores.language_model import language_model_scores
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
+from common.training.scaling import Scaled
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas.order import Scaled
-from keras_replicas.strategy import distribute, make_strategy
+from keras_replicas import Checkpoints, data_parallel, make_strategy
 from keras_replicas.workers import chief_alone
 
 
@@ -106,10 +107,8 @@ def make_datasets(config: Config) -> Shards:
     return open_shards(folder)
 
 
-def masked_batches(
-    config: Config, shards: Shards, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
-) -> tf.data.Dataset:
-    """One reader's batches (x, y, sample_weight), of a replica's size: a pure function of the seed and the step."""
+def masked_batches(config: Config, shards: Shards, split: str, scaled: Scaled) -> Stream:
+    """A split's batches (x, y, sample_weight), for `fit`."""
     training, rule = split == "train", MaskingRule.of(shards.vocabulary)
     epochs, seed = (tf.int64.max, config.seed) if training else (1, None)
 
@@ -118,24 +117,26 @@ def masked_batches(
         rate = config.mask_rate if training else EVALUATION_RATE
         return mask_tokens(ids, mask_seeds(config.seed, epochs if training else None, examples), rule, rate)
 
-    sequences = read_shards(shards, split, scaled.global_batch_size, epochs, seed, first_step, num_shards, shard)
-    return sequences.batch(scaled.batch_size, drop_remainder=True).map(make_batch, num_parallel_calls=2).prefetch(8)
+    def from_step(step, num_readers, reader):
+        sequences = read_shards(shards, split, scaled.global_batch_size, epochs, seed, step, num_readers, reader)
+        return sequences.batch(scaled.batch_size, drop_remainder=True).map(make_batch, num_parallel_calls=2).prefetch(8)
+
+    return Stream(from_step, steps_in_shards(shards.files(split), scaled.global_batch_size))
 
 
-def build_model(config: Config, vocabulary: Vocabulary, schedule=0.0, last_step: int | None = None) -> keras.Model:
-    """A compiled `BertMaskedLM` or `RobertaMaskedLM`, trained up to `last_step`. Call it in the strategy's scope."""
+def build_model(config: Config, vocabulary: Vocabulary, schedule=0.0) -> keras.Model:
+    """A compiled `BertMaskedLM` or `RobertaMaskedLM`. Call it inside the strategy's scope."""
     model = masked_lm_from_size(config.model or "tiny", vocabulary, config.dropout, config.seq_length)
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay, config.clip_norm)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
     model.compile(optimizer, loss, jit_compile=config.jit, steps_per_execution=config.steps_per_execution)
-    model.accumulate, model.wire, model.last_step = config.accumulate, config.wire, last_step
-    return model
+    return data_parallel(model, accumulate=config.accumulate)
 
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, config.deterministic)
-    run = open_run("bert_from_scratch", config, writes=("model_card", "tokens", "data", "snapshots"))
+    run = RecipeRun("bert_from_scratch", config)
     if run.results:
         return run.results
     run.configure_keras(config, model_width("", config.model or "tiny"))
@@ -143,35 +144,35 @@ def train_and_evaluate(config: Config) -> dict:
 
     shards = make_datasets(config)
     run.check_data(shards.sizes(), shards.checksums())
-    batches = functools.partial(masked_batches, config, shards, scaled)
-    steps = {split: steps_in_shards(shards.files(split), scaled.global_batch_size) for split in shards.sizes()}
-    total = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
+    batches = {split: masked_batches(config, shards, split, scaled) for split in shards.sizes()}
+    train = batches.pop("train")
+    total = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total), total, config.decay_power)
 
     with strategy.scope():
-        model = build_model(config, shards.vocabulary, schedule, total)
+        model = build_model(config, shards.vocabulary, schedule)
     if config.dry_run:
-        return print_plan(model, schedule, shards.count_tokens(), batches, shards.vocabulary.pieces)
+        return print_plan(model, schedule, shards.count_tokens(), train, total, shards.vocabulary.pieces)
 
-    checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
-    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))
+    options = {"every": config.checkpoint_every, "max_steps": total}
+    checkpoints = Checkpoints(run.workdir / "checkpoints", exit_on_sigterm=True, **options)
+    log = FitLog(run.workdir, len(train), total, asdict(config), model_flops(model, config))
     save = functools.partial(save_preset, model, shards.vocabulary, config.seq_length)
 
     with Publish(config.push_to, config.push_public, run.workdir, save, MASKED) as publish:
         model.fit(
-            distribute(strategy, batches, "train", log.step),
-            epochs=-(-total // steps["train"]),
-            steps_per_epoch=steps["train"],
-            validation_data=distribute(strategy, batches, "validation"),
-            validation_steps=steps["validation"],
+            train,
+            epochs=config.epochs,
+            validation_data=batches["validation"],
             callbacks=[log, Profile(run.workdir, config.profile_steps), publish, checkpoints],
             verbose=verbosity(),  # a bar on a terminal and in a notebook, one line per epoch in a log file
         )
 
         results = training_results("bert_from_scratch", config, strategy, scaled.global_batch_size, log)
-        for part in [split for split in steps if split != "train"]:
-            scores = model.evaluate(distribute(strategy, batches, part), steps=steps[part], verbose=0, return_dict=True)
-            results |= language_model_scores(part, scores, batches(part), shards.token_counts(), shards.vocabulary)
+        for split, part in batches.items():
+            scores = model.evaluate(part, verbose=0, return_dict=True)
+            targets = one_epoch(part, strategy.num_replicas_in_sync)
+            results |= language_model_scores(split, scores, targets, shards.token_counts(), shards.vocabulary)
 
         save(run.workdir / "preset", card=masked_card(results))
         return run.finish(results)

@@ -11,7 +11,6 @@ Text becomes word pieces in sequences of one length; 30 % are masked, anew in ev
 predict them. Each replica takes an equal part of every batch, and a step applies the summed gradients.
 """
 
-import functools
 import os
 import sys
 
@@ -68,22 +67,22 @@ from common.data.byte_pairs import Vocabulary
 from common.data.corpora import open_corpus
 from common.data.masking import EVALUATION_RATE, MaskingRule, mask_seeds, mask_tokens
 from common.data.packing import checksums, count_tokens, make_all_sequences, read_sequences
+from common.data.stream import one_epoch
 from common.data.wordpiece import load_wordpieces, train_wordpieces
 from common.model.backbones import model_width
 from common.model.fill_mask import print_filled_masks
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_vocabulary
 from common.model.saving import save_preset
-from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.callbacks import FitLog, Profile
 from common.run.plan import print_plan
 from common.run.results import report, training_results
-from common.run.runs import open_run
+from common.run.runs import RecipeRun
 from common.run.speed import model_flops
 from common.scores.language_model import count_ids, language_model_scores
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas.order import Scaled, locate, steps_per_epoch
-from keras_replicas.strategy import distribute, make_strategy
+from keras_replicas import Batches, Checkpoints, data_parallel, make_strategy
 
 
 def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:
@@ -99,26 +98,20 @@ def make_datasets(config: Config) -> tuple[Vocabulary, dict[str, tf.Tensor]]:
 
 
 def masked_batches(
-    config: Config, vocabulary, sequences, scaled: Scaled, split, first_step=0, num_shards=1, shard=0
-) -> tf.data.Dataset:
-    """One shard's batches (x, y, sample_weight), of a replica's size each: a pure function of the seed and the step."""
-    rule = MaskingRule.of(vocabulary)
-    examples, training = len(sequences[split]), split == "train"
-    global_batch = scaled.global_batch_size
-    end = tf.int64.max if training else steps_per_epoch(examples, global_batch) * global_batch
+    config: Config, vocabulary: Vocabulary, sequences: dict[str, tf.Tensor], split: str, batch_size: int
+):
+    """A split's batches (x, y, sample_weight), for `fit`; `batch_size` is of all replicas together."""
+    rule, training = MaskingRule.of(vocabulary), split == "train"
 
-    def make_batch(positions):
-        epochs, numbers = locate(positions, examples, global_batch, config.seed if training else None)
+    def make_batch(epochs, numbers):
         ids = read_sequences(sequences[split], numbers, rule.pad_id, trim=config.pack == "none")
         rate = config.mask_rate if training else EVALUATION_RATE
         return mask_tokens(ids, mask_seeds(config.seed, epochs if training else None, numbers), rule, rate)
 
-    positions = tf.data.Dataset.range(first_step * global_batch, end)
-    positions = positions.shard(num_shards, shard).batch(scaled.batch_size, drop_remainder=True)
-    return positions.map(make_batch, num_parallel_calls=2).prefetch(8)
+    return Batches(make_batch, batch_size, size=len(sequences[split]), shuffle=training, seed=config.seed)
 
 
-def build_model(config: Config, vocabulary: Vocabulary, schedule=0.0, last_step: int | None = None) -> keras.Model:
+def build_model(config: Config, vocabulary: Vocabulary, schedule=0.0) -> keras.Model:
     """A compiled `BertMaskedLM`, which `fit` trains up to `last_step`. Call it inside the strategy's scope."""
     if config.preset:
         model = masked_lm_from_preset(config.preset, config.dropout)
@@ -127,14 +120,13 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule=0.0, last_step:
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay, config.clip_norm)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
     model.compile(optimizer, loss, jit_compile=config.jit, steps_per_execution=config.steps_per_execution)
-    model.accumulate, model.wire, model.last_step = config.accumulate, config.wire, last_step
-    return model
+    return data_parallel(model, accumulate=config.accumulate)
 
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, config.deterministic)
-    run = open_run("bert_mlm", config)
+    run = RecipeRun("bert_mlm", config)
     if run.results:
         return run.results
     run.configure_keras(config, model_width(config.preset, config.model or "tiny"))
@@ -142,35 +134,37 @@ def train_and_evaluate(config: Config) -> dict:
 
     vocabulary, sequences = make_datasets(config)
     run.check_data({split: len(part) for split, part in sequences.items()}, checksums(sequences))
-    batches = functools.partial(masked_batches, config, vocabulary, sequences, scaled)
-    steps = {split: steps_per_epoch(len(part), scaled.global_batch_size) for split, part in sequences.items()}
+    batches = {
+        part: masked_batches(config, vocabulary, sequences, part, scaled.global_batch_size) for part in sequences
+    }
+    train = batches.pop("train")
 
-    total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
+    total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
 
     with strategy.scope():
-        model = build_model(config, vocabulary, schedule, total_steps)
+        model = build_model(config, vocabulary, schedule)
     if config.dry_run:
-        return print_plan(model, schedule, count_tokens(sequences, vocabulary), batches, vocabulary.pieces)
+        return print_plan(model, schedule, count_tokens(sequences, vocabulary), train, total_steps, vocabulary.pieces)
 
-    checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
-    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))
+    options = {"every": config.checkpoint_every, "max_steps": total_steps}
+    checkpoints = Checkpoints(run.workdir / "checkpoints", exit_on_sigterm=True, **options)
+    log = FitLog(run.workdir, len(train), total_steps, asdict(config), model_flops(model, config))
 
     model.fit(
-        distribute(strategy, batches, "train", log.step),
-        epochs=-(-total_steps // steps["train"]),
-        steps_per_epoch=steps["train"],
-        validation_data=distribute(strategy, batches, "validation"),
-        validation_steps=steps["validation"],
+        train,
+        epochs=config.epochs,
+        validation_data=batches["validation"],
         callbacks=[log, Profile(run.workdir, config.profile_steps), checkpoints],
         verbose=verbosity(),  # a bar on a terminal and in a notebook, one line per epoch in a log file
     )
 
     results = training_results("bert_mlm", config, strategy, scaled.global_batch_size, log)
-    for split in [split for split in sequences if split != "train"]:
-        scores = model.evaluate(distribute(strategy, batches, split), steps=steps[split], verbose=0, return_dict=True)
-        counts = count_ids(sequences["train"], vocabulary)
-        results |= language_model_scores(split, scores, batches(split), counts, vocabulary)
+    counts = count_ids(sequences["train"], vocabulary)
+    for split, part in batches.items():
+        scores = model.evaluate(part, verbose=0, return_dict=True)
+        targets = one_epoch(part, strategy.num_replicas_in_sync)
+        results |= language_model_scores(split, scores, targets, counts, vocabulary)
 
     save_preset(model, vocabulary, config.seq_length, run.workdir / "preset")
     return run.finish(results)

@@ -76,23 +76,24 @@ from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import open_corpus
 from common.data.packed_text import PackedText
 from common.data.sharded_text import ShardedText, find_text_shards
+from common.data.stream import Stream, one_epoch
 from common.model.backbones import model_width
 from common.model.causal_card import CAUSAL, causal_card
 from common.model.causal_lm import make_causal_lm, make_preprocessor, pieces_of, save_causal_lm
 from common.model.generate import print_continuations
 from common.model.publish import Publish
-from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.callbacks import FitLog, Profile
 from common.run.plan import print_plan
 from common.run.results import report, training_results
-from common.run.runs import open_run
+from common.run.runs import RecipeRun
 from common.run.samples import Samples
 from common.run.speed import model_flops
 from common.scores.causal import causal_scores, count_pairs
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
+from common.training.scaling import Scaled
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas.order import Scaled
-from keras_replicas.strategy import distribute, make_strategy
+from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
 def make_datasets(config: Config) -> PackedText | ShardedText | Answers:
@@ -107,32 +108,34 @@ def make_datasets(config: Config) -> PackedText | ShardedText | Answers:
     return Answers.of(dialogues, preprocessor, config.jit) if config.data else PackedText.of(corpus, preprocessor)
 
 
-def causal_batches(config: Config, data, scaled: Scaled, split, first_step=0, num_shards=1, shard=0) -> tf.data.Dataset:
-    """One shard's batches (x, y, sample_weight), of a replica's size each: a pure function of the seed and the step."""
+def causal_batches(config: Config, data, split: str, scaled: Scaled) -> Stream:
+    """A split's batches (x, y, sample_weight), for `fit`."""
 
     def shift(ids, is_token, is_label):  # by one: the label of each token is the next one
         x = {"token_ids": ids[:, :-1], "padding_mask": tf.cast(is_token[:, :-1], tf.int32)}
         return x, ids[:, 1:], tf.cast(is_label[:, 1:], tf.float32)
 
-    order = config.seed if split == "train" else None, first_step
-    return data.rows(split, scaled, *order, num_shards, shard).map(shift).prefetch(8)
+    def from_step(step, num_shards, shard):
+        seed = config.seed if split == "train" else None
+        return data.rows(split, scaled, seed, step, num_shards, shard).map(shift).prefetch(8)
+
+    return Stream(from_step, data.steps(split, scaled.global_batch_size))
 
 
-def build_model(config: Config, data, schedule=0.0, last_step: int | None = None) -> keras.Model:
+def build_model(config: Config, data, schedule=0.0) -> keras.Model:
     """A compiled `CausalLM`, which `fit` trains up to `last_step`. Call it inside the strategy's scope."""
     size = config.model or "tiny"
     model = make_causal_lm(config.preset, size, data.preprocessor, config.dropout, config.lora_rank)
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay, config.clip_norm)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
     model.compile(optimizer, loss, jit_compile=config.jit, steps_per_execution=config.steps_per_execution)
-    model.accumulate, model.wire, model.last_step = config.accumulate, config.wire, last_step
-    return model
+    return data_parallel(model, accumulate=config.accumulate)
 
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, config.deterministic)
-    run = open_run("causal_lm", config, writes=("adapter", "model_card", "snapshots"))
+    run = RecipeRun("causal_lm", config)
     if run.results:
         return run.results
     run.configure_keras(config, model_width(config.preset, config.model or "tiny"))
@@ -140,37 +143,36 @@ def train_and_evaluate(config: Config) -> dict:
 
     data = make_datasets(config)
     run.check_data(data.sizes(), data.checksums())
-    batches = functools.partial(causal_batches, config, data, scaled)
-    steps = {split: data.steps(split, scaled.global_batch_size) for split in data.sizes()}
+    batches = {split: causal_batches(config, data, split, scaled) for split in data.sizes()}
+    train, replicas = batches.pop("train"), strategy.num_replicas_in_sync
 
-    total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
+    total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
 
     with strategy.scope():
-        model = build_model(config, data, schedule, total_steps)
+        model = build_model(config, data, schedule)
     if config.dry_run:
-        return print_plan(model, schedule, data.count_tokens(), batches, pieces_of(data.tokenizer))
+        return print_plan(model, schedule, data.count_tokens(), train, total_steps, pieces_of(data.tokenizer))
 
-    checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every, only_trained=bool(config.lora_rank))
-    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))
+    options = {"every": config.checkpoint_every, "max_steps": total_steps, "trained_only": bool(config.lora_rank)}
+    checkpoints = Checkpoints(run.workdir / "checkpoints", exit_on_sigterm=True, **options)
+    log = FitLog(run.workdir, len(train), total_steps, asdict(config), model_flops(model, config))
     save = functools.partial(save_causal_lm, model, config.preset, run.workdir / "adapter")
 
     with Publish(config.push_to, config.push_public, run.workdir, save, CAUSAL) as publish:
         model.fit(
-            distribute(strategy, batches, "train", log.step),
-            epochs=-(-total_steps // steps["train"]),
-            steps_per_epoch=steps["train"],
-            validation_data=distribute(strategy, batches, "validation"),
-            validation_steps=steps["validation"],
+            train,
+            epochs=config.epochs,
+            validation_data=batches["validation"],
             callbacks=[log, Samples(log, data), Profile(run.workdir, config.profile_steps), publish, checkpoints],
             verbose=verbosity(),  # a bar on a terminal and in a notebook, one line per epoch in a log file
         )
 
         results = training_results("causal_lm", config, strategy, scaled.global_batch_size, log)
-        pairs = count_pairs(batches("train"), steps["train"] * strategy.num_replicas_in_sync, data.tokenizer)
-        for part in [split for split in steps if split != "train"]:
-            scores = model.evaluate(distribute(strategy, batches, part), steps=steps[part], verbose=0, return_dict=True)
-            results |= causal_scores(part, scores, batches(part), pairs, data.tokenizer)
+        pairs = count_pairs(one_epoch(train, replicas), len(train) * replicas, data.tokenizer)
+        for split, part in batches.items():
+            scores = model.evaluate(part, verbose=0, return_dict=True)
+            results |= causal_scores(split, scores, one_epoch(part, replicas), pairs, data.tokenizer)
         results["prompts"] = data.prompts()
 
         save(run.workdir / "preset", card=causal_card(results))

@@ -41,25 +41,25 @@ with quiet_stderr():
     import numpy as np
     import tensorflow as tf
 
+from common.run.checkpoints import Checkpoints
+
 from common.data.glue import open_examples
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import train_wordpieces
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run.best import when_best
-from common.run.checkpoints import Checkpoints
 from common.run.controller import Controller, Evaluator, Trainer
 from common.run.results import report, training_results
-from common.run.runs import open_run
+from common.run.runs import RecipeRun
 from common.run.speed import model_flops
-from common.run.step_log import StepLog
+from common.run.step_log import RunLog
 from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
 from common.training.explicit_step import batch_sums, means_of, noise_of_step
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas.replicas import first_replica, gather_over_replicas, sum_over_replicas
-from keras_replicas.strategy import distribute, make_strategy
+from keras_replicas import distribute, first_replica, gather_over_replicas, make_strategy, sum_over_replicas
 
 
 def make_datasets(config: Config) -> EncodedTexts:
@@ -82,7 +82,7 @@ def build_model(config: Config, data: EncodedTexts, schedule) -> keras.Model:
 class GlueTrainer(Trainer):
     """A step: the gradient of the batch's mean loss, over all replicas, is applied."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, model: keras.Model, dataset, log: StepLog):
+    def __init__(self, strategy: tf.distribute.Strategy, model: keras.Model, dataset, log: RunLog):
         super().__init__(dataset)
         self.strategy, self.model, self.log = strategy, model, log
 
@@ -112,7 +112,7 @@ class GlueEvaluator(Evaluator):
 
     def __init__(self, strategy, model: keras.Model, data: EncodedTexts, split: str, scaled):
         steps = data.steps(split, scaled)
-        super().__init__(distribute(strategy, data.batches, split, scaled, range(steps)), steps)
+        super().__init__(distribute(strategy, data.stream(split, scaled, labelled=False)), steps)
         self.strategy, self.model, self.data, self.split = strategy, model, data, split
 
     def eval_step(self, iterator):
@@ -132,7 +132,7 @@ class GlueEvaluator(Evaluator):
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
     strategy = make_strategy(config.replicas, config.deterministic)
-    run = open_run("glue_controller", config, writes=("best", "predictions"))
+    run = RecipeRun("glue_controller", config)
     if run.results:
         return run.results
     run.configure_keras(config, width := model_width(config.preset, config.model or "tiny"))
@@ -148,11 +148,13 @@ def train_and_evaluate(config: Config) -> dict:
     with strategy.scope():
         model = build_model(config, data, schedule)
 
-    checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=model.optimizer)
-    log = StepLog(run.workdir, steps, checkpoints.restore(), model_flops(model, config))
+    saved = {"model": model, "optimizer": model.optimizer}
+    checkpoints = Checkpoints(run.workdir / "checkpoints", every=config.checkpoint_every, **saved)
+    log = RunLog(run.workdir, steps, model_flops(model, config))
+    log.begin(checkpoints.restore())
     log.announce(model, total_steps)
 
-    batches = distribute(strategy, data.labelled_batches, "train", scaled, range(log.step, total_steps), config.seed)
+    batches = distribute(strategy, data.stream("train", scaled, config.seed), log.step)
     evaluators = {part: GlueEvaluator(strategy, model, data, part, scaled) for part in data.sizes() if part != "train"}
     save, metric = functools.partial(save_classifier, model, data), f"val_{data.texts.metrics[0]}"
     controller = Controller(
@@ -162,7 +164,7 @@ def train_and_evaluate(config: Config) -> dict:
         global_step=log.step,
         checkpoint_manager=checkpoints,
         summary_dir=run.workdir / "tensorboard",
-        eval_actions=[when_best(metric, lambda *_: save(run.workdir / "best"), run.workdir, log.step)],
+        eval_actions=[when_best(metric, lambda *_: save(run.workdir / "best"), run.workdir)],
     )
     controller.train_and_evaluate(total_steps, eval_interval=steps)
 

@@ -41,6 +41,7 @@ with quiet_stderr():
     import numpy as np
     import tensorflow as tf
 
+from common.run.checkpoints import Checkpoints
 from tqdm import tqdm
 
 from common.data.glue import open_examples
@@ -49,19 +50,17 @@ from common.data.wordpiece import train_wordpieces
 from common.devices.parameter_server import asynchronous_steps, parameter_server_strategy
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.run.checkpoints import Checkpoints
 from common.run.results import report, training_results
-from common.run.runs import open_run
+from common.run.runs import RecipeRun
 from common.run.speed import model_flops
-from common.run.step_log import StepLog, open_board
+from common.run.step_log import RunLog, open_board
 from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
 from common.training.explicit_step import batch_sums, means_of, noise_of_step
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
+from keras_replicas import distribute, first_replica, gather_over_replicas, make_strategy, sum_over_replicas
 from keras_replicas.cluster import has_parameter_servers
-from keras_replicas.replicas import first_replica, gather_over_replicas, sum_over_replicas
-from keras_replicas.strategy import distribute, make_strategy
 
 
 def make_datasets(config: Config) -> EncodedTexts:
@@ -87,7 +86,7 @@ def train_and_evaluate(config: Config) -> dict:
     make = parameter_server_strategy if asynchronous else make_strategy
     strategy = make(config.replicas, config.deterministic)  # (1) the devices
     eval_strategy = tf.distribute.get_strategy() if asynchronous else strategy  # the chief evaluates alone
-    run = open_run("glue_custom_loop", config, writes=("predictions",))
+    run = RecipeRun("glue_custom_loop", config)
     if run.results:
         return run.results
     width = model_width(config.preset, config.model or "tiny")
@@ -128,19 +127,21 @@ def train_and_evaluate(config: Config) -> dict:
         return first_replica(eval_strategy, eval_strategy.run(replica_step, args=batch))  # (7) on every replica
 
     def predict(split: str) -> np.ndarray:
-        batches = distribute(eval_strategy, data.batches, split, scaled, range(data.steps(split, scaled)))
+        batches = distribute(eval_strategy, data.stream(split, scaled, labelled=False))
         return in_order(map(predict_step, batches), data.sizes()[split])
 
     board = open_board(run.workdir, asdict(config), 0)
-    checkpoints = Checkpoints(run.workdir, config.checkpoint_every, model=model, optimizer=optimizer)
-    log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), model_flops(model, config))
+    saved = {"model": model, "optimizer": optimizer}
+    checkpoints = Checkpoints(run.workdir / "checkpoints", every=config.checkpoint_every, **saved)
+    log = RunLog(run.workdir, epoch_steps, model_flops(model, config))
+    log.begin(checkpoints.restore())
     log.announce(model, total_steps)
     steps = range(log.step, total_steps)
 
     def synchronous():
-        batches = distribute(strategy, data.labelled_batches, "train", scaled, steps, config.seed)
+        batches = distribute(strategy, data.stream("train", scaled, config.seed), log.step)
         asked = time.perf_counter()
-        for batch in batches:  # (8) each replica gets its part
+        for _, batch in zip(steps, batches, strict=False):  # (8) each replica gets its part
             waited = time.perf_counter() - asked
             yield train_step(batch, tf.constant(float(checkpoints.told_to_stop))) | {"waited": waited}
             asked = time.perf_counter()

@@ -45,15 +45,15 @@ from common.data.wordpiece import train_wordpieces
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run.best import when_best
-from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.callbacks import FitLog, Profile
 from common.run.results import report, training_results
-from common.run.runs import open_run
+from common.run.runs import RecipeRun
 from common.run.speed import model_flops
 from common.scores.classification import classifier_results, predict_outputs, write_all_predictions
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas.strategy import distribute, make_strategy
+from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
 def make_datasets(config: Config) -> EncodedTexts:
@@ -65,21 +65,20 @@ def make_datasets(config: Config) -> EncodedTexts:
     return EncodedTexts.of(texts, preprocessor, few_lengths=config.jit)
 
 
-def build_model(config: Config, data: EncodedTexts, schedule=0.0, last_step: int | None = None) -> keras.Model:
+def build_model(config: Config, data: EncodedTexts, schedule=0.0) -> keras.Model:
     """A compiled text classifier, which `fit` trains up to `last_step`. Call it inside the strategy's scope."""
     model = make_classifier(config.preset, config.model or "tiny", data, config.dropout, config.lora_rank)
     loss = CrossEntropy if data.texts.classes else keras.losses.MeanSquaredError
     loss = loss(reduction="mean_with_sample_weight")  # over all examples of the whole batch
     optimizer = make_optimizer("adamw", schedule, weight_decay=0.01)
     model.compile(optimizer, loss, jit_compile=config.jit, steps_per_execution=config.steps_per_execution)
-    model.accumulate, model.wire, model.last_step = config.accumulate, config.wire, last_step
-    return model
+    return data_parallel(model, accumulate=config.accumulate)
 
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
     strategy = make_strategy(config.replicas, config.deterministic)
-    run = open_run("text_classifier", config, writes=("best", "predictions"))
+    run = RecipeRun("text_classifier", config)
     if run.results:
         return run.results
     width = model_width(config.preset, config.model or "tiny")
@@ -88,32 +87,32 @@ def train_and_evaluate(config: Config) -> dict:
 
     data = make_datasets(config)
     run.check_data(data.sizes(), data.checksums())
-    steps = {split: data.steps(split, scaled) for split in data.sizes()}
-    total_steps = min(steps["train"] * config.epochs, config.max_steps or sys.maxsize)
+    train, validation = data.stream("train", scaled, config.seed), data.stream("validation", scaled)
+    total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
     schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
 
     with strategy.scope():
-        model = build_model(config, data, schedule, total_steps)
+        model = build_model(config, data, schedule)
 
-    checkpoints = FitCheckpoints(run.workdir, model, config.checkpoint_every)
-    log = FitLog(run.workdir, asdict(config), steps["train"], checkpoints.restore(), model_flops(model, config))
-    batches = functools.partial(distribute, strategy, data.labelled_batches)
+    options = {"every": config.checkpoint_every, "max_steps": total_steps}
+    checkpoints = Checkpoints(run.workdir / "checkpoints", exit_on_sigterm=True, **options)
+    log = FitLog(run.workdir, len(train), total_steps, asdict(config), model_flops(model, config))
     save = functools.partial(save_classifier, model, data)
-    best = when_best("val_loss", lambda *_: save(run.workdir / "best"), run.workdir, log.step)
+    best = when_best("val_loss", lambda *_: save(run.workdir / "best"), run.workdir)
     best = keras.callbacks.LambdaCallback(on_epoch_end=best)
 
     model.fit(
-        batches("train", scaled, range(log.step, total_steps), config.seed),
-        epochs=-(-total_steps // steps["train"]),
-        steps_per_epoch=steps["train"],
-        validation_data=batches("validation", scaled, range(steps["validation"])),
-        validation_steps=steps["validation"],
+        train,
+        epochs=config.epochs,
+        validation_data=validation,
         callbacks=[log, best, Profile(run.workdir, config.profile_steps), checkpoints],
         verbose=verbosity(),  # a bar on a terminal and in a notebook, one line per epoch in a log file
     )
 
     results = training_results("text_classifier", config, strategy, scaled.global_batch_size, log)
-    outputs = {split: predict_outputs(strategy, model, data, split, scaled) for split in steps if split != "train"}
+    outputs = {
+        split: predict_outputs(strategy, model, data, split, scaled) for split in data.sizes() if split != "train"
+    }
     results |= classifier_results(data.texts, outputs, data.preprocessor.tokenizer)
 
     write_all_predictions(run.workdir / "predictions", data.texts, outputs)

@@ -27,8 +27,8 @@ from common.model.generate import causal_lm_for_generation, continuations, make_
 from common.model.sizes import dimensions
 from common.run import run_folder
 from common.run.callbacks import FitCheckpoints
+from common.training.scaling import Scaled
 from keras_replicas.errors import UserError
-from keras_replicas.order import Scaled
 from recipes import causal_lm
 from recipes._generate import generate
 from tests.hub import REPOSITORY, URI, StandIn, use

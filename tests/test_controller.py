@@ -7,9 +7,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from common.run.checkpoints import Checkpoints
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.run.checkpoints import Checkpoints
 from common.run.controller import Controller, Evaluator, Trainer
 from keras_replicas.optimizers import do_not_reduce_again
 from keras_replicas.replicas import first_replica, sum_over_replicas

@@ -586,7 +586,7 @@ def test_modules_are_renamed_by_syntax():
     source = '''\
 """import common.files, from common import files"""
 from common import files  # from common import files
-from keras_replicas.order import (
+
     locate,  # común
 )
 from commons import x; from . import common; from .common import y

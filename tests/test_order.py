@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_replicas.order import NO_EXAMPLE, locate, steps_per_epoch
+from common.data.order import NO_EXAMPLE, steps_per_epoch
+from keras_replicas import locate
 
 
 def places(num_examples, batch, seed, epochs=2):

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+from common.run.run_folder import bring_back, discard_replaced, set_aside
 
 from common.data.glue_tasks import TASKS
 from common.files import write_json
 from common.run import run_folder
-from common.run.run_folder import bring_back, discard_replaced, set_aside
 from common.run.runs import open_run
 from common.run.step_log import StepLog
 from keras_replicas.errors import UserError

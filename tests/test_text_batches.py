@@ -7,8 +7,8 @@ from common.data.labelled import Examples, LabelledTexts
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import WordPieces
 from common.model.classifier import make_preprocessor
+from common.training.scaling import Scaled
 from keras_replicas.errors import UserError
-from keras_replicas.order import Scaled
 
 WORDS = ["the", "a", "cat", "dog", "sees", "hears", "old", "young", "and"]
 VOCABULARY = WordPieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS], lowercase=True, strip_accents=True)

@@ -18,9 +18,10 @@ import tensorflow as tf
 from common.data.by_length import batches_by_length, lengths_of, padded_length
 from common.data.dialogues import ANSWERS, Dialogue
 from common.data.encoding import token_ids
+from common.data.order import steps_per_epoch
 from common.data.packed_text import as_prompts
-from keras_replicas.errors import UserError
-from keras_replicas.order import Scaled, steps_per_epoch
+from common.training.scaling import Scaled
+from keras_replicas import UserError
 
 # What precedes a message and what follows it, if the tokenizer has these tokens: Gemma's, Qwen's ChatML, Llama 3's.
 CHAT_FORMS = (

@@ -9,7 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_replicas.order import NO_EXAMPLE, Scaled, locate, shuffled, steps_per_epoch
+from common.data.order import NO_EXAMPLE, steps_per_epoch
+from common.training.scaling import Scaled
+from keras_replicas import locate
 
 MEGABATCH = 64  # batches whose examples are sorted by length together; a quarter of an epoch's, if that is fewer
 
@@ -98,8 +100,7 @@ def _megabatch(number: tf.Tensor, lengths: tf.Tensor, global_batch_size: int, sh
     positions = (epoch * steps + first) * global_batch_size + tf.range(batches * global_batch_size)
     _, examples = locate(positions, len(lengths), global_batch_size, shuffle_seed)
     by_length = tf.argsort(lengths_of(examples, lengths), stable=True)
-    epochs, draws = tf.fill(batches[None], epoch), tf.fill(batches[None], 1 + first)
-    order = shuffled(tf.range(batches), batches, shuffle_seed, epochs, draws)
+    _, order = locate((number + 1) * batches + tf.range(batches), batches, 1, shuffle_seed)
     return tf.gather(tf.reshape(tf.gather(examples, by_length), [-1, global_batch_size]), order)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.data.docstrings import docstring_file
 from common.data.sources import Documents, from_hub
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 NAMES = ("docstrings", "wikitext-2", "wikitext-103")
 HUB = "hf://"

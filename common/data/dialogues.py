@@ -15,7 +15,7 @@ from typing import Any
 from common.data.corpora import check_corpus
 from common.data.sources import Documents
 from common.data.tables import name_columns, read_rows
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 Dialogue = list[tuple[str, str]]  # who speaks (one of `ROLES`; or `prompt`, then `response`), and what is said
 ROLES = ("system", "user", "assistant")

@@ -8,7 +8,7 @@ from common.data import roles
 from common.data.glue_tasks import TASKS, hub_tables
 from common.data.labelled import Examples, LabelledTexts, find_classes, hold_out, to_examples
 from common.data.tables import SUFFIXES, Row, read_rows
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 STEMS = {"train": ("train",), "validation": ("dev", "validation"), "test": ("test",)}  # of a folder's files
 

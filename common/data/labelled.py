@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from common.data.tables import Row, name_columns
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 HELD_OUT = 10  # one example in this many is the validation split of data without one
 LARGEST_NUMBER = 1e12  # in float32, neither the squares of errors nor those of gradients may overflow

@@ -20,9 +20,11 @@ import tensorflow as tf
 
 from common.data.corpora import NEEDED_SPLITS
 from common.data.encoding import token_ids
+from common.data.order import NO_EXAMPLE, steps_per_epoch
 from common.data.sources import Documents
 from common.files import cached_file
-from keras_replicas.order import NO_EXAMPLE, Scaled, locate, steps_per_epoch
+from common.training.scaling import Scaled
+from keras_replicas import locate
 
 DOCUMENTS_AT_ONCE = 256  # tokenised in one call, on all cores
 PROMPT = 4  # tokens from the beginning of a document

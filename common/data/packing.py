@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 
 from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.corpora import NEEDED_SPLITS
+from common.data.order import NO_EXAMPLE
 from common.data.sources import Documents
 from common.files import cached_file
-from keras_replicas.errors import UserError
-from keras_replicas.order import NO_EXAMPLE
+from keras_replicas import UserError
 
 DOCUMENTS_AT_ONCE = 256  # tokenised in one call, on all cores
 BUCKETS = (32, 64, 128, 256, 512)

@@ -15,8 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from common.data.order import NO_EXAMPLE
 from common.data.shards import Shards
-from keras_replicas.order import NO_EXAMPLE
 
 DRAWER = 4096  # sequences of a lane that are shuffled together
 SHARDS_AT_ONCE = 4

@@ -25,7 +25,7 @@ from common.data.sources import Documents
 from common.data.tokens import TokenRow, write_tokens
 from common.data.wordpiece import train_wordpieces
 from common.files import UNFINISHED, flush, remove_unfinished
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 LEAST_SHARDS = 8  # per split, so that several readers can share them
 SHARD_TOKENS = 2**25  # maximum per shard, about 64 MB

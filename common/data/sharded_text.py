@@ -13,11 +13,12 @@ import keras_hub
 import numpy as np
 import tensorflow as tf
 
+from common.data.order import NO_EXAMPLE
 from common.data.packed_text import LOOK, beginnings
 from common.data.shard_reader import decode_sequences, read_shards, steps_in_shards
 from common.data.shards import Shards, find_shards
-from keras_replicas.errors import UserError
-from keras_replicas.order import NO_EXAMPLE, Scaled
+from common.training.scaling import Scaled
+from keras_replicas import UserError
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from common.data.corpora import HUB, NAMES, hub_name
 from common.data.docstrings import docstring_file
 from common.data.sources import from_hub
 from common.data.wordpiece import WordPieces
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 READ_AT_ONCE = 2**22  # bytes
 

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 

@@ -14,10 +14,13 @@ import tensorflow as tf
 
 from common.data.by_length import batches_by_length, locate_by_length, padded_length
 from common.data.labelled import LabelledTexts
-from keras_replicas.errors import UserError
-from keras_replicas.order import NO_EXAMPLE, Scaled, steps_per_epoch
+from common.data.order import NO_EXAMPLE, steps_per_epoch
+from common.data.stream import Stream
+from common.training.scaling import Scaled
+from keras_replicas import UserError
 
 TEXTS_AT_ONCE = 4096
+MANY = 2**40  # steps, more than any run's
 
 
 def encode(
@@ -102,6 +105,12 @@ class EncodedTexts:
         """
         lengths, inputs_of = self._inputs(split)
         return batches_by_length(steps, lengths, scaled, shuffle_seed, inputs_of, num_shards, shard).prefetch(8)
+
+    def stream(self, split: str, scaled: Scaled, shuffle_seed: int | None = None, labelled: bool = True) -> Stream:
+        """`batches`, or `labelled_batches`, from any step on: with a seed without end, else those of an epoch."""
+        steps = self.steps(split, scaled)
+        make, end = self.labelled_batches if labelled else self.batches, steps if shuffle_seed is None else MANY
+        return Stream(lambda first, *shard: make(split, scaled, range(first, end), shuffle_seed, *shard), steps)
 
     def labelled_batches(self, split: str, *arguments, **shard) -> tf.data.Dataset:
         """As `batches`, but (x, y, weight), with labels, and with weights that are 0 for padding."""

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from common.data.sources import Documents
 from common.files import cached_file
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 UNKNOWN = "[UNK]"  # how a corpus writes unknown words
 ALPHABET_SIZE = 200  # maximum number of characters in a trained vocabulary, the most frequent ones

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
+from keras_replicas import UserError
 from keras_replicas.cluster import host_and_port, tf_config
-from keras_replicas.errors import UserError
 from keras_replicas.workers import close_to_other_machines
 
 

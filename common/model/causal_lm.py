@@ -16,7 +16,7 @@ from common.model.backbones import backbone_from_size, from_preset
 from common.model.counts import counting
 from common.model.lora import enable_lora, save_adapter
 from common.model.saving import save_task
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 END = "<|endoftext|>"  # GPT-2's only special token
 

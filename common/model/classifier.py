@@ -19,8 +19,7 @@ from common.model.counts import counting
 from common.model.huggingface import encoder_variables, in_huggingface_form, read_vocabulary, read_weights
 from common.model.lora import enable_lora
 from common.model.saving import keras_tokenizer, save_task
-from keras_replicas.cluster import is_chief
-from keras_replicas.errors import UserError
+from keras_replicas import UserError, is_chief
 
 
 @functools.cache

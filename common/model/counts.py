@@ -6,9 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from common.run.step_log import COUNTS
 from common.training.losses import CrossEntropy, LabelAccuracy
-from keras_replicas.model import data_parallel
-from keras_replicas.replicas import COUNTS
+from keras_replicas import data_parallel
 
 
 class CountsTokens:

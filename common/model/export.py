@@ -26,7 +26,7 @@ from tokenizers import processors
 from common.data.wordpiece import WordPieces
 from common.files import UNFINISHED
 from common.model.huggingface import masked_lm_variables, one_line, require_head
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 
 def export_bert(preset: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ from tokenizers import processors
 from common.data.byte_pairs import byte_pair_tokenizer
 from common.model.export import require_new, task_class, write_folder
 from common.model.huggingface import one_line
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 
 def export_gpt2(preset: str, folder: Path) -> None:

@@ -11,7 +11,7 @@ from common.data.byte_pairs import Vocabulary, special_ids
 from common.data.wordpiece import WordPieces
 from common.model.huggingface import in_huggingface_form, require_head
 from common.model.masked_lm import masked_lm_from_preset, preset_vocabulary
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 SENTENCES = (  # to try out a model of the default text
     "Returns a [MASK] with the same shape as the input.",

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from common.model.backbones import from_preset
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 TOKENS = 40  # in a continuation
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import keras_hub
 
 from common.files import write_json
-from keras_replicas.cluster import is_chief
-from keras_replicas.errors import UserError
+from keras_replicas import UserError, is_chief
 
 
 def enable_lora(backbone: keras_hub.models.Backbone, rank: int) -> None:

@@ -16,8 +16,7 @@ from huggingface_hub.utils import disable_progress_bars, logging
 
 from common.files import PRESET
 from common.model.model_card import Kind, snapshot_card
-from keras_replicas.cluster import is_chief
-from keras_replicas.errors import UserError
+from keras_replicas import UserError, is_chief
 
 KEEP = 3
 GRACE = 10  # seconds that a process has for an orderly end while an upload hangs

@@ -3,7 +3,7 @@
 
 import re
 
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 
 def check_push_to(uri: str, public: bool = False) -> None:

@@ -11,7 +11,7 @@ import keras_hub
 
 from common.data.byte_pairs import Vocabulary
 from common.data.wordpiece import WordPieces
-from keras_replicas.cluster import is_chief
+from keras_replicas import is_chief
 
 
 def save_preset(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.data.wordpiece import load_wordpieces
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 # Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
 # arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.

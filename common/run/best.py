@@ -6,12 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.files import read_json, write_json
-from keras_replicas.cluster import is_chief
+from keras_replicas import is_chief
 
 
-def when_best(
-    metric: str, action: Callable, folder: Path, first_step: int = 0
-) -> Callable[[int, dict[str, float]], None]:
+def when_best(metric: str, action: Callable, folder: Path) -> Callable[[int, dict[str, float]], None]:
     """A function that calls `action` when a metric is better than ever before: higher or, for a loss, lower.
 
     Only the chief acts. Use it as an action of a `Controller`, which passes the step and the evaluation's metrics, or
@@ -21,12 +19,9 @@ def when_best(
         metric: its name.
         action: takes the same two arguments.
         folder: its `best.json` holds the best value, for a resumed run.
-        first_step: steps done before; if there are none, the `best.json` of another run does not count.
     """
     record = folder / "best.json"
     sign = -1 if metric.endswith("loss") else 1
-    if not first_step and is_chief():
-        record.unlink(missing_ok=True)
 
     def act(step: int, metrics: dict[str, float]) -> None:
         best = (read_json(record) or {}).get(metric, -sign * math.inf)

@@ -3,39 +3,41 @@
 
 import importlib.util
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import keras
 import tensorflow as tf
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-from common.run.checkpoints import Checkpoints, checksum
 from common.run.options import step_range
-from common.run.run_folder import afresh
 from common.run.speed import UNKNOWN, ModelFlops
-from common.run.step_log import StepLog, open_board
-from keras_replicas.cluster import is_chief
-from keras_replicas.errors import UserError
-from keras_replicas.replicas import COUNTS, MEANS
+from common.run.step_log import COUNTS, MEANS, RunLog, open_board
+from keras_replicas import is_chief
 
 
-class FitLog(StepLog, keras.callbacks.Callback):
-    """A `StepLog` of `fit`, in TensorBoard too; the progress bar shows tokens per second.
+class FitLog(RunLog):
+    """A `RunLog` of `fit`, in TensorBoard too; the progress bar shows tokens per second.
 
-    `tensorboard/` holds each step's `loss`, `accuracy`, `learning_rate` and entries of `StepLog.speed` under `train/`,
+    `tensorboard/` holds each step's `loss`, `accuracy`, `learning_rate` and entries of `RunLog.speed` under `train/`,
     each epoch's `loss` and `accuracy` under `validation/`, and `config` as text; `board` is its writer.
+
+    Args:
+        workdir, steps_per_epoch, flops: see `RunLog`.
+        total_steps: steps of the whole run.
+        config: shown as text.
     """
 
     def __init__(
-        self, workdir: Path, config: dict, steps_per_epoch: int, first_step: int = 0, flops: ModelFlops = UNKNOWN
+        self, workdir: Path, steps_per_epoch: int, total_steps: int, config: dict, flops: ModelFlops = UNKNOWN
     ):
-        super().__init__(workdir, steps_per_epoch, first_step, flops)
-        self.board = open_board(workdir, config, first_step)
+        super().__init__(workdir, steps_per_epoch, flops)
+        self._total_steps, self._config = total_steps, config
 
     def on_train_begin(self, logs=None):
-        """Prints what is about to be trained."""
-        self.announce(self.model, self.model.last_step or self.params["epochs"] * self.steps_per_epoch)
+        """Opens the log, and prints what is about to be trained."""
+        super().on_train_begin(logs)
+        self.board = open_board(self.workdir, self._config, self.step)
+        self.announce(self.model, self._total_steps)
 
     def on_train_batch_begin(self, batch, logs=None):
         """Starts the clock."""
@@ -71,72 +73,8 @@ class FitLog(StepLog, keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         """Flushes TensorBoard's file."""
+        super().on_train_end(logs)
         self.board.flush()
-
-
-class FitCheckpoints(Checkpoints, keras.callbacks.Callback):
-    """`Checkpoints` during `fit`: at regular intervals, at each epoch's end, and on SIGTERM.
-
-    After an epoch's last step, saving and stopping wait for the validation and for the callbacks before this one: pass
-    it to `fit` last. A run that is killed meanwhile repeats some steps, and then the validation and callbacks too.
-
-    Args:
-        workdir: the run's folder.
-        model: compiled, so that its optimizer has variables.
-        every: steps between two checkpoints; with several steps per call, it saves at the end of the call.
-        only_trained: leave out the weights that are not trained, which are large where adapters are trained: they are
-            read from the preset again. A checkpoint holds their checksum.
-    """
-
-    def __init__(self, workdir: Path, model: keras.Model, every: int, only_trained: bool = False):
-        super().__init__(workdir, every, model=model, optimizer=model.optimizer)
-        self._others = checksum(weight for weight in model.weights if not weight.trainable) if only_trained else 0
-        self._saved_with = tf.Variable(self._others, dtype=tf.int64, trainable=False)
-        if only_trained:
-            parts = {"trained": model.trainable_variables, "others": self._saved_with}
-            self._checkpoint = tf.train.Checkpoint(optimizer=model.optimizer, **parts)
-        self.set_model(model)
-
-    def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
-        """As `Checkpoints.restore`; the model then counts its steps from there.
-
-        Raises:
-            UserError: also when the weights that a checkpoint leaves out differ from those it was saved with.
-        """
-        self.model.first_step = super().restore(init_fn)
-        if self._saved_with.numpy() != self._others:
-            told = "the preset's weights are not those that the checkpoint's adapters are of: give that --preset, or"
-            raise UserError(f"{told} {afresh(self.workdir)}")
-        return self.model.first_step
-
-    def on_train_begin(self, logs=None):
-        """Listens for SIGTERM while `fit` runs."""
-        self.__enter__()
-
-    def on_train_batch_begin(self, batch, logs=None):
-        """Tells the model whether this worker was asked to stop."""
-        self.model.told_to_stop = self.told_to_stop
-
-    on_test_batch_begin = on_train_batch_begin
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Saves if due, and stops if asked to, but not after an epoch's last step."""
-        if not self.model.at_epoch_end:
-            self.save_if_due(self.model.steps_done, steps=len(self.model.step_values["loss"]))
-            self._leave_if_told()
-
-    def on_epoch_end(self, epoch, logs=None):
-        """Saves, and stops if asked to."""
-        self.save(self.model.steps_done)
-        self._leave_if_told()
-
-    def _leave_if_told(self) -> None:
-        if self.model.all_told_to_stop:
-            self.save_and_leave(self.model.steps_done)
-
-    def on_train_end(self, logs=None):
-        """Restores the previous handler of SIGTERM."""
-        self.__exit__()
 
 
 class Profile(keras.callbacks.Callback):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, TypeVar
 import tyro
 
 from common.run.options import FIRST
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

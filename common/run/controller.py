@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from common.run.checkpoints import Checkpoints
-from keras_replicas.cluster import is_chief
-from keras_replicas.loop import steps_in_one_call
-from keras_replicas.workers import exchange
+from keras_replicas import Checkpoints, exchange, is_chief, steps_in_one_call
 
 LOOP_SECONDS = 5.0  # at most: signals are not handled while TensorFlow runs a loop
 Output = dict[str, float]

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from common.model.sizes import dimensions
 from common.training.scaling import LearningRateScaling
+from keras_replicas import UserError
 from keras_replicas.cluster import WORKERS_TOLD_IN, join_timeout
-from keras_replicas.errors import UserError
 
 Precision = Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"]
 

@@ -5,13 +5,13 @@ import itertools
 import textwrap
 from collections.abc import Callable
 from operator import itemgetter
+from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
+from common.data.stream import one_epoch
 from common.run.speed import peak_memory_mb
-from keras_replicas.strategy import distribute
 
 BAR = 40  # columns of the highest learning rate
 TRAINED = 3  # steps, of which memory is measured
@@ -21,22 +21,24 @@ def print_plan(
     model: keras.Model,
     schedule: Callable,
     sizes: dict[str, tuple[int, int]],
-    batches: Callable[..., tf.data.Dataset],
+    train: Any,
+    total_steps: int,
     pieces: list[str],
 ) -> dict:
     """Prints tokens, the learning-rate schedule, a sequence as the model sees it, and the memory of a few steps.
 
     Args:
-        model: compiled, with a `last_step`; it is trained for `TRAINED` steps, on all workers.
+        model: compiled; it is trained for `TRAINED` steps, on all workers.
         schedule: the learning rate of a step, counted from 0.
         sizes: numbers of sequences and tokens in each split.
-        batches: takes a split, and what `distribute` adds; one replica's batches, of a masked language model, as
-            `masking.mask_tokens` returns them, or of a causal one.
+        train: training data that begins at any step, of a masked language model, as `masking.mask_tokens` returns it,
+            or of a causal one.
+        total_steps: steps of the run.
         pieces: the vocabulary, from id to token.
 
     Returns {}: there are no results.
     """
-    batch, total_steps = next(iter(batches("train"))), model.last_step
+    batch = next(iter(one_epoch(train, model.distribute_strategy.num_replicas_in_sync)))
     print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}; {total_steps} steps")
     for split, (sequences, tokens) in sizes.items():
         print(f"{split}: {tokens:,} tokens in {sequences:,} sequences")
@@ -50,7 +52,7 @@ def print_plan(
     text = (masked_text if masked else labelled_text)(batch, pieces)
     print(textwrap.indent(textwrap.fill(text, 110), "    "), flush=True)
     trained = min(TRAINED, total_steps)
-    model.fit(distribute(model.distribute_strategy, batches, "train"), steps_per_epoch=trained, verbose=0)
+    model.fit(train, steps_per_epoch=trained, verbose=0)
     print(f"peak memory in the first {trained} step(s): {peak_memory_mb():,.0f} MiB of host memory")
     return {}
 

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from common.run.runs import PACKAGES
 from common.run.speed import cpu_name, peak_memory_mb
-from common.run.step_log import StepLog
+from common.run.step_log import RunLog
 from common.scores.entries import METRICS
-from keras_replicas.cluster import num_workers
+from keras_replicas import num_workers
 
 INPUT_BOUND = 0.1  # fraction of the time spent waiting for input above which the report calls a run input-bound
 # A model must beat its baseline by more than this, or the report warns that it does not: a model at the baseline ends a
@@ -25,7 +25,7 @@ BASELINES = {"majority": "majority-class", "length": "length-only", "bag_of_word
 
 
 def training_results(
-    recipe: str, config: Any, strategy: tf.distribute.Strategy, global_batch_size: int, log: StepLog
+    recipe: str, config: Any, strategy: tf.distribute.Strategy, global_batch_size: int, log: RunLog
 ) -> dict[str, Any]:
     """The part of `results.json` that every recipe has; see docs/what-a-run-leaves.md for what each entry means."""
     gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]

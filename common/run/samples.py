@@ -8,8 +8,7 @@ import tensorflow as tf
 
 from common.model.generate import continuations, make_sampler
 from common.run.callbacks import FitLog
-from keras_replicas.cluster import is_chief
-from keras_replicas.errors import UserError
+from keras_replicas import UserError, is_chief
 
 
 class Samples(keras.callbacks.Callback):
@@ -24,7 +23,7 @@ class Samples(keras.callbacks.Callback):
 
     def __init__(self, log: FitLog, data: Any):
         super().__init__()
-        self.board, self.prompts, self.sampler = log.board, data.prompts(), make_sampler()
+        self.log, self.prompts, self.sampler = log, data.prompts(), make_sampler()
 
     def on_epoch_end(self, epoch, logs=None):
         """Writes the texts verbatim, line breaks included; for a diverged model, why there are none."""
@@ -33,5 +32,5 @@ class Samples(keras.callbacks.Callback):
                 texts = continuations(self.model, self.prompts, self.sampler)
             except UserError as error:
                 texts = [str(error)]
-            with self.board.as_default(step=self.model.steps_done):
+            with self.log.board.as_default(step=self.model.steps_done):
                 tf.summary.text("samples", ["    " + text.replace("\n", "\n    ") for text in texts])

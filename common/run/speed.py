@@ -15,7 +15,7 @@ import keras_hub
 import tensorflow as tf
 
 from common.files import cached_file
-from keras_replicas.cluster import num_workers
+from keras_replicas import num_workers
 from keras_replicas.strategy import num_cores
 
 SECONDS = 0.7  # for which products are repeated; the fastest counts

@@ -1,40 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """A log line per step, from which a run's results are computed."""
 
-import contextlib
-import json
 import math
-import os
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from common.files import finite, write_whole
-from common.run.run_folder import afresh
 from common.run.speed import UNKNOWN, ModelFlops, peak_memory_mb
-from keras_replicas.cluster import is_chief
-from keras_replicas.errors import UserError
-from keras_replicas.replicas import COUNTS, MEANS
+from keras_replicas import StepLog, UserError, is_chief
+
+MEANS = ("loss", "accuracy")  # over labels; in regression there is no accuracy
+COUNTS = ("labels", "tokens", "slots")
 
 
-class StepLog:
-    """Writes each step's own values to `steps.jsonl`, the log of a run; resumed from step n, it keeps those up to n.
+class RunLog(StepLog):
+    """Writes each step's own values to `steps.jsonl`, the log of a run; see `keras_replicas.StepLog`.
 
     A line has `step` (from 1), `loss`, `accuracy` (but not for regression), `learning_rate` (the one that was used),
     `labels` (over which loss and accuracy are means), `tokens`, and `slots`, the token positions including padding;
-    null for NaN and infinity. With several workers, only the chief writes.
+    null for NaN and infinity.
 
     Args:
         workdir: the run's folder.
         steps_per_epoch: steps over which an epoch's means are taken.
-        first_step: steps done before.
         flops: what MFU is computed from.
 
     Attributes:
-        first_step, flops: see above.
-        step: steps done.
+        first_step: steps done before this process; `step`: steps done.
         learning_rate: the `first`, `peak` and `last` rate that steps used.
         epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far; NaN if there are none.
         padding_fraction: fraction of token positions that were padding.
@@ -43,34 +38,26 @@ class StepLog:
         speed: the last call's `tokens_per_second`, `mfu`, `input_wait_fraction` and `peak_memory_mb`.
     """
 
-    def __init__(self, workdir: Path, steps_per_epoch: int, first_step: int = 0, flops: ModelFlops = UNKNOWN):
-        super().__init__()
-        self.workdir, self.steps_per_epoch, self.flops = workdir, steps_per_epoch, flops
-        self.first_step = self.step = first_step
+    def __init__(self, workdir: Path, steps_per_epoch: int, flops: ModelFlops = UNKNOWN):
+        super().__init__(workdir)
+        self.workdir, self.steps_per_epoch, self.flops, self.first_step = workdir, steps_per_epoch, flops, 0
         self.learning_rate: dict[str, float] = {}
         self.speed: dict[str, float] = {}
         self.seconds = self.tokens_per_second = self.input_wait_fraction = self._waited = 0.0
         self._is_compiled, self._timed_tokens, self._tokens, self._slots = False, 0, 0, 0
         self._epoch, self._epoch_labels, self._epoch_totals = -1, 0, {"loss": 0.0}
-        if not is_chief():
-            self._lines = Path(os.devnull).open("w")  # noqa: SIM115
-            return
-        path = workdir / "steps.jsonl"
-        lines = _whole_lines(path) if first_step else {}
-        kept = [lines[step] for step in range(1, first_step + 1) if step in lines]
-        for line in kept:
-            self._count(read_line(line))
-        if first_step and not kept:
+
+    def begin(self, first_step: int) -> list[dict[str, Any]]:
+        """Opens the log, and counts what it holds. Raises a `UserError` if it has none of the steps before."""
+        self.first_step, kept = first_step, super().begin(first_step)
+        if first_step and is_chief() and not kept:
             raise UserError(
-                f"{path} has no line of the {first_step} steps that this run has completed. "
-                f"Restore it, or {afresh(workdir)}"
+                f"{self.path} has no line of the {first_step} steps that this run has completed. "
+                f"Restore it, or give another --workdir, or remove {self.workdir} to start afresh"
             )
-        if len(kept) < first_step:
-            lost = f"{first_step - len(kept)} of {first_step} steps"
-            print(f"{path} lacks the lines of {lost}: the results are computed from the rest.", flush=True)
-        # In one step, so that a kill never loses the lines of saved steps.
-        write_whole(path, "".join(f"{line}\n" for line in kept))
-        self._lines = path.open("a", encoding="utf-8", buffering=1)
+        for line in kept:
+            self._count(line)
+        return kept
 
     def announce(self, model: keras.Model, last_step: int) -> None:
         """Prints what is about to be trained, and from which step to which."""
@@ -100,7 +87,7 @@ class StepLog:
         Returns:
             Means of `loss` and `accuracy` over the steps' labels, the last `learning_rate`, and `speed`.
         """
-        tokens, waited = int(values["tokens"].sum()), float(values["waited"].sum())
+        tokens, waited = int(values["tokens"].sum()), float(np.sum(values.get("waited", 0.0)))
         self.speed = {
             "tokens_per_second": tokens / seconds,
             "mfu": self.flops.utilisation(tokens / seconds),
@@ -114,11 +101,8 @@ class StepLog:
             self.tokens_per_second = self._timed_tokens / self.seconds
             self.input_wait_fraction = self._waited / self.seconds
         self._is_compiled = True
-        for i in range(len(values["loss"])):
-            self.step += 1
-            means = {name: float(values[name][i]) for name in (*MEANS, "learning_rate") if name in values}
-            line = {"step": self.step, **means, **{name: int(values[name][i]) for name in COUNTS}}
-            self._lines.write(json.dumps(finite(line)) + "\n")
+        means = {name: vector for name, vector in values.items() if name in (*MEANS, "learning_rate")}
+        for line in self.write(means | {name: values[name].astype(int) for name in COUNTS}):
             self._count(line)
         labels = values["labels"] if values["labels"].any() else None
         means = {name: float(np.average(values[name], weights=labels)) for name in MEANS if name in values}
@@ -147,20 +131,3 @@ def open_board(workdir: Path, config: dict, first_step: int) -> tf.summary.Summa
     with board.as_default(step=first_step):
         tf.summary.text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
     return board
-
-
-def read_line(line: str) -> dict[str, float]:
-    """A line's entries, with NaN for null."""
-    return {name: math.nan if value is None else value for name, value in json.loads(line).items()}
-
-
-def _whole_lines(path: Path) -> dict[int, str]:
-    """The complete lines, by step; a power cut may have lost some, or a part of one."""
-    entries = {"step", "loss", "learning_rate", *COUNTS}
-    lines = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, AttributeError):
-            values = json.loads(line)
-            if entries <= values.keys():
-                lines[values["step"]] = line
-    return lines

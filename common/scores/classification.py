@@ -18,10 +18,8 @@ from common.data.text_batches import EncodedTexts, in_order
 from common.scores.baselines import baseline_outputs
 from common.scores.entries import entry
 from common.scores.metrics import classification_scores, confusion_matrix, regression_scores
-from keras_replicas.cluster import is_chief
-from keras_replicas.order import Scaled
-from keras_replicas.replicas import first_replica, gather_over_replicas
-from keras_replicas.strategy import distribute
+from common.training.scaling import Scaled
+from keras_replicas import distribute, first_replica, gather_over_replicas, is_chief
 
 
 def predict_outputs(
@@ -39,7 +37,7 @@ def predict_outputs(
     def step(batch):
         return first_replica(strategy, strategy.run(replica_step, args=batch))
 
-    batches = distribute(strategy, data.batches, split, scaled, range(data.steps(split, scaled)))
+    batches = distribute(strategy, data.stream(split, scaled, labelled=False))
     return in_order(map(step, batches), data.sizes()[split])
 
 

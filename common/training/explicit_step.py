@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from common.run.step_log import MEANS
 from common.training.losses import label_hits
 from keras_replicas.noise import noise_seeds
-from keras_replicas.replicas import MEANS
 
 
 @contextlib.contextmanager

@@ -14,10 +14,18 @@ The learning rate follows one of these rules:
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ScalingRule = Literal["linear", "sqrt", "none"]
 LearningRateScaling = Literal["auto", ScalingRule]
+
+
+class Scaled(NamedTuple):
+    """Batch size per replica, global batch size, and peak learning rate."""
+
+    batch_size: int
+    global_batch_size: int
+    learning_rate: float = 0.0
 
 
 def scaling_rule(asked: LearningRateScaling, optimizer: str) -> ScalingRule:

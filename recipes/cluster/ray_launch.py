@@ -24,8 +24,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common.run.command_line import fail
+from keras_replicas import UserError
 from keras_replicas.cluster import worker_config
-from keras_replicas.errors import UserError
 from keras_replicas.launch import check_bounds
 
 
