@@ -1,0 +1,203 @@
+"""`Checkpoints`: a `fit` that was interrupted ends like one that was not, to the bit."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_replicas as kr
+from keras_replicas import checkpoints as checkpoints_module
+
+X = np.random.default_rng(0).normal(size=(52, 4)).astype(np.float32)
+Y = (X.sum(axis=1) > 0).astype(np.int32)
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends `fit` after so many of its steps, as a kill does."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.left = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+class Numbered(keras.utils.PyDataset):
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return X[index * 8 : index * 8 + 8], Y[index * 8 : index * 8 + 8]
+
+
+def generator():
+    for step in range(100):
+        yield X[step % 40 :][:8], Y[step % 40 :][:8]
+
+
+DATA = {
+    "arrays": lambda: {"x": X, "y": Y, "batch_size": 8, "validation_split": 0.2, "class_weight": {0: 1.0, 1: 2.0}},
+    "tf.data": lambda: {"x": tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(52, seed=3).batch(8)},
+    "PyDataset": lambda: {"x": Numbered(workers=2), "validation_data": (X, Y)},
+    "generator": lambda: {"x": generator(), "steps_per_epoch": 6},
+}
+
+
+def make_model(strategy, dropout=0.3, **options):
+    keras.utils.set_random_seed(7)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        layers = [keras.layers.Dense(6, "tanh"), keras.layers.Dropout(dropout), keras.layers.BatchNormalization()]
+        model = keras.Sequential([*layers, keras.layers.Dense(2)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, metrics=["accuracy"], **options)
+        return kr.data_parallel(model)
+
+
+def fit(strategy, folder, data, *callbacks, every=3, epochs=3, max_steps=None):
+    model = make_model(strategy)
+    saved = kr.Checkpoints(folder, every=every, max_steps=max_steps)
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=0.5)
+    callbacks = [saved, plateau, *callbacks]  # wherever it stands
+    return model, model.fit(**DATA[data](), epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def interrupted(strategy, folder, data, steps, **options):
+    with pytest.raises(KeyboardInterrupt):
+        fit(strategy, folder, data, Interrupt(steps), **options)
+
+
+def assert_same(ours, theirs):
+    (model, history), (other, others) = ours, theirs
+    assert history.history == others.history
+    assert history.epoch == others.epoch
+    variables = zip(
+        model.variables + model.optimizer.variables, other.variables + other.optimizer.variables, strict=True
+    )
+    for mine, their in variables:
+        np.testing.assert_array_equal(mine.numpy(), their.numpy(), mine.path)
+
+
+@pytest.mark.parametrize(("data", "replicas"), [*((data, 2) for data in DATA), ("arrays", 0)])
+def test_an_interrupted_fit_ends_like_one_that_was_not(tmp_path, data, replicas):
+    strategy = kr.make_strategy(replicas) if replicas else None
+    undisturbed = fit(strategy, tmp_path / "undisturbed", data)
+    interrupted(strategy, tmp_path / "killed", data, 4)  # within the first epoch, saved at step 3
+    interrupted(strategy, tmp_path / "killed", data, 5)
+    assert_same(fit(strategy, tmp_path / "killed", data), undisturbed)
+
+
+def test_a_fit_that_is_complete_returns_its_history(tmp_path, monkeypatch):
+    undisturbed = fit(None, tmp_path, "arrays")
+    monkeypatch.setattr(checkpoints_module, "_completed", type(checkpoints_module._completed)())  # as in a new process
+    assert_same(fit(None, tmp_path, "arrays", Interrupt(1)), undisturbed)  # no step is done
+    longer = fit(None, tmp_path, "arrays", epochs=4)
+    assert_same(longer, fit(None, tmp_path / "longer", "arrays", epochs=4))
+
+
+def test_a_second_fit_has_checkpoints_of_its_own(tmp_path, monkeypatch):
+    def program(folder, interrupt=0):
+        monkeypatch.setattr(checkpoints_module, "_completed", type(checkpoints_module._completed)())
+        model = make_model(None)
+        saved = kr.Checkpoints(folder, every=2)
+        first = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[saved])
+        model.layers[0].trainable = False
+        model.compile(keras.optimizers.SGD(0.1), model.loss, metrics=["accuracy"])
+        stop = [Interrupt(interrupt)] if interrupt else []
+        second = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[saved, *stop])
+        assert len(first.history["loss"]) == 2
+        return model, second
+
+    undisturbed = program(tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        program(tmp_path / "killed", 9)
+    assert_same(program(tmp_path / "killed"), undisturbed)
+
+
+def test_early_stopping_goes_on_where_it_was(tmp_path):
+    def early():
+        return keras.callbacks.EarlyStopping(monitor="loss", patience=1, min_delta=9.0, restore_best_weights=True)
+
+    undisturbed = fit(None, tmp_path / "undisturbed", "arrays", early(), epochs=9)
+    assert len(undisturbed[1].epoch) == 2
+    with pytest.raises(KeyboardInterrupt):
+        fit(None, tmp_path / "killed", "arrays", early(), Interrupt(8), epochs=9)  # in the second epoch
+    assert_same(fit(None, tmp_path / "killed", "arrays", early(), epochs=9), undisturbed)
+
+
+def test_max_steps_ends_within_an_epoch(tmp_path):
+    model, _ = fit(None, tmp_path / "a", "arrays", max_steps=8)
+    assert model.optimizer.iterations.numpy() == 8
+    interrupted(None, tmp_path / "b", "arrays", 7, max_steps=8)
+    again, _ = fit(None, tmp_path / "b", "arrays", max_steps=8)
+    for mine, theirs in zip(again.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_callback_s_own_state_is_kept(tmp_path):
+    class Counts(keras.callbacks.Callback):
+        epochs = 0
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.epochs += 1
+
+        def state_dict(self):
+            return {"epochs": self.epochs}
+
+        def load_state_dict(self, state):
+            self.epochs = state["epochs"]
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(None, tmp_path, "arrays", Counts(), Interrupt(8))
+    counts = Counts()
+    fit(None, tmp_path, "arrays", counts)
+    assert counts.epochs == 3
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path):
+    interrupted(None, tmp_path, "arrays", 5)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+        make_model(None).fit(X, Y, epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
+    with pytest.raises(ValueError, match="save_freq='epoch'"):
+        fit(None, tmp_path, "arrays", keras.callbacks.ModelCheckpoint(tmp_path / "x.keras", save_freq=2))
+    with pytest.raises(ValueError, match="does not match the checkpoint"):
+        model = keras.Sequential([keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        kr.data_parallel(model).fit(X, X[:, :2], verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
+    with pytest.raises(TypeError, match="distributed"):
+        data = kr.distribute(tf.distribute.get_strategy(), kr.Batches((X, Y), 8))
+        make_model(None).fit(data, steps_per_epoch=2, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        kr.Checkpoints(tmp_path, every=0)
+
+
+def test_shuffling_without_a_seed_is_told(tmp_path):
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(52).batch(8)
+    tf.random.set_seed(None)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(52).batch(8)
+    model = make_model(None)
+    with pytest.warns(UserWarning, match="shuffled without a seed"):
+        model.fit(data, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
+
+
+def test_sigterm_saves_and_exits_where_it_is_asked_for(tmp_path):
+    import os
+    import signal
+
+    class Terminate(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.model.steps_done == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    model = make_model(None)
+    saved = kr.Checkpoints(tmp_path, exit_on_sigterm=True)
+    with pytest.raises(SystemExit) as left:
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[Terminate(), saved])
+    assert left.value.code == 143
+    assert saved.saved_step == model.steps_done == 3  # the signal came during the third step
+    assert signal.getsignal(signal.SIGTERM) == before
