@@ -52,8 +52,6 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
     Attributes of an instance:
         accumulate: number of parts of each replica's batch, computed one after another to save memory. It must divide
             the batch. Set it before `fit`.
-        wire: the dtype in which workers send each other gradients and add them up: `float32`, or `bfloat16`, which has
-            half the bytes and 8 significant bits. Set it before `fit`.
         told_to_stop: set it to True on any worker; after the current step, `all_told_to_stop` is True on every worker.
         first_step: steps done before the next `fit`, which begins there, even in the middle of an epoch: set it to
             resume from a checkpoint. `fit` must be told `steps_per_epoch`.

@@ -27,7 +27,7 @@ class Trainer(StepLoop):
 
     steps_done = first_step = 0
     last_step: int | None = None
-    _accumulate, _wire = 1, "float32"
+    _accumulate = 1
     _epoch_end: int | None = None  # the step, while `fit` runs and was told `steps_per_epoch`
     _test_steps_left: int | None = None  # while `evaluate` runs
     _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
@@ -151,17 +151,6 @@ class Trainer(StepLoop):
         if not isinstance(parts, int | np.integer) or parts < 1:
             raise ValueError(f"accumulate = {parts!r}: give a number of parts, 1 or more")
         self._accumulate, self.train_function = int(parts), None  # traced with the old number
-
-    @property
-    def wire(self):
-        """See `data_parallel`."""
-        return self._wire
-
-    @wire.setter
-    def wire(self, dtype):
-        if dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"wire = {dtype!r}: give float32 or bfloat16")
-        self._wire, self.train_function = dtype, None
 
     def _steps_left_of_epoch(self):
         """Steps until `fit` evaluates; None if it was not told how many an epoch has."""
