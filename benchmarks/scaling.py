@@ -2,8 +2,7 @@
 """What 2 replicas and 2 workers make of the cores that one device has, and two workers over links of several speeds.
 
 Same global batch, loop and dtype on all sides. The workers of the second part are in two network namespaces, which
-root may make; a step is timed beside its computation alone, and the reduction of as many bytes alone. Last, what is
-learned with half the bytes: default runs of `bert_mlm` with either dtype on the wire.
+root may make; a step is timed beside its computation alone, and the reduction of as many bytes alone.
 """
 
 import argparse
@@ -11,7 +10,6 @@ import contextlib
 import json
 import math
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,13 +24,11 @@ from keras_replicas.launch import free_addresses
 
 OURS, REDUCER = "benchmarks.ours:trainer", "benchmarks.reducer:reducer"
 SPEEDS = (None, 1600, 800, 400, 200, 100)  # megabits a second; None: as fast as the kernel copies
-WIRE = "2 workers, bfloat16 on the wire"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_step_arguments(parser)
-    parser.add_argument("--seeds", type=int, default=3, help="default runs with either dtype on the wire")
     parser.add_argument("--before", metavar="COMMIT", help="also time steps over links by this commit's code")
 
 
@@ -40,7 +36,6 @@ def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     if arguments.quick:
         arguments.model, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
-        arguments.seeds = 0
     results: dict[str, Any] = {"machine": machine(), "model": arguments.model, "batch": arguments.batch_size}
     with temporary_folder() as folder:
         text = prepare_text(arguments, 128, folder)
@@ -52,8 +47,6 @@ def main(arguments: argparse.Namespace) -> None:
             for name, jit in (("float32", False), ("float32, jit", True))
         }
         results["links"] = measure_links(options, arguments)
-        wires = ("float32", "bfloat16")
-        results["val_loss"] = {wire: [learn(wire, seed, folder) for seed in range(arguments.seeds)] for wire in wires}
     print(tables(results), flush=True)
     if not arguments.quick:
         write_results("scaling", results)
@@ -66,7 +59,6 @@ def compare(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str,
             "one device": stack.enter_context(together([Worker(OURS, options | {"replicas": 1})])),
             "2 replicas": stack.enter_context(together([Worker(OURS, options | {"replicas": 2})])),
             "2 workers": stack.enter_context(two_workers(OURS, options)),
-            WIRE: stack.enter_context(two_workers(OURS, options | {"wire": "bfloat16"})),
         }
         steps = {name: rehearse(group, arguments.seconds) for name, group in groups.items()}
         answers: dict[str, list[dict[str, Any]]] = {name: [] for name in groups}
@@ -88,9 +80,9 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace) -> lis
 
     Returns:
         For each speed, `megabits` per second, lists of seconds, one per round: `computation`, a step of two processes
-        that do not talk; `reduction`, of as many bytes as the gradients have, alone; `step`; if asked for, `before`, a
-        step by the code of that commit; and `wire`, a step with bfloat16 on the wire. Then the gradients' `bytes`, and
-        the bytes that a worker `sent` in a step, by the same names.
+        that do not talk; `reduction`, of as many bytes as the gradients have, alone; `step`; and if asked for,
+        `before`, a step by the code of that commit. Then the gradients' `bytes`, and the bytes that a worker `sent` in
+        a step.
     """
     alone = options | {"batch_size": arguments.batch_size // 2, "replicas": 1}
     rows: list[dict[str, Any]] = []
@@ -100,38 +92,28 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace) -> lis
             "computation": stack.enter_context(together(Worker(OURS, alone, cores=share) for share in halves())),
             "reduction": stack.enter_context(two_workers(REDUCER, {}, hosts)),
             "step": stack.enter_context(two_workers(OURS, options, hosts, 1)),
-            "wire": stack.enter_context(two_workers(OURS, options | {"wire": "bfloat16"}, hosts, 2)),
         }
         if arguments.before:
             root = stack.enter_context(checkout(arguments.before))
-            groups["before"] = stack.enter_context(two_workers(OURS, options, hosts, 3, root))
+            groups["before"] = stack.enter_context(two_workers(OURS, options, hosts, 2, root))
         reduced = ask(groups["computation"], steps=2)["bytes_reduced"]
         for megabits in (None, 400) if arguments.quick else SPEEDS:
             shape(hosts, megabits)
             questions = {name: {"count": reduced // 4} if name == "reduction" else {} for name in groups}
             steps = {name: rehearse(groups[name], arguments.seconds / 2, **questions[name]) for name in groups}
-            row: dict[str, Any] = {"megabits": megabits, "bytes": reduced, "sent": {}}
+            row: dict[str, Any] = {"megabits": megabits, "bytes": reduced}
             row |= {name: [] for name in groups}
             for _ in range(arguments.rounds):
                 for name, group in groups.items():
                     row[name].append(ask(group, steps=steps[name], **questions[name])["seconds"] / steps[name])
-            for name in ("step", "wire"):
-                counts = [bytes_sent(hosts[0])]
-                for number in (0, steps[name]):  # with 0, only the steps that are not timed
-                    ask(groups[name], steps=number)
-                    counts.append(bytes_sent(hosts[0]))
-                row["sent"][name] = round((counts[2] - 2 * counts[1] + counts[0]) / steps[name])
+            counts = [bytes_sent(hosts[0])]
+            for number in (0, steps["step"]):  # with 0, only the steps that are not timed
+                ask(groups["step"], steps=number)
+                counts.append(bytes_sent(hosts[0]))
+            row["sent"] = round((counts[2] - 2 * counts[1] + counts[0]) / steps["step"])
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
     return rows
-
-
-def learn(wire: str, seed: int, folder: str) -> float:
-    """The validation loss at the end of a default run of `bert_mlm` on two workers, with a dtype on the wire."""
-    options = ["--wire", wire, "--seed", str(seed), "--workdir", folder, "--overwrite"]
-    command = [sys.executable, "-m", "recipes", "launch", "--workers", "2", "bert_mlm", *options]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-    return json.loads(Path(folder, "results.json").read_text())["val_loss"]
 
 
 def two_workers(
@@ -179,16 +161,8 @@ def ask(group: list[Worker], **question: Any) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """The results in Markdown: two tables, and the validation losses."""
-    links = links_table(results["links"], results["before"])
-    losses = [f"{of_seeds(found)} with {wire}" for wire, found in results["val_loss"].items() if found]
-    losses = f"\n\nValidation loss by the dtype on the wire: {', '.join(losses)}." if losses else ""
-    return f"{ways_table(results['ways'])}\n\n{links}{losses}"
-
-
-def of_seeds(values: Sequence[float]) -> str:
-    """The mean, and the standard deviation between seeds."""
-    return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
+    """The results in Markdown, in two tables."""
+    return f"{ways_table(results['ways'])}\n\n{links_table(results['links'], results['before'])}"
 
 
 def ways_table(ways: dict[str, Any]) -> str:
@@ -208,16 +182,15 @@ def links_table(rows: list[dict[str, Any]], before: str | None) -> str:
 
     That is the longer of computation and reduction, which a step would take if the one hid the other.
     """
-    titles = ["link", "computation", "reduction", *([f"step at {before}"] if before else []), "step", "of the longer"]
-    titles += ["sent by each worker", "step, bfloat16 on the wire", "sent"]
+    titles = ["link", "computation", "reduction", *([f"step at {before}"] if before else [])]
+    titles += ["step", "of the longer", "sent by each worker"]
     lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
     for row in rows:
-        names = ["computation", "reduction", *(["before"] if before else []), "step", "wire"]
+        names = ["computation", "reduction", *(["before"] if before else []), "step"]
         of = {name: statistics.median(row[name]) for name in names}
         ms = {name: f"{1e3 * seconds:,.0f} ms" for name, seconds in of.items()}
-        sent = {name: f"{row['sent'][name] / 1e6:.1f} MB" for name in ("step", "wire")}
         link = f"{row['megabits']} Mbit/s" if row["megabits"] else "not throttled"
         ratio = f"{of['step'] / max(of['computation'], of['reduction']):.2f}"
-        cells = [link, *(ms[name] for name in names[:-1]), ratio, sent["step"], ms["wire"], sent["wire"]]
+        cells = [link, *ms.values(), ratio, f"{row['sent'] / 1e6:.1f} MB"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -90,18 +90,17 @@ def add_rows(dense: dict, rows: dict, weights: list) -> dict:
     return result
 
 
-def sum_gradients(dense: dict, rows: dict, sums: list, weights: list, wire: str = "float32") -> tuple[dict, list]:
+def sum_gradients(dense: dict, rows: dict, sums: list, weights: list) -> tuple[dict, list]:
     """Sums the gradients of `Uses.gradients`, and a list of float32 tensors, over all replicas.
 
     Args:
         dense, rows: gradients of these weights.
         sums: the other tensors to add up.
         weights: tensors.
-        wire: if `bfloat16`, workers send dense gradients and add them up in it; else each in its own dtype.
     """
     if between_workers():
         with at_the_same_time():
-            return sum_between_workers(dense, rows, sums, weights, wire)
+            return sum_between_workers(dense, rows, sums, weights)
     return sum_over_replicas((add_rows(dense, rows, weights), sums))
 
 
@@ -110,7 +109,7 @@ def between_workers() -> bool:
     return isinstance(tf.distribute.get_strategy(), tf.distribute.MultiWorkerMirroredStrategy)
 
 
-def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list, wire: str) -> tuple[dict, list]:
+def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list) -> tuple[dict, list]:
     """As `sum_gradients`, in buckets, each as soon as the backward pass has computed it.
 
     PyTorch's DistributedDataParallel does the same (Li et al. 2020, arXiv:2006.15704). The gradient of a large matrix
@@ -122,8 +121,7 @@ def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list, wire
     # The last in a list is reduced first: an output layer's gradient of a table, then layer by layer from the last.
     order = sorted(dense, key=lambda index: (index in large, int(index)))
     parts = {index: split_product(dense[index]) for index in order}
-    tensors = [part for index in order for part in parts[index][0]]
-    tensors = [tf.cast(each, wire) if wire == "bfloat16" else tf.identity(each) for each in tensors]
+    tensors = [tf.identity(part) for index in order for part in parts[index][0]]
     reduced = []
     for dtype, run in itertools.groupby(tensors, key=lambda each: each.dtype):  # TensorFlow packs one dtype at a time
         buckets = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=BUCKET * dtype.size)
@@ -133,7 +131,7 @@ def sum_between_workers(dense: dict, rows: dict, sums: list, weights: list, wire
     for index in order:
         own, axis = parts[index]
         own, reduced = reduced[: len(own)], reduced[len(own) :]
-        summed[index] = tf.cast(tf.concat(own, axis) if len(own) > 1 else own[0], dense[index].dtype)
+        summed[index] = tf.concat(own, axis) if len(own) > 1 else own[0]
     gathered = {index: _gather_rows(*rows[index]) for index in sorted(large)}
     return add_rows(summed, gathered, weights), totals
 

@@ -39,7 +39,6 @@ class ReplicaStep(BatchLoss):
     """The step that `trainer.py` runs."""
 
     accumulate: int
-    wire: str
     _jitted = None
     mean_over = "examples"  # a step's weight in the epoch's loss; with "values", it is the divisor of the step's loss
 
@@ -77,7 +76,7 @@ class ReplicaStep(BatchLoss):
         packed, unpack = pack(sums)
         leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
         with tf.control_dependencies(leaves):  # at the end of the data, nothing is to be counted
-            gradients, reduced = sum_gradients(gradients, rows, packed, weights, self.wire)
+            gradients, reduced = sum_gradients(gradients, rows, packed, weights)
         sums = unpack(reduced)
         count = sums.get("count", 1.0)
         loss = (whole | sums)["loss"] if "total" not in sums else tf.math.divide_no_nan(sums["total"], count)

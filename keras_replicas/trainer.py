@@ -27,7 +27,6 @@ class Trainer(StepLoop):
     """Replaces Keras's trainer among the bases of a `data_parallel` class; see there."""
 
     steps_done = 0
-    wire = "float32"
     accumulate = 1
     _last_step: int | None = None
     _epoch_end: int | None = None  # the step, while `fit` runs and was told `steps_per_epoch`

@@ -63,7 +63,6 @@ CAUSAL = OPTIONS | {"epochs": 9, "max_steps": STEPS}
 ALSO = {"text_classifier": CLASSIFIER, "causal_lm": CAUSAL}  # trained in fewer ways
 PAIRS = 400  # generated, per split, for the classifier
 GLOBAL_BATCH = 8
-WIRE = "bfloat16 on the wire"
 OPTIMIZERS = {"muon": 5e-3, "sgd": 0.1}
 Way = tuple[str, int, dict[str, Any]]  # a configuration that must match one device: a name, replicas, options
 # One line per sequence, padded within its batch: the lines of a program are of all lengths.
@@ -133,10 +132,6 @@ def make_jobs(folder: Path, ways: list[Way], deterministic: bool) -> dict[str, t
     jobs["not stopped"] = {"replicas": 2, "dropout": 0.1}
     for precision in ("mixed_bfloat16", "mixed_float16"):
         jobs[precision] = {"replicas": 2, "precision": precision}
-    for name, replicas, options in ways:
-        if "workers" in name:
-            split = {"replicas": 1, "batch_size": GLOBAL_BATCH // replicas}
-            jobs[f"{name}, {WIRE}"] = {"wire": "bfloat16"} | split | options
     recipes = {name: ("bert_mlm", OPTIONS | own) for name, own in jobs.items()}
     (folder / "pairs").mkdir()
     for part, rows in role_pairs().items():
@@ -212,8 +207,6 @@ def check(runs: dict[str, dict[str, Any]], ways: list[Way], off_board: float) ->
     for precision in ("bfloat16", "float16"):
         away = relative(last_loss(runs[f"mixed_{precision}"]), last_loss(plain))
         found.append((precision, "last loss against float32", away, 0.01))
-    for name in [name for name in runs if name.endswith(WIRE)]:  # rounded, so float32's bounds cannot hold
-        found.append((name, "last loss against float32", relative(last_loss(runs[name]), last_loss(plain)), 0.01))
     steps = steps_of(plain)
     mean = sum(step["loss"] * step["labels"] for step in steps) / sum(step["labels"] for step in steps)
     rate, warm_up = plain["learning_rate"], STEPS // 10

@@ -61,13 +61,12 @@ def test_flops_of_tiny_are_those_known():
 
 def sample_scaling():
     way = {"tokens_per_second": [1e4, 2e4, 3e4], "step_ms": [1.0]}
-    seconds = {"computation": [0.3, 0.2], "reduction": [0.5], "before": [0.8], "step": [0.6], "wire": [0.4]}
-    row = {"bytes": 17_600_000, "sent": {"step": 18e6, "wire": 9e6}} | seconds
+    seconds = {"computation": [0.3, 0.2], "reduction": [0.5], "before": [0.8], "step": [0.6]}
+    row = {"bytes": 17_600_000, "sent": 18e6} | seconds
     return {
         "before": "abc",
-        "ways": {"float32": dict.fromkeys(("one device", "2 replicas", "2 workers", scaling.WIRE), way)},
+        "ways": {"float32": dict.fromkeys(("one device", "2 replicas", "2 workers"), way)},
         "links": [row | {"megabits": megabits} for megabits in (None, 400)],
-        "val_loss": {"float32": [3.0, 5.0], "bfloat16": [4.0]},
     }
 
 
@@ -164,9 +163,8 @@ def test_the_readme_says_what_was_measured(name):
     expected = {
         "throughput": ["| transformers, Accelerate, bfloat16 | 4,500 | 3,000 to 6,000 | 1.00 x | 3.0 x | 50.0% |"],
         "scaling": [
-            "| float32 | 20,000 tokens/s | 20,000 | 100% | 20,000 | 100% | 20,000 | 100% |",
-            "| 400 Mbit/s | 250 ms | 500 ms | 800 ms | 600 ms | 1.20 | 18.0 MB | 400 ms | 9.0 MB |",
-            "Validation loss by the dtype on the wire: 4.000 ± 1.414 with float32, 4.000 with bfloat16.",
+            "| float32 | 20,000 tokens/s | 20,000 | 100% | 20,000 | 100% |",
+            "| 400 Mbit/s | 250 ms | 500 ms | 800 ms | 600 ms | 1.20 | 18.0 MB |",
         ],
         "peers": ["| `causal_lm` | 40 tokens/s: fit | 20 tokens/s: transformers, x | 2.00 x | 1.50 to 3.00 |"],
         "input": ["1,000 sequences/s", "| one device | 100.0 ms | 1.00 ms | 1.0% | +10.0% |"],

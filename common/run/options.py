@@ -81,8 +81,6 @@ class FitOptions(RunOptions):
     """Options of recipes that train with Keras's `fit`."""
 
     accumulate: int = 1  # gradient accumulation: parts of a replica's batch, to save memory; the batch stays
-    # dtype in which workers send gradients; bfloat16: half the bytes, 8 significant bits; no effect on a single machine
-    wire: Literal["float32", "bfloat16"] = "float32"
     jit: bool = False  # compile each replica's forward and backward pass with XLA
     steps_per_execution: int = 1  # steps per call; a signal to stop takes effect at its end
     profile_steps: str = ""  # A-B: profile these steps, for TensorBoard's profile tab
