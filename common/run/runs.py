@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import keras
 
+import keras_replicas
 from common.files import read_json, remove_unfinished, write_json
 from common.run import run_folder
 from common.run.options import check_accumulate
@@ -209,7 +210,9 @@ def _look_at(workdir: Path, wanted: dict[str, Any], lock: TextIO | None = None, 
 
 
 def _refuse_other_workers(wanted: dict[str, Any]) -> None:
-    files = sorted(path for folder in ("keras_replicas", "common", "recipes") for path in (ROOT / folder).rglob("*.py"))
+    library = Path(keras_replicas.__file__).parent  # in a copy, it is elsewhere, and the recipe is beside `common`
+    files = sorted(path for folder in (library, ROOT / "common", ROOT / "recipes") for path in folder.rglob("*.py"))
+    files += sorted(ROOT.glob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     own = {"--" + name.replace("_", "-"): value for name, value in wanted.items()} | {"code": code} | versions
