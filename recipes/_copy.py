@@ -106,11 +106,13 @@ def pip_address(remote: str) -> str:
     """A remote as pip takes it after `git+`, without what follows a `?`, and over https without user and password."""
     if found := re.fullmatch(r"(https?://)(?:[^/]*@)?([^?]+).*", remote):
         return found[1] + found[2]
+    remote = remote.removeprefix("file://")
     if "://" in remote:
         return remote
     if found := re.fullmatch(r"([\w.@-]+):/?(.+)", remote):  # git's short form of ssh
         return f"ssh://{found[1]}/{found[2]}"
-    return (ROOT / remote).resolve().as_uri()
+    path = (ROOT / remote).resolve().as_uri()
+    return path.replace("file://", "file://localhost")  # some versions of pip take no address without a host
 
 
 def _git(*words: str) -> str:
