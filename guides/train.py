@@ -3,9 +3,8 @@
 import sys
 
 import keras
-import numpy as np
-
 import keras_replicas as kr
+import numpy as np
 
 x = np.random.default_rng(0).normal(size=(1000, 8)).astype("float32")
 y = (x.sum(axis=1) > 0).astype("int32")

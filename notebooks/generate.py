@@ -44,48 +44,14 @@ LINK = re.compile(r"\[(\w+(?: \d+)?)\]\((\S+\.py)\)")
 LINK_LINE = re.compile(r"^(\[\w+(?: \d+)?\]\(\S+\.py\))$", re.MULTILINE)
 ADDRESS = re.compile(r'^ADDRESS = "(.*)"', re.MULTILINE)
 INSTALL = """\
-# Gets the recipes, if they are not here, and the packages that are missing. Run it first, and wait until it is done.
 import importlib.util
-import os
-import shutil
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 
-ADDRESS = ""  # of the recipes, for `git clone` where they are not here; if it is empty, you are asked
-WHEELS = ""  # without internet, as on Kaggle: a folder with all wheels, see notebooks/README.md
-
-
-def lines_of(*command):
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
-if not (found := importlib.util.find_spec("recipes")) or not found.origin:  # a folder of that name has none
-    new = Path.cwd() / "keras-data-parallel-recipes"
-    clone = next((folder for folder in (new, *Path.cwd().parents) if (folder / "recipes/__main__.py").exists()), None)
-    if not clone and WHEELS:
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--find-links", WHEELS]
-        if subprocess.run([*pip, "--no-deps", new.name]).returncode:
-            raise SystemExit("pip could not install the recipes from WHEELS: is it the folder, and for this Python?")
-        importlib.invalidate_caches()
-    else:
-        if not clone:
-            if not shutil.which("git"):
-                raise SystemExit("The recipes are not here, and git, which gets them, is not installed.")
-            if not ADDRESS and lines_of("git", "ls-files", ":/recipes/__main__.py"):  # in a clone, not among its files
-                ADDRESS = lines_of("git", "remote", "get-url", "origin")
-            if not ADDRESS:
-                print("The recipes are not here. Set ADDRESS above to where git can clone them from, or type it below.")
-                ADDRESS = input("Address, as https://...: ").strip()
-            if subprocess.run(["git", "clone", "-q", "--depth", "1", ADDRESS, new]).returncode:
-                raise SystemExit("git could not clone the recipes. Set ADDRESS above, and run this cell again.")
-        sys.path.insert(0, str(clone or new))
-        os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
-
-from recipes._packages import install_missing
-
-install_missing(WHEELS)  # it tells when the kernel has to be restarted
+ADDRESS = ""  # of the recipes. Where they are not installed, as on Colab, this gets them; then restart the kernel
+if not importlib.util.find_spec("recipes"):
+    get_ipython().system(f"git clone -q {ADDRESS} keras-replicas")
+    get_ipython().system(f"{sys.executable} -m pip install -q -e './keras-replicas[recipes]' matplotlib")
 warnings.filterwarnings("ignore", message="IProgress not found")  # of a package that draws progress bars"""
 
 

@@ -13,12 +13,12 @@ import signal
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from common.run.command_line import fail, quiet_stderr, quiet_without_reader
-from keras_replicas import UserError
-from recipes._contents import recipe_path, recipes
-from recipes._copy import check, copy_recipe, update
+from keras_replicas.errors import UserError
+from recipes._copy import copy_recipe
+from recipes._names import recipe_path, recipes
 
 GUIDE = """\
 Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.
@@ -63,30 +63,6 @@ def folder_named(word: str) -> Path:
     return Path(word)
 
 
-def copy_or_update(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Does what `cp` was asked for, and returns the exit status; `parser` reports arguments that do not go together."""
-    for option in ("check", "update"):
-        if getattr(arguments, option) is True and arguments.name and not arguments.destination:
-            # Another option is between the two, as in `--update --dry-run DEST`.
-            setattr(arguments, option, Path(arguments.name))
-            arguments.name = None
-    folders = [folder for folder in (arguments.check, arguments.update) if folder]
-    if len(folders) > 1 or (folders and (arguments.name or arguments.package)):
-        parser.error("give one of NAME DEST, --check DEST and --update DEST")
-    if True in folders:
-        parser.error("give the folder of the copy: --check DEST or --update DEST")
-    if not folders:
-        missing = [word for word, value in (("NAME", arguments.name), ("DEST", arguments.destination)) if not value]
-        if missing:
-            parser.error(f"the following arguments are required: {', '.join(missing)}")
-        if arguments.diff or arguments.dry_run:
-            parser.error("--diff and --dry-run go with --check DEST or --update DEST")
-        return copy_recipe(arguments.name, arguments.destination, arguments.package)
-    if arguments.check:
-        return check(arguments.check, arguments.diff)
-    return update(arguments.update, arguments.dry_run, arguments.diff)
-
-
 def last_preset(kind: str, recipe: str) -> str:
     """The preset made last in `runs/` for a kind of model, such as MaskedLM, which `recipe` trains.
 
@@ -119,19 +95,10 @@ def main() -> None:
     start.add_argument("--join-timeout", type=int, default=300, metavar="S", help="seconds to wait for all workers")
     start.add_argument("name", metavar="NAME", nargs="?", help="the recipe")
     start.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options")
-    copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses; update a copy")
-    copied = (
-        copy.add_argument("name", metavar="NAME", help="the recipe"),
-        copy.add_argument("destination", metavar="DEST", type=folder_named, help="folder, created if missing"),
-    )
-    for argument in copied:
-        argument.required = False  # with --check or --update
-    copy.add_argument("--package", metavar="my.train", help="copy into this package of DEST, and rename imports")
-    of_a_copy: dict[str, Any] = {"metavar": "DEST", "type": folder_named, "nargs": "?", "const": True}
-    copy.add_argument("--check", **of_a_copy, help="what you and the collection have changed since")
-    copy.add_argument("--update", **of_a_copy, help="merge the collection's changes with yours")
-    copy.add_argument("--diff", action="store_true", help="with either: print what an update changes")
-    copy.add_argument("--dry-run", action="store_true", help="with --update: write nothing")
+    copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses")
+    copy.add_argument("name", metavar="NAME", help="the recipe")
+    copy.add_argument("destination", metavar="DEST", type=folder_named, help="folder, created if missing")
+    copy.add_argument("--vendor", action="store_true", help="copy the library too, instead of depending on it")
     doctor_of = commands.add_parser("doctor", help="verify on this machine that training is exact")
     doctor_of.add_argument("--json", action="store_true", help="print one JSON object")
     doctor_of.add_argument("--workers", type=int, default=1, metavar="N", help="also check training on N workers")
@@ -182,7 +149,7 @@ def main() -> None:
             sys.argv = [f"python -m recipes run {arguments.name}", *arguments.options]
             runpy.run_path(str(recipe_path(arguments.name)), run_name="__main__")
         case "cp":
-            raise SystemExit(copy_or_update(arguments, copy))
+            copy_recipe(arguments.name, arguments.destination, arguments.vendor)
         case "doctor":
             from recipes._doctor import doctor
 

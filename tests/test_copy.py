@@ -1,6 +1,5 @@
-"""`cp`: a recipe and exactly the helpers it uses, which run alone."""
+"""`cp`: a recipe and exactly the helpers that it uses, which run where this project is not."""
 
-import json
 import modulefinder
 import os
 import subprocess
@@ -9,190 +8,205 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from recipes._contents import TEST, imports, modules_used
-from recipes._copy import MANIFEST
+from common.run import runs
+from keras_replicas.errors import UserError
+from recipes import _copy
+from recipes._copy import TEST, copy_recipe, modules_used, pip_address, requirements
+from recipes._names import recipes
 from tests.conftest import ROOT
-from tests.test_structure import RECIPES
 
-EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-
-
-def cp(recipe, *words):
-    words = [sys.executable, "-m", "recipes", "cp", recipe.stem, *map(str, words)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def alone():
-    """For a program with this repository off its path: with -S, which leaves out the editable install."""
-    site = next(path for path in sys.path if path.endswith("site-packages"))
-    return {**os.environ, "PYTHONPATH": site}
+def files_in(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@EACH_RECIPE
-def test_a_copy_is_the_recipe_and_exactly_what_it_uses(recipe, tmp_path):
-    copy = tmp_path / "mine"
-    done = cp(recipe, copy)
-    assert (done.returncode, done.stderr) == (0, "")
-    used = {str(path.relative_to(ROOT)) for path in modules_used(recipe)}
-    copied = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
-    test = f"test_{recipe.name}"
-    others = {"common/__init__.py", "common/LICENSE", "requirements.txt", MANIFEST}
-    assert copied == {recipe.name, test} | others | used
-    *files, needs, run, run_test = filter(None, done.stdout.splitlines())
-    assert set(files) == {str(copy / name) for name in copied}
-    assert needs == f"It needs what {copy}/requirements.txt lists. In {copy}:"
-    assert (run.strip(), run_test.strip()) == (f"python {recipe.name}", f"python {test}")
-    # No module of `common` is left out or copied for nothing: Python's own search, by another way than ours, agrees.
-    for room in {path.parent for path in copy.glob("common/*/*.py")}:  # which modulefinder asks for
+@pytest.mark.parametrize("name", recipes())
+def test_a_copy_is_the_recipe_and_exactly_what_it_uses(name, tmp_path, capsys):
+    copy_recipe(name, tmp_path, vendor=False)
+    copied = files_in(tmp_path)
+    helpers = {str(path.relative_to(ROOT)) for path in modules_used(recipes()[name])}
+    others = {f"{name}.py", f"test_{name}.py", "common/__init__.py", "common/LICENSE", "requirements.txt"}
+    assert copied.keys() == helpers | others
+    # No helper is left out or copied for nothing: Python's own search, by another way than ours, agrees.
+    for room in {path.parent for path in tmp_path.glob("common/*/*.py")}:  # which modulefinder asks for
         (room / "__init__.py").touch()
-    finder = modulefinder.ModuleFinder(path=[str(copy)])
-    finder.run_script(str(copy / recipe.name))
-    found = {str(Path(module.__file__).relative_to(copy)) for module in finder.modules.values() if module.__file__}
-    assert {name for name in found if not name.endswith("/__init__.py")} == {recipe.name} | used
-    for name in {recipe.name, "common/__init__.py"} | used:
-        assert (copy / name).read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
-        assert (copy / name).read_bytes() == (recipe if name == recipe.name else ROOT / name).read_bytes()
-    line = b"import recipes.bert_mlm as recipe\n"
-    assert (copy / test).read_bytes() == TEST.read_bytes().replace(line, f"import {recipe.stem} as recipe\n".encode())
+    finder = modulefinder.ModuleFinder(path=[str(tmp_path)])
+    finder.run_script(str(tmp_path / f"{name}.py"))
+    found = {str(Path(module.__file__).relative_to(tmp_path)) for module in finder.modules.values() if module.__file__}
+    assert {path for path in found if not path.endswith("/__init__.py")} == helpers | {f"{name}.py"}
+    for path in helpers | {"common/__init__.py"}:
+        assert copied[path] == (ROOT / path).read_bytes()
+    assert copied[f"{name}.py"] == recipes()[name].read_bytes()
+    assert copied["common/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    line = b"\nimport recipes.bert_mlm as recipe\n"
+    assert copied[f"test_{name}.py"] == TEST.read_bytes().replace(line, f"\nimport {name} as recipe\n".encode())
+    *told, last = capsys.readouterr().out.splitlines()
+    assert set(told[: told.index("")]) == {str(tmp_path / path) for path in copied}
+    assert last == f"  python test_{name}.py"
 
 
-@EACH_RECIPE
-def test_a_copy_in_a_package_imports_nothing_of_another(recipe, tmp_path):
-    """Beside a `common` and a `my` of the user's own, to which nothing is done."""
-    for name in ("common", "my"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("MINE = 1\n")
-    done = cp(recipe, tmp_path, "--package", "my.train")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith(f"  python -m my.train.{recipe.stem}\n  python test_{recipe.name}\n")
-    assert [(path.parent.name, path.read_text()) for path in sorted(tmp_path.glob("*/__init__.py"))] == [
-        ("common", "MINE = 1\n"),
-        ("my", "MINE = 1\n"),
-    ]
-    inside = {str(path.relative_to(tmp_path / "my/train")): path for path in tmp_path.glob("my/train/**/*.py")}
-    assert inside.keys() == {recipe.name, "common/__init__.py"} | {
-        str(p.relative_to(ROOT)) for p in modules_used(recipe)
-    }
-    for name, path in inside.items():
-        original = recipe if name == recipe.name else ROOT / name
-        here = {word.replace("my.train.common", "common") for word in imports(path)}
-        assert here == imports(original) and not {"common", "recipes"} & {word.split(".")[0] for word in imports(path)}
-    assert f"my.train.{recipe.stem}" in imports(tmp_path / f"test_{recipe.name}")
+@pytest.fixture
+def git_in(tmp_path, monkeypatch):
+    """Runs git in a folder; the collection is said to be in `tmp_path/"its own"`."""
+    ours = tmp_path / "its own"
+    (ours / "recipes").mkdir(parents=True)
+    (ours / "recipes/_copy.py").touch()
+    (ours / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    monkeypatch.setattr(_copy, "ROOT", ours)
+    nobody = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    options = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.com"]
+
+    def git(folder, *words):
+        command = ["git", *options, *words]
+        done = subprocess.run(command, cwd=folder, env=os.environ | nobody, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    return git
 
 
-@EACH_RECIPE
-def test_requirements_are_those_of_its_files(recipe, tmp_path):
-    cp(recipe, tmp_path)
-    requirements = (tmp_path / "requirements.txt").read_text().splitlines()
-    assert set(requirements) <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
-    names = {line.split(">")[0] for line in requirements}
-    assert {"tensorflow", "keras", "keras-nlp", "tyro", "tensorboard"} <= names
-    assert ("tqdm" in names) == (recipe.stem == "glue_custom_loop")
+def test_a_copy_depends_on_the_library_where_this_clone_is_from(git_in, tmp_path):
+    ours = tmp_path / "its own"
+    here = f"keras-replicas[recipes] @ file://{tmp_path}/its%20own"
+    assert requirements(vendor=False) == [here]
+    git_in(tmp_path, "init", "-q")  # somebody else's repository, which it only lies in
+    git_in(tmp_path, "remote", "add", "origin", "https://example.com/another.git")
+    assert requirements(vendor=False) == [here]
+    git_in(ours, "init", "-q")
+    git_in(ours, "add", "-A")
+    git_in(ours, "commit", "-qm", "all")
+    assert requirements(vendor=False) == [here]
+    git_in(ours, "remote", "add", "origin", "https://me:secret@example.com/our/clone.git")
+    (line,) = requirements(vendor=False)
+    commit = git_in(ours, "rev-parse", "HEAD")
+    assert line == f"keras-replicas[recipes] @ git+https://example.com/our/clone.git@{commit}"
+    assert Requirement(line).name == Requirement(here).name == PROJECT["name"]
 
 
-@pytest.mark.parametrize("own", ["pyproject.toml", "requirements.txt"])
-def test_a_project_gets_a_fragment_of_its_pyproject(own, tmp_path):
-    (tmp_path / own).write_text("# mine\n")
-    cp(ROOT / "recipes/bert_mlm.py", tmp_path)
-    cp(ROOT / "recipes/bert_mlm.py", tmp_path / "beside")
-    fragment = tomllib.loads((tmp_path / "pyproject.fragment.toml").read_text())["project"]
-    assert fragment["dependencies"] == (tmp_path / "beside/requirements.txt").read_text().splitlines()
-    assert (
-        fragment["requires-python"]
-        == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
-    )
-    assert (tmp_path / own).read_text() == "# mine\n" and len(list(tmp_path.glob("*.t*t"))) == (own != "pyproject.toml")
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://example.com/a/b.git?token=secret", "https://example.com/a/b.git"),
+        ("git@example.com:a/b.git", "ssh://git@example.com/a/b.git"),
+        ("host:/a/b.git", "ssh://host/a/b.git"),
+        ("ssh://git@example.com:22/a/b.git", "ssh://git@example.com:22/a/b.git"),
+        ("/srv/a b.git", "file://localhost/srv/a%20b.git"),
+        ("file:///srv/b.git", "file://localhost/srv/b.git"),
+        ("../b.git", (ROOT.resolve().parent / "b.git").as_uri().replace("file://", "file://localhost")),
+    ],
+)
+def test_pip_takes_the_address_of_any_remote(remote, address):
+    assert pip_address(remote) == address
 
 
-def test_nothing_is_overwritten(tmp_path):
-    recipe = ROOT / "recipes/bert_mlm.py"
-    (tmp_path / "common/devices").mkdir(parents=True)
-    (tmp_path / "keras_replicas/strategy.py").write_text("mine")
-    (tmp_path / "test_bert_mlm.py").symlink_to("nowhere")
-    refused = cp(recipe, tmp_path)
-    assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr == (
-        f"error: {tmp_path}/test_bert_mlm.py, {tmp_path}/keras_replicas/strategy.py already exist(s). "
-        "Move what is yours, or copy into a package: --package NAME\n"
-    )
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "keras_replicas/strategy.py"]
-    (tmp_path / "my/train.py").parent.mkdir()
-    (tmp_path / "my/train.py").write_text("")
-    hidden = cp(recipe, tmp_path, "--package", "my.train.deep")
-    assert hidden.stderr == f"error: --package my.train.deep would hide {tmp_path}/my/train.py; give another name\n"
-    assert hidden.returncode == 2 and sorted(path.name for path in (tmp_path / "my").iterdir()) == ["train.py"]
+def test_a_vendored_copy_holds_the_library_and_lists_all_packages(tmp_path):
+    copy_recipe("bert_mlm", tmp_path, vendor=True)
+    library = files_in(ROOT / "keras_replicas")
+    copied = {path: text for path, text in library.items() if "__pycache__" not in path}
+    assert files_in(tmp_path / "keras_replicas") == copied and "model.py" in copied
+    packages = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["recipes"]]
+    assert (tmp_path / "requirements.txt").read_text().splitlines() == packages
 
 
-def test_a_file_with_the_name_of_a_folder_is_in_the_way(tmp_path):
-    (tmp_path / "common").write_text("mine")
-    refused = cp(ROOT / "recipes/bert_mlm.py", tmp_path)
-    assert refused.returncode == 2 and f"{tmp_path}/keras_replicas/errors.py, " in refused.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["common"]
+def test_a_second_recipe_shares_the_helpers_of_the_first(tmp_path):
+    copy_recipe("bert_mlm", tmp_path, vendor=True)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    copy_recipe("text_classifier", tmp_path, vendor=True)
+    copy_recipe("bert_mlm", tmp_path, vendor=True)  # nor is a copy of itself in its way
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert {"bert_mlm.py", "text_classifier.py"} <= files_in(tmp_path).keys()
 
 
-@pytest.mark.parametrize("name", ["common", MANIFEST])
-def test_a_broken_link_or_a_folder_is_in_the_way(name, tmp_path):
-    (tmp_path / "common").symlink_to("nowhere") if name == "common" else (tmp_path / MANIFEST).mkdir()
-    refused = cp(ROOT / "recipes/bert_mlm.py", tmp_path)
-    assert refused.returncode == 2 and f"{tmp_path}/{name}" in refused.stderr and "already exist(s)" in refused.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+def write(path, text="mine"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
-def test_a_destination_that_is_a_file_is_told_of(tmp_path):
-    (tmp_path / "mine").write_text("")
-    refused = cp(ROOT / "recipes/bert_mlm.py", tmp_path / "mine")
-    assert refused.returncode == 2 and refused.stderr.startswith(f"error: cannot copy to {tmp_path}/mine: ")
-    assert refused.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("common/files.py", write),
+        ("requirements.txt", write),
+        ("keras_replicas/model.py", write),
+        ("test_bert_mlm.py", lambda path: path.symlink_to("nowhere")),
+        ("bert_mlm.py", Path.mkdir),
+        ("common", write),
+        ("common", lambda path: path.symlink_to("nowhere")),
+        ("", lambda path: path.rmdir() or write(path)),
+    ],
+)
+def test_a_file_in_the_way_is_named_and_nothing_is_written(name, make, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    make(mine / name)
+    before = sorted(tmp_path.rglob("*")), files_in(tmp_path)
+    with pytest.raises(UserError) as refused:
+        copy_recipe("bert_mlm", mine, vendor=True)
+    assert str(refused.value) == f"{mine / name} is in the way: move it, or copy to another folder"
+    assert (sorted(tmp_path.rglob("*")), files_in(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [
+        ("", "argument DEST: give the name of a folder, such as my_project. See python -m recipes cp --help"),
+        ("/proc/mine", "cannot copy to /proc/mine: [Errno 2] No such file or directory: '/proc/mine'"),
+        ("/dev/null", "/dev/null is in the way: move it, or copy to another folder"),
+    ],
+)
+def test_what_cannot_be_copied_to_is_told_of_in_one_line(folder, told):
+    command = [sys.executable, "-m", "recipes", "cp", "bert_mlm", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {told}\n")
+
+
+@pytest.mark.parametrize("changed", ["bert_mlm.py", "common/files.py", "keras_replicas/model.py"])
+def test_workers_compare_the_code_of_a_copy(changed, tmp_path, monkeypatch):
+    copy_recipe("bert_mlm", tmp_path, vendor=True)
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    monkeypatch.setattr(runs.keras_replicas, "__file__", str(tmp_path / "keras_replicas/__init__.py"))
+    codes = []
+    monkeypatch.setattr(runs, "agree", lambda own, *words: codes.append(own["code"]))
+    for _ in range(2):
+        runs._refuse_other_workers({"recipe": "bert_mlm"})
+    with (tmp_path / changed).open("a") as file:
+        file.write("# mine\n")
+    runs._refuse_other_workers({"recipe": "bert_mlm"})
+    assert codes[0] == codes[1] != codes[2]
+
+
+def alone(folder, *words, path=()):
+    """Runs Python in a folder with the installed packages, but not this project; returns the status and the output."""
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, path), site])}
+    command = [sys.executable, "-S", *words]  # -S leaves out what an editable install adds
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-@EACH_RECIPE
-def test_a_copy_runs_alone_and_gives_the_same_results(recipe, small, tmp_path):
-    """By absolute path from another folder, with this repository off the path, beside the original."""
-    copy = tmp_path / "mine"
-    cp(recipe, copy)
-    if recipe.stem not in ("bert_mlm", "bert_from_scratch", "causal_lm"):
-        small |= {"task": "roles"}
-        del small["corpus"]
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in small.items() if name != "workdir"]
-    away = {"cwd": tmp_path, "env": alone()}
-    assert subprocess.run([sys.executable, "-S", "-c", "import common"], **away, capture_output=True).returncode == 1
-    runs = [
-        subprocess.Popen([sys.executable, "-S", str(copy / recipe.name), "--workdir=copied", *options], **away),
-        subprocess.Popen([sys.executable, str(recipe), f"--workdir={tmp_path}/original", *options], cwd=ROOT),
-    ]
-    assert [run.wait() for run in runs] == [0, 0]
-    copied, original = (json.loads(Path(tmp_path, name, "results.json").read_text()) for name in ("copied", "original"))
-    for figure in ("steps", "train_loss", "val_loss", "val_accuracy"):
-        assert copied[figure] == original[figure]
-    assert copied["steps"] == 6
-    assert (tmp_path / "copied/steps.jsonl").read_bytes() == (tmp_path / "original/steps.jsonl").read_bytes()
-
-
-def packaged(recipe, folder):
-    """A copy in a package, beside another `common`, and the command of its test."""
-    (folder / "common").mkdir()
-    (folder / "common/__init__.py").write_text("raise ImportError('another')\n")
-    cp(recipe, folder, "--package", "my.train")
-    return [sys.executable, "-S", f"test_{recipe.name}"]
+def test_the_tests_of_vendored_copies_pass_alone(tmp_path):
+    for name in recipes():
+        copy_recipe(name, tmp_path, vendor=True)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    assert all(alone(outside, "-c", f"import {name}")[0] == 1 for name in ("common", "recipes", "keras_replicas"))
+    status, said = alone(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert status == 0 and f"{len(recipes())} passed" in said, said
 
 
 @pytest.mark.slow
-@EACH_RECIPE
-def test_the_test_of_a_copy_passes(recipe, tmp_path):
-    test = packaged(recipe, tmp_path)
-    passed = subprocess.run(test, cwd=tmp_path, env=alone(), capture_output=True, text=True)
-    assert passed.returncode == 0 and passed.stdout.endswith("\npassed: two replicas compute what one does\n"), (
-        passed.stderr
-    )
-
-
-@pytest.mark.slow
-def test_the_test_of_a_copy_finds_a_learning_rate_that_grows_with_the_replicas(tmp_path):
-    test = packaged(ROOT / "recipes/bert_mlm.py", tmp_path)
-    scaling = tmp_path / "my/train/common/training/scaling.py"
-    scaling.write_text(scaling.read_text() + "\n\ndef learning_rate_factor(rule, replicas):\n    return replicas\n")
-    test[2:2] = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    failed = subprocess.run(test, cwd=tmp_path, env=alone(), capture_output=True, text=True)
-    assert failed.returncode == 1 and "1 failed" in failed.stdout
+def test_a_copy_runs_with_a_library_from_elsewhere_and_its_test_finds_a_fault(tmp_path):
+    copy, elsewhere = tmp_path / "copy", tmp_path / "elsewhere"
+    copy_recipe("bert_mlm", copy, vendor=False)
+    elsewhere.mkdir()
+    (elsewhere / "keras_replicas").symlink_to(ROOT / "keras_replicas")
+    status, said = alone(copy, "test_bert_mlm.py", path=[elsewhere])
+    assert status == 0 and said.endswith("\npassed: two replicas compute what one does\n"), said
+    with (copy / "common/training/scaling.py").open("a") as file:
+        file.write("\n\ndef learning_rate_factor(rule, replicas):\n    return replicas\n")
+    status, said = alone(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", path=[elsewhere])
+    assert status == 1 and "1 failed" in said, said

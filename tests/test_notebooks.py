@@ -2,10 +2,12 @@
 
 import ast
 import dataclasses
-import importlib
+import importlib.util
 import json
 import re
+import sys
 import textwrap
+import types
 
 import nbformat
 import pytest
@@ -277,6 +279,19 @@ def test_the_address_of_a_clone_is_in_the_first_cell_and_of_github_on_a_button(n
     old.cells[1].outputs = [nbformat.v4.new_output("stream", text="shown")]
     generate.keep_outputs(new, old)
     assert new.cells[1].outputs
+
+
+def test_the_first_cell_gets_the_recipes_where_they_are_not_installed(monkeypatch):
+    commands = []
+    names = {"get_ipython": lambda: types.SimpleNamespace(system=commands.append)}
+    cell = generate.INSTALL.replace('ADDRESS = ""', 'ADDRESS = "https://example.com/recipes"')
+    exec(cell, names)
+    assert not commands
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(cell, names)
+    clone, install = commands
+    assert clone == "git clone -q https://example.com/recipes keras-replicas"
+    assert install == f"{sys.executable} -m pip install -q -e './keras-replicas[recipes]' matplotlib"
 
 
 def what_is_computed(results):

@@ -7,7 +7,7 @@ import keras_hub
 import keras_nlp
 import pytest
 
-from recipes._contents import TEST, imports, modules_used
+from recipes._copy import imports
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.py") if not path.name.startswith("_"))
@@ -76,59 +76,3 @@ def test_a_recipe_is_one_page_that_imports_no_other(path):
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
 def test_no_helper_bears_the_name_of_a_package(path):
     assert path.stem not in {"tokenizers", "datasets", "keras", "tensorflow", "tensorboard", "tyro", "numpy"}
-
-
-def definitions(tree):
-    """The functions, classes and constants of a module, by name, and the statements that import it runs."""
-    named, run = {}, []
-    for node in tree.body:
-        match node:
-            case ast.FunctionDef(name) | ast.ClassDef(name) | ast.AnnAssign(ast.Name(name)):
-                named[name] = node
-            case ast.Assign(targets) if all(isinstance(target, ast.Name) for target in targets):
-                named |= {target.id: node for target in targets}
-            case ast.Import() | ast.ImportFrom():
-                pass
-            case _:
-                run.append(node)
-    return named, run
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_copy_carries_little_that_its_recipe_cannot_reach(recipe):
-    files = {recipe, TEST} | modules_used(recipe) | modules_used(TEST)
-    trees = {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text()) for path in files}
-    found = {module: definitions(tree) for module, tree in trees.items()}
-    imported = {
-        module: {
-            alias.asname or alias.name: (node.module, alias.name)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-        }
-        for module, tree in trees.items()
-    }
-    main = f"recipes.{recipe.stem}"
-    left = [(main, node) for node in found[main][0].values()]
-    left += [(module, node) for module, (_, run) in found.items() for node in run]
-    reached = set()
-    while left:
-        module, node = left.pop()
-        for part in ast.walk(node):
-            match part:
-                case ast.Name(name):
-                    place = imported[module].get(name, (module, name))
-                case ast.Attribute(ast.Name(name), attribute) if name in imported[module]:  # of a module
-                    place = ".".join(imported[module][name]), attribute
-                case _:
-                    continue
-            if place not in reached and place[1] in found.get(place[0], [{}])[0]:
-                reached.add(place)
-                left.append((place[0], found[place[0]][0][place[1]]))
-    unused = {
-        f"{module}.{name}": node.end_lineno - node.lineno + 1
-        for module, (named, _) in found.items()
-        for name, node in named.items()
-        if module not in (main, "recipes._copied_test") and (module, name) not in reached
-    }
-    assert sum(unused.values()) <= 130, unused
