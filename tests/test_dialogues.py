@@ -17,7 +17,6 @@ from common.model import backbones
 from common.model.causal_lm import make_preprocessor
 from common.model.generate import make_sampler
 from common.model.sizes import check_model
-from common.run.plan import print_plan
 from keras_replicas.errors import UserError
 from keras_replicas.order import Scaled
 from recipes import causal_lm
@@ -114,26 +113,6 @@ def test_prompts_are_the_beginnings_of_documents_up_to_their_ends(gpt2):
     row = np.array([end, *(token for ids in parts for token in [*ids, end])])
     first, second, third = beginnings(row, preprocessor, 3)  # the empty document is none
     assert (first, second) == ("So.", "why ") and "Be brief.".startswith(third)  # 語 has three tokens: it is not cut
-
-
-def test_a_plan_counts_memory_for_the_longest_batch(gpt2, capsys):
-    dialogues = [[("prompt", "why " * i), ("response", "so")] for i in range(16)]
-    preprocessor = SimpleNamespace(tokenizer=gpt2, sequence_length=64)
-    data = Answers.of({"train": dialogues, "validation": dialogues}, preprocessor)
-    widths = [ids.shape[1] - 1 for ids, *_ in data.rows("train", Scaled(2, 2), None)]
-    assert data.width == max(widths) > 2 * widths[0]
-
-    backbone = SimpleNamespace(num_layers=2**9, hidden_dim=2**9, num_heads=1, vocabulary_size=0)
-    model = SimpleNamespace(
-        **dict.fromkeys(("variables", "trainable_variables", "weights"), []),
-        optimizer=SimpleNamespace(variables=[]), backbone=backbone, compute_dtype="float32",
-        count_params=lambda: 0, last_step=1, accumulate=1, jit_compile=False,
-    )  # fmt: skip
-    ids = tf.ones([2, 8], tf.int32)
-    batch = {"token_ids": ids, "padding_mask": ids}, ids, tf.ones([2, 8])
-    print_plan(model, lambda step: 1.0, {}, [batch], ["so", "why"], longest=64)
-    numbers = 2**9 * (20 * 64 * 2 * 2**9 + 2 * 64**2 * 2)
-    assert f"about {4 * numbers / 2**20:,.0f} MiB for activations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("few_lengths", [False, True])

@@ -20,7 +20,6 @@ from benchmarks import readme
 from common.run.command_line import parse
 from common.run.options import FIRST
 from common.training.scaling import LearningRateScaling
-from keras_replicas.errors import UserError
 from notebooks import generate
 from recipes import bert_from_scratch, bert_mlm, causal_lm, glue_controller, glue_custom_loop, text_classifier
 from tests import test_pages
