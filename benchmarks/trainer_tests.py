@@ -29,6 +29,7 @@ from benchmarks.machine import machine
 RESULTS = Path(__file__).parent / "results" / "trainer_tests.json"
 WAYS = ("keras, no strategy", "keras, 2 replicas", "ours, 2 replicas")
 SECONDS = 600  # for a test
+PASSED_AT_LEAST = 140  # by the last way, of 173, without PyTorch; tests/test_keras_trainer.py holds it
 # Why tests that pass without a strategy do not pass with ours, by the beginning of their names.
 REASONS = {
     "test_fit_sparse": "asserts that the optimizer is given a gradient of rows that repeat; ours is given their sum, "
@@ -132,14 +133,14 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"{way:20} {sum(name in plain for name in passed[way])} of {len(plain)}")
     others = {
         way: {
-            name: _reason(name) if way == WAYS[2] else results[way][name].get("error", "")
+            name: _reason(name) or results[way][name].get("error", "")
             for name in plain
             if name not in passed[way]
         }
         for way in WAYS
     }
     for name, reason in others[WAYS[2]].items():
-        print(f"  {name}: {reason or results[WAYS[2]][name].get('error', '')}")
+        print(f"  {name}: {reason}")
     report = {way: {"passed": sum(name in plain for name in passed[way]), "not passed": others[way]} for way in WAYS}
     if not arguments.quick:
         found = {"tests": len(results[WAYS[0]]), "machine": machine(), **report}
