@@ -33,6 +33,7 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path 
 README = PAGES["README.md"]
 TROUBLES = PAGES["docs/troubleshooting.md"]
 ALL = "\n".join(PAGES.values())
+CODE = ("keras_replicas", "common", "recipes")
 # Whatever says what to type: all pages but the changelog, which keeps what was, and the recipes' own help.
 WITH_COMMANDS = {name: page for name, page in test_pages.PAGES.items() if name != "CHANGELOG.md"}
 HELP = [command_line.GUIDE, *(module.__doc__ for module in RECIPES.values())]
@@ -171,7 +172,7 @@ def test_each_page_of_docs_is_linked_from_the_readme():
 
 def test_each_recipe_and_each_name_of_a_helper_is_one():
     assert set(re.findall(r"^\| `(\w+)` \|", section(README, "The recipes"), re.MULTILINE)) == set(RECIPES)
-    sources = "".join(path.read_text() for folder in ("common", "recipes") for path in (ROOT / folder).rglob("*.py"))
+    sources = "".join(path.read_text() for folder in CODE for path in (ROOT / folder).rglob("*.py"))
     page = "docs/coming-from.md"
     names = re.findall(r"^(\w+)(?:\(.*|)$", "\n".join(code_spans({page: PAGES[page]})), re.MULTILINE)
     # What begins with a small letter and is not called is something else: an option's value, an entry, a recipe.
@@ -301,7 +302,7 @@ def test_options_that_are_named_exist_and_take_the_values_shown(at_the_reader, c
 
 
 def test_the_table_of_strategies_and_that_of_scaling_are_those_of_the_code():
-    sources = "".join((ROOT / f"common/devices/{name}.py").read_text() for name in ("strategy", "rendezvous"))
+    sources = "".join(path.read_text() for path in (ROOT / "keras_replicas").glob("*.py"))
     rows = section(README, "Data parallel").split("\n| ")[3:]
     strategies = [re.search(r"\w+Strategy", row).group() for row in rows]
     assert set(strategies) == set(re.findall(r"\b(\w+Strategy)\(", sources)) | {"ParameterServerStrategy"}
@@ -312,7 +313,7 @@ def test_the_table_of_strategies_and_that_of_scaling_are_those_of_the_code():
 
 
 def test_the_picture_of_the_architecture_names_each_module_of_common():
-    (picture,) = re.findall(r"^```text\n(recipes/.*?)^```", PAGES["docs/architecture.md"], re.MULTILINE | re.DOTALL)
+    (picture,) = re.findall(r"^```text\n(.*?)^```", PAGES["docs/architecture.md"], re.MULTILINE | re.DOTALL)
     title, *lines = picture[picture.index("\ncommon/") : picture.index("\ndocs/")].strip().splitlines()
     rooms = {"": re.findall(r"(\w+),", title.split(": ")[1])}
     for line in lines:
@@ -345,9 +346,7 @@ def test_messages_of_our_own_are_as_the_code_has_them():
             if isinstance(node, ast.JoinedStr):
                 yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
 
-    printed = "\n".join(
-        text for folder in ("common", "recipes") for path in (ROOT / folder).rglob("*.py") for text in texts(path)
-    )
+    printed = "\n".join(text for folder in CODE for path in (ROOT / folder).rglob("*.py") for text in texts(path))
     ours = section(TROUBLES, "Several workers") + section(TROUBLES, "Text, models, folders")
     messages = re.findall(r"^\| `(.+?)`", ours, re.MULTILINE)
     assert len(messages) > 15
