@@ -350,7 +350,7 @@ def test_parts_of_a_batch_set_between_two_fits_count():
         model.fit(X, Y, BATCH, verbose=0)
 
 
-@pytest.mark.parametrize("settings", [{"accumulate": 0}, {"accumulate": "2"}, {"wire": "float16"}])
+@pytest.mark.parametrize("settings", [{"accumulate": 0}, {"accumulate": "2"}])
 def test_settings_that_make_no_sense_are_refused(settings):
     ((name, value),) = settings.items()
     with pytest.raises(ValueError, match=f"{name} = {value!r}: give"):

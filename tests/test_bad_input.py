@@ -77,7 +77,7 @@ AT_ONCE = [
         "--accumulate 3",
         "--accumulate 3 does not divide the batch of 16 on each replica. Choose one of 1, 2, 4, 8, 16",
     ),
-    ("--optimizer adam", "Expected one of ('muon', 'adamw', "),
+    ("--optimizer adam", "Expected one of ('muon', 'adamw', 'sgd')"),
     ("--profile-steps 9-3", "--profile-steps must be a range of steps, such as 10-20; got 9-3"),
     (
         "--corpus missing.txt",

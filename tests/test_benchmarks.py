@@ -9,7 +9,6 @@ import pytest
 import benchmarks.input
 from benchmarks import (
     compare,
-    memory,
     peers,
     quality,
     scaling,
@@ -63,7 +62,7 @@ def test_the_readme_says_how_many_of_keras_own_tests_pass():
 
 
 def test_every_benchmark_has_its_options():
-    for module in (throughput, scaling, memory, benchmarks.input, quality, peers):
+    for module in (throughput, scaling, benchmarks.input, quality, peers):
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
         assert parser.parse_args([]).corpus == "docstrings"

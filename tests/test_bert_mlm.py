@@ -216,10 +216,15 @@ def test_one_line_a_sequence_is_trimmed_to_a_bucket(small):
     assert results["val_loss"] < np.log(300)
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(finished, tmp_path, capsys):
-    assert train(finished["config"], dry_run=True, workdir=str(tmp_path / "run")) == {}
+def test_a_dry_run_prints_the_plan_trains_three_steps_and_writes_nothing(finished, tmp_path, capsys, monkeypatch):
+    models, build = [], bert_mlm.build_model
+    with monkeypatch.context() as patch:
+        patch.setattr(bert_mlm, "build_model", lambda *given: models.append(build(*given)) or models[0])
+        assert train(finished["config"], dry_run=True, workdir=str(tmp_path / "run")) == {}
     assert not (tmp_path / "run").exists()
     plan = capsys.readouterr().out
+    assert models[0].optimizer.iterations == 3
+    assert re.search(r"\npeak memory in the first 3 step\(s\): [\d,]{3,} MiB of host memory\n$", plan)
     sequences = sequences_of(bert_mlm.Config(**finished["config"]))["train"]
     assert f"train: {np.count_nonzero(sequences):,} tokens in {len(sequences):,} sequences" in plan
     parameters = sum(weight.size for weight in weights_of(finished).values()) + 64  # the key bias left out there
@@ -275,7 +280,6 @@ def test_the_validation_masks_are_those_of_the_unigram_baseline(finished):
 def test_the_default_learning_rate_falls_with_the_width_and_a_presets_is_small(tmp_path):
     for size, rate in (None, 5e-3), ("nano", 1e-2), ("small", 1.25e-3), ("base", 0.64 / 768):
         assert bert_mlm.Config(model=size).learning_rate == rate
-    assert bert_mlm.Config(minutes=2.0).learning_rate is None
     assert bert_mlm.Config(preset="bert_base_en_uncased").learning_rate == 1e-4
     for rate in (0.0, 2e-4):
         assert bert_mlm.Config(preset="bert_base_en_uncased", learning_rate=rate).learning_rate == rate

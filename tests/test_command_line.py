@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from common.run.command_line import parse, quiet_without_reader
 from common.run.options import FIRST
-from common.training.optimizers import OptimizerName
 from keras_replicas.errors import UserError
 from tests.test_structure import RECIPES
 
@@ -239,11 +237,7 @@ def test_bash_completes_options_and_values():
     """
     done = subprocess.run(["bash", "-c", script + tab], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "--optimizer",
-        " ".join(sorted(get_args(OptimizerName))),
-        "usage: bert_mlm [-h] [OPTIONS]",
-    ]
+    assert done.stdout.splitlines() == ["--optimizer", "adamw muon sgd", "usage: bert_mlm [-h] [OPTIONS]"]
 
 
 def test_the_last_preset_is_one_of_the_kind_asked_for(tmp_path, monkeypatch):
