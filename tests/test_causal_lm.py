@@ -173,6 +173,11 @@ def test_adapters_resume_on_the_weights_that_they_adapt(presets, small, tmp_path
         FitCheckpoints(tmp_path, model, 9, only_trained=True).restore()
 
 
+def test_a_dry_run_shows_labels(small, capsys):
+    assert train(small, dry_run=True) == {}
+    assert "its labels as «labels»:" in capsys.readouterr().out
+
+
 def test_a_row_is_all_documents_with_end_tokens_and_each_token_is_a_label_once(small, wikitext):
     config = causal_lm.Config(**small)
     data = causal_lm.make_datasets(config)
