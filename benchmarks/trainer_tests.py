@@ -3,20 +3,22 @@
 
     python -m benchmarks trainer_tests
 
-runs the installed Keras's `trainer_test.py` three times, each in a process of its own: as it is; with the body of each
-test inside the scope of a `MirroredStrategy` of two replicas; and so again with the trainer of
-`keras_replicas.model` in the place of Keras's. A test that takes longer than a minute fails.
-`pip install -e '.[bench]'` has the packages that some tests want: JAX, PyTorch and Grain. Results go to
-`benchmarks/results/trainer_tests.json`.
+runs a copy of the installed Keras's `trainer_test.py` three times, each in a process of its own: as it is; with the body
+of each test inside the scope of a `MirroredStrategy` of two replicas; and so again with the trainer of
+`keras_replicas.model` in the place of Keras's. A copy, because what is defined in it is then a user's, not Keras's. A
+test that takes longer than ten minutes fails. `pip install -e '.[test]'` has the packages that most tests want, JAX and
+Grain; three need PyTorch. Results go to `benchmarks/results/trainer_tests.json`.
 """
 
 import argparse
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -26,7 +28,8 @@ from benchmarks.machine import machine
 
 RESULTS = Path(__file__).parent / "results" / "trainer_tests.json"
 WAYS = ("keras, no strategy", "keras, 2 replicas", "ours, 2 replicas")
-SECONDS = 60  # for a test
+SECONDS = 600  # for a test
+PASSED_AT_LEAST = 140  # by the last way, of 173, without PyTorch; tests/test_keras_trainer.py holds it
 # Why tests that pass without a strategy do not pass with ours, by the beginning of their names.
 REASONS = {
     "test_fit_sparse": "asserts that the optimizer is given a gradient of rows that repeat; ours is given their sum, "
@@ -103,11 +106,12 @@ def run_tests(way: str) -> dict[str, dict[str, str]]:
 
         testing.TestCase.setUp = in_scope
     outcomes = Outcomes()
-    path = importlib.util.find_spec("keras.src.trainers.trainer_test").origin
     # Other styles of traceback parse the code, which Python 3.11 cannot do where JAX is told of its garbage.
     options = ["-q", "-c", os.devnull, "-p", "no:cacheprovider", "--no-header", "--tb=native", *sys.argv[2:]]
-    if pytest.main([*options, path], plugins=[outcomes]) > pytest.ExitCode.TESTS_FAILED:
-        raise SystemExit("pytest itself failed")
+    with tempfile.TemporaryDirectory() as folder:
+        path = shutil.copy(importlib.util.find_spec("keras.src.trainers.trainer_test").origin, folder)
+        if pytest.main([*options, path], plugins=[outcomes]) > pytest.ExitCode.TESTS_FAILED:
+            raise SystemExit("pytest itself failed")
     return outcomes.of
 
 
@@ -129,14 +133,14 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"{way:20} {sum(name in plain for name in passed[way])} of {len(plain)}")
     others = {
         way: {
-            name: _reason(name) if way == WAYS[2] else results[way][name].get("error", "")
+            name: _reason(name) or results[way][name].get("error", "")
             for name in plain
             if name not in passed[way]
         }
         for way in WAYS
     }
     for name, reason in others[WAYS[2]].items():
-        print(f"  {name}: {reason or results[WAYS[2]][name].get('error', '')}")
+        print(f"  {name}: {reason}")
     report = {way: {"passed": sum(name in plain for name in passed[way]), "not passed": others[way]} for way in WAYS}
     if not arguments.quick:
         found = {"tests": len(results[WAYS[0]]), "machine": machine(), **report}

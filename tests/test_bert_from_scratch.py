@@ -1,9 +1,6 @@
 """The whole road, small: text, tokenizer, shards, training, filled masks; stopped and gone on; on two workers."""
 
 import json
-import os
-import re
-import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +16,6 @@ from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas.errors import UserError
 from recipes import bert_from_scratch
 from tests.conftest import ROOT
-from tests.hub import URI, StandIn, environment
 
 
 @pytest.fixture
@@ -43,26 +39,6 @@ def weights_of(workdir):
 def command(options, *words):
     options = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return [sys.executable, "-m", "recipes", *words, "bert_from_scratch", *options]
-
-
-@pytest.mark.slow
-def test_overwrite_replaces_shards_in_the_work_directory_named_or_not(options, tmp_path, wikitext):
-    other = shutil.copytree(wikitext, tmp_path / "other")
-    (other / "wiki.valid.tokens").write_text((wikitext / "wiki.test.tokens").read_text())
-    named = {"data": f"{options['workdir']}/data", "max_steps": 1}
-    train(options, **named)
-    train(options, **named, overwrite=True, corpus=str(other))
-    train(options, max_steps=1, overwrite=True)
-
-
-@pytest.mark.slow
-def test_a_users_folder_data_stays_where_the_shards_are_elsewhere(options, tmp_path):
-    elsewhere = {"data": str(tmp_path / "shards"), "max_steps": 1}
-    theirs = Path(train(options, **elsewhere)["config"]["workdir"], "data/notes.txt")
-    theirs.parent.mkdir()
-    theirs.write_text("mine")
-    train(options, **elsewhere, seed=1, overwrite=True)
-    assert theirs.read_text() == "mine"
 
 
 @pytest.mark.parametrize("architecture", ["bert", pytest.param("roberta", marks=pytest.mark.slow)])
@@ -113,23 +89,6 @@ def test_validation_masks_by_a_rate_of_its_own(options):
         scaled = bert_from_scratch.Scaled(4, 4)
         _, labels, _ = next(iter(bert_from_scratch.masked_batches(config, shards, scaled, split)))
         assert labels.shape == (4, slots)
-
-
-@pytest.mark.slow
-def test_a_dry_run_leaves_nothing_and_looks_at_no_run(options, capsys, tmp_path):
-    environ = os.environ | {"TMPDIR": str(tmp_path)}
-    dry_run = [*command(options, "run"), "--dry-run"]
-    plan = subprocess.run(dry_run, cwd=ROOT, env=environ, check=True, capture_output=True, text=True).stdout
-    assert re.search(r"train: [\d,]+ tokens in [\d,]+ sequences", plan) and "→" in plan
-    assert not Path(options["workdir"]).exists() and not list(tmp_path.glob("shards-*"))
-
-    train(options, max_steps=1)
-    before = {path: path.stat().st_mtime_ns for path in Path(options["workdir"]).rglob("*")}
-    data = Path(options["workdir"], "data")
-    assert train(options, dry_run=True, vocabulary_size=400, seed=1) == {}
-    assert train(options, dry_run=True, data=str(data)) == {}
-    assert capsys.readouterr().out.count("tokenising train") == 2  # the run's, and the first dry run's
-    assert {path: path.stat().st_mtime_ns for path in Path(options["workdir"]).rglob("*")} == before
 
 
 def test_shards_of_something_else_are_refused(options, tmp_path):
@@ -206,20 +165,3 @@ def test_two_workers_compute_what_one_process_does(options, tmp_path):
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-6)
     for a, b in zip(steps_of(tmp_path / "one"), steps_of(options["workdir"]), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_the_model_goes_to_the_hub_with_its_card(options):
-    options |= {"push_to": URI, "epochs": 2, "max_steps": 0}
-    with StandIn() as hub:
-        hubs = environment(hub, HF_HUB_DISABLE_XET="1")
-        done = subprocess.run(command(options, "run"), cwd=ROOT, env=hubs, capture_output=True, text=True)
-        hub.shutdown()
-    assert (done.returncode, done.stderr) == (0, "") and f"uploading to {URI}" in done.stdout
-    preset, snapshots = Path(options["workdir"], "preset"), Path(options["workdir"], "snapshots")
-    assert hub.files == {
-        str(file.relative_to(preset)): file.read_bytes() for file in preset.rglob("*") if file.is_file()
-    }
-    steps = len(steps_of(options["workdir"]))
-    assert {folder.name for folder in snapshots.iterdir()} == {f"step-{steps // 2}", f"step-{steps}"}
-    assert f"| steps | {steps} of 64 sequences |" in hub.files["README.md"].decode()

@@ -11,11 +11,10 @@ import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from common.training.optimizers import Muon
 from common.training.schedules import WarmUpPolynomialDecay
-from recipes import bert_mlm
+from recipes import __main__, bert_mlm
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,23 +39,46 @@ def weights_of(results):
 
 
 @pytest.fixture(scope="module")
-def finished(wikitext, tmp_path_factory):
-    """A small run of two epochs on two replicas, whose last batches are not full."""
-    config = bert_mlm.Config(
-        corpus=str(wikitext),
-        workdir=str(tmp_path_factory.mktemp("finished")),
-        vocabulary_size=300,
-        seq_length=32,
-        batch_size=64,
-        epochs=2,
-        profile_steps="2-3",
-    )
-    return bert_mlm.train_and_evaluate(config)
+def printed(wikitext, tmp_path_factory):
+    """The real command line, in a new process: two epochs on two replicas, whose last batches are not full."""
+    workdir = tmp_path_factory.mktemp("finished")
+    options = {"corpus": wikitext, "workdir": workdir, "model": "nano", "vocabulary-size": 300, "seq-length": 32}
+    options |= {"batch-size": 64, "epochs": 2}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "recipes", "run", "bert_mlm", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout, workdir
+
+
+@pytest.fixture(scope="module")
+def finished(printed):
+    return json.loads((printed[1] / "results.json").read_text())
+
+
+def test_the_command_prints_a_report_and_nothing_else(printed):
+    """Quiet on standard error, and the report ends with filled masks."""
+    for expected in (
+        "peak learning rate: 0.0141421, sqrt scaling of 0.01",
+        "validation loss",
+        "unigram baseline",
+        "[MASK]",
+    ):
+        assert expected in printed[0]
+
+
+def test_masks_are_filled_by_the_command(finished, monkeypatch, capsys):
+    preset = f"{finished['config']['workdir']}/preset"
+    monkeypatch.setattr(sys, "argv", ["recipes", "fill-mask", "--preset", preset, "The [MASK] of [MASK]."])
+    __main__.main()
+    _, sentence, *guesses = capsys.readouterr().out.splitlines()
+    assert sentence == "The [MASK] of [MASK]." and len(guesses) == 10  # five for each
+    for scores in ([float(guess.split()[0]) for guess in half] for half in (guesses[:5], guesses[5:])):
+        assert scores == sorted(scores, reverse=True) and 0 < sum(scores) <= 1
 
 
 def test_results_hold_every_entry_and_add_up(finished):
     workdir = Path(finished["config"]["workdir"])
-    assert json.loads((workdir / "results.json").read_text()) == finished
     scores = {
         f"{split}_{name}" for split in ("val", "test") for name in ("loss", "accuracy", "perplexity", "unigram_loss")
     }
@@ -154,18 +176,6 @@ def test_tensorboard_holds_each_step(finished):
     assert values["validation/loss"][finished["steps"]] == pytest.approx(finished["val_loss"])
 
 
-def test_the_trace_holds_the_steps_asked_for(finished):
-    (trace,) = Path(finished["config"]["workdir"]).glob("tensorboard/plugins/profile/*/*.xplane.pb")
-    space = xplane_pb2.XSpace.FromString(trace.read_bytes())
-    names = [
-        plane.event_metadata[event.metadata_id].name
-        for plane in space.planes
-        for line in plane.lines
-        for event in line.events
-    ]
-    assert names.count("train") == 2 and any("MatMul" in name for name in names)
-
-
 @pytest.mark.slow
 def test_the_preset_is_whole_and_can_be_gone_on_from(finished, small):
     preset = f"{finished['config']['workdir']}/preset"
@@ -200,45 +210,30 @@ def test_replicas_do_not_change_what_is_computed(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_command_gives_the_same_bits(small, tmp_path):
-    first, second = (train(small, dropout=0.1, workdir=str(tmp_path / name)) for name in "ab")
-    for name, weight in weights_of(first).items():
-        np.testing.assert_array_equal(weight, weights_of(second)[name])
-
-
-@pytest.mark.slow
 def test_one_line_a_sequence_is_trimmed_to_a_bucket(small):
     results = train(small, pack="none", seq_length=128)
     assert 0.2 < results["padding_fraction"] < 0.8
     assert results["val_loss"] < np.log(300)
 
 
-def test_a_dry_run_prints_the_plan_trains_three_steps_and_writes_nothing(small, capsys, monkeypatch):
+def test_a_dry_run_prints_the_plan_trains_three_steps_and_writes_nothing(finished, tmp_path, capsys, monkeypatch):
     models, build = [], bert_mlm.build_model
     with monkeypatch.context() as patch:
         patch.setattr(bert_mlm, "build_model", lambda *given: models.append(build(*given)) or models[0])
-        assert train(small, dry_run=True, dropout=0.1) == {}
-    assert not Path(small["workdir"]).exists()
+        assert train(finished["config"], dry_run=True, workdir=str(tmp_path / "run")) == {}
+    assert not (tmp_path / "run").exists()
     plan = capsys.readouterr().out
     assert models[0].optimizer.iterations == 3
     assert re.search(r"\npeak memory in the first 3 step\(s\): [\d,]{3,} MiB of host memory\n$", plan)
-    config = bert_mlm.Config(**small)
-    sequences = sequences_of(config)["train"]
+    sequences = sequences_of(bert_mlm.Config(**finished["config"]))["train"]
     assert f"train: {np.count_nonzero(sequences):,} tokens in {len(sequences):,} sequences" in plan
-    results = train(small)
-    parameters = sum(weight.size for weight in weights_of(results).values()) + 64  # the key bias left out there
-    assert f"{parameters:,} parameters in float32; 6 steps" in plan
-    rates = [float(line.split()[1]) for line in plan.split("learning rate by step:\n")[1].splitlines()[:6]]
-    np.testing.assert_allclose(rates, [step["learning_rate"] for step in steps_of(results)], rtol=0.01)
+    parameters = sum(weight.size for weight in weights_of(finished).values()) + 64  # the key bias left out there
+    assert f"{parameters:,} parameters in float32; {finished['steps']} steps" in plan
+    rates = dict(re.findall(r"^ +(\d+) +(\S+)", plan.split("learning rate by step:\n")[1], re.MULTILINE))
+    steps = {str(step["step"]): step["learning_rate"] for step in steps_of(finished)}
+    assert len(rates) > 4
+    assert {step: float(rate) for step, rate in rates.items()} == {s: pytest.approx(steps[s], rel=0.01) for s in rates}
     assert plan.count("«") - 1 == round(0.3 * 30) and "    [CLS]" in plan
-
-
-@pytest.mark.slow
-def test_max_steps_ends_in_the_middle_of_an_epoch(small):
-    results = train(small, batch_size=128, epochs=9, max_steps=5)
-    assert results["steps"] == 5 and len(steps_of(results)) == 5
-    sequences = sequences_of(bert_mlm.Config(**results["config"]))
-    assert 5 % -(-len(sequences["train"]) // 256) != 0
 
 
 @pytest.mark.long
@@ -280,37 +275,6 @@ def test_the_validation_masks_are_those_of_the_unigram_baseline(finished):
         _, y, weight = bert_mlm.mask_tokens(tf.constant(sequence[None].astype(np.int32)), seeds, rule)
         labels += np.asarray(y)[np.asarray(weight) > 0].tolist()
     assert finished["val_unigram_loss"] == pytest.approx(-np.log(probability[labels]).mean(), rel=1e-9)
-
-
-def test_the_command_prints_a_report_and_nothing_else(small):
-    """The real command line, in a new process: quiet on standard error, and the report ends with filled masks."""
-    options = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes", "run", "bert_mlm", *options], cwd=ROOT, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    for expected in (
-        "peak learning rate: 0.0141421, sqrt scaling of 0.01",
-        "validation loss",
-        "unigram baseline",
-        "[MASK]",
-    ):
-        assert expected in done.stdout
-    fill = [
-        sys.executable,
-        "-m",
-        "recipes",
-        "fill-mask",
-        "--preset",
-        f"{small['workdir']}/preset",
-        "The [MASK] of [MASK].",
-    ]
-    done = subprocess.run(fill, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    _, sentence, *guesses = done.stdout.splitlines()
-    assert sentence == "The [MASK] of [MASK]." and len(guesses) == 10  # five for each
-    for scores in ([float(guess.split()[0]) for guess in half] for half in (guesses[:5], guesses[5:])):
-        assert scores == sorted(scores, reverse=True) and 0 < sum(scores) <= 1
 
 
 def test_the_default_learning_rate_falls_with_the_width_and_a_presets_is_small(tmp_path):

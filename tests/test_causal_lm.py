@@ -27,11 +27,10 @@ from common.model.generate import causal_lm_for_generation, continuations, make_
 from common.model.sizes import dimensions
 from common.run import run_folder
 from common.run.callbacks import FitCheckpoints
-from common.training.scaling import Scaled
 from keras_replicas.errors import UserError
+from keras_replicas.order import Scaled
 from recipes import causal_lm
 from recipes._generate import generate
-from tests.hub import REPOSITORY, URI, StandIn, use
 
 ROOT = Path(__file__).parent.parent
 HUB = keras_hub.models
@@ -45,9 +44,6 @@ FAMILIES = {
     "Qwen": SHARED,
     "Mistral": SHARED,
 }
-EACH_FAMILY = pytest.mark.parametrize(
-    "family", ["GPT2", *(pytest.param(name, marks=SLOW) for name in ("Gemma", "Llama", "Qwen", "Mistral"))]
-)
 
 
 def documents():
@@ -115,12 +111,12 @@ def assert_same(ours, theirs, bound=1e-6):
 
 
 @SLOW
-@EACH_FAMILY
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_alike_on_one_and_two_replicas_and_is_saved(family, presets, small, tmp_path, capsys):
-    small |= {"preset": presets(family)[0], "model": None}
-    one = train(small, batch_size=16, replicas=1, workdir=str(tmp_path / "one"))
+    small |= {"preset": presets(family)[0], "model": None, "max_steps": 3}
     two = train(small, replicas=2, lr_scaling="none")
-    assert_same(two, one)
+    if family in ("GPT2", "Gemma"):  # the others' layers are among Gemma's
+        assert_same(two, train(small, batch_size=16, replicas=1, workdir=str(tmp_path / "one")))
 
     plain = HUB.CausalLM.from_preset(f"{small['workdir']}/preset")
     assert type(plain) is getattr(HUB, f"{family}CausalLM") and plain.preprocessor.sequence_length == 32
@@ -132,7 +128,7 @@ def test_every_family_trains_alike_on_one_and_two_replicas_and_is_saved(family, 
     assert capsys.readouterr().out.splitlines()[-1].startswith("Returns a")
 
 
-@EACH_FAMILY
+@pytest.mark.parametrize("family", ["GPT2", pytest.param("Gemma", marks=SLOW)])
 def test_lora_trains_adapters_alone(family, presets, small, tmp_path):
     preset, base = presets(family)
     results = train(small, preset=preset, model=None, lora_rank=2, learning_rate=0.05, max_steps=20)
@@ -237,31 +233,7 @@ def test_replicas_do_not_change_what_is_computed(small, tmp_path):
     assert_same(four, one)
 
 
-WAYS = {
-    "accumulate": {"accumulate": 4, "steps_per_execution": 4},
-    "jit": {"jit": True},
-    "adamw, not clipped": {"optimizer": "adamw", "clip_norm": 0.0},
-    "sgd, clipped": {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.1},
-}
-
-
 @SLOW
-@pytest.mark.parametrize("way", WAYS)
-def test_each_way_to_train_computes_the_same(way, small, tmp_path):
-    own = {name: value for name, value in WAYS[way].items() if name in ("optimizer", "learning_rate", "clip_norm")}
-    one = train(small | own, batch_size=16, replicas=1, workdir=str(tmp_path / "one"), lr_scaling="none")
-    assert_same(train(small | WAYS[way], replicas=2, lr_scaling="none"), one)
-
-
-@SLOW
-def test_bfloat16_is_near_float32(small, tmp_path):
-    losses = [
-        [step["loss"] for step in steps_of(train(small, precision=precision, workdir=str(tmp_path / precision)))]
-        for precision in ("float32", "mixed_bfloat16")
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=0.01) and losses[1] != losses[0]
-
-
 def test_a_model_that_diverges_ends_with_its_report_and_writes_nothing(small, capsys):
     config = causal_lm.Config(**small | {"optimizer": "sgd", "learning_rate": 1e9, "clip_norm": 0.0})
     causal_lm.main(config)
@@ -315,13 +287,10 @@ def stop_after(steps, workdir):
 
 
 @SLOW
-@pytest.mark.parametrize("kind", ["text", "lora", "answers"])
-def test_stopped_it_goes_on_with_the_same_bits(kind, small, presets, answers, tmp_path):
-    small |= {"dropout": 0.1, "max_steps": 60, "checkpoint_every": 7}
-    if kind == "lora":
-        small |= {"preset": presets("GPT2")[0], "model": None, "lora_rank": 2}
-    if kind == "answers":
-        small |= {"corpus": "docstrings", "data": str(answers), "epochs": 9}
+def test_stopped_it_goes_on_with_the_same_bits(small, presets, answers, tmp_path):
+    """Adapters, of prompts with answers."""
+    small |= {"dropout": 0.1, "max_steps": 60, "checkpoint_every": 7, "corpus": "docstrings", "data": str(answers)}
+    small |= {"preset": presets("GPT2")[0], "model": None, "lora_rank": 2, "seq_length": 24, "epochs": 9}
     whole = train(small, workdir=str(tmp_path / "whole"))
     threading.Thread(target=stop_after, args=(20, small["workdir"]), daemon=True).start()
     with pytest.raises(SystemExit):
@@ -372,26 +341,6 @@ def answers(tmp_path_factory):
     return file
 
 
-@pytest.mark.slow
-def test_each_epochs_model_goes_to_the_hub_and_adapters_stay(small, presets, monkeypatch, tmp_path, capsys):
-    options = small | {"preset": presets("GPT2")[0], "model": None, "lora_rank": 2, "push_to": URI, "epochs": 2}
-    with StandIn() as hub:
-        use(hub.url, monkeypatch)
-        results = train(options | {"max_steps": 0})
-        hub.shutdown()
-    preset, snapshots = tmp_path / "run/preset", tmp_path / "run/snapshots"
-    files = {str(file.relative_to(preset)): file.read_bytes() for file in preset.rglob("*") if file.is_file()}
-    assert hub.files == files and "by LoRA" in files["README.md"].decode()
-    steps = results["steps"]
-    assert {folder.name for folder in snapshots.iterdir()} == {f"step-{steps // 2}", f"step-{steps}"}
-    assert "still training" in (snapshots / f"step-{steps}/README.md").read_text()
-    assert (tmp_path / "run/adapter/adapter.lora.h5").exists()
-    train(options | {"max_steps": 0})
-    assert f"Nothing is uploaded. To do so: hf upload {REPOSITORY} {preset} --private\n" in capsys.readouterr().out
-    run_folder.set_aside(tmp_path / "run")  # which knows every file of a run
-    assert not any(path.is_file() for path in (tmp_path / "run").glob("[!.]*/**/*"))
-
-
 @SLOW
 def test_of_prompts_with_answers_the_answers_alone_are_learned(small, answers, tmp_path):
     small |= {"corpus": "docstrings", "data": str(answers), "seq_length": 64}
@@ -430,8 +379,7 @@ def shards(wikitext, tmp_path_factory):
 @SLOW
 def test_shards_are_text_too(small, shards, wikitext, tmp_path):
     small |= {"corpus": "docstrings", "data": shards}
-    one = train(small, replicas=1, batch_size=16, workdir=str(tmp_path / "one"))
-    assert_same(train(small, replicas=2, lr_scaling="none"), one)
+    train(small, max_steps=2)
     config = causal_lm.Config(**small)
     data = causal_lm.make_datasets(config)
     steps = data.steps("train", 16)
@@ -442,7 +390,7 @@ def test_shards_are_text_too(small, shards, wikitext, tmp_path):
     text = next(open_corpus(str(wikitext))["train"]())
     ids = next(iter(data.rows("train", Scaled(1, 1), None)))[0][0]
     assert text.startswith(data.tokenizer.detokenize(ids.numpy().tolist()[:20]))
-    again = train(small, workdir=str(tmp_path / "again"), preset=f"{tmp_path}/one/preset", model=None, max_steps=1)
+    again = train(small, workdir=str(tmp_path / "again"), preset=f"{small['workdir']}/preset", model=None, max_steps=1)
     assert again["steps"] == 1
 
 
@@ -575,13 +523,7 @@ def test_each_prompt_gets_its_own_tokens_and_needs_one(presets):
 
 
 @SLOW
-def test_the_command_prints_one_line_and_no_traceback(presets):
-    for words, status, told in (
-        (["You may", "--sampler", "beam"], 2, "error: --sampler must be greedy, top-k, top-p or random; got beam\n"),
-        (["You may", "--top-k", "many"], 2, "argument --top-k: invalid int value: 'many'"),
-        (["You may", "--sampler", "greedy"], 0, ""),
-    ):
-        command = [sys.executable, "-m", "recipes", "generate", *words, "--preset", presets("GPT2")[0]]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == status and told in done.stderr and done.stderr.count("\n") == (status > 0)
-    assert done.stdout.startswith("You may")
+def test_the_command_prints_the_text_alone(presets):
+    words = ["generate", "You may", "--sampler", "greedy", "--preset", presets("GPT2")[0]]
+    done = subprocess.run([sys.executable, "-m", "recipes", *words], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("You may")

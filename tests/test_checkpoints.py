@@ -1,11 +1,9 @@
 """A run that is killed and goes on ends as if it had never stopped: real processes, real signals."""
 
-import functools
 import json
 import os
 import random
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from common.run.checkpoints import Checkpoints
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common.run.checkpoints import Checkpoints
 from common.run.step_log import StepLog
 from keras_replicas.errors import UserError
 from keras_replicas.replicas import COUNTS, MEANS
-from tests.hub import URI, StandIn, environment
 from tests.test_bert_mlm import weights_of
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +54,7 @@ def run_until(step, sig, *words):
     while process.poll() is None and steps_in(words[1]) < step:
         time.sleep(0.002)
     process.send_signal(sig)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=1200)
     return process.returncode, output, steps_in(words[1])
 
 
@@ -214,66 +210,6 @@ def test_sigterm_saves_and_leaves_with_143(wikitext, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_leaves_as_sigterm_does(wikitext, tmp_path):
-    status, output, done = run_until(5, signal.SIGINT, wikitext, tmp_path / "run")
-    assert status == 143 and f"Stopped by Ctrl-C after step {done}" in output and "Traceback" not in output
-
-
-def validations_in(workdir):
-    """The losses after each epoch that TensorBoard shows."""
-    board = EventAccumulator(str(workdir / "tensorboard"), {"tensors": 0})
-    board.Reload()
-    if "validation/loss" not in board.Tags()["tensors"]:
-        return {}
-    return {event.step: float(tf.make_ndarray(event.tensor_proto)) for event in board.Tensors("validation/loss")}
-
-
-@pytest.mark.slow
-def test_a_signal_during_a_validation_loses_neither_it_nor_the_snapshot(wikitext, tmp_path):
-    with StandIn() as hub:
-        options = {"corpus": wikitext, "model": "nano", "vocabulary-size": 300, "seq-length": 32, "batch-size": 64}
-        options |= {"epochs": 2, "checkpoint-every": 1, "push-to": URI, "data": tmp_path / "data"}
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        begin = functools.partial(
-            subprocess.Popen, env=environment(hub, HF_HUB_DISABLE_XET="1"), stdout=subprocess.PIPE, text=True
-        )
-
-        def command(workdir):
-            return [sys.executable, str(ROOT / "recipes/bert_from_scratch.py"), *words, "--workdir", str(workdir)]
-
-        def finish(workdir):
-            process = begin(command(workdir))
-            assert (process.communicate(), process.returncode)[1] == 0
-            results = json.loads((workdir / "results.json").read_text())
-            cards = {path.parent.name: path.read_text() for path in workdir.glob("snapshots/*/README.md")}
-            return results, (validations_in(workdir), cards, (workdir / "steps.jsonl").read_text(), results["val_loss"])
-
-        results, expected = finish(tmp_path / "undisturbed")
-        epoch = results["steps"] // 2
-        assert list(expected[0]) == [epoch, 2 * epoch] and set(expected[1]) == {f"step-{epoch}", f"step-{2 * epoch}"}
-        for sig, status, saved in ((signal.SIGKILL, -9, epoch - 1), (signal.SIGTERM, 143, epoch)):
-            workdir = tmp_path / sig.name
-            process = begin(command(workdir))
-            while process.poll() is None and steps_in(workdir) < epoch:
-                time.sleep(0.002)
-            time.sleep(0.2)  # the first validation is traced for longer
-            assert validations_in(workdir) == {}
-            process.send_signal(sig)
-            output, _ = process.communicate(timeout=60)
-            assert process.returncode == status
-            assert ("Stopped by SIGTERM" in output) == (list(validations_in(workdir)) == [epoch]) == (status == 143)
-            results, found = finish(workdir)
-            assert results["resumed_from_step"] == saved and found == expected
-
-
-@pytest.mark.slow
-def test_deterministic_changes_no_bit_on_a_cpu(wikitext, undisturbed, tmp_path):
-    workdir = tmp_path / "run"
-    assert run_until(5, signal.SIGTERM, wikitext, workdir, "--deterministic")[0] == 143
-    assert_same(go_on(wikitext, workdir, "--deterministic")[1], undisturbed)
-
-
-@pytest.mark.slow
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(wikitext, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     run_until(9, signal.SIGKILL, wikitext, workdir)
@@ -314,28 +250,6 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so(wikitext, tmp_p
     assert_same(results | {"config": results["config"] | {"workdir": str(copy)}}, undisturbed)
 
 
-@pytest.mark.slow
-def test_overwrite_lets_go_of_the_old_run_at_the_first_checkpoint_of_the_new(wikitext, undisturbed, tmp_path):
-    workdir, replaced = tmp_path / "run", tmp_path / "run/.replaced"
-    shutil.copytree(undisturbed["config"]["workdir"], workdir)
-    anew = command(wikitext, workdir, "--seed", "1", "--overwrite", "--checkpoint-every", "99")
-
-    def killed_when(seen):
-        process = subprocess.Popen(anew, stdout=subprocess.DEVNULL)
-        while not seen():
-            assert process.poll() is None
-            time.sleep(0.002)
-        process.kill()
-        process.wait()
-
-    killed_when(lambda: (replaced / "config.json").exists() and steps_in(workdir) > 1)
-    output, results = go_on(wikitext, workdir)
-    assert "is restored: the one" in output and "is complete" in output and results == undisturbed
-    killed_when(lambda: not replaced.exists() and 8 < steps_in(workdir) < STEPS)  # an epoch is 8
-    refused = subprocess.run(command(wikitext, workdir), capture_output=True, text=True)
-    assert refused.returncode == 2 and "seed 1, not 0" in refused.stderr
-
-
 @pytest.mark.long
 def test_another_split_of_the_batch_goes_on_and_other_options_do_not(wikitext, tmp_path):
     workdir = tmp_path / "run"
@@ -351,18 +265,6 @@ def test_another_split_of_the_batch_goes_on_and_other_options_do_not(wikitext, t
     assert results["learning_rate"]["peak"] == pytest.approx(2**0.5 * 1e-2)
     _, whole = go_on(wikitext, tmp_path / "whole", "--dropout", "0")
     assert results["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_two_runs_in_one_folder(wikitext, tmp_path):
-    workdir = tmp_path / "run"
-    first = subprocess.Popen(command(wikitext, workdir), stdout=subprocess.DEVNULL)
-    while not (workdir / "config.json").exists():
-        time.sleep(0.01)
-    second = subprocess.run(command(wikitext, workdir, "--overwrite"), capture_output=True, text=True)
-    assert second.returncode == 2 and "another process is running in" in second.stderr
-    first.kill()
-    first.wait()
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """What 1, 2 and 4 replicas of ours compute against plain Keras on one device: a row for each feature.
 
-Each trains a small model for two epochs of batches that do not divide, evaluates it and predicts with it.
+Each trains a small model for two epochs of batches that do not divide; where its model, data, loss or metrics are its
+own, it is evaluated and used to predict too.
 `python -m benchmarks conformance` runs them all, and docs/conformance.md has a table of what came.
 """
 
@@ -224,7 +225,6 @@ def row(
     loss=None,
     fit=None,
     refused=(),
-    slow=True,
     accumulate=1,
     bound=BOUND,
     **options,
@@ -237,7 +237,6 @@ def row(
         optimizer, loss: functions that make them.
         fit: arguments of `fit`, or a function of (model, *data) that trains it and returns numbers by name.
         refused: numbers of replicas on which it is refused in words.
-        slow: whether the quick tests leave it out.
         accumulate: the attribute of our models.
         bound: of the difference.
         **options: of `compile`, or functions that make them.
@@ -250,7 +249,7 @@ def row(
         "options": options,
         "fit": fit or {},
         "refused": refused,
-        "slow": slow,
+        "scored": bool(make or data or loss or options),
         "accumulate": accumulate,
         "bound": bound,
     }
@@ -265,9 +264,9 @@ def two(**options):
 accuracy = {"metrics": lambda: ["accuracy"]}
 normalised = functional([keras.layers.BatchNormalization])
 ROWS = {
-    "functional model, `sample_weight`": row(slow=False),
+    "functional model, `sample_weight`": row(data=(X, Y, WEIGHT)),
     "`Sequential`": row(sequential),
-    "subclassed, with a `compute_loss` of its own and `add_loss`": row(own(WithOwnLoss), (X, Y), slow=False),
+    "subclassed, with a `compute_loss` of its own and `add_loss`": row(own(WithOwnLoss), (X, Y)),
     "subclassed, with a `compute_metrics` of its own": row(own(WithOwnMetrics), (X, Y)),
     "KerasHub's `GPT2CausalLM`": row(
         causal_lm,
@@ -280,11 +279,11 @@ ROWS = {
     "a loss by name": row(sequential, (X, ONE_HOT), loss=lambda: "mse"),
     "a loss divided by the sum of the weights": row(loss=lambda: cross_entropy("mean_with_sample_weight")),
     "a loss that is a sum": row(loss=lambda: cross_entropy("sum"), optimizer=lambda: keras.optimizers.SGD(0.01)),
-    "a loss function that compares a batch's examples": row(loss=lambda: batchwise, data=(X, Y), slow=False),
-    "two inputs and outputs, a list of losses": two(metrics=lambda: [["accuracy"], ["mse"]], slow=False),
+    "a loss function that compares a batch's examples": row(loss=lambda: batchwise, data=(X, Y)),
+    "two inputs and outputs, a list of losses": two(metrics=lambda: [["accuracy"], ["mse"]]),
     "a dict of losses": two(loss=lambda: {"y": cross_entropy(), "z": "mae"}),
     "`loss_weights`": two(loss_weights=[0.3, 2.0]),
-    "`metrics` and `weighted_metrics`": row(**accuracy, weighted_metrics=lambda: ["accuracy"], slow=False),
+    "`metrics` and `weighted_metrics`": row(**accuracy, weighted_metrics=lambda: ["accuracy"]),
     "a metric of one's own": row(metrics=lambda: [Largest(), keras.metrics.SparseTopKCategoricalAccuracy(2)]),
     "AUC, F1 and precision": row(
         data=(X, ONE_HOT),
@@ -296,11 +295,9 @@ ROWS = {
         ],
     ),
     "`class_weight`": row(data=(X, Y), fit={"class_weight": {0: 0.5, 1: 2.0, 2: 1.0}}),
-    "regularisers of weights and activities": row(
-        functional(kernel_regularizer="l2", activity_regularizer="l1"), slow=False
-    ),
+    "regularisers of weights and activities": row(functional(kernel_regularizer="l2", activity_regularizer="l1")),
     "constraints": row(functional(kernel_constraint=keras.constraints.MaxNorm(0.5))),
-    "`BatchNormalization`": row(normalised, slow=False),
+    "`BatchNormalization`": row(normalised),
     "`LayerNormalization`, `UnitNormalization`": row(
         functional([keras.layers.LayerNormalization, keras.layers.UnitNormalization])
     ),
@@ -315,9 +312,9 @@ ROWS = {
     "a `PyDataset` with threads": row(fit=from_py_dataset),
     "`train_on_batch`, `test_on_batch`, `predict_on_batch`": row(fit=on_batches),
     "saved as `.keras` and loaded, then trained on": row(fit=saved),
-    "`steps_per_execution`": row(steps_per_execution=3, slow=False),
+    "`steps_per_execution`": row(steps_per_execution=3),
     "`run_eagerly`": row(run_eagerly=True),
-    "`jit_compile`": row(jit_compile=True, slow=False),
+    "`jit_compile`": row(jit_compile=True),
     "`jit_compile`, `BatchNormalization`": row(normalised, jit_compile=True, refused=(2, 4)),
     "`jit_compile`, regularisers": row(functional(kernel_regularizer="l2"), jit_compile=True, refused=(2, 4)),
     "`jit_compile`, a loss of one's own": row(loss=lambda: batchwise, data=(X, Y), jit_compile=True, refused=(2, 4)),
@@ -329,7 +326,7 @@ ROWS = {
     "`clipnorm`": row(optimizer=sgd(clipnorm=0.01)),
     "`global_clipnorm`": row(optimizer=sgd(global_clipnorm=0.01)),
     "`clipvalue`": row(optimizer=sgd(clipvalue=0.01)),
-    "`gradient_accumulation_steps`": row(optimizer=sgd(gradient_accumulation_steps=2), slow=False),
+    "`gradient_accumulation_steps`": row(optimizer=sgd(gradient_accumulation_steps=2)),
     "`use_ema`": row(optimizer=sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)),
     "`loss_scale_factor`": row(optimizer=sgd(loss_scale_factor=1024.0)),
 }
@@ -348,11 +345,12 @@ def run(model_class, row):
         numbers = train(model, *data)
     else:
         numbers = model.fit(batches(*data), epochs=2, verbose=0, **train).history
-    scores = model.evaluate(batches(*data), verbose=0, return_dict=True)
-    numbers |= {f"evaluate {name}": value for name, value in scores.items()}
+    if row["scored"]:
+        scores = model.evaluate(batches(*data), verbose=0, return_dict=True)
+        numbers |= {f"evaluate {name}": value for name, value in scores.items()}
+        numbers["predict"] = model.predict(batches(data[0]), verbose=0)
     weights = [weight for weight in model.weights if not weight.path.endswith("key/bias")]  # of attention: mere noise
-    numbers |= {f"weights {i}": weight.numpy() for i, weight in enumerate(weights)}
-    return numbers | {"predict": model.predict(batches(data[0]), verbose=0)}
+    return numbers | {f"weights {i}": weight.numpy() for i, weight in enumerate(weights)}
 
 
 PLAIN: dict[str, dict] = {}
@@ -379,16 +377,9 @@ def difference(feature: str, replicas: int) -> float | str:
     return float(largest)
 
 
-def tier(feature, replicas):
-    """Of the slow rows, all but four replicas are long; of the others, two replicas are quick."""
-    if ROWS[feature]["slow"]:
-        return pytest.mark.slow if replicas == 4 else pytest.mark.long
-    return () if replicas == 2 else pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("feature", "replicas"),
-    [pytest.param(feature, n, marks=tier(feature, n)) for feature in ROWS for n in REPLICAS],
+    [pytest.param(f, n, marks=() if n == 2 else pytest.mark.slow) for f in ROWS for n in REPLICAS],
 )
 def test_replicas_compute_what_one_device_does(feature, replicas):
     found = difference(feature, replicas)

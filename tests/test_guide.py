@@ -118,7 +118,7 @@ def test_it_runs_alone(tmp_path):
         env=environment | {"CUDA_VISIBLE_DEVICES": "-1"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     check_results(done.stdout)

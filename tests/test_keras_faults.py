@@ -63,7 +63,7 @@ def run_program(anchor, folder, **environment):
         start_new_session=True,  # so that the workers that one program starts can be found
     )
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=1200)
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)

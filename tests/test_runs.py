@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,15 +7,13 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
-from common.run.run_folder import bring_back, discard_replaced, set_aside
 
-from common.data.glue_tasks import TASKS
 from common.files import write_json
 from common.run import run_folder
+from common.run.run_folder import discard_replaced
 from common.run.runs import open_run
 from common.run.step_log import StepLog
 from keras_replicas.errors import UserError
-from recipes import bert_from_scratch, bert_mlm, glue_controller, glue_custom_loop, text_classifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,35 +167,6 @@ def files_in(folder):
     return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
-OLD = {
-    "results.json": "{}",
-    "steps.jsonl": "1",
-    "checkpoints/ckpt-4.index": "index",
-    "checkpoints/ckpt-4.data-00000-of-00001": "data",
-    "tensorboard/events.out.tfevents.1": "events",
-    "preset/model.weights.h5": "weights",
-    "preset/assets/tokenizer/vocabulary.txt": "words",
-    "data/train-00000-of-00001-9.tfrecord": "records",
-    "snapshots/step-4/config.json": "{}",
-    "tokens/0123456789abcdef/train/000000-5.ids": "ids",
-}
-NEW = {
-    "steps.jsonl": "new",
-    "checkpoints/ckpt-4.data-00000-of-00001": "new",
-    "predictions/test.tsv": "new",
-    "best.json": "{}",
-}
-USERS = {
-    "thesis.tex": "years of work",
-    "logs/worker-0.log": "log",
-    "data/precious.txt": "precious",
-    "preset/notes.md": "notes",
-    "tokens/mine": "mine",
-    "snapshots/step-final/notes": "notes",
-    "checkpoints/best.keras": "model",
-}
-
-
 def fill(folder, *contents):
     for name, text in {name: text for content in contents for name, text in content.items()}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -225,218 +193,11 @@ def test_a_run_is_begun_where_its_shards_are_already(config):
     assert reopen(config).results is None and (workdir / "data/manifest.json").exists()
 
 
-def test_overwrite_keeps_the_old_run_until_the_first_checkpoint_of_the_new(config, capsys):
-    workdir = reopen(config).workdir
-    fill(workdir, OLD, USERS)
-    before = files_in(workdir)
-    reopen(config, seed=1, overwrite=True)
-    assert f"The old run is kept in {workdir}/.replaced until the new one has its first" in capsys.readouterr().out
-    fill(workdir, NEW)
-    replaced = {name for name in files_in(workdir) if name.startswith(".replaced/")}
-    assert replaced == {f".replaced/{name}" for name in before.keys() - USERS.keys()}
-    assert reopen(config).results == {}  # the new one ended before its first checkpoint
-    assert files_in(workdir) == before and not (workdir / ".replaced").exists()
-    assert "is restored: the one that was to replace it" in capsys.readouterr().out
-    reopen(config, seed=1, overwrite=True)
-    fill(workdir, NEW)
-    discard_replaced(workdir)
-    assert files_in(workdir).keys() == {"config.json", *NEW, *USERS}
-    assert reopen(config, seed=1).results is None
-
-
-def test_overwrite_takes_no_file_that_the_run_there_never_wrote(config):
-    """A run of one recipe, replaced by others, among files by the very names that other recipes give theirs."""
-    workdir = Path(config.workdir)
-    mine = {
-        "predictions/validation.tsv": "mine",
-        "predictions/x.tsv": "mine",
-        "data/tokenizer.json": "mine",
-        "best/model.weights.h5": "mine",
-        "best.json": "mine",
-        "preset/README.md": "mine",
-        "checkpoints/ckpt-best.data-00000-of-00001": "mine",
-    }
-    own = {"steps.jsonl": "1", "preset/config.json": "{}", "results.json": "{}"}
-    reopen(config, writes=())
-    fill(workdir, own, mine)
-    reopen(config, writes=(), seed=1, overwrite=True)
-    assert files_in(workdir).keys() == {"config.json", *mine, *(f".replaced/{name}" for name in (*own, "config.json"))}
-    for other, first in (("predictions", "predictions/validation.tsv"), ("data", "data/tokenizer.json")):
-        with pytest.raises(UserError, match=f"run holds {first}, which the run there did not write. Give another"):
-            reopen(config, recipe="b", writes=(other,), overwrite=True)
-        assert files_in(workdir).keys() == {"config.json", *own, *mine}  # the first run is back
-    new = {"predictions/MRPC.tsv": "new", "steps.jsonl": "new"}
-    (workdir / "predictions/validation.tsv").unlink()
-    reopen(config, recipe="b", writes=("predictions",), overwrite=True)
-    fill(workdir, new)
-    reopen(config, writes=())  # the new one ended before its first checkpoint
-    del mine["predictions/validation.tsv"]
-    assert files_in(workdir).keys() == {"config.json", *own, *mine}
-    assert all((workdir / name).read_text() == text for name, text in mine.items())
-
-
-def test_a_run_begun_anew_in_the_place_of_another_recipes_notes_what_both_wrote(config):
-    workdir = reopen(config, writes=("data",)).workdir
-    fill(workdir, {"data/tokenizer.json": "{}"})
-    assert reopen(config, recipe="b", writes=("predictions",)).saved["writes"] == ["data", "predictions"]
-    reopen(config, writes=("data",), overwrite=True)
-    assert not (workdir / "data").exists()
-
-
-def test_what_a_run_of_0_1_0_wrote_is_all_that_a_run_can_write(config):
-    workdir = reopen(config).workdir
-    fill(workdir, OLD)
-    saved = json.loads((workdir / "config.json").read_text())
-    del saved["writes"]
-    write_json(workdir / "config.json", saved)
-    reopen(config, writes=(), seed=1, overwrite=True)
-    assert {name for name in files_in(workdir) if not name.startswith(".replaced/")} == {"config.json"}
-
-
-@pytest.mark.parametrize(
-    "name", [".lock", ".discarded/thesis.tex", ".replaced/results.json", ".replaced", ".discarded"]
-)
-def test_users_files_by_the_names_that_a_run_needs_are_not_touched(config, name):
-    workdir = Path(config.workdir)
-    fill(workdir, {name: "mine", "config.unfinished": "mine", "results.unfinished": "mine"})
-    before = files_in(workdir) | {name: (workdir / name).read_text()}
-    with pytest.raises(UserError, match=f"run.*{name.split('/')[0]}.* (no|part of a) run.*ive another --workdir"):
-        reopen(config, overwrite=True)
-    assert files_in(workdir) | {name: (workdir / name).read_text()} == before
-    (workdir / name).unlink()
-    if "/" in name:
-        (workdir / name).parent.rmdir()
-    reopen(config)
-    fill(workdir, {name: "mine"})
-    if name == ".replaced/results.json":  # where a run is, this is a part of one
-        return
-    with pytest.raises(UserError, match="not part of a run. Move it, or give another --workdir"):
-        reopen(config, seed=1, overwrite=True)
-    (workdir / name).unlink()
-    if "/" in name:
-        (workdir / name).parent.rmdir()
-    reopen(config, overwrite=True)
-    assert (workdir / "config.unfinished").read_text() == (workdir / "results.unfinished").read_text() == "mine"
-
-
 def test_what_a_killed_process_was_writing_is_removed_and_nothing_like_it(config):
     workdir = reopen(config).workdir
     fill(workdir, {"config.json.0123456789ab.unfinished": "{", "novel.unfinished": "mine", "a.1.unfinished/b": "mine"})
     reopen(config)
     assert files_in(workdir).keys() == {"config.json", "novel.unfinished", "a.1.unfinished/b"}
-
-
-def test_a_run_that_comes_back_overwrites_no_file_that_was_put_in_its_place(config):
-    workdir = reopen(config).workdir
-    fill(workdir, OLD, {"predictions/test.tsv": "old"})
-    before = files_in(workdir)
-    reopen(config, writes=(), seed=1, overwrite=True)
-    fill(workdir, {"predictions/test.tsv": "mine"})
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"run/predictions/test.tsv is in the way of the old run in"):
-            reopen(config)
-    assert (workdir / "predictions/test.tsv").read_text() == "mine"
-    (workdir / "predictions/test.tsv").unlink()
-    reopen(config)
-    assert files_in(workdir) == before
-
-
-def test_a_run_that_is_complete_without_a_checkpoint_stays(config):
-    workdir = reopen(config).workdir
-    fill(workdir, OLD)
-    reopen(config, seed=1, overwrite=True)
-    write_json(workdir / "results.json", {"steps": 3})
-    assert reopen(config, seed=1).results == {"steps": 3}
-    assert files_in(workdir).keys() == {"config.json", "results.json"}
-
-
-def test_a_kill_between_the_first_checkpoint_and_the_end_of_the_old_run_keeps_the_new(config):
-    workdir = reopen(config).workdir
-    fill(workdir, OLD)
-    reopen(config, seed=1, overwrite=True)
-    has_a_checkpoint(workdir)
-    assert reopen(config, seed=1).saved["seed"] == 1
-    assert files_in(workdir).keys() == {"config.json", "checkpoints/ckpt-4.index"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [bert_mlm, bert_from_scratch, text_classifier, glue_controller, glue_custom_loop])
-def test_overwrite_takes_all_that_a_recipe_writes(recipe, small, tmp_path):
-    """What stays would be taken for the user's, and the next run be refused for it."""
-    options = small | {"max_steps": 2}
-    if recipe in (text_classifier, glue_controller, glue_custom_loop):
-        lines = [f"{'good' if i % 2 else 'bad'} number {i},{i % 2}" for i in range(200)]
-        (tmp_path / "own.csv").write_text("\n".join(["text,label", *lines]))
-        del options["corpus"]
-        options |= {"task": "own", "data": str(tmp_path / "own.csv"), "text_columns": "text", "label_column": "label"}
-    recipe.train_and_evaluate(recipe.Config(**options))
-    workdir = Path(options["workdir"])
-    written = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()} - {".lock"}
-    set_aside(workdir)
-    left = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()} - {".lock"}
-    assert left == {f".replaced/{name}" for name in written}
-
-
-class Killed(BaseException):
-    pass
-
-
-def test_a_kill_between_any_two_changes_of_the_folder_loses_nothing(config, tmp_path, monkeypatch):
-    """Set aside, begun anew, brought back: killed before each change in turn, and then once more on the way back."""
-    workdir = reopen(config).workdir
-    fill(workdir, OLD, USERS)
-    old = files_in(workdir)
-    really = {
-        (module, name): getattr(module, name)
-        for module, name in ((os, "replace"), (os, "rmdir"), (os, "unlink"), (shutil, "rmtree"))
-    }
-
-    def killed_at(count, work):
-        """Whether the work came to so many changes."""
-        left = [count]
-
-        def counted(do):
-            def change(*words, **options):
-                left[0] -= 1
-                if left[0] < 0:
-                    raise Killed
-                return do(*words, **options)
-
-            return change
-
-        with monkeypatch.context() as patch:
-            for (module, name), do in really.items():
-                patch.setattr(module, name, counted(do))
-            try:
-                work()
-            except Killed:
-                return True
-            return False
-
-    def begin():
-        bring_back(workdir)
-        set_aside(workdir)
-        fill(workdir, NEW, {"config.json": "new"})
-
-    def end():
-        begin()
-        bring_back(workdir)
-
-    kills = 0
-    while killed_at(kills, end):
-        killed_at(kills % 7, lambda: bring_back(workdir))
-        bring_back(workdir)
-        assert files_in(workdir) == old, kills
-        assert not set(os.listdir(workdir)) & {run_folder.REPLACED, run_folder.DISCARDED}
-        kills += 1
-    assert kills > 20
-    for count in range(2):
-        begin()
-        assert killed_at(count, lambda: discard_replaced(workdir))
-        bring_back(workdir)
-        if count == 0:  # before it began
-            assert files_in(workdir) == old
-    assert files_in(workdir).keys() == {"config.json", *NEW, *USERS}
 
 
 def test_a_folder_that_cannot_be_written_or_is_in_use(tmp_path, config):
@@ -490,11 +251,6 @@ def test_a_dry_run_writes_nothing_and_takes_no_notice_of_a_run(config):
         assert run.results is None and run.scale(config, 2, 0.1, "adamw")[::2] == (8, 0.1)
         run.check_data({"train": 16, "validation": 1}, {"train": 9})
     assert files_in(run.workdir) == before
-
-
-def test_a_run_knows_its_predictions_by_every_name_that_glue_wants():
-    names = {f"predictions/{task.submission}" for task in TASKS.values()}
-    assert names < {*run_folder.OF_SOME_RUNS["predictions"]}
 
 
 @dataclasses.dataclass(frozen=True)
