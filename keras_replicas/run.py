@@ -61,7 +61,7 @@ class Run:
 
 
 def open_run(
-    folder: str | os.PathLike, options: Mapping[str, Any], *, free: Collection[str] = (), overwrite: bool = False
+    folder: str | os.PathLike | None, options: Mapping[str, Any], *, free: Collection[str] = (), overwrite: bool = False
 ) -> Run:
     """Starts a run in a folder, or opens the one that was started there, to be resumed.
 
@@ -69,16 +69,19 @@ def open_run(
     checkpoint yet is started afresh, even with other options.
 
     Args:
-        folder: created if missing.
+        folder: created if missing; None for a run that writes nothing, such as a dry one.
         options: of the run, which JSON must hold; kept in `config.json`.
         free: names of options that may differ when the run is resumed.
         overwrite: whether to move a run that is there aside, with its folder, and start afresh; but not one that was
             interrupted and has the same options, nor one that the same launcher started: these are resumed.
 
     Raises:
-        ValueError: on all workers, when the folder cannot be written, holds files but no run, or is open in another
+        ValueError: on all workers, when they were given different options; when the folder cannot be written, holds files but no run, or is open in another
             process; when its run was started with other options; when the workers do not share it.
     """
+    workers.agree(dict(options), "was started differently from the chief")
+    if folder is None:
+        return Run(Path(os.devnull), dict(options))
     folder = Path(folder)
     run = workers.chief_alone(lambda: _open(folder, dict(options), free, overwrite))
     lock = folder / ".lock"

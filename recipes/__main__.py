@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.run.command_line import fail, quiet_stderr, quiet_without_reader
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 from recipes._copy import copy_recipe
 from recipes._names import recipe_path, recipes
 

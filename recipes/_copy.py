@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 from recipes._names import ROOT, recipe_path
 
 TEST = ROOT / "recipes/_copied_test.py"

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 ROOT = Path(__file__).parent.parent
 

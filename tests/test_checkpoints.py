@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-
 from common.run.checkpoints import Checkpoints
+
 from common.run.step_log import StepLog
 from keras_replicas.errors import UserError
 from keras_replicas.replicas import COUNTS, MEANS

@@ -5,12 +5,12 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import shlex
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import keras
 
+import keras_replicas
 from common.run.options import check_accumulate
 from common.training.precision import choose_precision
 from common.training.scaling import Scaled, learning_rate_factor, scaling_rule
@@ -45,19 +45,15 @@ class RecipeRun:
     def __init__(self, recipe: str, config: Any):
         wanted = {"recipe": recipe, **dataclasses.asdict(config)}
         self.workdir = Path(config.workdir)
-        if dry := wanted.get("dry_run", False):
-            self._folder = tempfile.TemporaryDirectory()  # deleted with this object
-        self._run = open_run(
-            self._folder.name if dry else self.workdir, wanted, free=FREE_OPTIONS, overwrite=config.overwrite
-        )
+        folder = None if wanted.get("dry_run") else self.workdir
+        self._run = open_run(folder, wanted, free=FREE_OPTIONS, overwrite=config.overwrite)
         self.results, self.keep, self.finish = self._run.results, self._run.keep, self._run.finish
-        files = sorted(
-            path for folder in ("keras_replicas", "common", "recipes") for path in (ROOT / folder).rglob("*.py")
-        )
+        library = Path(keras_replicas.__file__).parent  # in a copy, it is elsewhere, and the recipe is beside `common`
+        files = sorted(path for folder in (library, ROOT / "common", ROOT / "recipes") for path in folder.rglob("*.py"))
+        files += sorted(ROOT.glob("*.py"))
         code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        options = {"--" + name.replace("_", "-"): value for name, value in wanted.items()}
-        self._run.agree(options | {"code": code} | versions, "was started differently from the chief")
+        self._run.agree({"code": code} | versions, "was started differently from the chief")
         if self.results:
             self._tell_complete(config)
 
