@@ -76,8 +76,9 @@ def open_run(
             interrupted and has the same options, nor one that the same launcher started: these are resumed.
 
     Raises:
-        ValueError: on all workers, when they were given different options; when the folder cannot be written, holds files but no run, or is open in another
-            process; when its run was started with other options; when the workers do not share it.
+        ValueError: on all workers, when they were given different options; when the folder cannot be written, holds
+            files but no run, or is open in another process; when its run was started with other options; when the
+            workers do not share it.
     """
     workers.agree(dict(options), "was started differently from the chief")
     if folder is None:
