@@ -15,7 +15,7 @@ from typing import Any
 from keras_replicas.errors import UserError
 
 PORT = 8888  # of workers started by a scheduler
-JOBS = ("chief", "worker", "ps")
+JOBS = ("chief", "worker")
 WORKERS_TOLD_IN = {"TF_CONFIG", "SLURM_STEP_NUM_TASKS", "JOB_SERVICE"}  # one is set if there are several workers
 
 
@@ -105,24 +105,19 @@ def all_on_this_machine() -> bool:
     return all(at_loopback(address) for job in tf_config()["cluster"].values() for address in job)
 
 
-def has_parameter_servers() -> bool:
-    """Whether workers train asynchronously, on variables that parameter servers hold."""
-    return "ps" in tf_config().get("cluster", {})
-
-
 def workers() -> list[str]:
-    """Addresses of all workers that train synchronously, the chief's first; empty for a single process."""
-    cluster = {} if has_parameter_servers() else tf_config().get("cluster", {})
+    """Addresses of all workers, the chief's first; empty for a single process."""
+    cluster = tf_config().get("cluster", {})
     return [*cluster.get("chief", []), *cluster.get("worker", [])]
 
 
 def num_workers() -> int:
-    """The number of workers that train synchronously; 1 for a single process, and with parameter servers."""
+    """The number of workers, processes that train together; 1 for a single process."""
     return len(workers()) or 1
 
 
 def worker_index(config: dict[str, Any] | None = None) -> int:
-    """A process's rank, from its `TF_CONFIG` (by default, this process's); 0 is the chief, and servers come last."""
+    """A worker's rank, from its `TF_CONFIG` (by default, this process's); 0 is the chief, and a single process."""
     config = tf_config() if config is None else config
     if not config:
         return 0
@@ -131,7 +126,7 @@ def worker_index(config: dict[str, Any] | None = None) -> int:
 
 
 def is_chief() -> bool:
-    """Whether this process is the one that writes the run's files."""
+    """Whether this process is the one that writes files: worker 0, or a single process."""
     return worker_index() == 0
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error for invalid user input."""
+"""The error for wrong input."""
 
 
-class UserError(Exception):
-    """Invalid user input. The message says how to fix it; a command prints it and exits with status 2."""
+class UserError(ValueError):
+    """Wrong input. The message says how to mend it; a command prints it in one line, and exits with status 2."""
 
 
 def first_line(error: Exception) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m recipes launch`: starts a recipe's workers, shows one screen for all, and restarts them after one dies.
+"""`python -m keras_replicas launch`: starts the workers of any script, shows one screen for all, and restarts them.
 
 Only the workers import TensorFlow.
 """
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable
 from pathlib import Path
 
 from keras_replicas.cluster import is_address, tf_config, worker_config, worker_index
@@ -31,84 +30,70 @@ LAST_LINES = 5  # of a dead worker's log that are shown
 MOST = 999_999  # of any option
 
 
-def launch(arguments: argparse.Namespace, recipe: Path) -> int:
-    """Runs a recipe's workers until they are done, and returns the exit status.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the launcher's options, and what it starts; the names are torchrun's."""
+    parser.add_argument("--workers", "--nproc-per-node", type=int, metavar="N", help="start N workers on this machine")
+    parser.add_argument("--hosts", metavar="H1:PORT,H2:PORT", help="addresses of all workers, the chief's first")
+    parser.add_argument("--node-rank", type=int, metavar="I", help="index of this machine in --hosts, from 0")
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="K", help="restart all K times, if one dies")
+    parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help="of worker-I.log (logs)")
+    parser.add_argument("--join-timeout", type=int, default=300, metavar="S", help="seconds to wait for all workers")
 
-    0: done. 1: a worker died, and no restart is left. 2: the input is wrong. 143: stopped by a signal, after saving.
+
+def launch(options: argparse.Namespace, command: list[str]) -> int:
+    """Runs workers, each by this command, until they are done, and returns the exit status.
+
+    0: done. 2: wrong input, as told by a worker. 143: stopped by a signal, after saving. Otherwise, if no restart is
+    left, the status with which a worker ended first, or 1 if it was killed.
 
     Raises:
-        UserError: when an option is out of bounds, the workers' ranks cannot be determined, or there are fewer GPUs
-            than workers.
+        UserError: when an option is out of bounds, the workers' ranks cannot be determined, there are fewer GPUs than
+            workers, or the logs cannot be written.
     """
-    check_bounds(arguments, workers=1, parameter_servers=0, restarts=0, join_timeout=1)
-    command = [sys.executable, str(recipe), *arguments.options]
-    if {"-h", "--help"} & set(arguments.options):
-        return subprocess.call(command)
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--workdir", type=Path, default=Path("runs", recipe.stem))
-    workdir = finder.parse_known_args(arguments.options)[0].workdir
-    gpus, left = gpu_shares(arguments.workers) if arguments.workers else ([], 0)
+    for name, least in {"workers": 1, "max_restarts": 0, "join_timeout": 1}.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value <= MOST:
+            must = f"least {least}" if value < least else f"most {MOST}"
+            raise UserError(f"--{name.replace('_', '-')} must be at {must}, not {value}")
+    gpus, left = gpu_shares(options.workers) if options.workers else ([], 0)
     if left:
         print(f"{left} GPU(s) stay unused: all workers must have the same number", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="workers-") as temporary:
         # TensorFlow writes generated code there, and a worker that is killed leaves it behind.
-        os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(arguments.join_timeout), "LAUNCH_ID": uuid.uuid4().hex}
-        logs = Path(temporary) if "--dry-run" in arguments.options else workdir / "logs"  # a dry run writes nothing
+        os.environ |= {"TMPDIR": temporary, "JOIN_TIMEOUT": str(options.join_timeout), "LAUNCH_ID": uuid.uuid4().hex}
         try:
-            logs.mkdir(parents=True, exist_ok=True)
+            options.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"cannot write to the work directory {workdir} ({error.strerror}). Give another --workdir"
-            ) from error
-        restarts_left = arguments.restarts + 1
-        while restarts_left:
-            workers = Workers(places(arguments), command, logs, restarts_left - 1, gpus)
-            status, cause = workers.wait()
-            restarts_left = workers.restarts_left
-            if status != 1:
+            raise UserError(f"cannot write logs to {options.log_dir} ({error.strerror}): give a --log-dir") from error
+        for restarts_left in range(options.max_restarts, -1, -1):
+            status, cause = Workers(tf_configs(options), command, options.log_dir, gpus).wait()
+            if status in (0, 2, STOPPED[0]):
                 print(cause, end="", file=sys.stderr)
                 return status
             print(f"\n{cause}{restarts_left} restart(s) left", file=sys.stderr, flush=True)
-    return 1
+    return status
 
 
-def check_bounds(options: argparse.Namespace, **least: int) -> None:
-    """Raises a `UserError` for the first option that is given and not between its least value and `MOST`."""
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if value is not None and not bound <= value <= MOST:
-            must = f"least {bound}" if value < bound else f"most {MOST}"
-            raise UserError(f"--{name.replace('_', '-')} must be at {must}, not {value}")
-
-
-def places(arguments: argparse.Namespace) -> list[dict]:
+def tf_configs(options: argparse.Namespace) -> list[dict]:
     """The `TF_CONFIG` of each worker that this process starts. Raises a `UserError` if the addresses are wrong."""
     told = tf_config()
-    if arguments.workers is not None:
-        if told or arguments.hosts:
+    if options.workers is not None:
+        if told or options.hosts:
             raise UserError("--workers starts all workers on this machine; leave it out when hosts are given")
-        sizes = {"worker": arguments.workers}
-        if arguments.parameter_servers:
-            sizes = {"chief": 1} | sizes | {"ps": arguments.parameter_servers}
-        free = iter(free_addresses(sum(sizes.values())))
-        jobs = {job: [next(free) for _ in range(size)] for job, size in sizes.items()}
-        return [{"cluster": jobs, "task": {"type": job, "index": i}} for job in jobs for i in range(sizes[job])]
-    if arguments.parameter_servers:
-        raise UserError(
-            "--parameter-servers needs --workers; on many machines, set TF_CONFIG with chief, worker and ps"
-        )
+        addresses = free_addresses(options.workers)
+        return [worker_config(addresses, index) for index in range(options.workers)]
     if told:
         return [told]
-    if not arguments.hosts or arguments.worker_index is None:
-        raise UserError("give --workers N for N workers on this machine, or --hosts h1:port,h2:port --worker-index I")
-    hosts = arguments.hosts.split(",")
+    if not options.hosts or options.node_rank is None:
+        raise UserError("give --workers N for N workers on this machine, or --hosts h1:port,h2:port --node-rank I")
+    hosts = options.hosts.split(",")
     if wrong := [host for host in hosts if not is_address(host)]:
         raise UserError(f"--hosts must be like h1:8888,h2:8888; {wrong[0]!r} is not host:port")
     if len(set(hosts)) < len(hosts):
-        raise UserError(f"--hosts lists an address twice: {arguments.hosts}")
-    if not 0 <= arguments.worker_index < len(hosts):
-        raise UserError(f"--worker-index must be from 0 to {len(hosts) - 1}, not {arguments.worker_index}")
-    return [worker_config(hosts, arguments.worker_index)]
+        raise UserError(f"--hosts lists an address twice: {options.hosts}")
+    if not 0 <= options.node_rank < len(hosts):
+        raise UserError(f"--node-rank must be from 0 to {len(hosts) - 1}, not {options.node_rank}")
+    return [worker_config(hosts, options.node_rank)]
 
 
 def free_addresses(count: int) -> list[str]:
@@ -119,42 +104,34 @@ def free_addresses(count: int) -> list[str]:
 
 
 class Workers:
-    """Processes that run the recipe, each with a log; the chief's output is also shown.
-
-    With parameter servers, all end with the chief, and a worker that dies is restarted alone.
+    """Processes that run a script, each with a log; the chief's output is also shown.
 
     Args:
-        places: the `TF_CONFIG` of each.
-        command: the recipe's.
+        configs: the `TF_CONFIG` of each.
+        command: the script's.
         logs: folder of `worker-I.log`, which are appended to.
-        restarts: maximum restarts of single workers; `restarts_left` counts those that are left.
         gpus: each worker's `CUDA_VISIBLE_DEVICES`; empty if each may use the same as this process.
     """
 
-    def __init__(self, places: list[dict], command: list[str], logs: Path, restarts: int, gpus: list[str]):
-        self.places = {worker_index(place): place for place in places}
-        self.command, self.restarts_left, self.gpus = command, restarts, gpus
-        self.logs = {index: logs / f"worker-{index}.log" for index in self.places}
+    def __init__(self, configs: list[dict], command: list[str], logs: Path, gpus: list[str]):
+        self.logs = {worker_index(config): logs / f"worker-{worker_index(config)}.log" for config in configs}
         self.processes: dict[int, subprocess.Popen] = {}
         self.screen, self.asked_to_stop = Screen(logs / "worker-0.log"), False
-        served = any("ps" in place["cluster"] for place in places)
-        self.leading = [0] if served else list(self.places)  # those that run the recipe; all end with them
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, self._stop)
-        for index in self.places:
-            self._start(index)
+        for config in configs:
+            environment = os.environ | {"TF_CONFIG": json.dumps(config)}
+            if gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = gpus[worker_index(config)]
+            self._start(worker_index(config), command, environment)
 
-    def _start(self, index: int) -> None:
-        environment = os.environ | {"TF_CONFIG": json.dumps(self.places[index])}
-        if self.gpus:  # a chief with parameter servers schedules steps, and servers hold variables: neither needs one
-            task = self.places[index]["task"]
-            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[task["index"]] if task["type"] == "worker" else ""
+    def _start(self, index: int, command: list[str], environment: dict[str, str]) -> None:
         with self.logs[index].open("ab") as file:
             screen_ends = () if index else self.screen.open()
             output, errors = screen_ends or (file, file)
             self.processes[index] = subprocess.Popen(
-                self.command,
+                command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -168,44 +145,32 @@ class Workers:
     def wait(self) -> tuple[int, str]:
         """Waits for the end of all; returns the exit status, and the cause of a failure."""
         while not (failed := self._failed()):
-            if not self._running(self.leading):
-                self._kill_all()
+            if not self._running():
+                self.screen.copy(0)
                 return 0, ""
             self.screen.copy(0.1)
-            self._start_served_again()
+        first = next(iter(failed.values()))
         stopped = self.asked_to_stop or any(status in STOPPED for status in failed.values())
         if stopped:
-            for process in self._running(self.leading):
+            for process in self._running():
                 process.terminate()
         deadline = time.monotonic() + (TO_SAVE if stopped else TO_FOLLOW)
-        while self._running(self.leading) and time.monotonic() < deadline:
+        while self._running() and time.monotonic() < deadline:
             self.screen.copy(0.1)
         failed = self._failed()
         cause = self._cause(failed)  # before the kill
-        self._kill_all()
-        if stopped:
-            return STOPPED[0], ""
-        wrong_input = 2 in failed.values() and min(failed.values()) > 0
-        return (2 if wrong_input else 1), cause
-
-    def _kill_all(self) -> None:
         for process in self.processes.values():
             process.kill()
             process.wait()
         self.screen.copy(0)
+        if stopped:
+            return STOPPED[0], ""
+        if min(failed.values()) < 0:
+            return 1, cause
+        return (2 if 2 in failed.values() else first), cause
 
-    def _start_served_again(self) -> None:
-        """Restarts workers that died under parameter servers: the chief has others do their steps meanwhile."""
-        for index, status in self._failed().items():
-            served = index not in self.leading and self.places[index]["task"]["type"] == "worker"
-            if served and status != 2 and self.restarts_left and not self.asked_to_stop:
-                self.restarts_left -= 1
-                cause = self._cause({index: status})
-                print(f"\n{cause}{self.restarts_left} restart(s) left", file=sys.stderr, flush=True)
-                self._start(index)
-
-    def _running(self, indices: Iterable[int]) -> list[subprocess.Popen]:
-        return [self.processes[index] for index in indices if self.processes[index].poll() is None]
+    def _running(self) -> list[subprocess.Popen]:
+        return [process for process in self.processes.values() if process.poll() is None]
 
     def _failed(self) -> dict[int, int]:
         return {index: process.returncode for index, process in self.processes.items() if process.poll()}
@@ -216,17 +181,17 @@ class Workers:
             if process.poll() is None and _state(process.pid) in "Tt":
                 return f"error: worker {index} hangs: it is stopped (SIGSTOP)\n"
         index, status = min(failed.items(), key=lambda item: item[1])
-        lines = self.logs[index].read_text(encoding="utf-8", errors="replace").splitlines()
         if status < 0:
             return f"error: worker {index} was killed by {signal.Signals(-status).name}\n"
+        lines = self.logs[index].read_text(encoding="utf-8", errors="replace").splitlines()
         if status == 2:
-            return f"worker {index}: {lines[-1]}\n" if 0 not in failed else ""  # the chief's message has been shown
+            return f"worker {index}: {lines[-1]}\n" if lines and 0 not in failed else ""  # the chief's has been shown
         end = "\n".join(lines[-LAST_LINES:])
         return f"error: worker {index} ended with status {status}; {self.logs[index]} ends:\n{end}\n"
 
     def _stop(self, *_) -> None:
         """Handles a signal: the first asks the workers to save and exit, the second kills them."""
-        for process in self._running(self.leading):
+        for process in self._running():
             process.kill() if self.asked_to_stop else process.terminate()
         self.asked_to_stop = True
 

@@ -10,13 +10,10 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
-from keras_replicas.cluster import has_parameter_servers, num_workers
-from keras_replicas.device_copies import do_not_tune_device_copies
+from keras_replicas.cluster import num_workers
 from keras_replicas.errors import UserError, first_line
 from keras_replicas.workers import join
 
@@ -24,7 +21,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from glibc's mal
 IN_USE = "the devices are already in use; ask for {} replicas in a new process"
 
 
-def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribute.Strategy:
+def make_strategy(replicas: int = 0, *, deterministic: bool = False) -> tf.distribute.Strategy:
     """Picks the strategy for this process. Call it before anything else touches a device.
 
     - Several workers (see `keras_replicas.cluster`): `MultiWorkerMirroredStrategy` over all GPUs of each (`replicas` 0)
@@ -42,22 +39,16 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
             without a deterministic implementation then raises `tf.errors.UnimplementedError`. It cannot be undone.
 
     Raises:
-        UserError: when the machine does not have that many replicas, there is no TPU at `TPU_NAME`, or there are
-            parameter servers, for which a recipe with a suitable loop uses `common.devices.parameter_server`.
+        UserError: when the machine does not have that many replicas, or there is no TPU at `TPU_NAME`.
     """
     if deterministic:
         tf.config.experimental.enable_tensor_float_32_execution(False)
         tf.config.experimental.enable_op_determinism()
     gpus = tf.config.list_physical_devices("GPU")
-    if has_parameter_servers():
-        raise UserError(
-            "this recipe trains synchronously, and Keras's fit does not support parameter servers "
-            "(keras-team/keras#18624): leave out --parameter-servers, or launch glue_custom_loop"
-        )
     if num_workers() > 1:
         if replicas > (len(gpus) or 1):
             raise UserError(
-                f"one of several workers has at most {len(gpus) or 1} replica(s) here; leave out --replicas {replicas}"
+                f"one of several workers has at most {len(gpus) or 1} replica(s) here; replicas={replicas} is too many"
             )
         _use_only(gpus[: replicas or None])
         keep_freed_memory()
@@ -76,7 +67,7 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
             raise UserError(f"no TPU at TPU_NAME={name} ({first_line(error)}). Give another, or unset it") from error
     if len(gpus) > 1 and replicas > len(gpus):
         raise UserError(
-            f"this machine has {len(gpus)} GPUs, too few for --replicas {replicas}; only a single one is split"
+            f"this machine has {len(gpus)} GPUs, too few for replicas={replicas}; only a single one is split"
         )
     if len(gpus) == 1 and replicas > 1:
         return _mirrored(_split(gpus[0], replicas, free_gpu_memory_mib() // replicas))
@@ -88,37 +79,6 @@ def make_strategy(replicas: int = 0, deterministic: bool = False) -> tf.distribu
         with contextlib.suppress(RuntimeError):  # TensorFlow is initialized, and keeps its threads
             tf.config.threading.set_intra_op_parallelism_threads(1)
     return _mirrored(_split(tf.config.list_physical_devices("CPU")[0], replicas or 2))
-
-
-def distribute(
-    strategy: tf.distribute.Strategy, make_batches: Callable[..., tf.data.Dataset], *arguments: Any
-) -> tf.distribute.DistributedDataset:
-    """A distributed data set that gives each replica its own part of every batch.
-
-    Args:
-        strategy: from `make_strategy`.
-        make_batches: `make_batches(*arguments, num_shards=N, shard=i)` returns shard i: batches of one replica's size.
-            There is a shard for each replica, or for each worker, whose replicas take batches in turn.
-        arguments: for `make_batches`.
-    """
-    do_not_tune_device_copies()
-    options = None
-    if isinstance(strategy, tf.distribute.MirroredStrategy) and num_workers() == 1:
-        # Each replica reads its own batches, and none are held ready on its device: up to a fifth faster on CPUs.
-        options = tf.distribute.InputOptions(
-            experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
-            experimental_fetch_to_device=False,
-        )
-
-    # Parallel calls and prefetching stay as the pipeline's code sets them, and deleting an iterator does not wait.
-    no_autotune = tf.data.Options()
-    no_autotune.autotune.enabled = False
-
-    def batches_of(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        batches = make_batches(*arguments, num_shards=context.num_input_pipelines, shard=context.input_pipeline_id)
-        return batches.with_options(no_autotune)
-
-    return strategy.distribute_datasets_from_function(batches_of, options)
 
 
 def num_cores() -> int:
@@ -174,4 +134,4 @@ def free_gpu_memory_mib() -> int:
         answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         return int(answer.split()[0]) * 9 // 10
     except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
-        raise UserError(f"cannot split the GPU: {' '.join(command)} failed ({error}); use --replicas 1") from error
+        raise UserError(f"cannot split the GPU: {' '.join(command)} failed ({error}); use replicas=1") from error

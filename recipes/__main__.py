@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from common.run.command_line import fail, quiet_stderr, quiet_without_reader
 from keras_replicas import UserError
+from keras_replicas.launch import add_options, launch
 from recipes._copy import copy_recipe
 from recipes._names import recipe_path, recipes
 
@@ -86,13 +87,7 @@ def main() -> None:
     run.add_argument("name", metavar="NAME", nargs="?", help=f"one of {', '.join(recipes())}")
     run.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options; --help lists them")
     start = commands.add_parser("launch", help="run a recipe on several workers")
-    start.add_argument("--workers", type=int, metavar="N", help="start N workers on this machine")
-    servers = "experimental: asynchronous training with P servers"
-    start.add_argument("--parameter-servers", type=int, default=0, metavar="P", help=servers)
-    start.add_argument("--hosts", metavar="H1:PORT,H2:PORT", help="addresses of all workers, the chief's first")
-    start.add_argument("--worker-index", type=int, metavar="I", help="index of this machine in --hosts, from 0")
-    start.add_argument("--restarts", type=int, default=0, metavar="K", help="restart up to K times after a worker dies")
-    start.add_argument("--join-timeout", type=int, default=300, metavar="S", help="seconds to wait for all workers")
+    add_options(start)
     start.add_argument("name", metavar="NAME", nargs="?", help="the recipe")
     start.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options")
     copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses")
@@ -142,9 +137,8 @@ def main() -> None:
         case "ls":
             list_recipes()
         case "launch":
-            from keras_replicas.launch import launch
-
-            raise SystemExit(launch(arguments, recipe_path(arguments.name)))
+            command = [sys.executable, str(recipe_path(arguments.name)), *arguments.options]
+            raise SystemExit(launch(arguments, command))
         case "run":
             sys.argv = [f"python -m recipes run {arguments.name}", *arguments.options]
             runpy.run_path(str(recipe_path(arguments.name)), run_name="__main__")

@@ -134,7 +134,7 @@ def build_model(config: Config, data, schedule=0.0) -> keras.Model:
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
-    strategy = make_strategy(config.replicas, config.deterministic)
+    strategy = make_strategy(config.replicas, deterministic=config.deterministic)
     run = RecipeRun("causal_lm", config)
     if run.results:
         return run.results

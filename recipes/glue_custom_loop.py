@@ -47,7 +47,6 @@ from tqdm import tqdm
 from common.data.glue import open_examples
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import train_wordpieces
-from common.devices.parameter_server import asynchronous_steps, parameter_server_strategy
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run.results import report, training_results
@@ -60,7 +59,6 @@ from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas import distribute, first_replica, gather_over_replicas, make_strategy, sum_over_replicas
-from keras_replicas.cluster import has_parameter_servers
 
 
 def make_datasets(config: Config) -> EncodedTexts:
@@ -82,10 +80,7 @@ def build_model(config: Config, data: EncodedTexts, schedule) -> keras.Model:
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    asynchronous = has_parameter_servers()  # experimental
-    make = parameter_server_strategy if asynchronous else make_strategy
-    strategy = make(config.replicas, config.deterministic)  # (1) the devices
-    eval_strategy = tf.distribute.get_strategy() if asynchronous else strategy  # the chief evaluates alone
+    strategy = make_strategy(config.replicas, deterministic=config.deterministic)  # (1) the devices
     run = RecipeRun("glue_custom_loop", config)
     if run.results:
         return run.results
@@ -124,10 +119,10 @@ def train_and_evaluate(config: Config) -> dict:
         def replica_step(x, examples):
             return gather_over_replicas((examples, model(x, training=False)))  # (6) of every replica
 
-        return first_replica(eval_strategy, eval_strategy.run(replica_step, args=batch))  # (7) on every replica
+        return first_replica(strategy, strategy.run(replica_step, args=batch))  # (7) on every replica
 
     def predict(split: str) -> np.ndarray:
-        batches = distribute(eval_strategy, data.stream(split, scaled, labelled=False))
+        batches = distribute(strategy, data.stream(split, scaled, labelled=False))
         return in_order(map(predict_step, batches), data.sizes()[split])
 
     board = open_board(run.workdir, asdict(config), 0)
@@ -137,27 +132,14 @@ def train_and_evaluate(config: Config) -> dict:
     log.begin(checkpoints.restore())
     log.announce(model, total_steps)
     steps = range(log.step, total_steps)
-
-    def synchronous():
-        batches = distribute(strategy, data.stream("train", scaled, config.seed), log.step)
-        asked = time.perf_counter()
-        for _, batch in zip(steps, batches, strict=False):  # (8) each replica gets its part
-            waited = time.perf_counter() - asked
-            yield train_step(batch, tf.constant(float(checkpoints.told_to_stop))) | {"waited": waited}
-            asked = time.perf_counter()
-
-    def by_parameter_servers():
-        batch_of = data.labelled_batch("train", scaled.batch_size, config.seed)
-
-        def do_step(step):
-            return train_step(batch_of(step), 0.0) | {"waited": 0.0}
-
-        return asynchronous_steps(strategy, do_step, steps, (epoch_steps, config.checkpoint_every))
+    batches = distribute(strategy, data.stream("train", scaled, config.seed), log.step)
 
     bar = tqdm(total=total_steps, initial=log.step, unit="step", file=sys.stdout, disable=verbosity() == 2)
     with checkpoints, board.as_default():
         began = time.perf_counter()
-        for values in by_parameter_servers() if asynchronous else synchronous():
+        for _, batch in zip(steps, batches, strict=False):  # (8) each replica gets its part
+            waited = time.perf_counter() - began
+            values = train_step(batch, tf.constant(float(checkpoints.told_to_stop))) | {"waited": waited}
             values = {name: np.ravel(value) for name, value in values.items()}
             shown = log.record(values, time.perf_counter() - began)
             for name, value in shown.items():
@@ -171,7 +153,7 @@ def train_and_evaluate(config: Config) -> dict:
                     tf.summary.scalar(f"validation/{name}", value, step=log.step)
                 draw_confusion(data.texts, "validation", val_logits, log.step)
             checkpoints.save_if_due(log.step, len(values["loss"]))
-            if values["stop"][-1] or asynchronous and checkpoints.told_to_stop:
+            if values["stop"][-1]:
                 checkpoints.save_and_leave(log.step)
             began = time.perf_counter()
         checkpoints.save(log.step)
