@@ -145,9 +145,9 @@ def main() -> None:
         case "cp":
             copy_recipe(arguments.name, arguments.destination, arguments.vendor)
         case "doctor":
-            from recipes._doctor import doctor
-
-            raise SystemExit(doctor(arguments.json, arguments.workers))
+            with quiet_stderr():
+                from recipes._doctor import examine
+            raise SystemExit(examine(arguments.json, arguments.workers))
         case "fill-mask":
             preset = arguments.preset or last_preset("MaskedLM", "bert_mlm")
             with quiet_stderr():
