@@ -8,16 +8,11 @@ Keras 3.15 and TensorFlow 2.21; docs/keras-under-tf-distribute.md shows what Ker
 import importlib.metadata
 import inspect
 import warnings
-from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
-from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
+from keras_replicas.private import CHECKED_VERSIONS
 from keras_replicas.trainer import Trainer
-
-CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
 
 
 def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.Model]:
@@ -52,8 +47,6 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
     Attributes of an instance:
         accumulate: number of parts of each replica's batch, computed one after another to save memory. It must divide
             the batch. Set it before `fit`.
-        wire: the dtype in which workers send each other gradients and add them up: `float32`, or `bfloat16`, which has
-            half the bytes and 8 significant bits. Set it before `fit`.
         told_to_stop: set it to True on any worker; after the current step, `all_told_to_stop` is True on every worker.
         first_step: steps done before the next `fit`, which begins there, even in the middle of an epoch: set it to
             resume from a checkpoint. `fit` must be told `steps_per_epoch`.
@@ -68,46 +61,23 @@ def data_parallel(model_class: type[keras.Model], *mixins: type) -> type[keras.M
     if issubclass(model_class, Trainer):
         return model_class
     _warn_outside_checked_versions()
-    bases = (*mixins, *([HubTask] if hasattr(model_class, "save_to_preset") else []), model_class, Trainer)
+    bases = (*mixins, *_of_kerashub(model_class), model_class, Trainer)
     # Named like the plain class, so that what is saved is the plain class's.
     names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     ours = type(model_class.__name__, bases, names | {"plain_class": model_class})
-    if model_class in GLOBAL_CUSTOM_NAMES:  # by `keras.saving.register_keras_serializable`
-        GLOBAL_CUSTOM_NAMES[ours] = GLOBAL_CUSTOM_NAMES[model_class]
+    registered = keras.saving.get_registered_name(model_class)
+    if ">" in registered:  # by `keras.saving.register_keras_serializable`
+        for each in (ours, model_class):  # the last one is what loading a file makes
+            keras.saving.register_keras_serializable(*registered.split(">"))(each)
     return ours
 
 
-class HubTask:
-    """What KerasHub's tasks need in addition: data that is already ids, and presets of the plain task.
+def _of_kerashub(model_class):
+    if not hasattr(model_class, "save_to_preset"):
+        return []
+    from keras_replicas.kerashub import HubTask
 
-    It is not a `Trainer`: that would put the trainer before KerasHub's classes.
-    """
-
-    def fit(self, x=None, *args, **kwargs):
-        """As the task's, but does not tokenise a distributed data set, which has no method for it: ours holds ids."""
-        distributed = isinstance(x, tf.distribute.DistributedDataset)
-        return (Trainer.fit if distributed else super().fit.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
-
-    def evaluate(self, x=None, *args, **kwargs):
-        """See `fit`."""
-        distributed = x is None or isinstance(x, tf.distribute.DistributedDataset)
-        return (Trainer.evaluate if distributed else super().evaluate.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
-
-    def save_to_preset(self: Any, preset_dir, **kwargs):
-        """Saves the plain task in float32, LoRA's adapters merged into their kernels, to load without this project.
-
-        KerasHub 0.32 cannot load a model that it saved in mixed precision (`Invalid dtype: mixed_bfloat16`).
-        """
-        backbone = type(self.backbone).from_config(self.backbone.get_config() | {"dtype": "float32"})
-        own = set(inspect.signature(self.plain_class.__init__).parameters)
-        own -= {"self", "backbone", "preprocessor", "kwargs"}
-        head = {name: value for name, value in self.get_config().items() if name in own}
-        plain = self.plain_class(backbone=backbone, preprocessor=self.preprocessor, compile=False, **head)
-        adapted = [layer for layer in self._flatten_layers() if getattr(layer, "lora_enabled", False)]
-        merged = {id(layer._kernel): layer.kernel for layer in adapted}
-        kept = [weight for weight in self.weights if not weight.name.startswith("lora_")]
-        plain.set_weights([np.array(merged.get(id(weight), weight)) for weight in kept])
-        plain.save_to_preset(preset_dir, **kwargs)
+    return [HubTask]
 
 
 def _warn_outside_checked_versions() -> None:

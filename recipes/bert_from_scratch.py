@@ -128,7 +128,7 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule=0.0, last_step:
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay, config.clip_norm)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
     model.compile(optimizer, loss, jit_compile=config.jit, steps_per_execution=config.steps_per_execution)
-    model.accumulate, model.wire, model.last_step = config.accumulate, config.wire, last_step
+    model.accumulate, model.last_step = config.accumulate, last_step
     return model
 
 

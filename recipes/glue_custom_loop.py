@@ -55,11 +55,13 @@ from common.run.runs import open_run
 from common.run.speed import model_flops
 from common.run.step_log import StepLog, open_board
 from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
-from common.training.explicit_step import batch_sums, means_of, noise_of_step
+from common.training.explicit_step import batch_sums, means_of
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas.cluster import has_parameter_servers
+from keras_replicas.noise import noise_of_step
+from keras_replicas.optimizers import apply_summed
 from keras_replicas.replicas import first_replica, gather_over_replicas, sum_over_replicas
 from keras_replicas.strategy import distribute, make_strategy
 
@@ -115,7 +117,8 @@ def train_and_evaluate(config: Config) -> dict:
             gradients = tape.gradient(loss, model.trainable_variables)
             gradients, sums = sum_over_replicas((gradients, sums | {"stop": stop}))  # (4) of the whole batch
             learning_rate = tf.identity(optimizer.learning_rate)
-            optimizer.apply([gradient / sums["labels"] for gradient in gradients], model.trainable_variables)
+            gradients = [gradient / sums["labels"] for gradient in gradients]
+            apply_summed(optimizer, gradients, model.trainable_variables)
             return means_of(sums) | {"learning_rate": learning_rate}
 
         return first_replica(strategy, strategy.run(replica_step, args=batch))  # (5) on every replica

@@ -72,7 +72,7 @@ def build_model(config: Config, data: EncodedTexts, schedule=0.0, last_step: int
     loss = loss(reduction="mean_with_sample_weight")  # over all examples of the whole batch
     optimizer = make_optimizer("adamw", schedule, weight_decay=0.01)
     model.compile(optimizer, loss, jit_compile=config.jit, steps_per_execution=config.steps_per_execution)
-    model.accumulate, model.wire, model.last_step = config.accumulate, config.wire, last_step
+    model.accumulate, model.last_step = config.accumulate, last_step
     return model
 
 

@@ -20,8 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common.run.checkpoints import Checkpoints
 from common.run.step_log import StepLog
+from common.training.explicit_step import COUNTS, MEANS
 from keras_replicas.errors import UserError
-from keras_replicas.replicas import COUNTS, MEANS
 from tests.hub import URI, StandIn, environment
 from tests.test_bert_mlm import weights_of
 

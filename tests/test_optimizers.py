@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from common.training import optimizers
 from common.training.optimizers import make_optimizer, matrix_axes
-from keras_replicas.optimizers import do_not_reduce_again
+from keras_replicas.optimizers import apply_summed
 from keras_replicas.strategy import make_strategy
 
 
@@ -50,9 +50,8 @@ def test_lamb_is_that_of_its_paper(kernel, change, scaled, replicas):
         optimizer.build(dense.trainable_variables)
     before = [np.array([kernel], np.float32), np.array(kernel, np.float32)]
     dense.set_weights(before)
-    do_not_reduce_again(optimizer)
     gradients = [optimizer.scale_loss(tf.constant([[0.5, 2.0]])), optimizer.scale_loss(tf.constant([0.5, 2.0]))]
-    step = tf.function(lambda: strategy.run(lambda: optimizer.apply(gradients, dense.trainable_variables)))
+    step = tf.function(lambda: strategy.run(lambda: apply_summed(optimizer, gradients, dense.trainable_variables)))
     step()
     for variable, old, less in zip(dense.trainable_variables, before, [[change], [0.01, 0.01]], strict=True):
         for copy in strategy.experimental_local_results(variable.value):
@@ -89,11 +88,10 @@ def test_adamw_is_that_of_keras(replicas):
             optimizer.exclude_from_weight_decay(var_names=["bias"])
             optimizer.build(dense.trainable_variables)
         dense.set_weights([np.arange(6, dtype=np.float32).reshape(3, 2), np.ones(2, np.float32)])
-        do_not_reduce_again(optimizer)
 
         @tf.function
         def step(gradients):
-            tf.distribute.get_strategy().run(lambda: optimizer.apply(gradients, dense.trainable_variables))
+            tf.distribute.get_strategy().run(lambda: apply_summed(optimizer, gradients, dense.trainable_variables))
 
         with dense.kernel.value.distribute_strategy.scope():
             for i in range(5):

@@ -15,9 +15,9 @@ from common.run.options import step_range
 from common.run.run_folder import afresh
 from common.run.speed import UNKNOWN, ModelFlops
 from common.run.step_log import StepLog, open_board
+from common.training.explicit_step import COUNTS, MEANS
 from keras_replicas.cluster import is_chief
 from keras_replicas.errors import UserError
-from keras_replicas.replicas import COUNTS, MEANS
 
 
 class FitLog(StepLog, keras.callbacks.Callback):

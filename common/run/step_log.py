@@ -14,9 +14,9 @@ import tensorflow as tf
 from common.files import finite, write_whole
 from common.run.run_folder import afresh
 from common.run.speed import UNKNOWN, ModelFlops, peak_memory_mb
+from common.training.explicit_step import COUNTS, MEANS
 from keras_replicas.cluster import is_chief
 from keras_replicas.errors import UserError
-from keras_replicas.replicas import COUNTS, MEANS
 
 
 class StepLog:
