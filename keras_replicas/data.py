@@ -7,10 +7,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.trainers.data_adapters import get_data_adapter
 
 from keras_replicas.batches import Batches, BeginsAnywhere, checksum, parts_of
 from keras_replicas.order import locate
+from keras_replicas.private import get_data_adapter
 
 BATCH_SIZE = 32  # Keras's, where none is given
 NEEDS_STEPS = "data without end needs a number of steps: steps_per_epoch, validation_steps or steps"

@@ -2,7 +2,8 @@
 """The copies of batches that a strategy holds ready on each device."""
 
 import tensorflow as tf
-from tensorflow.python.data.ops import multi_device_iterator_ops
+
+from keras_replicas.private import multi_device_iterator_ops
 
 _create = multi_device_iterator_ops._create_device_dataset
 

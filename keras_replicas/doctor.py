@@ -23,7 +23,7 @@ from keras import ops
 
 import keras_replicas as kr
 from keras_replicas.gpus import gpu_names
-from keras_replicas.model import CHECKED_VERSIONS
+from keras_replicas.private import CHECKED_VERSIONS
 
 EXAMPLES, BATCH, LENGTH, CLASSES, WORDS = 155, 8, 10, 3, 40
 # Relative differences, by the Euclidean norm, that float32 may leave: of all weights, and of each tensor of them.

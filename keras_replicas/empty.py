@@ -1,52 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica's examples. A data set's last batch may leave a replica none: what it then computes must not count."""
+"""A replica without examples. A data set's last batch may leave it none: what it then computes must not count."""
 
 import contextlib
-import threading
-from collections.abc import Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import get_keras_mask, set_keras_mask
-from keras.src.losses import loss as loss_module
+
+from keras_replicas.private import get_keras_mask, set_keras_mask, strategy_seen
+from keras_replicas.replicas import replica_context
 
 
-class _Forward(threading.local):
-    """The forward pass, of one replica, that this thread traces."""
+class OneReplica:
+    """The strategy, as a model sees it in a replica's pass: it has one replica.
 
-    is_running = False
-    has_examples: tf.Tensor | None = None  # whether there are any; None where that is known
+    Keras divides a loss that a layer computes by the strategy's number of replicas, so that gradients add up. Here a
+    loss has the value that it has on one device. A replica context, by which replicas reduce, has the true number.
+    """
+
+    num_replicas_in_sync = 1
+
+    def __init__(self, strategy: tf.distribute.Strategy, has_examples: tf.Tensor | None):
+        self._strategy, self.has_examples = strategy, has_examples
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
 
 
-_forward, _scaled = _Forward(), loss_module.scale_loss_for_distribution
-loss_module.scale_loss_for_distribution = lambda value: value if _forward.is_running else _scaled(value)
-
-
-@contextlib.contextmanager
-def forward_pass(has_examples: tf.Tensor | None) -> Iterator[None]:
-    """While it lasts, a Keras loss that a layer computes has the value that it has on one device.
-
-    Under a strategy, Keras divides it by the number of replicas, so that gradients add up.
+def forward_pass(has_examples: tf.Tensor | None) -> contextlib.AbstractContextManager[None]:
+    """While it lasts, in this thread alone, the strategy is `OneReplica`.
 
     Args:
         has_examples: whether this replica has examples; None where that is known.
     """
-    _forward.is_running, _forward.has_examples = True, has_examples
-    try:
-        yield
-    finally:
-        _forward.is_running, _forward.has_examples = False, None
+    context = replica_context()
+    return strategy_seen(OneReplica(context.strategy, has_examples), context)
 
 
-def of_examples(total: tf.Tensor) -> tf.Tensor:
+def sum_of_examples(total: tf.Tensor) -> tf.Tensor:
     """A sum over examples in a `forward_pass`; zeros where there are none."""
-    if _forward.has_examples is None:
+    strategy = tf.distribute.get_strategy()
+    if not isinstance(strategy, OneReplica) or strategy.has_examples is None:
         return total
-    return tf.where(_forward.has_examples, total, tf.zeros_like(total))
+    return tf.where(strategy.has_examples, total, tf.zeros_like(total))
 
 
 def count_examples(x) -> tf.Tensor:
-    """The number of examples in this replica's part of a batch, a float."""
+    """The number of a replica's examples, a float."""
     first = first_input(x)
     return tf.cast(first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0], tf.float32)
 
@@ -75,7 +75,7 @@ def with_an_example(x):
     return keras.tree.map_structure(filled, x)
 
 
-def outputs_of_examples(y_pred, examples):
+def without_added_example(y_pred, examples):
     """The outputs and masks of the first `examples` examples, without the one that `with_an_example` adds."""
     examples = tf.cast(examples, tf.int32)
 
@@ -94,6 +94,8 @@ def zeros_without_examples(examples, values):
     """The tensors of a structure, or zeros if there are no examples: what comes of `with_an_example` may be NaN."""
 
     def kept(value):
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(kept(value.values), value.indices, value.dense_shape)
         return tf.cond(examples > 0, lambda: value, lambda: tf.zeros_like(value))
 
     # A condition for each tensor: with one for all, no worker could send a gradient before it has them all.

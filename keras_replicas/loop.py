@@ -197,11 +197,8 @@ class _TimedIterator:
 
 
 def _now() -> tf.Tensor:
-    from tensorflow.python.framework.config import is_op_determinism_enabled  # it has no public name
-
-    if is_op_determinism_enabled():  # then TensorFlow's own clock raises
-        return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
-    return tf.timestamp()
+    # Not `tf.timestamp`, which raises where operations must be deterministic.
+    return tf.ensure_shape(tf.numpy_function(time.perf_counter, [], tf.float64), [])
 
 
 def _on_its_device(tensor: tf.Tensor) -> tf.Tensor:

@@ -1,105 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole batch's loss and metrics: sums of what each replica has, or computed from what all replicas gather."""
+"""A batch's loss: the sum of what each replica has, or computed from what all replicas gather; and what adds up."""
+
+import inspect
+from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import get_keras_mask
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 
-from keras_replicas.gradients import Stateless
+from keras_replicas.private import (
+    TensorFlowTrainer,
+    could_possibly_record,
+    get_keras_mask,
+    reduce_weighted_values,
+)
 from keras_replicas.replicas import gather, gather_around, no_strategy, replicas, sum_over_replicas
 
-# Keras's losses that compare a batch's examples with each other, or sum over all of them before dividing.
-BATCHWISE = ("circle", "dice", "tversky")
+# Keras's losses that compare a batch's examples with each other, or sum over all of them before they divide.
+BATCHWISE = {getattr(keras.losses, name) for name in ("Circle", "Dice", "Tversky", "circle", "dice", "tversky")}
+# Classes that compute what a function does which they are given.
+WRAPPERS = {keras.losses.MeanSquaredError.__base__, keras.metrics.MeanMetricWrapper}
+KERAS_OWN = WRAPPERS.union(
+    each for module in (keras.losses, keras.metrics) for each in vars(module).values() if callable(each)
+)
+KERAS_OWN -= BATCHWISE | {keras.losses.Loss, keras.metrics.Metric}
+# What a subclass may define and still compute what its base class does.
+HARMLESS = {"__init__", "__doc__", "__module__", "__repr__", "get_config", "from_config"}
+HARMLESS |= {"reset_state", "result"}  # of a metric, whose variables add up
+
+
+class Noted:
+    """Stands for a loss in Keras's `CompileLoss`, which finds the loss's part of y, and notes what it is given.
+
+    It is otherwise that loss. A step by sums takes the sum of what is noted; the loss itself is then not used, and
+    TensorFlow leaves it out of the graph.
+    """
+
+    def __init__(self, loss: keras.losses.Loss):
+        self.loss = loss
+        self.given: tuple = ()
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        """The loss."""
+        self.given = y_true, y_pred, sample_weight
+        return self.loss(y_true, y_pred, sample_weight)
+
+
+class Stateless(keras.StatelessScope):
+    """As Keras's, but no gradient flows through what is assigned to a variable, as with TensorFlow's variables.
+
+    Raises:
+        ValueError: when a weight is used where it gets no gradient, as in `keras.remat`, which knows only variables.
+    """
+
+    def __init__(self, mapping, trained=(), **kwargs):
+        super().__init__(mapping, **kwargs)
+        self._trained = {id(variable) for variable in trained}
+
+    def add_update(self, update):
+        """See `keras.StatelessScope`."""
+        variable, value = update
+        super().add_update((variable, tf.stop_gradient(value)))
+
+    def get_current_value(self, variable):
+        """See `keras.StatelessScope`."""
+        if id(variable) in self._trained and not could_possibly_record():
+            raise ValueError(
+                f"{variable.path} would not be trained where it is used, as in keras.remat: leave that out"
+            )
+        return super().get_current_value(variable)
 
 
 class BatchLoss(TensorFlowTrainer):
-    """A model's compiled losses, `add_loss`, regularisers and metrics, for `keras_replicas.step`.
+    """A model's compiled losses, `add_loss`, regularisers and metrics, for `keras_replicas.step`."""
 
-    Keras's own losses and metrics add up over replicas. Others are computed on every replica, from the gathered batch.
-    """
+    accumulate: int
 
-    def _loss_parts(self, y, y_pred, sample_weight):
-        """The `loss_parts` and the weight of every compiled loss."""
-        if self._compile_loss is None:
-            return []
-        parts, losses = [], self._compile_loss._flat_losses
+    def _note_losses(self):
+        """Puts `Noted` in the place of each compiled loss, once they are built."""
+        if self._compile_loss is not None and self._compile_loss.built:
+            self._compile_loss._flat_losses = [
+                each if isinstance(each.loss, Noted) else each._replace(loss=Noted(each.loss))
+                for each in self._compile_loss._flat_losses
+            ]
 
-        def noting(each):
-            def note(*batch):
-                total, count = loss_parts(each.loss, *batch)
-                parts.append((total, count, 1.0 if each.loss_weights is None else each.loss_weights))
-                return total
+    def _compiled_losses(self) -> list[Any]:
+        """Keras's records of the compiled losses, each with a `Noted` `loss` and its `loss_weights`."""
+        return [] if self._compile_loss is None else self._compile_loss._flat_losses
 
-            return each._replace(loss=note)
+    def _loss_by_sums(self, y, y_pred, sample_weight):
+        """The sum of the only loss over this replica's examples, and this replica's part of its divisor."""
+        ((_, noted, weight, _),) = self._compiled_losses()
+        self._compile_loss(y, y_pred, sample_weight)
+        given, noted.given = noted.given, ()
+        total, divisor = loss_sum(noted.loss, *given)
+        return total * (1.0 if weight is None else weight), divisor
 
-        self._compile_loss._flat_losses = [noting(each) for each in losses]  # Keras finds each one's part of y
-        try:
-            self._compile_loss(y, y_pred, sample_weight)
-        finally:
-            self._compile_loss._flat_losses = losses
-        return parts
+    def _gathered_loss(self, values, metrics, data, y_pred, added, examples, training):
+        """The loss of all replicas' examples, computed by any code, and what that updates. Every replica computes it.
 
-    def _sum_of_losses(self, examples, parts, added):
-        """This replica's part of the whole batch's loss, and of each compiled loss."""
-        counts = [tf.constant(1.0) if count is None else count for _, count, _ in parts]
-        all_examples, counts = sum_over_replicas((examples, counts))
-        losses = [
-            total if own is None else tf.math.divide_no_nan(total, count)
-            for (total, own, _), count in zip(parts, counts, strict=True)
-        ]
-        share = tf.math.divide_no_nan(examples, all_examples)
-        terms = [loss * weight for loss, (_, _, weight) in zip(losses, parts, strict=True)]
-        terms += [tf.math.multiply_no_nan(loss, share) for loss in added]
-        if not terms:
-            raise ValueError("No loss to compute. Provide a `loss` argument in `compile()`.")
-        return tf.add_n(terms), losses
+        Gradients flow through this replica's outputs. Those that reach weights in another way are multiplied by its
+        share of the examples, so that the sum over replicas is the gradient of the batch's loss.
 
-    def _summed(self, share, added):
-        """Terms of `add_loss` with the whole batch's value, and this replica's share of the gradient."""
-        own = [tf.math.multiply_no_nan(loss, share) for loss in added]
-        return [part + tf.stop_gradient(total - part) for part, total in zip(own, sum_over_replicas(own), strict=True)]
-
-    def _own_loss(self, mapping, weights, state, data, y_pred, added, share, training):
-        """The whole batch's loss, computed by any code, and what that updates. Every replica computes it all.
-
-        Gradients flow through this replica's predictions. Those that reach weights in another way are multiplied by its
-        share of the examples, so that the sum over replicas is the gradient of the whole batch.
+        Args:
+            values: the value of each of the model's variables, by the variable, in order; the trained ones first.
+            metrics: the same of the metrics' variables.
+            data: this replica's (x, y, sample_weight).
+            y_pred: its outputs.
+            added: its terms of `add_loss` and regularisers.
+            examples: their number.
+            training: whether to train, not evaluate.
 
         Returns:
             The loss; the values of the metrics' variables after it; and the new values of other variables, by `id`.
         """
         x, y, sample_weight = data
+        share = tf.math.divide_no_nan(examples, sum_over_replicas(examples))
 
         @tf.custom_gradient
         def shared(weight):
             return tf.identity(weight), lambda gradient: tf.convert_to_tensor(gradient) * tf.cast(share, weight.dtype)
 
-        metric_variables = self._metric_variables()
-        weights_shared = zip(self.trainable_variables, map(shared, weights), strict=True)
-        rest = mapping[len(weights) : len(mapping) - len(state)]
+        trained = len(self.trainable_variables)
+        rest = values[trained:]
+        scope = Stateless([*((variable, shared(value)) for variable, value in values[:trained]), *rest, *metrics])
         if replicas() > 1:
-            x = gather(x) if self._has_own("compute_loss") else x
+            x = gather(x) if self._overrides("compute_loss") else x
             y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)
-        scope = Stateless([*weights_shared, *rest, *zip(metric_variables, state, strict=True)])
-        given = {id(variable): scope.get_current_value(variable) for variable, _ in rest}
+        mine = [tf.math.multiply_no_nan(term, share) for term in added]  # added up, what a mean over examples is
+        added = [
+            term + tf.stop_gradient(total - term) for term, total in zip(mine, sum_over_replicas(mine), strict=True)
+        ]
         with no_strategy(), scope:
             self._losses_override = added
             try:
                 loss = self._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
             finally:
                 self._losses_override = []
-        updates = {name: scope.state_mapping[name] for name in given if scope.state_mapping[name] is not given[name]}
-        return loss, [scope.get_current_value(variable) for variable in metric_variables], updates
-
-    def _added_losses(self, scope):
-        """Terms of `add_loss`, `activity_regularizer`s (in Keras a mean over examples) and regularisers."""
-        terms = [*scope.losses, *self._get_regularization_losses()]
-        return [tf.cast(tf.reduce_sum(term), keras.config.floatx()) for term in terms]
+        after = {id(variable): scope.get_current_value(variable) for variable, _ in rest}
+        updates = {id(variable): after[id(variable)] for variable, value in rest if after[id(variable)] is not value}
+        return loss, [scope.get_current_value(variable) for variable, _ in metrics], updates
 
     def _metric_sums(self, given, after):
-        """What a part of a batch adds to the variables of metrics; nothing for those that track losses."""
+        """What this replica's examples add to the variables of metrics; nothing for those that track losses."""
         trackers = filter(None, [self._loss_tracker, *self._loss_trackers()])
         of_losses = {id(variable) for tracker in trackers for variable in tracker.variables}
         owner = {id(variable): metric for metric in self.metrics for variable in metric.variables}
@@ -111,7 +153,7 @@ class BatchLoss(TensorFlowTrainer):
             elif value is not given[id(variable)]:
                 metric = owner[id(variable)]
                 if not all(map(metric_adds_up, getattr(metric, "metrics", None) or [metric])):
-                    raise ValueError(f"{metric.name} is updated in a layer, of which a replica sees a part")
+                    raise ValueError(f"a layer updates {metric.name}, but sees only one replica's examples")
             sums.append(value)
         return sums
 
@@ -122,49 +164,56 @@ class BatchLoss(TensorFlowTrainer):
     def _loss_trackers(self):
         return self._compile_loss.metrics if self._compile_loss is not None else []
 
-    def _has_own(self, method):
+    def _overrides(self, method):
         return getattr(type(self), method) is not getattr(TensorFlowTrainer, method)
 
-    def _loss_adds_up(self):
-        losses = [] if self._compile_loss is None else self._compile_loss._flat_losses
-        if not self._has_own("compute_loss") and any(each.loss.reduction in (None, "none") for each in losses):
+    def _one_loss_adds_up(self):
+        losses = [each.loss.loss for each in self._compiled_losses()]
+        if not self._overrides("compute_loss") and any(loss.reduction in (None, "none") for loss in losses):
             raise ValueError("a loss without a reduction is not a number to minimise: give it one, such as sum")
-        return not self._has_own("compute_loss") and all(loss_adds_up(each.loss) for each in losses)
+        return not self._overrides("compute_loss") and len(losses) == 1 and loss_adds_up(losses[0])
 
     def _metrics_add_up(self):
         metrics = [] if self._compile_metrics is None else self._compile_metrics.metrics
-        return not self._has_own("compute_metrics") and all(map(metric_adds_up, metrics))
+        return not self._overrides("compute_metrics") and all(map(metric_adds_up, metrics))
 
-    def _refuse_if_pure(self, what):
-        if self.accumulate > 1 or (self.jit_compile and replicas() > 1):
-            way = "accumulate" if self.accumulate > 1 else "jit_compile"
-            raise ValueError(
-                f"{what} needs the whole batch, of which {way} gives each replica a part at a time: leave out {way}"
-            )
+    def _refuse_jit_and_accumulate(self, needed):
+        if self.accumulate > 1:
+            raise ValueError(f"accumulate needs {needed}: set accumulate = 1")
+        if self.jit_compile and replicas() > 1:
+            raise ValueError(f"jit_compile needs {needed}, on several replicas: set jit_compile=False")
 
 
 def loss_adds_up(loss: keras.losses.Loss) -> bool:
     """Whether a loss is a sum over examples, divided once: one of Keras's, or one whose `adds_up` is true."""
-    return getattr(loss, "adds_up", False) or _is_keras_sum(loss, getattr(loss, "fn", type(loss)))
+    return getattr(loss, "adds_up", False) or _is_keras_own(loss, getattr(loss, "fn", None))
 
 
 def metric_adds_up(metric: keras.metrics.Metric) -> bool:
     """Whether a metric's variables are sums over examples: one of Keras's, or one whose `adds_up` is true."""
-    return getattr(metric, "adds_up", False) or _is_keras_sum(metric, getattr(metric, "_fn", type(metric)))
+    return getattr(metric, "adds_up", False) or _is_keras_own(metric, getattr(metric, "_fn", None))
 
 
-def _is_keras_sum(thing, code) -> bool:
-    """Whether class and code are Keras's own, and the code neither takes a mean nor compares a batch's examples."""
-    own = all(each.__module__.startswith("keras.") for each in (code, type(thing)))
-    if (getattr(thing, "_fn_kwargs", None) or {}).get("axis", -1) != -1:  # maybe that of the examples
+def _is_keras_own(thing, function) -> bool:
+    """Whether it computes what a class of Keras's does, of which it is known that it compares no examples.
+
+    It may be of a subclass that overrides nothing but `HARMLESS` names. What others compute, nobody can know.
+    """
+    bases = type(thing).__mro__
+    known = next((base for base in bases if base in KERAS_OWN), None)
+    if known is None or (known in WRAPPERS and not (inspect.isfunction(function) and function in KERAS_OWN)):
         return False
-    return own and not isinstance(code, keras.losses.Loss) and code.__name__.lower() not in BATCHWISE
+    defined = {name for base in bases[: bases.index(known)] for name in vars(base)}
+    if any(hasattr(known, name) for name in defined - HARMLESS):
+        return False
+    return (getattr(thing, "_fn_kwargs", None) or {}).get("axis", -1) == -1  # another may be that of the examples
 
 
-def loss_parts(loss: keras.losses.Loss, y_true, y_pred, sample_weight) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """One replica's part of a loss: its sum, and its part of the divisor of the sum over replicas, or None.
+def loss_sum(loss: keras.losses.Loss, y_true, y_pred, sample_weight) -> tuple[tf.Tensor, tf.Tensor]:
+    """The sum of a loss's values, and what this replica adds to the divisor of all replicas' sum; two scalars.
 
-    The divisor is the number of values, of unmasked values, or the sum of the weights, as the loss's `reduction` says.
+    The divisor is the number of values, of unmasked values, or the sum of the weights, as the loss's `reduction` says;
+    0 where it divides by nothing.
     """
     in_mask = get_keras_mask(y_pred)
     y_true, y_pred = keras.tree.map_structure(
@@ -174,15 +223,13 @@ def loss_parts(loss: keras.losses.Loss, y_true, y_pred, sample_weight) -> tuple[
     masks = [mask for mask in (in_mask, get_keras_mask(values)) if mask is not None]
     mask = tf.cast(masks[0] & masks[-1], loss.dtype) if masks else None
     total = tf.reduce_sum(reduce_weighted_values(values, sample_weight, mask, "sum", loss.dtype))
-    count = tf.cast(tf.size(values), total.dtype)
+    divisor = tf.cast(tf.size(values), total.dtype)
     if loss.reduction == "sum":
-        return total, None
-    if loss.reduction == "mean_with_sample_weight":
-        if sample_weight is not None:
-            sample_weight = tf.cast(sample_weight, loss.dtype)
-        weights = apply_mask(sample_weight, mask, values.dtype, loss.reduction)
-        if weights is not None:
-            count = tf.reduce_sum(squeeze_or_expand_to_same_rank(values, weights)[1])
+        divisor *= 0
+    elif loss.reduction == "mean_with_sample_weight":
+        weights = mask if sample_weight is None else tf.convert_to_tensor(sample_weight)
+        if weights is not None:  # each weight as Keras merges it with the mask
+            divisor = reduce_weighted_values(tf.ones_like(weights), sample_weight, mask, "sum", loss.dtype)
     elif mask is not None:
-        count *= tf.math.divide_no_nan(tf.reduce_sum(mask), tf.cast(tf.size(mask), mask.dtype))
-    return total, tf.cast(count, total.dtype)
+        divisor *= tf.math.divide_no_nan(tf.reduce_sum(mask), tf.cast(tf.size(mask), mask.dtype))
+    return total, tf.cast(divisor, total.dtype)

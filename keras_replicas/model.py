@@ -14,11 +14,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
+from keras_replicas.private import CHECKED_VERSIONS
 from keras_replicas.trainer import Trainer
-
-CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
 
 
 def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
@@ -81,11 +79,7 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
         raise ValueError(f"accumulate must be a number of parts, 1 or more, not {accumulate!r}")
     if inspect.isclass(target) and issubclass(target, keras.Model):
         ours = _with_trainer(target)
-        return (
-            ours
-            if accumulate == 1
-            else type(ours)(ours.__name__, (ours,), {**_names(ours), "accumulate": int(accumulate)})
-        )
+        return ours if accumulate == 1 else type(ours.__name__, (ours,), _names(ours) | {"accumulate": int(accumulate)})
     if not isinstance(target, keras.Model):
         raise TypeError(f"data_parallel takes a Keras model, or a subclass of keras.Model; got {target!r}")
     if tf.distribute.has_strategy() and target._distribute_strategy is not tf.distribute.get_strategy():
@@ -101,11 +95,13 @@ def _with_trainer(model_class: type[keras.Model]) -> type[keras.Model]:
     if issubclass(model_class, Trainer):
         return model_class
     _warn_outside_checked_versions()
-    bases = (*([HubTask] if hasattr(model_class, "save_to_preset") else []), model_class, Trainer)
+    bases = (*_of_kerashub(model_class), model_class, Trainer)
     plain_class = getattr(model_class, "plain_class", model_class)
     ours = type(model_class.__name__, bases, _names(model_class) | {"plain_class": plain_class})
-    if model_class in GLOBAL_CUSTOM_NAMES:  # by `keras.saving.register_keras_serializable`
-        GLOBAL_CUSTOM_NAMES[ours] = GLOBAL_CUSTOM_NAMES[model_class]
+    registered = keras.saving.get_registered_name(model_class)
+    if ">" in registered:  # by `keras.saving.register_keras_serializable`
+        for each in (ours, model_class):  # the last one is what loading a file makes
+            keras.saving.register_keras_serializable(*registered.split(">"))(each)
     return ours
 
 
@@ -114,37 +110,12 @@ def _names(model_class: type) -> dict[str, Any]:
     return {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
 
 
-class HubTask:
-    """What KerasHub's tasks need in addition: data that is already ids, and presets of the plain task.
+def _of_kerashub(model_class: type[keras.Model]) -> list[type]:
+    if not hasattr(model_class, "save_to_preset"):
+        return []
+    from keras_replicas.kerashub import HubTask
 
-    It is not a `Trainer`: that would put the trainer before KerasHub's classes.
-    """
-
-    def fit(self, x=None, *args, **kwargs):
-        """As the task's, but does not tokenise a distributed data set, which has no method for it: ours holds ids."""
-        distributed = isinstance(x, tf.distribute.DistributedDataset) or hasattr(x, "iter_from_step")
-        return (Trainer.fit if distributed else super().fit.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
-
-    def evaluate(self, x=None, *args, **kwargs):
-        """See `fit`."""
-        distributed = x is None or isinstance(x, tf.distribute.DistributedDataset) or hasattr(x, "iter_from_step")
-        return (Trainer.evaluate if distributed else super().evaluate.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
-
-    def save_to_preset(self: Any, preset_dir, **kwargs):
-        """Saves the plain task in float32, LoRA's adapters merged into their kernels, to load without this project.
-
-        KerasHub 0.32 cannot load a model that it saved in mixed precision (`Invalid dtype: mixed_bfloat16`).
-        """
-        backbone = type(self.backbone).from_config(self.backbone.get_config() | {"dtype": "float32"})
-        own = set(inspect.signature(self.plain_class.__init__).parameters)
-        own -= {"self", "backbone", "preprocessor", "kwargs"}
-        head = {name: value for name, value in self.get_config().items() if name in own}
-        plain = self.plain_class(backbone=backbone, preprocessor=self.preprocessor, compile=False, **head)
-        adapted = [layer for layer in self._flatten_layers() if getattr(layer, "lora_enabled", False)]
-        merged = {id(layer._kernel): layer.kernel for layer in adapted}
-        kept = [weight for weight in self.weights if not weight.name.startswith("lora_")]
-        plain.set_weights([np.array(merged.get(id(weight), weight)) for weight in kept])
-        plain.save_to_preset(preset_dir, **kwargs)
+    return [HubTask]
 
 
 def _warn_outside_checked_versions() -> None:

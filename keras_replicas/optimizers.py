@@ -1,26 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer must be told where gradients are already summed over replicas."""
+"""An optimizer's update, where gradients are already added up over replicas."""
 
-import inspect
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import keras
+import tensorflow as tf
+
+from keras_replicas.replicas import local_value, no_strategy, replica_context
 
 
-def do_not_reduce_again(optimizer: keras.optimizers.Optimizer) -> None:
-    """Tells a Keras optimizer that the gradients it is given are already summed over replicas.
+def apply_summed(optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence[keras.Variable]) -> None:
+    """Updates variables by gradients that are already added up over replicas, as by `sum_over_replicas`.
 
-    Keras has no public switch for that. Only this one optimizer is changed.
+    Keras's `optimizer.apply` adds up gradients over replicas itself: given sums, it would take each N times. Here,
+    every replica updates its copy of each variable by the same gradients, as on one device; so clipping, accumulation
+    over steps, moving averages and the scale of the loss are right, too.
+
+    In a replica's step, that is, in what `strategy.run` runs:
+
+        gradients, labels = sum_over_replicas((tape.gradient(loss_sum, variables), labels))
+        apply_summed(optimizer, [gradient / labels for gradient in gradients], variables)
+
+    Args:
+        optimizer: made and built in the strategy's scope.
+        gradients: for each variable, a tensor of its shape, a `tf.IndexedSlices` that has each row once, or None. They
+            must be the same on all replicas. If the optimizer scales the loss, they are those of the scaled loss.
+        variables: Keras variables for which the optimizer is built, such as `model.trainable_variables`.
 
     Raises:
-        RuntimeError: when Keras's optimizers have changed so that they cannot be told.
+        ValueError: when the optimizer is not built, or gradients and variables differ in number.
+        RuntimeError: outside of a replica's step.
     """
-    reduce = optimizer._all_reduce_sum_gradients
-    if list(inspect.signature(reduce).parameters) != ["grads_and_vars"]:
-        raise RuntimeError(f"this Keras's optimizers differ from those of 3.15: {reduce}")
-    optimizer._all_reduce_sum_gradients = _reduced_already
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        do_not_reduce_again(optimizer.inner_optimizer)
+    replica_context()
+    if not optimizer.built:
+        raise ValueError("build the optimizer in the strategy's scope: optimizer.build(model.trainable_variables)")
+    if optimizer.loss_scale_factor:  # by which Keras cannot divide rows
+        gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+    with _local_copies(optimizer, variables):
+        optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
 
 
-def _reduced_already(grads_and_vars):
-    return list(grads_and_vars)
+@contextlib.contextmanager
+def _local_copies(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]) -> Iterator[None]:
+    """While it lasts, the optimizer and the variables are those of this replica alone, without a strategy.
+
+    In a strategy, Keras asks the other replicas inside a `tf.cond`, which fails (keras-team/keras#20582). No other
+    replica sees the swap: a strategy switches between its replicas' threads at reductions only, and here is none.
+    """
+    optimizers = [optimizer, *([optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else [])]
+    swapped = {id(v): v for v in [*optimizer.variables, *variables]}.values()
+    containers = [variable._value for variable in swapped]
+    strategies = [each._distribution_strategy for each in optimizers]
+    copies = [local_value(variable) for variable in swapped]
+    with no_strategy():
+        for variable, copy in zip(swapped, copies, strict=True):
+            variable._value = copy
+        for each in optimizers:
+            each._distribution_strategy = tf.distribute.get_strategy()
+        try:
+            yield
+        finally:
+            for variable, container in zip(swapped, containers, strict=True):
+                variable._value = container
+            for each, strategy in zip(optimizers, strategies, strict=True):
+                each._distribution_strategy = strategy

@@ -8,10 +8,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.data_adapters import get_data_adapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from keras_replicas.device_copies import do_not_tune_device_copies
+from keras_replicas.private import get_data_adapter
 
 
 @contextlib.contextmanager
@@ -60,6 +59,6 @@ def _for_a_strategy(adapter: Any) -> Any:
         adapter._within_epoch = False
 
     adapter.get_tf_dataset = get_tf_dataset
-    if isinstance(adapter, PyDatasetAdapter):
+    if hasattr(adapter, "py_dataset"):
         adapter.on_epoch_end = on_epoch_end
     return adapter

@@ -11,16 +11,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend import compute_output_spec
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, convert_to_np_if_not_ragged
 
 from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_data
-from keras_replicas.empty import of_examples
+from keras_replicas.batchnorm import take_moments_of_whole_batch
 from keras_replicas.loop import StepLoop
-from keras_replicas.noise import keep_global_seed, make_dropout_fast
-from keras_replicas.optimizers import do_not_reduce_again
+from keras_replicas.noise import keep_global_seed
+from keras_replicas.private import TensorFlowTrainer
 from keras_replicas.read_ahead import read_ahead
-from keras_replicas.replicas import replicas, sum_over_replicas
 
 
 class Trainer(StepLoop):
@@ -125,7 +122,7 @@ class Trainer(StepLoop):
                 given = [None if part is None else keras.KerasTensor(part.shape, part.dtype) for part in parts]
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(keras.tree.pack_sequence_as(data[0], given))
                 with self._scope():
-                    compute_output_spec(self, x)
+                    self(x)
             return predict(data)
 
         self.predict_function = predict_function
@@ -133,7 +130,8 @@ class Trainer(StepLoop):
     def predict_on_batch(self, x):
         """As Keras's; each replica takes a part of the batch."""
         self.make_predict_function()
-        return keras.tree.map_structure(convert_to_np_if_not_ragged, self.predict_function([self._divided((x,))]))
+        outputs = self.predict_function([self._divided((x,))])
+        return keras.tree.map_structure(lambda t: t if isinstance(t, tf.RaggedTensor) else np.asarray(t), outputs)
 
     @property
     def at_epoch_end(self):
@@ -169,7 +167,7 @@ class Trainer(StepLoop):
         epoch_iterator._enumerate_iterator = enumerate_rest
 
     def _scope(self):
-        return self._distribute_strategy.scope() if self._distribute_strategy else contextlib.nullcontext()
+        return self.distribute_strategy.scope()
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         """Builds from the shapes of the data.
@@ -195,16 +193,18 @@ class Trainer(StepLoop):
     def _prepare(self):
         for layer in self._flatten_layers():
             if isinstance(layer, keras.layers.BatchNormalization):
-                layer._moments = functools.partial(_moments_of_whole_batch, layer, self)
+                take_moments_of_whole_batch(layer, self)
             if getattr(layer, "stateful", False) and self.distribute_strategy.num_replicas_in_sync > 1:
-                raise ValueError(f"{layer.name} keeps its state from batch to batch, which no replica has: use one")
-        make_dropout_fast(self)
+                raise ValueError(
+                    f"{layer.name} keeps its state from batch to batch, but a replica sees other examples in each: "
+                    "use one replica"
+                )
         keep_global_seed(self)
+        self._note_losses()
         if self.optimizer is None:
             return
-        if type(self).train_step is Trainer.train_step:
-            do_not_reduce_again(self.optimizer)
-        elif "super" not in inspect.unwrap(type(self).train_step).__code__.co_names:
+        step = type(self).train_step
+        if step is not Trainer.train_step and "super" not in inspect.unwrap(step).__code__.co_names:
             self._check_own_train_step()
         if self.built and not self.optimizer.built:
             self.optimizer.build(self.trainable_variables)
@@ -219,26 +219,6 @@ class Trainer(StepLoop):
                 "itself is not, and the values that it returns are averaged. What compute_loss computes is exact",
                 stacklevel=3,
             )
-
-
-def _moments_of_whole_batch(layer, model, inputs, mask):
-    """Mean and variance for each channel, as `BatchNormalization` takes them on one device."""
-    if tf.distribute.in_cross_replica_context() or (replicas() == 1 and model.accumulate == 1):
-        return type(layer)._moments(layer, inputs, mask)
-    model._refuse_if_pure("BatchNormalization")
-    axes = layer._reduction_axes
-    if mask is None:
-        weights, epsilon = tf.ones_like(inputs), 0.0
-    else:
-        weights, epsilon = tf.cast(mask[..., None], inputs.dtype) * tf.ones_like(inputs), keras.config.epsilon()
-        inputs = tf.where(weights > 0, inputs, 0.0)
-    sums = [of_examples(tf.reduce_sum(each, axes, keepdims=True)) for each in (inputs, weights)]
-    total, count = sum_over_replicas(sums)
-    mean = total / (count + epsilon)
-    squares = of_examples(tf.reduce_sum(weights * tf.square(inputs - mean), axes, keepdims=True))
-    squares = sum_over_replicas(squares)
-    variance = squares / (count + epsilon)
-    return tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
 
 
 def _of_one_replica(spec):

@@ -34,7 +34,7 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
         UserError: when a worker has not joined within `join_timeout` seconds, or this one's port is in use.
     """
     # TensorFlow has no public way to set the timeouts.
-    from tensorflow.python.distribute import collective_all_reduce_strategy as collective
+    from keras_replicas.private import collective_all_reduce_strategy as collective
 
     timeout = cluster.join_timeout()
     jobs = [
@@ -65,9 +65,9 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
     """
     everyones = [facts]
     if cluster.num_workers() > 1:
-        from tensorflow.python.eager.context import context  # the key-value store of workers has no public name
+        from keras_replicas.private import eager_context
 
-        key, store = f"exchange/{next(_exchanges)}", context()
+        key, store = f"exchange/{next(_exchanges)}", eager_context()
         store.set_config_key_value(f"{key}/{cluster.worker_index()}", json.dumps(facts))
         store.wait_at_barrier(key, A_DAY)
         everyones = [json.loads(store.get_config_key_value(f"{key}/{index}")) for index in range(cluster.num_workers())]

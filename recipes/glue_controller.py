@@ -41,7 +41,6 @@ with quiet_stderr():
     import numpy as np
     import tensorflow as tf
 
-from common.run.checkpoints import Checkpoints
 
 from common.data.glue import open_examples
 from common.data.text_batches import EncodedTexts, in_order
@@ -55,11 +54,20 @@ from common.run.runs import RecipeRun
 from common.run.speed import model_flops
 from common.run.step_log import RunLog
 from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
-from common.training.explicit_step import batch_sums, means_of, noise_of_step
+from common.training.explicit_step import batch_sums, means_of
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas import distribute, first_replica, gather_over_replicas, make_strategy, sum_over_replicas
+from keras_replicas import (
+    Checkpoints,
+    apply_summed,
+    distribute,
+    first_replica,
+    gather_over_replicas,
+    make_strategy,
+    noise_of_step,
+    sum_over_replicas,
+)
 
 
 def make_datasets(config: Config) -> EncodedTexts:
@@ -103,7 +111,8 @@ class GlueTrainer(Trainer):
         gradients, sums = sum_over_replicas((tape.gradient(loss, model.trainable_variables), sums))
         learning_rate = tf.identity(optimizer.learning_rate)
         # Divided once, by the labels of the whole batch: replicas may have different numbers of them.
-        optimizer.apply([gradient / sums["labels"] for gradient in gradients], model.trainable_variables)
+        gradients = [gradient / sums["labels"] for gradient in gradients]
+        apply_summed(optimizer, gradients, model.trainable_variables)
         return means_of(sums) | {"learning_rate": learning_rate}
 
 

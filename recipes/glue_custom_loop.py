@@ -41,7 +41,6 @@ with quiet_stderr():
     import numpy as np
     import tensorflow as tf
 
-from common.run.checkpoints import Checkpoints
 from tqdm import tqdm
 
 from common.data.glue import open_examples
@@ -54,11 +53,20 @@ from common.run.runs import RecipeRun
 from common.run.speed import model_flops
 from common.run.step_log import RunLog, open_board
 from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
-from common.training.explicit_step import batch_sums, means_of, noise_of_step
+from common.training.explicit_step import batch_sums, means_of
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas import distribute, first_replica, gather_over_replicas, make_strategy, sum_over_replicas
+from keras_replicas import (
+    Checkpoints,
+    apply_summed,
+    distribute,
+    first_replica,
+    gather_over_replicas,
+    make_strategy,
+    noise_of_step,
+    sum_over_replicas,
+)
 
 
 def make_datasets(config: Config) -> EncodedTexts:
@@ -109,7 +117,8 @@ def train_and_evaluate(config: Config) -> dict:
             gradients = tape.gradient(loss, model.trainable_variables)
             gradients, sums = sum_over_replicas((gradients, sums | {"stop": stop}))  # (4) of the whole batch
             learning_rate = tf.identity(optimizer.learning_rate)
-            optimizer.apply([gradient / sums["labels"] for gradient in gradients], model.trainable_variables)
+            gradients = [gradient / sums["labels"] for gradient in gradients]
+            apply_summed(optimizer, gradients, model.trainable_variables)
             return means_of(sums) | {"learning_rate": learning_rate}
 
         return first_replica(strategy, strategy.run(replica_step, args=batch))  # (5) on every replica

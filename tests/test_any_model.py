@@ -326,8 +326,8 @@ class WithAScalar(Drifting):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: data_parallel(Noting)(), "call notes noted, of one replica's examples"),
-        (lambda: data_parallel(WithAScalar)(), "an output without a batch dimension"),
+        (lambda: data_parallel(Noting)(), "call sets noted, of one replica's examples"),
+        (lambda: data_parallel(WithAScalar)(), "an output without a batch axis"),
         (lambda: dense(data_parallel(keras.Sequential)), "a loss without a reduction"),
     ],
 )
@@ -346,7 +346,7 @@ def test_parts_of_a_batch_set_between_two_fits_count():
         model.compile("sgd", "mse")
     model.fit(X, Y, BATCH, verbose=0)
     model.accumulate = 2
-    with pytest.raises(ValueError, match="BatchNormalization needs the whole batch"):
+    with pytest.raises(ValueError, match="accumulate needs a model without BatchNormalization: set accumulate = 1"):
         model.fit(X, Y, BATCH, verbose=0)
 
 

@@ -16,8 +16,8 @@ from common.run.best import when_best
 from common.run.callbacks import FitCheckpoints, FitLog, Profile
 from common.run.command_line import verbosity
 from common.run.speed import ModelFlops
+from common.training.explicit_step import COUNTS
 from keras_replicas.cluster import worker_config
-from keras_replicas.replicas import COUNTS
 from tests.test_conformance import no_autotune
 from tests.test_data_parallel import LENGTH, SLOTS, examples, make_model, weights_after
 

@@ -10,7 +10,7 @@ from common.run.checkpoints import Checkpoints
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.run.controller import Controller, Evaluator, Trainer
-from keras_replicas.optimizers import do_not_reduce_again
+from keras_replicas.optimizers import apply_summed
 from keras_replicas.replicas import first_replica, sum_over_replicas
 from keras_replicas.strategy import distribute, make_strategy
 
@@ -43,7 +43,7 @@ class LeastSquares(Trainer):
                 loss = tf.reduce_sum((self.model(x) - y) ** 2) / BATCH
             gradients = tape.gradient(loss, self.model.trainable_variables)
             gradients, loss = sum_over_replicas((gradients, loss))
-            self.optimizer.apply(gradients, self.model.trainable_variables)
+            apply_summed(self.optimizer, gradients, self.model.trainable_variables)
             return {"loss": loss}
 
         return first_replica(self.strategy, self.strategy.run(replica_step, args=next(iterator)))
@@ -78,7 +78,6 @@ def make(folder, replicas=1, every=10**6, **options):
         model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)])
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
-    do_not_reduce_again(optimizer)
     checkpoints = Checkpoints(folder, every, model=model, optimizer=optimizer)
     step = checkpoints.restore()
     return model, Controller(

@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 from common.model.masked_lm import BertMaskedLM
-from common.training import data_parallel as module
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
+from keras_replicas import model as module
 from keras_replicas.model import data_parallel
 from keras_replicas.strategy import make_strategy
 from tests.conftest import collective_strategy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GELU in one pass: what Keras's is, in its value and gradient, and in a step's forward pass alone."""
+"""GELU in one pass and dropout by 16 bits: what Keras's are, and only in models of ours that are compiled."""
 
 import keras
 import numpy as np
@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 from common.training import fused
-from keras_replicas.model import data_parallel
+from common.training.fused import Dropout
+from tests.test_data_parallel import make_model
 
 
 def value_and_gradient(function, x, upstream):
@@ -31,21 +32,6 @@ def test_it_is_keras_gelu(approximate, dtype, error, examples):
         np.testing.assert_allclose(tf.cast(one, "float64"), other, rtol=error, atol=error)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_it_is_in_a_step_that_is_not_compiled_and_nowhere_else(jit_compile, monkeypatch):
-    seen, fused_gelu = [], fused.fused_gelu
-    monkeypatch.setattr(fused, "fused_gelu", lambda *arguments: seen.append(1) or fused_gelu(*arguments))
-    activation = keras.layers.Dense(11, activation="gelu")
-    model = data_parallel(keras.Sequential)([activation, keras.layers.Dense(1)])
-    x = np.ones((4, 3), np.float32)
-    model.compile("sgd", "mse", jit_compile=jit_compile)
-    model.fit(x, np.ones((4, 1), np.float32), verbose=0)
-    assert len(seen) == (not jit_compile)
-    model(x), tf.function(model)(x)
-    assert len(seen) == (not jit_compile)
-    assert activation.get_config()["activation"] == "gelu"
-
-
 def test_xla_compiles_what_is_large_where_no_gpu_is_seen(monkeypatch):
     compiled = []
     double = fused.fuse(3)(lambda x: compiled.append(tf.inside_function()) or x + x)
@@ -58,3 +44,66 @@ def test_xla_compiles_what_is_large_where_no_gpu_is_seen(monkeypatch):
     check(2, expected=False)
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
     check(4, expected=False)
+
+
+def dropped(layer, shape, dtype=tf.float32, jit=False):
+    @tf.function(jit_compile=jit)
+    def run():
+        ones = tf.ones(shape, dtype)
+        with tf.GradientTape() as tape:
+            tape.watch(ones)
+            result = layer(ones, training=True)
+        return result, tape.gradient(result, ones)
+
+    return run()
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.99])
+def test_it_drops_the_rate_and_keeps_the_mean(rate, jit):
+    result, gradient = dropped(Dropout(rate, seed=1), [100, 999], jit=jit)
+    stays = np.asarray(result) > 0
+    assert stays.mean() == pytest.approx(1 - rate, abs=4 * np.sqrt(rate * (1 - rate) / stays.size))
+    np.testing.assert_allclose(np.asarray(result)[stays], 1 / (1 - rate), rtol=1e-3)
+    np.testing.assert_array_equal(gradient, result)
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16])
+@pytest.mark.parametrize("rate", [0.99998, 0.999995, 1.0])
+def test_a_rate_that_drops_nearly_all_gives_finite_numbers(rate, dtype):
+    result, _ = dropped(Dropout(rate, seed=1), [1000, 999], dtype)
+    result = np.asarray(result)
+    assert np.isfinite(result).all() and 0 < np.count_nonzero(result) < 100
+
+
+def test_units_are_dropped_by_themselves():
+    draws = [np.asarray(dropped(Dropout(0.5, seed=seed), [100_000])[0]) > 0 for seed in (1, 2)]
+    for distance in (1, 2, 3, 4, 8, 64):
+        assert abs(np.corrcoef(draws[0][:-distance], draws[0][distance:])[0, 1]) < 0.015
+    assert abs(np.corrcoef(*draws)[0, 1]) < 0.015
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16])
+def test_it_keeps_the_format(dtype):
+    result, gradient = dropped(Dropout(0.25, seed=1, dtype=dtype.name), [7, 3], dtype)
+    assert result.dtype == gradient.dtype == dtype
+
+
+def test_out_of_training_nothing_is_dropped():
+    ones = tf.ones([50])
+    np.testing.assert_array_equal(Dropout(0.5)(ones, training=False), ones)
+    np.testing.assert_array_equal(Dropout(0.0)(ones, training=True), ones)
+
+
+def test_a_compiled_model_has_it_and_is_described_as_before():
+    """KerasHub's BERT has the tanh form of GELU; Keras's own, by default, the exact one."""
+    model = make_model(1, dropout=0.1)
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Dropout)]
+    assert layers and all(layer.call.func is Dropout.call for layer in layers)
+    (block,) = model.backbone.transformer_layers
+    assert block._feedforward_intermediate_dense.activation is fused.fused_gelu
+    assert "common" not in str(keras.saving.serialize_keras_object(model))
+    dense = keras.layers.Dense(3, activation="gelu")
+    fused.make_fast(keras.Sequential([keras.Input([2]), dense]))
+    x = tf.constant([-1.0, 0.5])
+    np.testing.assert_allclose(dense.activation(x), keras.activations.gelu(x), rtol=1e-5)

@@ -1,11 +1,9 @@
 import numpy as np
 import tensorflow as tf
 
-from common.training.explicit_step import means_of
+from common.training.explicit_step import COUNTS, MEANS, means_of
 from keras_replicas.loop import steps_in_one_call
 from keras_replicas.replicas import (
-    COUNTS,
-    MEANS,
     first_replica,
     gather_over_replicas,
     sum_over_replicas,

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras_hub
 import numpy as np
-from keras_hub.src.utils.preset_utils import load_json
 
+from common.model.preset_files import load_json
 from common.model.sizes import dimensions
 from keras_replicas import UserError
 from keras_replicas.errors import first_line

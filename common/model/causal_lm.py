@@ -8,13 +8,13 @@ from pathlib import Path
 
 import keras
 import keras_hub
-from keras_hub.src.utils.preset_utils import find_subclass, get_preset_loader
 
 from common.data.byte_pairs import Vocabulary
 from common.data.wordpiece import WordPieces
 from common.model.backbones import backbone_from_size, from_preset
 from common.model.counts import counting
 from common.model.lora import enable_lora, save_adapter
+from common.model.preset_files import task_class
 from common.model.saving import save_task
 from keras_replicas import UserError
 
@@ -82,7 +82,7 @@ def make_causal_lm(
     """
     length = preprocessor.sequence_length
     if preset:
-        backbone = _backbone_from_preset(preset, dropout)
+        backbone = _backbone_from_preset(preset, dropout, preprocessor)
     else:
         pieces = preprocessor.tokenizer.vocabulary_size()
         backbone = backbone_from_size(keras_hub.models.GPT2Backbone, size, pieces, dropout, length)
@@ -97,7 +97,7 @@ def make_causal_lm(
         enable_lora(backbone, lora_rank)
         for variable in backbone.trainable_variables:  # not the biases beside them: an adapter's file has none
             variable.trainable = variable.name.startswith("lora_")
-    kind = find_subclass(preset, keras_hub.models.CausalLM, type(backbone))
+    kind = task_class(keras_hub.models.CausalLM, type(backbone))
     return causal_lm_class(kind)(backbone=backbone, preprocessor=preprocessor, compile=False)
 
 
@@ -115,9 +115,8 @@ def save_causal_lm(model: keras_hub.models.CausalLM, preset: str, adapter: Path,
         save_adapter(model, preset, adapter)
 
 
-def _backbone_from_preset(preset: str, dropout: float) -> keras_hub.models.Backbone:
-    kind = get_preset_loader(preset).check_backbone_class()
-    options = {"dropout": dropout} if "dropout" in inspect.signature(kind).parameters else {}
+def _backbone_from_preset(preset: str, dropout: float, preprocessor) -> keras_hub.models.Backbone:
+    options = {"dropout": dropout} if "dropout" in inspect.signature(preprocessor.backbone_cls).parameters else {}
     backbone = from_preset(keras_hub.models.Backbone, preset, dtype=keras.config.dtype_policy(), **options)
     if {*backbone.input} != {"token_ids", "padding_mask"}:
         raise UserError(f"the preset {preset} takes {', '.join(sorted(backbone.input))}; give a model of text alone")

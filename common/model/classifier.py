@@ -9,7 +9,6 @@ from pathlib import Path
 import keras
 import keras_hub
 import numpy as np
-from keras_hub.src.utils.preset_utils import find_subclass, load_json
 
 from common.data.byte_pairs import Vocabulary
 from common.data.text_batches import EncodedTexts
@@ -18,6 +17,7 @@ from common.model.backbones import backbone_from_size, from_preset
 from common.model.counts import counting
 from common.model.huggingface import encoder_variables, in_huggingface_form, read_vocabulary, read_weights
 from common.model.lora import enable_lora
+from common.model.preset_files import load_json, task_class
 from common.model.saving import keras_tokenizer, save_task
 from keras_replicas import UserError, is_chief
 
@@ -79,7 +79,7 @@ def make_classifier(
         for layer in backbone.layers:
             if layer.name == "pooled_dense":  # a part of the head, which BERT and ALBERT have in the backbone
                 layer.trainable = True
-    kind = find_subclass(preset, keras_hub.models.TextClassifier, type(backbone))
+    kind = task_class(keras_hub.models.TextClassifier, type(backbone))
     model = classifier_class(kind)(backbone, len(data.texts.classes) or 1, dropout=dropout, compile=False)
     model.output_dense.dtype_policy = keras.DTypePolicy("float32")  # bfloat16 has no number between 256 and 258
     _classify_by_first_token(backbone)
@@ -106,7 +106,7 @@ def classifier_kind(preset: str) -> type[keras_hub.models.TextClassifier]:
     kind = from_preset(keras_hub.models.Backbone, preset, load_weights=False)
     with contextlib.suppress(ValueError):
         if "padding_mask" in kind.input:
-            return find_subclass(preset, keras_hub.models.TextClassifier, type(kind))
+            return task_class(keras_hub.models.TextClassifier, type(kind))
     raise UserError(
         f"the preset {preset} is a {type(kind).__name__}, for which KerasHub has no text classifier with a padding "
         "mask. Give an encoder, such as BERT, RoBERTa, DistilBERT, ALBERT or DeBERTaV3"

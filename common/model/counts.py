@@ -6,7 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from common.run.step_log import COUNTS
+from common.training.explicit_step import COUNTS
+from common.training.fused import make_fast
 from common.training.losses import CrossEntropy, LabelAccuracy
 from keras_replicas import data_parallel
 
@@ -22,9 +23,13 @@ class CountsTokens:
     distribute_strategy: Any
 
     def compile(self, optimizer, loss, **kwargs):
-        """As Keras's, but with these metrics only; `accuracy` is among them if the loss is a cross-entropy."""
+        """As Keras's, but with these metrics only; `accuracy` is among them if the loss is a cross-entropy.
+
+        On a CPU, dropout and GELU are then those of `common.training.fused`.
+        """
         with self.distribute_strategy.scope():
             self.counts = [keras.metrics.Sum(name=name) for name in COUNTS]
+        make_fast(self)
         accuracy = [LabelAccuracy()] if isinstance(loss, CrossEntropy) else []
         super().compile(optimizer, loss, metrics=[], weighted_metrics=accuracy, **kwargs)  # type: ignore[misc]
 

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import keras_hub
 import numpy as np
-from keras_hub.src.utils.preset_utils import load_json
 from safetensors.numpy import save
 from tokenizers import processors
 
 from common.data.wordpiece import WordPieces
 from common.files import UNFINISHED
 from common.model.huggingface import masked_lm_variables, one_line, require_head
+from common.model.preset_files import load_json
 from keras_replicas import UserError
 
 

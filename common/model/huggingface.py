@@ -7,15 +7,14 @@ exact form of gelu, where KerasHub's encoder has the tanh form.
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import keras
 import keras_hub
 import numpy as np
-from keras_hub.src.utils.preset_utils import check_file_exists, get_file, load_json
 from safetensors import SafetensorError, safe_open
 
 from common.data.wordpiece import WordPieces
+from common.model.preset_files import get_file, has_file, load_json
 from keras_replicas import UserError
 from keras_replicas.errors import first_line
 
@@ -81,11 +80,11 @@ def read_weights(variables: dict[str, keras.Variable], preset: str) -> bool:
 def read_vocabulary(preset: str) -> WordPieces:
     """The WordPiece vocabulary of a BERT preset in Hugging Face's format; a `UserError` when it has none."""
     with one_line(f"cannot load {preset}"):
-        told = check_file_exists(preset, "tokenizer_config.json")  # the oldest checkpoints have vocab.txt alone
+        told = has_file(preset, "tokenizer_config.json")  # the oldest checkpoints have vocab.txt alone
         settings = load_json(preset, "tokenizer_config.json") if told else {}
         lowercase, strip_accents = settings.get("do_lower_case", True), settings.get("strip_accents")
-        if check_file_exists(preset, "vocab.txt"):
-            pieces = Path(get_file(preset, "vocab.txt")).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        if has_file(preset, "vocab.txt"):
+            pieces = get_file(preset, "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
         else:  # as transformers 5 saves it
             ids = load_json(preset, "tokenizer.json")["model"]["vocab"]
             pieces = sorted(ids, key=ids.get)

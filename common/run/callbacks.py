@@ -11,7 +11,8 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from common.run.options import step_range
 from common.run.speed import UNKNOWN, ModelFlops
-from common.run.step_log import COUNTS, MEANS, RunLog, open_board
+from common.run.step_log import RunLog, open_board
+from common.training.explicit_step import COUNTS, MEANS
 from keras_replicas import is_chief
 
 

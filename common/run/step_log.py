@@ -10,10 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from common.run.speed import UNKNOWN, ModelFlops, peak_memory_mb
+from common.training.explicit_step import COUNTS, MEANS
 from keras_replicas import StepLog, UserError, is_chief
-
-MEANS = ("loss", "accuracy")  # over labels; in regression there is no accuracy
-COUNTS = ("labels", "tokens", "slots")
 
 
 class RunLog(StepLog):

@@ -4,7 +4,7 @@
 import keras
 import tensorflow as tf
 
-from keras_replicas.fused import fuse
+from common.training.fused import fuse
 
 MANY = 2**13  # classes: with fewer, compiling takes longer than it saves in a short run
 

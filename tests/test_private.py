@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is private of Keras and TensorFlow is named in one file, and is where it was."""
+
+import ast
+import functools
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_replicas import private
+from keras_replicas.model import data_parallel
+from keras_replicas.strategy import make_strategy
+
+ROOT = Path(__file__).parent.parent
+SEAM = ROOT / "keras_replicas" / "private.py"
+FILES = sorted(path for room in ("keras_replicas", "common", "recipes") for path in (ROOT / room).rglob("*.py"))
+PRIVATE = ("keras.src", "keras_hub.src", "keras_nlp.src", "tensorflow.python")
+PUBLIC = {"_replace", "_asdict", "_fields"}  # of a named tuple
+
+
+def is_private(module: str) -> bool:
+    return any(f"{module}.".startswith(f"{name}.") for name in PRIVATE)
+
+
+def private_modules(tree: ast.AST) -> list[str]:
+    """Private modules that a file imports or names, in whatever way a syntax tree shows."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Attribute):  # `keras.src.backend`, once anything has imported it
+            found.append(ast.unparse(node).replace("tf.", "tensorflow.", 1))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # for `importlib` or `getattr`
+            found.append(node.value)
+            found += [f"{package}.{node.value}" for package in ("keras", "keras_hub") if node.value == "src"]
+    return [name for name in found if is_private(name)]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path != SEAM], ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_other_file_imports_private_modules(path):
+    assert private_modules(ast.parse(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import keras.src.backend",
+        "from keras import src",
+        "from keras.src import backend",
+        "def f():\n    from tensorflow.python.eager import context",
+        "import keras\nkeras.src.backend.nn",
+        "importlib.import_module('keras_hub.src.utils')",
+        "getattr(keras, 'src')",
+        "tf.python.eager",
+    ],
+)
+def test_imports_are_seen(code):
+    assert private_modules(ast.parse(code))
+
+
+def test_few_names_are_imported():
+    imports = [node for node in ast.walk(ast.parse(SEAM.read_text())) if isinstance(node, ast.ImportFrom)]
+    assert sum(len(node.names) for node in imports if is_private(node.module)) <= 18
+
+
+def attributes_and_definitions(trees) -> tuple[set[str], set[str]]:
+    """Names of private attributes that code reads, sets or asks for by `getattr`; and those that it defines itself."""
+    used, defined = set(), set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr"):
+            used |= {each.value for each in node.args if isinstance(each, ast.Constant)}
+        elif isinstance(node, ast.ClassDef):
+            for each in node.body:
+                defined |= {name.id for name in ast.walk(each) if isinstance(name, ast.Name) and not _loads(name)}
+                if isinstance(each, ast.FunctionDef):
+                    defined.add(each.name)
+                if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+                    defined |= {n.attr for n in ast.walk(each) if isinstance(n, ast.Attribute) and not _loads(n)}
+    return {name for name in used if str(name).startswith("_") and not str(name).startswith("__")}, defined
+
+
+def _loads(node) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def test_every_private_attribute_is_in_the_table():
+    """As far as a syntax tree can tell: names that the library's own classes define are taken for theirs."""
+    trees = [ast.parse(path.read_text()) for path in FILES if path.is_relative_to(SEAM.parent)]
+    used, defined = attributes_and_definitions(trees)
+    table = {row.name for row in private.ATTRIBUTES}
+    assert used - defined - table - PUBLIC == set()
+    assert table - used - {"_make_function", "_maybe_symbolic_build"} == set(), "no longer needed: remove the row"
+
+
+def test_attributes_are_seen():
+    code = "class A:\n    _mine = 1\n    def f(self):\n        self._mine, x._theirs = getattr(x, '_other'), x.y._more"
+    used, defined = attributes_and_definitions([ast.parse(code)])
+    assert used - defined == {"_theirs", "_other", "_more"}
+
+
+@functools.cache
+def compiled():
+    with make_strategy(2).scope():
+        layers = [keras.Input([2]), keras.layers.Dense(2), keras.layers.BatchNormalization()]
+        model = data_parallel(keras.Sequential)(layers)
+        model.compile("sgd", "mse", metrics=["mse"])
+    owners = {}
+    keep = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: owners.update(epochs=model._fit_iterator))
+    model.fit(np.ones((4, 2)), np.ones((4, 2)), steps_per_epoch=1, batch_size=4, callbacks=[keep], verbose=0)
+    plain = keras.Sequential(layers)
+    plain.compile("sgd", "mse")
+    return model, plain, owners["epochs"]
+
+
+class Batches(keras.utils.PyDataset):
+    def __getitem__(self, index):
+        return np.ones((2, 2)), np.ones((2, 2))
+
+    def __len__(self):
+        return 1
+
+
+def spec_of_two_replicas():
+    data = tf.data.Dataset.from_tensors(np.ones([2, 2])).unbatch().batch(2)
+    return make_strategy(2).experimental_distribute_dataset(data).element_spec
+
+
+OWNERS = {
+    private.MODEL: lambda: compiled()[1],
+    private.LOSSES: lambda: compiled()[0]._compile_loss,
+    private.EPOCHS: lambda: compiled()[2],
+    "a loss of a function": keras.losses.MeanSquaredError,
+    "a metric of a function": keras.metrics.MeanSquaredError,
+    "the adapter of a PyDataset": lambda: private.get_data_adapter(Batches()),
+    "BatchNormalization": lambda: compiled()[0].layers[1],
+    "Dense": lambda: compiled()[0].layers[0],
+    "keras.Variable": lambda: compiled()[0].layers[0].kernel,
+    "an optimizer": lambda: compiled()[0].optimizer,
+    "a mirrored variable": lambda: compiled()[0].layers[0].kernel.value,
+    "a distributed data set's spec": spec_of_two_replicas,
+    "multi_device_iterator_ops": lambda: private.multi_device_iterator_ops,
+}
+
+
+def missing(row) -> str:
+    """What to do about a row whose attribute has moved; empty where it has not."""
+    if hasattr(OWNERS[row.owner](), row.name):
+        return ""
+    return f"{row.owner} has no {row.name} ({row.purpose}), as it had in {private.CHECKED_VERSIONS}: {row.advice}"
+
+
+@pytest.mark.parametrize("row", private.ATTRIBUTES, ids=lambda row: f"{row.owner}.{row.name}")
+def test_a_private_attribute_is_where_it_was(row):
+    assert missing(row) == ""
+
+
+def test_one_that_has_moved_is_told_of_with_advice():
+    row = private.Attribute(private.MODEL, "_gone", "an example", "look elsewhere")
+    assert missing(row).startswith("keras.Model has no _gone (an example)") and missing(row).endswith("look elsewhere")
