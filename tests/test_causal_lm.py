@@ -201,6 +201,7 @@ def test_a_row_is_all_documents_with_end_tokens_and_each_token_is_a_label_once(s
     assert all(text in " ".join(open_corpus(str(wikitext))["validation"]()) for text in data.prompts(2))
 
 
+@SLOW
 def test_the_loss_is_the_mean_over_all_labels_of_the_split(small):
     """By plain KerasHub, all at once."""
     results = train(small, batch_size=64, max_steps=0)

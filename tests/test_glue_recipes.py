@@ -117,7 +117,9 @@ def test_replicas_train_as_one_device_does(small, kind, replicas, tmp_path):
         np.testing.assert_allclose(weights[name], weight, rtol=0, atol=1e-5, err_msg=name)
 
 
-@RECIPES
+@pytest.mark.parametrize(
+    "recipe", [glue_controller, pytest.param(glue_custom_loop, marks=pytest.mark.slow)], ids=lambda r: r.__name__
+)
 def test_what_a_run_leaves_behind(recipe, small, pairs):
     config = recipe.Config(**small | {"max_steps": 20, "replicas": 2})
     results = recipe.train_and_evaluate(config)
