@@ -3,8 +3,8 @@
 
     python -m benchmarks trainer_tests
 
-runs a copy of the installed Keras's `trainer_test.py` three times, each in its own process: as it is; with the body
-of each test inside the scope of a `MirroredStrategy` of two replicas; and so again with the trainer of
+runs a copy of the installed Keras's `trainer_test.py` three times, each in a process of its own: as it is; with each
+test's body inside the scope of a `MirroredStrategy` of two replicas; and so again with the trainer of
 `keras_replicas.model` in the place of Keras's. A copy, because what is defined in it is then a user's, not Keras's. A
 test that takes longer than ten minutes fails. `pip install -e '.[test]'` has the packages that most tests want, JAX and
 Grain; three need PyTorch. Results go to `benchmarks/results/trainer_tests.json`.

@@ -21,18 +21,27 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
-import tensorflow as tf
-
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
-)
 
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_configure(config):
+    if not config.getoption("numprocesses", None):  # else this process starts others, which run the tests
+        divide_the_cpu()
+
+
+def divide_the_cpu():
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
+
+
 @functools.cache
-def collective_strategy() -> tf.distribute.MirroredStrategy:
+def collective_strategy():
     """Two replicas that reduce by collectives. A process can have but one: the numbers of two would clash."""
+    import tensorflow as tf
+
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 

@@ -201,6 +201,7 @@ def test_a_row_is_all_documents_with_end_tokens_and_each_token_is_a_label_once(s
     assert all(text in " ".join(open_corpus(str(wikitext))["validation"]()) for text in data.prompts(2))
 
 
+@SLOW
 def test_the_loss_is_the_mean_over_all_labels_of_the_split(small):
     """By plain KerasHub, all at once."""
     results = train(small, batch_size=64, max_steps=0)
@@ -323,8 +324,7 @@ def test_two_workers_compute_what_one_process_does_and_a_kill_changes_no_bit(sma
         time.sleep(0.002)
     process.kill()
     process.wait()
-    subprocess.run(command(killed, "run"), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    results = json.loads((workdir / "results.json").read_text())
+    results = train(killed)
     assert results["resumed_from_step"] >= 6 and steps_of(results) == steps_of(one)
     for name, weight in weights_of(one).items():
         np.testing.assert_array_equal(weights_of(results)[name], weight, err_msg=name)
@@ -454,19 +454,12 @@ def written(presets):
 
 @SLOW
 def test_the_same_seed_writes_the_same_text(written, capsys):
-    texts = {}
-    for sampler in ("top-k", "random"):
-        first = written(capsys, sampler=sampler)
-        assert written(capsys, sampler=sampler) == first and first.startswith("You may")
-        assert written(capsys, "You must", "You may", sampler=sampler).endswith(first)  # whatever else is asked
-        assert written(capsys, sampler=sampler, seed=1) != first
-        texts[sampler] = first
-    assert texts["top-k"] != texts["random"]
-    assert written(capsys, temperature=1e-4) == written(capsys, sampler="greedy") == written(capsys, k=1)
-    assert written(capsys, sampler="top-p", p=1e-6) == written(capsys, sampler="greedy")
-    assert written(capsys, sampler="greedy", k=10_000) == written(capsys, sampler="greedy")
-    longer = written(capsys, sampler="greedy", tokens=16)
-    assert longer.startswith(written(capsys, sampler="greedy").rstrip("\n")) and len(longer) > 20
+    first, greedy = written(capsys), written(capsys, sampler="greedy")
+    assert first.startswith("You may") and first != greedy
+    assert written(capsys, "You must", "You may").endswith(first)  # whatever else is asked
+    assert written(capsys, seed=1) != first != written(capsys, sampler="random")
+    assert written(capsys, temperature=1e-4) == written(capsys, k=1) == greedy
+    assert written(capsys, sampler="top-p", p=1e-6) == greedy
 
 
 def test_greedy_text_is_the_likeliest_token_each_time_as_without_a_cache(presets, written, capsys):

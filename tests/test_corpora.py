@@ -65,6 +65,7 @@ def test_docstrings_are_english_and_validation_is_held_out():
     assert len(set(paragraphs)) == len(paragraphs)
 
 
+@pytest.mark.slow
 def test_docstrings_are_read_without_importing_the_packages():
     code = (
         "import sys; from common.data.corpora import open_corpus as o; o('docstrings'); print('keras' in sys.modules)"

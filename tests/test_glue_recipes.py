@@ -117,7 +117,9 @@ def test_replicas_train_as_one_device_does(small, kind, replicas, tmp_path):
         np.testing.assert_allclose(weights[name], weight, rtol=0, atol=1e-5, err_msg=name)
 
 
-@RECIPES
+@pytest.mark.parametrize(
+    "recipe", [glue_controller, pytest.param(glue_custom_loop, marks=pytest.mark.slow)], ids=lambda r: r.__name__
+)
 def test_what_a_run_leaves_behind(recipe, small, pairs):
     config = recipe.Config(**small | {"max_steps": 20, "replicas": 2})
     results = recipe.train_and_evaluate(config)
@@ -232,15 +234,14 @@ def test_the_test_split_of_glue_is_predicted(tmp_path):
     lines = "".join(f"{i}\t1\t2\t{first}\t{second}\n" for i, (first, second, _) in enumerate(rows[:7]))
     (tmp_path / "test.tsv").write_text("\ufeffindex\t#1 ID\t#2 ID\t#1 String\t#2 String\n" + lines)
     options = {"task": "mrpc", "data": str(tmp_path), "workdir": str(tmp_path / "run"), "model": "nano", "max_steps": 2}
-    for recipe in (glue_controller, glue_custom_loop):
-        results = recipe.train_and_evaluate(recipe.Config(**options, vocabulary_size=300, batch_size=4, overwrite=True))
-        written = (tmp_path / "run/predictions/MRPC.tsv").read_text().splitlines()
-        assert written[0] == "index\tprediction" and [line.split("\t")[0] for line in written[1:]] == list("0123456")
-        assert "test_accuracy" not in results
+    results = glue_custom_loop.train_and_evaluate(glue_custom_loop.Config(**options, vocabulary_size=300, batch_size=4))
+    written = (tmp_path / "run/predictions/MRPC.tsv").read_text().splitlines()
+    assert written[0] == "index\tprediction" and [line.split("\t")[0] for line in written[1:]] == list("0123456")
+    assert "test_accuracy" not in results
 
 
 def command(recipe, small, workdir, *more):
-    options = small | {"workdir": workdir, "checkpoint_every": 4}
+    options = {"checkpoint_every": 4} | small | {"workdir": workdir}
     words = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
     words = [word for word in words if word != "True"]
     return [sys.executable, "-m", "recipes", *more, recipe.__name__.split(".")[1], *words]
@@ -271,16 +272,17 @@ def same_bits(ours, theirs):
 
 @RECIPES_IN_TIERS
 def test_killed_it_goes_on_with_the_same_bits(recipe, small, tmp_path):
-    more = ["--steps-per-loop", "3", "--deterministic"] if recipe is glue_controller else []
-    subprocess.run([*command(recipe, small, tmp_path / "whole", "run"), *more], check=True, stdout=subprocess.DEVNULL)
+    """Killed in a process of its own; it goes on in this one."""
+    small |= {"checkpoint_every": 4} | ({"steps_per_loop": 3} if recipe is glue_controller else {})
+    recipe.train_and_evaluate(recipe.Config(**small | {"workdir": str(tmp_path / "whole")}))
     sig, status = (signal.SIGTERM, 143) if recipe is text_classifier else (signal.SIGKILL, -9)
     workdir = tmp_path / sig.name
-    begun = subprocess.Popen([*command(recipe, small, workdir, "run"), *more], stdout=subprocess.DEVNULL)
+    begun = subprocess.Popen(command(recipe, small, workdir, "run"), stdout=subprocess.DEVNULL)
     while begun.poll() is None and lines_in(workdir / "steps.jsonl") < 21:
         time.sleep(0.002)
     begun.send_signal(sig)
     assert begun.wait(600) == status
-    subprocess.run([*command(recipe, small, workdir, "run"), *more], check=True, stdout=subprocess.DEVNULL)
+    recipe.train_and_evaluate(recipe.Config(**small | {"workdir": str(workdir)}))
     assert 16 <= same_bits(workdir, tmp_path / "whole")["resumed_from_step"] < 52
     if recipe is not text_classifier:
         assert validations_in(workdir) == validations_in(tmp_path / "whole")
@@ -289,9 +291,10 @@ def test_killed_it_goes_on_with_the_same_bits(recipe, small, tmp_path):
 @RECIPES_IN_TIERS
 def test_two_workers_train_as_one_process_does(recipe, small, tmp_path):
     options = small | {"dropout": 0.0, "max_steps": 20}
-    for words, name in ((["launch", "--workers", "2"], "two"), (["run"], "one")):
-        subprocess.run(command(recipe, options, tmp_path / name, *words), check=True, stdout=subprocess.DEVNULL)
-    two, one = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("two", "one"))
+    words = command(recipe, options, tmp_path / "two", "launch", "--workers", "2")
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    two = json.loads((tmp_path / "two/results.json").read_text())
+    one = recipe.train_and_evaluate(recipe.Config(**options | {"workdir": str(tmp_path / "one")}))
     assert two["workers"] == 2
     assert numbers_in(predictions_of(two)) == pytest.approx(numbers_in(predictions_of(one)), rel=1e-5)
     assert [step["loss"] for step in steps_of(two)] == pytest.approx([s["loss"] for s in steps_of(one)], rel=1e-6)

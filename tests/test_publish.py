@@ -119,6 +119,7 @@ def publisher(preset, tmp_path):
     return callback, end_epoch
 
 
+@pytest.mark.slow
 def test_each_epochs_model_arrives_with_its_card(to_hub, small):
     arrived = []
 

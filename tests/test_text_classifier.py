@@ -175,6 +175,7 @@ def test_a_generator_is_refused(tmp_path):
         make_preprocessor(str(tmp_path / "gpt"), None, 8)
 
 
+@SLOW
 def test_a_file_of_examples_is_classified(presets, small, tmp_path, capsys):
     results = train(small, preset=str(presets("Bert")[0]))
     table, empty = tmp_path / "table.tsv", tmp_path / "empty.csv"
