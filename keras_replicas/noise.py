@@ -4,6 +4,7 @@
 Keras counts up seeds kept in mirrored variables: every replica drops the same units, and no checkpoint saves the count.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterator
 
@@ -13,6 +14,26 @@ from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
 DRAWS = 2**16  # more than the random numbers that one layer draws in a step
+
+
+@contextlib.contextmanager
+def noise_of_step(model: keras.Model, step: tf.Tensor) -> Iterator[None]:
+    """While it lasts, the model's layers draw the noise of that step and this replica, and no other.
+
+    Call the model in it, in a replica's step of an explicit loop; `fit` of a `data_parallel` model needs no such care.
+    What layers update while training is not kept, such as the averages of `BatchNormalization`.
+
+    Args:
+        model: a built model.
+        step: an integer scalar, another for each call of the model, the same on all replicas, such as
+            `optimizer.iterations`.
+
+    Raises:
+        RuntimeError: outside of a replica's step.
+    """
+    use_global_seed(model)
+    with keras.StatelessScope(state_mapping=list(noise_seeds(model, step))):
+        yield
 
 
 class Dropout(keras.layers.Dropout):
@@ -55,8 +76,9 @@ def keep_global_seed(model: keras.Model) -> None:
 
 
 def use_global_seed(model: keras.Model) -> None:
-    """See `keep_global_seed`."""
-    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, model.global_seed_generator)
+    """See `keep_global_seed`; nothing for a model that keeps none."""
+    if "global_seed" in vars(model):
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, model.global_seed_generator)
 
 
 def noise_seeds(model: keras.Model, count: tf.Tensor) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
@@ -67,7 +89,9 @@ def noise_seeds(model: keras.Model, count: tf.Tensor) -> Iterator[tuple[keras.Va
         count: an integer, a different one each time the model is called: the number of the step, or of a part of it.
     """
     replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-    own = [variable for variable in model.non_trainable_variables if variable.name == "seed_generator_state"]
-    seeds = [(variable, variable.value[0]) for variable in own]
-    for variable, seed in [*seeds, (model.global_seed_generator.state, tf.constant(model.global_seed, tf.int64))]:
+    variables = [variable for variable in model.non_trainable_variables if variable.name == "seed_generator_state"]
+    seeds = [(variable, variable.value[0]) for variable in variables]
+    if "global_seed" in vars(model):
+        seeds.append((model.global_seed_generator.state, tf.constant(model.global_seed, tf.int64)))
+    for variable, seed in seeds:
         yield variable, tf.stack([seed + replica * 2**32, tf.cast(count, tf.int64) * DRAWS])

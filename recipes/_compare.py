@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far two finished runs are apart: losses, weights, TensorBoard."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,8 @@ def relative(a: float, b: float) -> float:
 
 def steps_of(run: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines of `steps.jsonl`."""
-    from common.run.step_log import read_line
-
-    return [read_line(line) for line in (Path(run["config"]["workdir"]) / "steps.jsonl").read_text().splitlines()]
+    lines = (Path(run["config"]["workdir"]) / "steps.jsonl").read_text().splitlines()
+    return [{name: math.nan if value is None else value for name, value in json.loads(line).items()} for line in lines]
 
 
 def last_loss(run: dict[str, Any]) -> float:

@@ -43,6 +43,7 @@ with quiet_stderr():
 
 from common.run.checkpoints import Checkpoints
 
+import keras_replicas as kr
 from common.data.glue import open_examples
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import train_wordpieces
@@ -55,11 +56,10 @@ from common.run.runs import RecipeRun
 from common.run.speed import model_flops
 from common.run.step_log import RunLog
 from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
-from common.training.explicit_step import batch_sums, means_of, noise_of_step
+from common.training.explicit_step import batch_sums, means_of
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas import distribute, first_replica, gather_over_replicas, make_strategy, sum_over_replicas
 
 
 def make_datasets(config: Config) -> EncodedTexts:
@@ -88,7 +88,7 @@ class GlueTrainer(Trainer):
 
     def train_step(self, iterator) -> dict[str, tf.Tensor]:
         """See `Trainer`."""
-        return first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
+        return kr.first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
 
     def train_loop_end(self, values: dict[str, np.ndarray], seconds: float) -> dict[str, float]:
         """See `Trainer`."""
@@ -96,11 +96,11 @@ class GlueTrainer(Trainer):
 
     def _replica_step(self, x, y, weight):
         model, optimizer = self.model, self.model.optimizer
-        with noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:
+        with kr.noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:
             logits = model(x, training=True)
             sums = batch_sums(x, y, weight, logits, model.compute_loss(x, y, logits, weight))
             loss = optimizer.scale_loss(sums["loss"])
-        gradients, sums = sum_over_replicas((tape.gradient(loss, model.trainable_variables), sums))
+        gradients, sums = kr.sum_over_replicas((tape.gradient(loss, model.trainable_variables), sums))
         learning_rate = tf.identity(optimizer.learning_rate)
         # Divided once, by the labels of the whole batch: replicas may have different numbers of them.
         optimizer.apply([gradient / sums["labels"] for gradient in gradients], model.trainable_variables)
@@ -112,12 +112,12 @@ class GlueEvaluator(Evaluator):
 
     def __init__(self, strategy, model: keras.Model, data: EncodedTexts, split: str, scaled):
         steps = data.steps(split, scaled)
-        super().__init__(distribute(strategy, data.stream(split, scaled, labelled=False)), steps)
+        super().__init__(kr.distribute(strategy, data.stream(split, scaled, labelled=False)), steps)
         self.strategy, self.model, self.data, self.split = strategy, model, data, split
 
     def eval_step(self, iterator):
         """See `Evaluator`."""
-        return first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
+        return kr.first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
 
     def eval_end(self, outputs) -> dict[str, float]:
         """See `Evaluator`."""
@@ -126,12 +126,12 @@ class GlueEvaluator(Evaluator):
         return scores_of(self.data.texts, self.split, self.logits)
 
     def _replica_step(self, x, examples):
-        return gather_over_replicas((examples, self.model(x, training=False)))
+        return kr.gather_over_replicas((examples, self.model(x, training=False)))
 
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    strategy = make_strategy(config.replicas, config.deterministic)
+    strategy = kr.make_strategy(config.replicas, config.deterministic)
     run = RecipeRun("glue_controller", config)
     if run.results:
         return run.results
@@ -154,7 +154,7 @@ def train_and_evaluate(config: Config) -> dict:
     log.begin(checkpoints.restore())
     log.announce(model, total_steps)
 
-    batches = distribute(strategy, data.stream("train", scaled, config.seed), log.step)
+    batches = kr.distribute(strategy, data.stream("train", scaled, config.seed), log.step)
     evaluators = {part: GlueEvaluator(strategy, model, data, part, scaled) for part in data.sizes() if part != "train"}
     save, metric = functools.partial(save_classifier, model, data), f"val_{data.texts.metrics[0]}"
     controller = Controller(

@@ -44,6 +44,7 @@ with quiet_stderr():
 from common.run.checkpoints import Checkpoints
 from tqdm import tqdm
 
+import keras_replicas as kr
 from common.data.glue import open_examples
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import train_wordpieces
@@ -55,11 +56,10 @@ from common.run.runs import RecipeRun
 from common.run.speed import model_flops
 from common.run.step_log import RunLog, open_board
 from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
-from common.training.explicit_step import batch_sums, means_of, noise_of_step
+from common.training.explicit_step import batch_sums, means_of
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas import distribute, first_replica, gather_over_replicas, make_strategy, sum_over_replicas
 from keras_replicas.cluster import has_parameter_servers
 
 
@@ -83,7 +83,7 @@ def build_model(config: Config, data: EncodedTexts, schedule) -> keras.Model:
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
     asynchronous = has_parameter_servers()  # experimental
-    make = parameter_server_strategy if asynchronous else make_strategy
+    make = parameter_server_strategy if asynchronous else kr.make_strategy
     strategy = make(config.replicas, config.deterministic)  # (1) the devices
     eval_strategy = tf.distribute.get_strategy() if asynchronous else strategy  # the chief evaluates alone
     run = RecipeRun("glue_custom_loop", config)
@@ -107,27 +107,27 @@ def train_and_evaluate(config: Config) -> dict:
     @tf.function(reduce_retracing=True)  # batches have many lengths
     def train_step(batch, stop):
         def replica_step(x, y, weight):
-            with noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:  # (3) a replica's own noise
+            with kr.noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:  # (3) a replica's own noise
                 logits = model(x, training=True)
                 sums = batch_sums(x, y, weight, logits, model.compute_loss(x, y, logits, weight))
                 loss = optimizer.scale_loss(sums["loss"])
             gradients = tape.gradient(loss, model.trainable_variables)
-            gradients, sums = sum_over_replicas((gradients, sums | {"stop": stop}))  # (4) of the whole batch
+            gradients, sums = kr.sum_over_replicas((gradients, sums | {"stop": stop}))  # (4) of the whole batch
             learning_rate = tf.identity(optimizer.learning_rate)
             optimizer.apply([gradient / sums["labels"] for gradient in gradients], model.trainable_variables)
             return means_of(sums) | {"learning_rate": learning_rate}
 
-        return first_replica(strategy, strategy.run(replica_step, args=batch))  # (5) on every replica
+        return kr.first_replica(strategy, strategy.run(replica_step, args=batch))  # (5) on every replica
 
     @tf.function(reduce_retracing=True)  # batches have many lengths
     def predict_step(batch):
         def replica_step(x, examples):
-            return gather_over_replicas((examples, model(x, training=False)))  # (6) of every replica
+            return kr.gather_over_replicas((examples, model(x, training=False)))  # (6) of every replica
 
-        return first_replica(eval_strategy, eval_strategy.run(replica_step, args=batch))  # (7) on every replica
+        return kr.first_replica(eval_strategy, eval_strategy.run(replica_step, args=batch))  # (7) on every replica
 
     def predict(split: str) -> np.ndarray:
-        batches = distribute(eval_strategy, data.stream(split, scaled, labelled=False))
+        batches = kr.distribute(eval_strategy, data.stream(split, scaled, labelled=False))
         return in_order(map(predict_step, batches), data.sizes()[split])
 
     board = open_board(run.workdir, asdict(config), 0)
@@ -139,7 +139,7 @@ def train_and_evaluate(config: Config) -> dict:
     steps = range(log.step, total_steps)
 
     def synchronous():
-        batches = distribute(strategy, data.stream("train", scaled, config.seed), log.step)
+        batches = kr.distribute(strategy, data.stream("train", scaled, config.seed), log.step)
         asked = time.perf_counter()
         for _, batch in zip(steps, batches, strict=False):  # (8) each replica gets its part
             waited = time.perf_counter() - asked

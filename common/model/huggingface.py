@@ -16,8 +16,8 @@ from keras_hub.src.utils.preset_utils import check_file_exists, get_file, load_j
 from safetensors import SafetensorError, safe_open
 
 from common.data.wordpiece import WordPieces
+from common.errors import first_line
 from keras_replicas import UserError
-from keras_replicas.errors import first_line
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 

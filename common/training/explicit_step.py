@@ -1,22 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replica's step needs in an explicit loop: its noise, and the sums and means of a batch."""
+"""The sums and means of a batch, for an explicit loop."""
 
-import contextlib
-from collections.abc import Iterator
-
-import keras
 import tensorflow as tf
 
 from common.run.step_log import MEANS
 from common.training.losses import label_hits
-from keras_replicas.noise import noise_seeds
-
-
-@contextlib.contextmanager
-def noise_of_step(model: keras.Model, step: tf.Tensor) -> Iterator[None]:
-    """While it lasts, the model's layers draw the noise of that step and this replica. Use it in a replica's step."""
-    with keras.StatelessScope(state_mapping=list(noise_seeds(model, step))):
-        yield
 
 
 def batch_sums(x: dict, y: tf.Tensor, weight: tf.Tensor, logits: tf.Tensor, loss: tf.Tensor) -> dict[str, tf.Tensor]:
