@@ -7,5 +7,5 @@ class UserError(ValueError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, without the words that introduce KerasHub's list of examples."""
-    return str(error).splitlines()[0].removesuffix(" A preset must be a one of:")
+    """The first line of an error."""
+    return str(error).splitlines()[0]

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`keras.Model` for N replicas: `fit`, `evaluate` and the rest compute under a strategy what one device would.
 
-`data_parallel(cls)` is a subclass of `cls` with the trainer of `trainer.py` in place of Keras's own. Checked against
-Keras 3.15 and TensorFlow 2.21; docs/keras-under-tf-distribute.md shows what Keras's own does.
+A plain Keras program becomes right on N replicas in these steps; guides/train.py has them all:
+
+1. Make the strategy: `strategy = keras_replicas.make_strategy()`.
+2. In `with strategy.scope():`, make the model, and pass it on: `model = keras_replicas.data_parallel(model)`.
+3. Give `fit` a callback `keras_replicas.Checkpoints(folder, every=100)`: killed, the program goes on where it was.
+4. For several workers, start it by `python -m keras_replicas launch --workers 2 train.py`.
+
+Checked against Keras 3.15 and TensorFlow 2.21; docs/keras-under-tf-distribute.md shows what Keras's own trainer does.
 """
 
 import functools
@@ -75,16 +81,17 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
         step_values: for the steps since the last callback, a dict of vectors [steps]: each step's own `loss`,
             metrics (of Keras's own) and `learning_rate`; the logs that callbacks get hold the epoch's means so far.
     """
-    if not isinstance(accumulate, int | np.integer) or accumulate < 1:
+    if not isinstance(accumulate, int | np.integer) or accumulate < 1:  # type: ignore[redundant-expr]
         raise ValueError(f"accumulate must be a number of parts, 1 or more, not {accumulate!r}")
-    if inspect.isclass(target) and issubclass(target, keras.Model):
+    is_class = inspect.isclass(target) and issubclass(target, keras.Model)
+    if is_class:
         ours = _with_trainer(target)
         return ours if accumulate == 1 else type(ours.__name__, (ours,), _names(ours) | {"accumulate": int(accumulate)})
     if not isinstance(target, keras.Model):
         raise TypeError(f"data_parallel takes a Keras model, or a subclass of keras.Model; got {target!r}")
     if tf.distribute.has_strategy() and target._distribute_strategy is not tf.distribute.get_strategy():
         raise ValueError("the model was made outside this strategy's scope: make it inside, then call data_parallel")
-    target.__class__ = _with_trainer(type(target))
+    target.__class__ = _with_trainer(target.__class__)
     target.become_data_parallel(int(accumulate))
     return target
 

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -51,6 +51,14 @@ class Run:
                 differently from the chief", and both values of each fact that differs.
         """
         workers.agree(facts, difference)
+
+    def chief_alone(self, work: Callable[[], Any]) -> Any:
+        """Has the chief alone do some work, and returns its result; the other workers wait, and get None.
+
+        Raises:
+            ValueError: on every worker, when the chief's work raised a `UserError`, with its words.
+        """
+        return workers.chief_alone(work)
 
     def finish(self, results: dict[str, Any]) -> dict[str, Any]:
         """Writes `results.json`, which makes the run complete, and returns it; {} for workers other than the chief."""

@@ -93,17 +93,16 @@ from common.training.optimizers import make_optimizer
 from common.training.scaling import Scaled
 from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas import Checkpoints, data_parallel, make_strategy
-from keras_replicas.workers import chief_alone
 
 
-def make_datasets(config: Config) -> Shards:
+def make_datasets(config: Config, run: RecipeRun) -> Shards:
     """The tokenizer and the shards: found, or written by the chief while other workers wait."""
     options = {name: getattr(config, name) for name in OPTIONS}
     make = functools.partial(make_shards, options, scratch=os.path.join(config.workdir, "tokens"))
     if config.dry_run:  # each worker for itself
         return open_shards(make(folder=config.data, dry_run=True))
     folder = config.data or os.path.join(config.workdir, "data")
-    chief_alone(lambda: make(folder=folder))
+    run.chief_alone(lambda: make(folder=folder))
     return open_shards(folder)
 
 
@@ -142,7 +141,7 @@ def train_and_evaluate(config: Config) -> dict:
     run.configure_keras(config, model_width("", config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 
-    shards = make_datasets(config)
+    shards = make_datasets(config, run)
     run.check_data(shards.sizes(), shards.checksums())
     batches = {split: masked_batches(config, shards, split, scaled) for split in shards.sizes()}
     train = batches.pop("train")
@@ -154,7 +153,7 @@ def train_and_evaluate(config: Config) -> dict:
     if config.dry_run:
         return print_plan(model, schedule, shards.count_tokens(), train, total, shards.vocabulary.pieces)
 
-    options = {"every": config.checkpoint_every, "max_steps": total}
+    options: dict = {"every": config.checkpoint_every, "max_steps": total}
     checkpoints = Checkpoints(run.workdir / "checkpoints", exit_on_sigterm=True, **options)
     log = FitLog(run.workdir, len(train), total, asdict(config), model_flops(model, config))
     save = functools.partial(save_preset, model, shards.vocabulary, config.seq_length)

@@ -147,7 +147,7 @@ def train_and_evaluate(config: Config) -> dict:
     if config.dry_run:
         return print_plan(model, schedule, count_tokens(sequences, vocabulary), train, total_steps, vocabulary.pieces)
 
-    options = {"every": config.checkpoint_every, "max_steps": total_steps}
+    options: dict = {"every": config.checkpoint_every, "max_steps": total_steps}
     checkpoints = Checkpoints(run.workdir / "checkpoints", exit_on_sigterm=True, **options)
     log = FitLog(run.workdir, len(train), total_steps, asdict(config), model_flops(model, config))
 

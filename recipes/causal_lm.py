@@ -154,7 +154,7 @@ def train_and_evaluate(config: Config) -> dict:
     if config.dry_run:
         return print_plan(model, schedule, data.count_tokens(), train, total_steps, pieces_of(data.tokenizer))
 
-    options = {"every": config.checkpoint_every, "max_steps": total_steps, "trained_only": bool(config.lora_rank)}
+    options: dict = {"every": config.checkpoint_every, "max_steps": total_steps, "trained_only": bool(config.lora_rank)}
     checkpoints = Checkpoints(run.workdir / "checkpoints", exit_on_sigterm=True, **options)
     log = FitLog(run.workdir, len(train), total_steps, asdict(config), model_flops(model, config))
     save = functools.partial(save_causal_lm, model, config.preset, run.workdir / "adapter")

@@ -42,6 +42,7 @@ with quiet_stderr():
     import tensorflow as tf
 
 
+import keras_replicas as kr
 from common.data.glue import open_examples
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import train_wordpieces
@@ -58,16 +59,6 @@ from common.training.explicit_step import batch_sums, means_of
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas import (
-    Checkpoints,
-    apply_summed,
-    distribute,
-    first_replica,
-    gather_over_replicas,
-    make_strategy,
-    noise_of_step,
-    sum_over_replicas,
-)
 
 
 def make_datasets(config: Config) -> EncodedTexts:
@@ -96,7 +87,7 @@ class GlueTrainer(Trainer):
 
     def train_step(self, iterator) -> dict[str, tf.Tensor]:
         """See `Trainer`."""
-        return first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
+        return kr.first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
 
     def train_loop_end(self, values: dict[str, np.ndarray], seconds: float) -> dict[str, float]:
         """See `Trainer`."""
@@ -104,15 +95,15 @@ class GlueTrainer(Trainer):
 
     def _replica_step(self, x, y, weight):
         model, optimizer = self.model, self.model.optimizer
-        with noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:
+        with kr.noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:
             logits = model(x, training=True)
             sums = batch_sums(x, y, weight, logits, model.compute_loss(x, y, logits, weight))
             loss = optimizer.scale_loss(sums["loss"])
-        gradients, sums = sum_over_replicas((tape.gradient(loss, model.trainable_variables), sums))
+        gradients, sums = kr.sum_over_replicas((tape.gradient(loss, model.trainable_variables), sums))
         learning_rate = tf.identity(optimizer.learning_rate)
         # Divided once, by the labels of the whole batch: replicas may have different numbers of them.
         gradients = [gradient / sums["labels"] for gradient in gradients]
-        apply_summed(optimizer, gradients, model.trainable_variables)
+        kr.apply_summed(optimizer, gradients, model.trainable_variables)
         return means_of(sums) | {"learning_rate": learning_rate}
 
 
@@ -121,12 +112,12 @@ class GlueEvaluator(Evaluator):
 
     def __init__(self, strategy, model: keras.Model, data: EncodedTexts, split: str, scaled):
         steps = data.steps(split, scaled)
-        super().__init__(distribute(strategy, data.stream(split, scaled, labelled=False)), steps)
+        super().__init__(kr.distribute(strategy, data.stream(split, scaled, labelled=False)), steps)
         self.strategy, self.model, self.data, self.split = strategy, model, data, split
 
     def eval_step(self, iterator):
         """See `Evaluator`."""
-        return first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
+        return kr.first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
 
     def eval_end(self, outputs) -> dict[str, float]:
         """See `Evaluator`."""
@@ -135,12 +126,12 @@ class GlueEvaluator(Evaluator):
         return scores_of(self.data.texts, self.split, self.logits)
 
     def _replica_step(self, x, examples):
-        return gather_over_replicas((examples, self.model(x, training=False)))
+        return kr.gather_over_replicas((examples, self.model(x, training=False)))
 
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    strategy = make_strategy(config.replicas, deterministic=config.deterministic)
+    strategy = kr.make_strategy(config.replicas, deterministic=config.deterministic)
     run = RecipeRun("glue_controller", config)
     if run.results:
         return run.results
@@ -158,12 +149,12 @@ def train_and_evaluate(config: Config) -> dict:
         model = build_model(config, data, schedule)
 
     saved = {"model": model, "optimizer": model.optimizer}
-    checkpoints = Checkpoints(run.workdir / "checkpoints", every=config.checkpoint_every, **saved)
+    checkpoints = kr.Checkpoints(run.workdir / "checkpoints", every=config.checkpoint_every, **saved)
     log = RunLog(run.workdir, steps, model_flops(model, config))
     log.begin(checkpoints.restore())
     log.announce(model, total_steps)
 
-    batches = distribute(strategy, data.stream("train", scaled, config.seed), log.step)
+    batches = kr.distribute(strategy, data.stream("train", scaled, config.seed), log.step)
     evaluators = {part: GlueEvaluator(strategy, model, data, part, scaled) for part in data.sizes() if part != "train"}
     save, metric = functools.partial(save_classifier, model, data), f"val_{data.texts.metrics[0]}"
     controller = Controller(

@@ -43,6 +43,7 @@ with quiet_stderr():
 
 from tqdm import tqdm
 
+import keras_replicas as kr
 from common.data.glue import open_examples
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import train_wordpieces
@@ -57,16 +58,6 @@ from common.training.explicit_step import batch_sums, means_of
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas import (
-    Checkpoints,
-    apply_summed,
-    distribute,
-    first_replica,
-    gather_over_replicas,
-    make_strategy,
-    noise_of_step,
-    sum_over_replicas,
-)
 
 
 def make_datasets(config: Config) -> EncodedTexts:
@@ -88,7 +79,7 @@ def build_model(config: Config, data: EncodedTexts, schedule) -> keras.Model:
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    strategy = make_strategy(config.replicas, deterministic=config.deterministic)  # (1) the devices
+    strategy = kr.make_strategy(config.replicas, deterministic=config.deterministic)  # (1) the devices
     run = RecipeRun("glue_custom_loop", config)
     if run.results:
         return run.results
@@ -110,38 +101,38 @@ def train_and_evaluate(config: Config) -> dict:
     @tf.function(reduce_retracing=True)  # batches have many lengths
     def train_step(batch, stop):
         def replica_step(x, y, weight):
-            with noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:  # (3) a replica's own noise
+            with kr.noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:  # (3) a replica's own noise
                 logits = model(x, training=True)
                 sums = batch_sums(x, y, weight, logits, model.compute_loss(x, y, logits, weight))
                 loss = optimizer.scale_loss(sums["loss"])
             gradients = tape.gradient(loss, model.trainable_variables)
-            gradients, sums = sum_over_replicas((gradients, sums | {"stop": stop}))  # (4) of the whole batch
+            gradients, sums = kr.sum_over_replicas((gradients, sums | {"stop": stop}))  # (4) of the whole batch
             learning_rate = tf.identity(optimizer.learning_rate)
             gradients = [gradient / sums["labels"] for gradient in gradients]
-            apply_summed(optimizer, gradients, model.trainable_variables)
+            kr.apply_summed(optimizer, gradients, model.trainable_variables)
             return means_of(sums) | {"learning_rate": learning_rate}
 
-        return first_replica(strategy, strategy.run(replica_step, args=batch))  # (5) on every replica
+        return kr.first_replica(strategy, strategy.run(replica_step, args=batch))  # (5) on every replica
 
     @tf.function(reduce_retracing=True)  # batches have many lengths
     def predict_step(batch):
         def replica_step(x, examples):
-            return gather_over_replicas((examples, model(x, training=False)))  # (6) of every replica
+            return kr.gather_over_replicas((examples, model(x, training=False)))  # (6) of every replica
 
-        return first_replica(strategy, strategy.run(replica_step, args=batch))  # (7) on every replica
+        return kr.first_replica(strategy, strategy.run(replica_step, args=batch))  # (7) on every replica
 
     def predict(split: str) -> np.ndarray:
-        batches = distribute(strategy, data.stream(split, scaled, labelled=False))
+        batches = kr.distribute(strategy, data.stream(split, scaled, labelled=False))
         return in_order(map(predict_step, batches), data.sizes()[split])
 
     board = open_board(run.workdir, asdict(config), 0)
     saved = {"model": model, "optimizer": optimizer}
-    checkpoints = Checkpoints(run.workdir / "checkpoints", every=config.checkpoint_every, **saved)
+    checkpoints = kr.Checkpoints(run.workdir / "checkpoints", every=config.checkpoint_every, **saved)
     log = RunLog(run.workdir, epoch_steps, model_flops(model, config))
     log.begin(checkpoints.restore())
     log.announce(model, total_steps)
     steps = range(log.step, total_steps)
-    batches = distribute(strategy, data.stream("train", scaled, config.seed), log.step)
+    batches = kr.distribute(strategy, data.stream("train", scaled, config.seed), log.step)
 
     bar = tqdm(total=total_steps, initial=log.step, unit="step", file=sys.stdout, disable=verbosity() == 2)
     with checkpoints, board.as_default():

@@ -94,7 +94,7 @@ def train_and_evaluate(config: Config) -> dict:
     with strategy.scope():
         model = build_model(config, data, schedule)
 
-    options = {"every": config.checkpoint_every, "max_steps": total_steps}
+    options: dict = {"every": config.checkpoint_every, "max_steps": total_steps}
     checkpoints = Checkpoints(run.workdir / "checkpoints", exit_on_sigterm=True, **options)
     log = FitLog(run.workdir, len(train), total_steps, asdict(config), model_flops(model, config))
     save = functools.partial(save_classifier, model, data)

@@ -7,10 +7,10 @@ from typing import Any
 import keras_hub
 import numpy as np
 
+from common.errors import first_line
 from common.model.preset_files import load_json
 from common.model.sizes import dimensions
 from keras_replicas import UserError
-from keras_replicas.errors import first_line
 
 POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
 

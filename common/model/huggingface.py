@@ -14,9 +14,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from common.data.wordpiece import WordPieces
+from common.errors import first_line
 from common.model.preset_files import get_file, has_file, load_json
 from keras_replicas import UserError
-from keras_replicas.errors import first_line
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 

@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,6 @@ from typing import Any, Literal
 from common.model.sizes import dimensions
 from common.training.scaling import LearningRateScaling
 from keras_replicas import UserError
-from keras_replicas.cluster import WORKERS_TOLD_IN, join_timeout
 
 Precision = Literal["auto", "float32", "mixed_bfloat16", "mixed_float16"]
 
@@ -126,8 +124,6 @@ def check_accumulate(parts: int, batch_size: int) -> None:
 
 
 def _check(options: dict[str, Any]) -> None:
-    if WORKERS_TOLD_IN & os.environ.keys():
-        join_timeout()
     for name, (least, most) in BOUNDS.items():
         value = least if options.get(name) is None else options[name]
         _require(value >= least, options, name, f"at least {least}")

@@ -36,7 +36,7 @@ class RecipeRun:
     Attributes:
         workdir: the run's folder.
         results: the content of `results.json`; None while the run is not complete.
-        keep, finish: see `keras_replicas.open_run`.
+        keep, finish, chief_alone: see `keras_replicas.open_run`.
 
     Raises:
         UserError: as `keras_replicas.open_run`; also when workers have different options, code or packages.
@@ -48,6 +48,7 @@ class RecipeRun:
         folder = None if wanted.get("dry_run") else self.workdir
         self._run = open_run(folder, wanted, free=FREE_OPTIONS, overwrite=config.overwrite)
         self.results, self.keep, self.finish = self._run.results, self._run.keep, self._run.finish
+        self.chief_alone = self._run.chief_alone
         library = Path(keras_replicas.__file__).parent  # in a copy, it is elsewhere, and the recipe is beside `common`
         files = sorted(path for folder in (library, ROOT / "common", ROOT / "recipes") for path in folder.rglob("*.py"))
         files += sorted(ROOT.glob("*.py"))

@@ -3,6 +3,7 @@
 
 import contextlib
 import math
+import os
 import platform
 import resource
 import sys
@@ -16,7 +17,6 @@ import tensorflow as tf
 
 from common.files import cached_file
 from keras_replicas import num_workers
-from keras_replicas.strategy import num_cores
 
 SECONDS = 0.7  # for which products are repeated; the fastest counts
 FEWEST = 5  # products, even if they take longer
@@ -135,6 +135,11 @@ def matmul_flops_per_second(dtype: str, seconds: float = SECONDS) -> float:
         multiply().numpy()
         taken.append((clock() - before) / cores)
     return products * 2 * size**3 / min(taken)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def device_name() -> str:

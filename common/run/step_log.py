@@ -103,8 +103,8 @@ class RunLog(StepLog):
         for line in self.write(means | {name: values[name].astype(int) for name in COUNTS}):
             self._count(line)
         labels = values["labels"] if values["labels"].any() else None
-        means = {name: float(np.average(values[name], weights=labels)) for name in MEANS if name in values}
-        return means | {"learning_rate": float(values["learning_rate"][-1])} | self.speed
+        averages = {name: float(np.average(values[name], weights=labels)) for name in MEANS if name in values}
+        return averages | {"learning_rate": float(values["learning_rate"][-1])} | self.speed
 
     def _count(self, line: dict) -> None:
         epoch = (line["step"] - 1) // self.steps_per_epoch
