@@ -4,8 +4,3 @@
 
 class UserError(ValueError):
     """Wrong input. The message says how to mend it; a command prints it in one line, and exits with status 2."""
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error."""
-    return str(error).splitlines()[0]

@@ -56,7 +56,8 @@ class Passes(BatchLoss):
                 divided = sum_over_replicas(count_examples(data[0]))  # keeps numbers small in float16
         compute = self._one_pass
         if self.jit_compile:
-            self._jitted = self._jitted or tf.function(self._one_pass, autograph=False, jit_compile=True)
+            if self._jitted is None:
+                self._jitted = tf.function(self._one_pass, autograph=False, jit_compile=True)
             compute = self._jitted
 
         def one_pass(number, data):

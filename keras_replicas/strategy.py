@@ -14,7 +14,7 @@ import sys
 import tensorflow as tf
 
 from keras_replicas.cluster import num_workers
-from keras_replicas.errors import UserError, first_line
+from keras_replicas.errors import UserError
 from keras_replicas.workers import join
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from glibc's malloc.h
@@ -64,7 +64,9 @@ def make_strategy(replicas: int = 0, *, deterministic: bool = False) -> tf.distr
         try:
             return tf.distribute.TPUStrategy(tf.distribute.cluster_resolver.TPUClusterResolver.connect(name))
         except (tf.errors.OpError, ValueError, RuntimeError, OSError) as error:
-            raise UserError(f"no TPU at TPU_NAME={name} ({first_line(error)}). Give another, or unset it") from error
+            raise UserError(
+                f"no TPU at TPU_NAME={name} ({str(error).splitlines()[0]}). Give another, or unset it"
+            ) from error
     if len(gpus) > 1 and replicas > len(gpus):
         raise UserError(
             f"this machine has {len(gpus)} GPUs, too few for replicas={replicas}; only a single one is split"

@@ -66,8 +66,8 @@ def task_class(kind: type, backbone_class: type) -> type:
     Raises:
         ValueError: when KerasHub has none.
     """
-    classes = [each for each in vars(keras_hub.models).values() if isinstance(each, type) and issubclass(each, kind)]
-    classes = [each for each in classes if each.backbone_cls is backbone_class]
+    known: list[Any] = [each for each in vars(keras_hub.models).values() if isinstance(each, type)]
+    classes = [each for each in known if issubclass(each, kind) and each.backbone_cls is backbone_class]
     if not classes:
         raise ValueError(f"KerasHub has no {kind.__name__} for a {backbone_class.__name__}")
     return min(classes, key=lambda each: len(each.__name__))  # Gemma4CausalLM, not Gemma4AssistantCausalLM
