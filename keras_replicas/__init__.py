@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from keras_replicas.optimizers import apply_summed
     from keras_replicas.order import locate
     from keras_replicas.replicas import first_replica, gather_over_replicas, sum_over_replicas
-    from keras_replicas.run import open_run
     from keras_replicas.strategy import make_strategy
-    from keras_replicas.workers import exchange
+    from keras_replicas.workers import agree, exchange
 
 # Where each public name is defined.
 _MODULES = {
@@ -32,6 +31,7 @@ _MODULES = {
     "Checkpoints": "checkpoints",
     "StepLog": "log",
     "UserError": "errors",
+    "agree": "workers",
     "apply_summed": "optimizers",
     "data_parallel": "model",
     "distribute": "batches",
@@ -43,7 +43,6 @@ _MODULES = {
     "make_strategy": "strategy",
     "noise_of_step": "noise",
     "num_workers": "cluster",
-    "open_run": "run",
     "steps_in_one_call": "loop",
     "sum_over_replicas": "replicas",
     "worker_index": "cluster",

@@ -5,6 +5,7 @@ Keras divides data itself where it does so rightly: on one machine, from the fir
 """
 
 import math
+import types
 from typing import Any
 
 import keras
@@ -13,8 +14,9 @@ import tensorflow as tf
 from keras_replicas.batches import distribute
 from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.cluster import is_chief, num_workers
-from keras_replicas.data import begins_anywhere
+from keras_replicas.data import WholeBatches, begins_anywhere, row_by_row
 from keras_replicas.errors import UserError
+from keras_replicas.private import get_data_adapter
 from keras_replicas.workers import agree, exchange
 
 Arguments = dict[str, Any]  # by name, of one call
@@ -36,9 +38,10 @@ def checkpoints_in(given: Arguments) -> Checkpoints | None:
 
 def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> tuple[int, Arguments]:
     """The step from which `fit` goes on, and its arguments from there."""
-    given = with_validation_data(model, given)
-    if checkpoints is None and not _is_divided_by_us(given.get("x")):
-        given.setdefault("shuffle", not isinstance(given.get("x"), tf.distribute.DistributedDataset))
+    given = _with_generators(with_validation_data(model, given))
+    if checkpoints is None and not _is_divided_by_us(model, given.get("x")):
+        if isinstance(given.get("x"), tf.distribute.DistributedDataset | tf.data.Dataset):
+            given["shuffle"] = False  # else Keras warns that it is not shuffled
         return 0, given
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size", "class_weight")}
     callbacks = _callback_list(model, given)
@@ -52,6 +55,8 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     callbacks.set_params(callbacks.params | {"steps": steps})
     step, last = given.get("initial_epoch", 0) * steps, None
     if checkpoints:
+        if isinstance(batches, WholeBatches):
+            batches.warn_if_unrepeatable()
         last = checkpoints.max_steps
         model.build_for(batches.iter_from_step(0, tf.distribute.InputContext()).element_spec)
         resumed_at, is_complete = checkpoints.begin_fit([epochs, last], seeds)
@@ -78,7 +83,7 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
     if validation is None:
         return given
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation)
-    if not _is_divided_by_us(x):
+    if not _is_divided_by_us(model, x):
         return given
     named = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": given["validation_batch_size"]}
     divided = with_divided_data(model, named | {"steps": given.get("validation_steps")})
@@ -87,19 +92,35 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
 
 def with_divided_data(model: Any, given: Arguments) -> Arguments:
     """Arguments of `evaluate` or `predict`, in which data is divided if need be."""
-    if not _is_divided_by_us(given.get("x")):
-        return given
+    if not _is_divided_by_us(model, given.get("x")):
+        return _with_generators(given)
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
     batches = begins_anywhere(**data, steps=given.get("steps"))
     _check_same(batches)
     return given | {"x": distribute(model.distribute_strategy, batches), "steps": given.get("steps") or len(batches)}
 
 
-def _is_divided_by_us(x: Any) -> bool:
-    """Whether this data is divided by `distribute`: several workers must read the same."""
+def _is_divided_by_us(model: Any, x: Any) -> bool:
+    """Whether this data is divided by `distribute`.
+
+    Several workers must read the same. Of a `PyDataset` under a strategy, Keras stops the threads after each epoch, and
+    fails where one has already read into the next (`Iterator called after on_epoch_end`).
+    """
     if isinstance(x, tf.distribute.DistributedDataset):
         return False
-    return num_workers() > 1 or hasattr(x, "iter_from_step")
+    under_strategy = model.distribute_strategy.num_replicas_in_sync > 1
+    is_py_dataset = isinstance(x, keras.utils.PyDataset)
+    return num_workers() > 1 or hasattr(x, "iter_from_step") or (under_strategy and is_py_dataset)
+
+
+def _with_generators(given: Arguments) -> Arguments:
+    """Arguments with data sets in the place of generators, for Keras to divide."""
+    for name in ("x", "validation_data"):
+        if isinstance(given.get(name), types.GeneratorType):
+            options = {"class_weight": given.pop("class_weight", None)} if name == "x" else {}
+            given[name] = row_by_row(get_data_adapter(given[name], **options).get_tf_dataset())
+            given |= {"shuffle": False} if name == "x" and "shuffle" in given else {}
+    return given
 
 
 def _callback_list(model: Any, given: Arguments) -> keras.callbacks.CallbackList:

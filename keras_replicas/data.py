@@ -2,6 +2,7 @@
 """What `fit`, `evaluate` and `predict` take, as data that begins at any step; see `batches.py`."""
 
 import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -48,7 +49,8 @@ def begins_anywhere(
         arrays = get_data_adapter(x, y, sample_weight, batch_size=rows, class_weight=class_weight).get_tf_dataset()
         return Batches(next(iter(arrays)), batch_size or BATCH_SIZE, shuffle=bool(shuffle), seed=seed)
     adapter = get_data_adapter(x, y, sample_weight, batch_size, class_weight=class_weight)
-    return WholeBatches(adapter.get_tf_dataset(), steps or adapter.num_batches, once=adapter.num_batches is None)
+    once = adapter.num_batches is None
+    return WholeBatches(row_by_row(adapter.get_tf_dataset()), steps or adapter.num_batches, once)
 
 
 class WholeBatches:
@@ -83,6 +85,18 @@ class WholeBatches:
             return parts_of(self._dataset.skip(step % self._size).concatenate(self._dataset.repeat()), context)
         return parts_of(self._dataset.repeat().skip(step), context)
 
+    def warn_if_unrepeatable(self) -> None:
+        """Warns of shuffling without a seed, which no resumed run can repeat."""
+        nodes = {node.name: node for node in _graph_of(self._dataset)}
+        shuffles = [node.input for node in nodes.values() if node.op == "ShuffleDatasetV3"]
+        for _, _, *seeds, _ in shuffles:
+            if not any(np.any(tf.make_ndarray(nodes[seed].attr["value"].tensor)) for seed in seeds if seed in nodes):
+                warnings.warn(
+                    "the data is shuffled without a seed: if this run is interrupted, it goes on with another order. "
+                    "Give shuffle a seed, or call keras.utils.set_random_seed first",
+                    stacklevel=2,
+                )
+
     def fingerprint(self) -> dict[str, Any]:
         """Facts that must be the same on all workers; none of data that can be read only once."""
         return {} if self._once else {"checksum of the first batch": checksum([next(iter(self._dataset))])}
@@ -91,21 +105,23 @@ class WholeBatches:
 class Numbered(keras.utils.PyDataset):
     """The batches of a `PyDataset`, in an order that is a function of seed and epoch, from a step on, without end.
 
-    Where the data set does something between epochs, its batches are asked for one after the other.
+    Its threads read ahead, over the ends of epochs too; but where the data set does something between epochs, batches
+    are asked for one after the other.
     """
 
     one_reader = True
 
     def __init__(self, dataset: keras.utils.PyDataset, steps: int | None, seed: int | None, class_weight: Any):
+        super().__init__()
         hooks = ("on_epoch_begin", "on_epoch_end")
         self._hooked = any(getattr(type(dataset), name) is not getattr(keras.utils.PyDataset, name) for name in hooks)
-        workers = 1 if self._hooked else dataset.workers
-        super().__init__(workers, dataset.use_multiprocessing and not self._hooked, dataset.max_queue_size)
+        threads = 1 if self._hooked else max(1, dataset.workers)
+        self._threads, self._ahead = ThreadPoolExecutor(threads), threads if threads == 1 else dataset.max_queue_size
         self._dataset, self._seed, self._class_weight = dataset, seed, class_weight
         if not (steps or dataset.num_batches):
             raise ValueError(NEEDS_STEPS)
         self._steps, self._first, self._epoch = steps or dataset.num_batches, 0, 0
-        self._adapters: list[Any] = []
+        self._promised: dict[int, Future] = {}
 
     def __len__(self):
         return self._steps
@@ -116,7 +132,13 @@ class Numbered(keras.utils.PyDataset):
         return
 
     def __getitem__(self, index):
-        step, size = self._first + index, self._dataset.num_batches
+        for number in range(index, index + self._ahead):
+            if number not in self._promised:
+                self._promised[number] = self._threads.submit(self._read, self._first + number)
+        return self._promised.pop(index).result()
+
+    def _read(self, step):
+        size = self._dataset.num_batches
         if size is None:
             return self._dataset[step]
         while self._hooked and self._epoch < step // size:
@@ -128,40 +150,30 @@ class Numbered(keras.utils.PyDataset):
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """See `batches.py`."""
-        self._first = step
-        adapter = get_data_adapter(self, class_weight=self._class_weight)
-        self._adapters.append(adapter)
-        return parts_of(adapter.get_tf_dataset(), context)
+        self._first, self._promised = step, {}
+        return parts_of(get_data_adapter(self, class_weight=self._class_weight).get_tf_dataset(), context)
 
     def fingerprint(self) -> dict[str, Any]:
         """See `WholeBatches`."""
         return {"batches": self._dataset.num_batches, "checksum of the first batch": checksum([self._dataset[0]])}
 
-    def close(self) -> None:
-        """Ends the threads that read ahead."""
-        for adapter in self._adapters:
-            if adapter.enqueuer:
-                adapter.enqueuer.stop()
+
+def row_by_row(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The data set with the entries of sparse tensors in order, to be divided: SciPy's may stand in any."""
+    if not any(isinstance(spec, tf.SparseTensorSpec) for spec in tf.nest.flatten(dataset.element_spec)):
+        return dataset
+
+    def in_order(*batch):
+        batch = batch if isinstance(dataset.element_spec, tuple) else batch[0]
+        return tf.nest.map_structure(lambda t: tf.sparse.reorder(t) if isinstance(t, tf.SparseTensor) else t, batch)
+
+    return dataset.map(in_order)
 
 
 def varies(dataset: tf.data.Dataset) -> bool:
     """Whether a data set may differ from pass to pass: where it shuffles, draws, or calls Python."""
     functions = _graph_of(dataset)
     return any(word in node.op for node in functions for word in ("Shuffle", "Random", "PyFunc", "Multinomial"))
-
-
-def warn_if_unrepeatable(dataset: tf.data.Dataset) -> None:
-    """Warns of shuffling without a seed, which no resumed run can repeat."""
-    nodes = {node.name: node for node in _graph_of(dataset)}
-    for node in nodes.values():
-        if "Shuffle" in node.op:
-            seeds = [nodes[name] for name in node.input if nodes.get(name) and "seed" in name]
-            if seeds and all(not np.any(tf.make_ndarray(seed.attr["value"].tensor)) for seed in seeds):
-                warnings.warn(
-                    "the data is shuffled without a seed: if this run is interrupted, it goes on with another order. "
-                    "Give shuffle a seed, or call keras.utils.set_random_seed first",
-                    stacklevel=2,
-                )
 
 
 def _graph_of(dataset: tf.data.Dataset) -> list[Any]:

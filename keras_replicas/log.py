@@ -13,7 +13,6 @@ import keras
 import numpy as np
 
 from keras_replicas.cluster import is_chief
-from keras_replicas.files import finite, write_whole
 
 
 class StepLog(keras.callbacks.Callback):
@@ -46,7 +45,7 @@ class StepLog(keras.callbacks.Callback):
         if is_chief():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # In one step, so that a kill never loses the lines of saved steps.
-            write_whole(self.path, "".join(f"{line}\n" for line in kept.values()))
+            _write_whole(self.path, "".join(f"{line}\n" for line in kept.values()))
         self._file = (self.path if is_chief() else Path(os.devnull)).open("a", encoding="utf-8", buffering=1)
         return [read_line(line) for line in kept.values()]
 
@@ -62,7 +61,8 @@ class StepLog(keras.callbacks.Callback):
             lines.append(
                 {"step": self.step} | {name: np.asarray(vector[i]).tolist() for name, vector in values.items()}
             )
-            self._file.write(json.dumps(finite(lines[-1])) + "\n")
+            finite = {name: value if math.isfinite(value) else None for name, value in lines[-1].items()}
+            self._file.write(json.dumps(finite) + "\n")
         return lines
 
     def on_train_begin(self, logs=None):
@@ -90,3 +90,13 @@ def _whole_lines(path: Path) -> dict[int, str]:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             lines[json.loads(line)["step"]] = line
     return lines
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Writes atomically: a reader never finds half a file, not even after a power cut."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # or the new name could be on the disk before the text
+    os.replace(unfinished, path)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on all replicas, several in one call, for `trainer.py`."""
 
-import time
 import types
 from collections.abc import Callable
 
@@ -125,7 +124,7 @@ def _own(data):
 
 def _split(values: dict) -> tuple[dict, dict]:
     """The epoch's values so far, and each step's own values."""
-    of_step = {name for name in values if name.startswith("step/") or name == "waited"}
+    of_step = {name for name in values if name.startswith("step/")}
     logs = {name: value for name, value in values.items() if name not in of_step | {"stop"}}
     return logs, {name.removeprefix("step/"): values[name] for name in values if name in of_step}
 
@@ -137,9 +136,8 @@ def _as_row(values: dict) -> dict:
 def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
     """A function of (iterator, count, stop) that does `count` steps in one call, and returns each step's values.
 
-    They are float32 arrays [count, ...], with one more entry, `waited`: seconds that this worker waited for its
-    batches. Keras's own loop of several steps fails where replicas reduce with collectives (`You must feed a value
-    for placeholder`).
+    They are float32 arrays [count, ...]. Keras's own loop of several steps fails where replicas reduce with collectives
+    (`You must feed a value for placeholder`).
 
     Args:
         step: maps (iterator, stop) to a dict of scalars, or of tensors of known shapes. `stop` is a float that the step
@@ -150,9 +148,7 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
     @tf.function(reduce_retracing=True, autograph=False)
     def many_steps(iterator, count, stop):
         def one_step(stop):
-            timed = _TimedIterator(iterator)
-            values = step(timed, stop) | {"waited": timed.seconds}
-            values = {name: tf.cast(value, tf.float32) for name, value in values.items()}
+            values = {name: tf.cast(value, tf.float32) for name, value in step(iterator, stop).items()}
             shapes.clear()
             shapes.update(
                 {name: value.shape if value.shape.rank else tf.TensorShape([]) for name, value in values.items()}
@@ -176,31 +172,3 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
         }
 
     return run_steps
-
-
-class _TimedIterator:
-    """An iterator, in a graph, that counts the seconds spent waiting for its batches."""
-
-    def __init__(self, iterator):
-        self._iterator = iterator
-        self.seconds = tf.constant(0.0, tf.float64)
-
-    def __next__(self):
-        began = _now()
-        with tf.control_dependencies([began]):
-            batch = next(self._iterator)
-        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            ended = _now()
-        self.seconds += ended - began
-        with tf.control_dependencies([ended]):  # else work on the batch may come before the clock is read
-            return tf.nest.map_structure(_on_its_device, batch, expand_composites=True)
-
-
-def _now() -> tf.Tensor:
-    # Not `tf.timestamp`, which raises where operations must be deterministic.
-    return tf.ensure_shape(tf.numpy_function(time.perf_counter, [], tf.float64), [])
-
-
-def _on_its_device(tensor: tf.Tensor) -> tf.Tensor:
-    with tf.device(tensor.device):
-        return tf.identity(tensor)

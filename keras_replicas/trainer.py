@@ -1,5 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer that replaces Keras's in the classes that `data_parallel` makes; see there."""
+"""The trainer that replaces Keras's in the classes that `data_parallel` makes.
+
+Keras's hook, what it does there, and what it does here, and why:
+
+- `compile` keeps losses and metrics. Here it does so in the strategy's scope, and each loss notes what it is given: see
+  `losses.py`.
+- `fit` goes over epochs and batches. Here it begins where a run goes on: see `arguments.py`.
+- `_maybe_symbolic_build` averages the first batch over replicas, to build from it. Booleans, strings and uneven batches
+  have no average (keras-team/keras#19246, #21172), nor has anything on several workers (#20585): here it builds from
+  shapes.
+- `make_train_function` makes a `tf.function` over steps, and a mean of what replicas return. Here steps are in a loop that
+  collectives allow (#20582), and replicas return what they have summed: see `loop.py`.
+- `train_step` takes the gradient of a replica's mean; the optimizer sums. Here sums are divided once: see `step.py`.
+- `test_step` does the same without an update, in both.
+- `predict_step` computes a replica's outputs, in both. Here a replica may have no examples: see `empty.py`.
+- `train_on_batch` and the like give every replica the whole batch. Here each takes a part.
+- Saving and pickling are of the class. Here they are of the plain class, so that files load without this library.
+"""
 
 import contextlib
 import functools
@@ -14,10 +31,10 @@ import tensorflow as tf
 
 from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_data
 from keras_replicas.batchnorm import take_moments_of_whole_batch
+from keras_replicas.device_copies import do_not_tune_device_copies
 from keras_replicas.loop import StepLoop
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.private import TensorFlowTrainer
-from keras_replicas.read_ahead import read_ahead
 
 
 class Trainer(StepLoop):
@@ -59,7 +76,7 @@ class Trainer(StepLoop):
         self._last_step = checkpoints.max_steps if checkpoints else None
         self._fit_iterator = None
         try:
-            with read_ahead(given) as given, checkpoints.listening() if checkpoints else contextlib.nullcontext():
+            with checkpoints.listening() if checkpoints else contextlib.nullcontext():
                 history = super().fit(**given)
             if checkpoints:
                 checkpoints.end_fit()
@@ -75,16 +92,14 @@ class Trainer(StepLoop):
             given = with_divided_data(self, given)
         self._test_steps_left = given.get("steps")
         try:
-            with read_ahead(given) as given:
-                return super().evaluate(**given)
+            return super().evaluate(**given)
         finally:
             self._test_steps_left = None
 
     @functools.wraps(TensorFlowTrainer.predict)
     def predict(self, *args, **kwargs):  # noqa: D102
         given = with_divided_data(self, inspect.signature(super().predict).bind(*args, **kwargs).arguments)
-        with read_ahead(given) as given:
-            return super().predict(**given)
+        return super().predict(**given)
 
     def _make_function(self, step_function):
         """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""
@@ -170,12 +185,7 @@ class Trainer(StepLoop):
         return self.distribute_strategy.scope()
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        """Builds from the shapes of the data.
-
-        Keras builds from the first batch, averaging its inputs over replicas. It fails before step 1 if they are
-        booleans, strings or uneven (keras-team/keras#19246, #21172), and always on several workers
-        (keras-team/keras#20585).
-        """
+        """Builds from the shapes of the data."""
         if iterator is not None:
             if self._fit_iterator is None:
                 self._fit_iterator = iterator
@@ -199,6 +209,7 @@ class Trainer(StepLoop):
                     f"{layer.name} keeps its state from batch to batch, but a replica sees other examples in each: "
                     "use one replica"
                 )
+        do_not_tune_device_copies()
         keep_global_seed(self)
         self._note_losses()
         if self.optimizer is None:

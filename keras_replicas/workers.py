@@ -10,8 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -21,7 +21,6 @@ from keras_replicas.errors import UserError
 HEARTBEAT_TIMEOUT = 15  # seconds without a heartbeat after which a worker is declared lost
 BOTH_IPS: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
 A_DAY = 24 * 3600 * 1000  # in milliseconds
-Result = TypeVar("Result")
 _exchanges = itertools.count()
 
 
@@ -90,22 +89,6 @@ def agree(facts: dict[str, Any], difference: str) -> None:
         if names:
             told = ", ".join(f"{name} {theirs.get(name)!r}, not {chiefs.get(name)!r}" for name in names)
             raise UserError(f"worker {index} {difference}: {told}")
-
-
-def chief_alone(work: Callable[[], Result]) -> Result | None:
-    """Has the chief alone do some work, and returns its result; the other workers wait, and get None.
-
-    Raises:
-        UserError: on every worker, when the chief's work raised it.
-    """
-    result, error = None, None
-    if cluster.is_chief():
-        try:
-            result = work()
-        except UserError as refused:
-            error = str(refused)
-    exchange({"error": error})
-    return result
 
 
 def _meet(seconds: float) -> None:

@@ -138,8 +138,7 @@ def train_and_evaluate(config: Config) -> dict:
     with checkpoints, board.as_default():
         began = time.perf_counter()
         for _, batch in zip(steps, batches, strict=False):  # (8) each replica gets its part
-            waited = time.perf_counter() - began
-            values = train_step(batch, tf.constant(float(checkpoints.told_to_stop))) | {"waited": waited}
+            values = train_step(batch, tf.constant(float(checkpoints.told_to_stop)))
             values = {name: np.ravel(value) for name, value in values.items()}
             shown = log.record(values, time.perf_counter() - began)
             for name, value in shown.items():

@@ -44,8 +44,7 @@ class Trainer:
         """What is logged and written to TensorBoard after a loop of steps; by default, the means over them.
 
         Args:
-            values: what `train_step` returned: for each scalar a vector with one value per step of the loop; and
-                `waited`, the seconds that each step waited for its batch.
+            values: what `train_step` returned: for each scalar a vector with one value per step of the loop.
             seconds: duration of the loop.
         """
         return {name: float(vector.mean()) for name, vector in values.items()}

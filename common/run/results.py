@@ -16,7 +16,6 @@ from common.run.step_log import RunLog
 from common.scores.entries import METRICS
 from keras_replicas import num_workers
 
-INPUT_BOUND = 0.1  # fraction of the time spent waiting for input above which the report calls a run input-bound
 # A model must beat its baseline by more than this, or the report warns that it does not: a model at the baseline ends a
 # little to either side of it. On some thousand examples, chance moves an accuracy by more than one example in a hundred
 # (2 standard errors: 0.03), and a correlation by twice as much.
@@ -40,7 +39,6 @@ def training_results(
         "tokens_per_second": round(log.tokens_per_second, 1),
         "mfu": log.flops.utilisation(log.tokens_per_second),
         "peak_flops_per_second": log.flops.peak,
-        "input_wait_fraction": log.input_wait_fraction,
         "padding_fraction": log.padding_fraction,
         "learning_rate": log.learning_rate,
         "train_loss": log.epoch["loss"],
@@ -138,10 +136,8 @@ def _apart(loss: float, baseline: float) -> str:
 def _speed_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
     if "mfu" not in results:  # a run from before these were measured
         return []
-    waiting, peak = results["input_wait_fraction"], results["peak_flops_per_second"] / 1e12
-    advice = ": input-bound; give it more cores or a faster disk" if waiting > INPUT_BOUND else ""
+    peak = results["peak_flops_per_second"] / 1e12
     return [
         ("  MFU", f"{results['mfu']:.0%} of {peak:,.2f} TFLOP/s, the measured peak"),
-        ("data stall", f"{waiting:.1%} of the time{advice}"),
         ("peak memory", f"{results['peak_memory_mb']:,} MiB of host memory"),
     ]

@@ -12,9 +12,10 @@ import keras
 
 import keras_replicas
 from common.run.options import check_accumulate
+from common.run.run_folder import open_run
 from common.training.precision import choose_precision
 from common.training.scaling import Scaled, learning_rate_factor, scaling_rule
-from keras_replicas import UserError, num_workers, open_run
+from keras_replicas import UserError, num_workers
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # their versions may change what is computed
@@ -36,10 +37,10 @@ class RecipeRun:
     Attributes:
         workdir: the run's folder.
         results: the content of `results.json`; None while the run is not complete.
-        keep, finish, chief_alone: see `keras_replicas.open_run`.
+        keep, finish, chief_alone: see `run_folder.open_run`.
 
     Raises:
-        UserError: as `keras_replicas.open_run`; also when workers have different options, code or packages.
+        UserError: as `open_run`; also when workers have different options, code or packages.
     """
 
     def __init__(self, recipe: str, config: Any):

@@ -31,9 +31,9 @@ class RunLog(StepLog):
         learning_rate: the `first`, `peak` and `last` rate that steps used.
         epoch: means of `loss` and `accuracy` over the labels of the epoch's steps so far; NaN if there are none.
         padding_fraction: fraction of token positions that were padding.
-        seconds, tokens_per_second, input_wait_fraction: time of this process's steps, except its first call, which
-            includes compilation; throughput without padding; fraction of that time spent waiting for batches.
-        speed: the last call's `tokens_per_second`, `mfu`, `input_wait_fraction` and `peak_memory_mb`.
+        seconds, tokens_per_second: time of this process's steps, except its first call, which includes compilation;
+            throughput without padding.
+        speed: the last call's `tokens_per_second`, `mfu` and `peak_memory_mb`.
     """
 
     def __init__(self, workdir: Path, steps_per_epoch: int, flops: ModelFlops = UNKNOWN):
@@ -41,7 +41,7 @@ class RunLog(StepLog):
         self.workdir, self.steps_per_epoch, self.flops, self.first_step = workdir, steps_per_epoch, flops, 0
         self.learning_rate: dict[str, float] = {}
         self.speed: dict[str, float] = {}
-        self.seconds = self.tokens_per_second = self.input_wait_fraction = self._waited = 0.0
+        self.seconds = self.tokens_per_second = 0.0
         self._is_compiled, self._timed_tokens, self._tokens, self._slots = False, 0, 0, 0
         self._epoch, self._epoch_labels, self._epoch_totals = -1, 0, {"loss": 0.0}
 
@@ -78,26 +78,22 @@ class RunLog(StepLog):
         """Writes the lines of the steps of one call.
 
         Args:
-            values: a vector for each entry of a line but `step`, with one value per step; and `waited`, seconds that
-                each step waited for its batch.
+            values: a vector for each entry of a line but `step`, with one value per step.
             seconds: duration of the call.
 
         Returns:
             Means of `loss` and `accuracy` over the steps' labels, the last `learning_rate`, and `speed`.
         """
-        tokens, waited = int(values["tokens"].sum()), float(np.sum(values.get("waited", 0.0)))
+        tokens = int(values["tokens"].sum())
         self.speed = {
             "tokens_per_second": tokens / seconds,
             "mfu": self.flops.utilisation(tokens / seconds),
-            "input_wait_fraction": waited / seconds,
             "peak_memory_mb": peak_memory_mb(),
         }
         if self._is_compiled:
             self.seconds += seconds
             self._timed_tokens += tokens
-            self._waited += waited
             self.tokens_per_second = self._timed_tokens / self.seconds
-            self.input_wait_fraction = self._waited / self.seconds
         self._is_compiled = True
         means = {name: vector for name, vector in values.items() if name in (*MEANS, "learning_rate")}
         for line in self.write(means | {name: values[name].astype(int) for name in COUNTS}):

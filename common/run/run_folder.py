@@ -9,14 +9,13 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
-from keras_replicas import workers
-from keras_replicas.cluster import is_chief
-from keras_replicas.errors import UserError
-from keras_replicas.files import read_json, write_json
+from common.files import read_json, write_json
+from keras_replicas import UserError, agree, exchange, is_chief
 
 log = logging.getLogger("keras_replicas")
+Result = TypeVar("Result")
 LAUNCH_ID = "LAUNCH_ID"  # environment variable by which a launcher identifies the workers that it restarts
 
 
@@ -50,7 +49,7 @@ class Run:
             ValueError: on all workers, naming the first that differs, the `difference`, such as "was started
                 differently from the chief", and both values of each fact that differs.
         """
-        workers.agree(facts, difference)
+        agree(facts, difference)
 
     def chief_alone(self, work: Callable[[], Any]) -> Any:
         """Has the chief alone do some work, and returns its result; the other workers wait, and get None.
@@ -58,7 +57,7 @@ class Run:
         Raises:
             ValueError: on every worker, when the chief's work raised a `UserError`, with its words.
         """
-        return workers.chief_alone(work)
+        return chief_alone(work)
 
     def finish(self, results: dict[str, Any]) -> dict[str, Any]:
         """Writes `results.json`, which makes the run complete, and returns it; {} for workers other than the chief."""
@@ -88,13 +87,13 @@ def open_run(
             files but no run, or is open in another process; when its run was started with other options; when the
             workers do not share it.
     """
-    workers.agree(dict(options), "was started differently from the chief")
+    agree(dict(options), "was started differently from the chief")
     if folder is None:
         return Run(Path(os.devnull), dict(options))
     folder = Path(folder)
-    run = workers.chief_alone(lambda: _open(folder, dict(options), free, overwrite))
+    run = chief_alone(lambda: _open(folder, dict(options), free, overwrite))
     lock = folder / ".lock"
-    tokens = workers.exchange({"token": lock.read_text() if lock.is_file() else None})
+    tokens = exchange({"token": lock.read_text() if lock.is_file() else None})
     for index, theirs in enumerate(tokens):
         if theirs != tokens[0]:
             raise UserError(f"worker {index} does not see the chief's folder {folder}: use a shared file system")
@@ -161,3 +160,19 @@ def _locked(folder: Path) -> TextIO:
     lock.write(uuid.uuid4().hex)
     lock.flush()
     return lock
+
+
+def chief_alone(work: Callable[[], Result]) -> Result | None:
+    """Has the chief alone do some work, and returns its result; the other workers wait, and get None.
+
+    Raises:
+        UserError: on every worker, when the chief's work raised it.
+    """
+    result, error = None, None
+    if is_chief():
+        try:
+            result = work()
+        except UserError as refused:
+            error = str(refused)
+    exchange({"error": error})
+    return result
