@@ -13,9 +13,8 @@ keras.utils.set_random_seed(0)
 # 1. The strategy: all GPUs, or the CPU as two devices; or N replicas, if N is given.
 strategy = kr.make_strategy(*map(int, sys.argv[1:]))
 with strategy.scope():
-    model = keras.Sequential(
-        [keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(2)]
-    )
+    layers = [keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(2)]
+    model = keras.Sequential(layers)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss, metrics=["accuracy"])
     model = kr.data_parallel(model)  # 2. right on N replicas
