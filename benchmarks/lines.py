@@ -1,45 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of code by folder, without docstrings, comments and blank lines.
-
-python -m benchmarks.lines             # by folder
-python -m benchmarks.lines FOLDER      # by file
-"""
+"""Counts lines of code, by folder: `python -m benchmarks.lines`. Docstrings, comments and blank lines do not count."""
 
 import ast
 import io
-import sys
 import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("keras_replicas", "common", "recipes", "benchmarks", "tests")
-NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+FOLDERS = ("keras_replicas", "common", "recipes", "guides", "notebooks", "benchmarks", "tests")
+NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def code_lines(source: str) -> int:
-    """The number of lines that hold code."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
-        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
-    }
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    code = {line for token in tokens if token.type not in NO_CODE for line in range(token.start[0], token.end[0] + 1)}
-    return len(code - docstrings)
+def count_lines(source: str) -> int:
+    """The lines of a module that hold code."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NOT_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, WITH_DOCSTRING) and ast.get_docstring(node) is not None:
+            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
 
 
-def of_folder(folder: Path) -> dict[Path, int]:
-    """The lines of code of each Python file."""
-    return {path: code_lines(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))}
+def lines_in(folder: Path) -> int:
+    """The lines of code of a folder's modules."""
+    return sum(count_lines(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py"))
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        for path, lines in of_folder(ROOT / name).items():
-            print(f"{lines:6} {len(path.read_text(encoding='utf-8').splitlines()):6} {path.relative_to(ROOT)}")
     for name in FOLDERS:
-        files = of_folder(ROOT / name)
-        whole = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-        print(f"{sum(files.values()):6} {whole:6} {name}: {len(files)} files")
+        print(f"{name:15} {lines_in(ROOT / name):6,}")

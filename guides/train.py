@@ -1,4 +1,4 @@
-"""A plain Keras program, made data-parallel, resumable and ready for several workers in three steps."""
+"""A plain Keras program, made right on N replicas, resumable, and ready for several workers."""
 
 import sys
 
@@ -10,22 +10,16 @@ x = np.random.default_rng(0).normal(size=(1000, 8)).astype("float32")
 y = (x.sum(axis=1) > 0).astype("int32")
 
 keras.utils.set_random_seed(0)
-strategy = kr.make_strategy(
-    *map(int, sys.argv[1:])
-)  # 1. GPUs, or the CPU as two devices; N replicas, if given
+# 1. The strategy: all GPUs, or the CPU as two devices; or N replicas, if N is given.
+strategy = kr.make_strategy(*map(int, sys.argv[1:]))
 with strategy.scope():
-    model = keras.Sequential(
-        [keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(2)]
-    )
-    model.compile(
-        "adam",
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    layers = [keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(2)]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
     model = kr.data_parallel(model)  # 2. right on N replicas
 
-checkpoints = kr.Checkpoints(
-    "checkpoints", every=10
-)  # 3. killed, it goes on where it was, to the bit
+# 3. Killed and started again, it goes on where it was, to the bit.
+checkpoints = kr.Checkpoints("checkpoints", every=10)
 model.fit(x, y, batch_size=64, epochs=5, callbacks=[checkpoints], verbose=2)
 print(*model.evaluate(x, y, verbose=0))

@@ -41,9 +41,9 @@ class Checkpoints(keras.callbacks.Callback):
     Saved too is the state of Keras's `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`, and of any callback
     with the methods `state_dict()`, which returns a dict that JSON can hold, and `load_state_dict(state)`.
 
-    Resumed to the bit are arrays, `Batches` and any data with `iter_from_step`; a `PyDataset` whose batches are functions
-    of their numbers; a `tf.data.Dataset` that is the same in each pass, or is shuffled by a seed; a generator that yields
-    the same again. Of the last two, what came before is read again.
+    Resumed to the bit are arrays, `Batches` and any data with `iter_from_step`; a `PyDataset` whose batches are
+    functions of their numbers; a `tf.data.Dataset` that is the same in each pass, or is shuffled by a seed; a generator
+    that yields the same again. Of the last two, what came before is read again.
 
     Loops of one's own give what is to be saved by name, and call `restore`, `save_if_due` and `save_and_leave`, the
     last when `told_to_stop` is set, inside `with checkpoints:`, which listens for SIGTERM.

@@ -9,8 +9,8 @@ Keras's hook, what it does there, and what it does here, and why:
 - `_maybe_symbolic_build` averages the first batch over replicas, to build from it. Booleans, strings and uneven batches
   have no average (keras-team/keras#19246, #21172), nor has anything on several workers (#20585): here it builds from
   shapes.
-- `make_train_function` makes a `tf.function` over steps, and a mean of what replicas return. Here steps are in a loop that
-  collectives allow (#20582), and replicas return what they have summed: see `loop.py`.
+- `make_train_function` makes a `tf.function` over steps, and a mean of what replicas return. Here steps are in a loop
+  that collectives allow (#20582), and replicas return what they have summed: see `loop.py`.
 - `train_step` takes the gradient of a replica's mean; the optimizer sums. Here sums are divided once: see `step.py`.
 - `test_step` does the same without an update, in both.
 - `predict_step` computes a replica's outputs, in both. Here a replica may have no examples: see `empty.py`.

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras_hub
 import numpy as np
@@ -16,6 +17,8 @@ from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas.errors import UserError
 from recipes import bert_from_scratch
 from tests.conftest import ROOT
+
+ALONE = SimpleNamespace(chief_alone=lambda work: work())  # as a run of a single process
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def test_an_epoch_reads_every_token_once_and_replicas_change_nothing(options, tm
 
 def test_validation_masks_by_a_rate_of_its_own(options):
     config = bert_from_scratch.Config(**options)
-    shards = bert_from_scratch.make_datasets(config)
+    shards = bert_from_scratch.make_datasets(config, ALONE)
     for split, slots in (("train", 10), ("validation", 5)):  # 30 % and 15 % of 32
         scaled = bert_from_scratch.Scaled(4, 4)
         _, labels, _ = next(iter(bert_from_scratch.masked_batches(config, shards, scaled, split)))
@@ -93,7 +96,7 @@ def test_validation_masks_by_a_rate_of_its_own(options):
 
 def test_shards_of_something_else_are_refused(options, tmp_path):
     def make_datasets(**changes):
-        return bert_from_scratch.make_datasets(bert_from_scratch.Config(**(options | changes)))
+        return bert_from_scratch.make_datasets(bert_from_scratch.Config(**(options | changes)), ALONE)
 
     data = make_datasets().folder
     (tmp_path / "other.txt").write_text("another text")

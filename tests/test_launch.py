@@ -486,27 +486,6 @@ def test_workers_with_other_devices_or_precision_are_refused(tmp_path):
         assert told(tmp_path / str(replicas), precision, replicas) == [(2, f"error: {different}: {message}")] * 2
 
 
-@pytest.mark.parametrize("variable", ["TF_CONFIG", "SLURM_STEP_NUM_TASKS", "JOB_SERVICE"])
-def test_a_join_timeout_that_is_no_number_is_told_before_tensorflow_is_imported(tmp_path, variable):
-    environment = {variable: "2" if variable.startswith("SLURM") else "", "JOIN_TIMEOUT": "5m"}
-    words = [
-        sys.executable,
-        "-X",
-        "importtime",
-        "-m",
-        "recipes",
-        "run",
-        "bert_mlm",
-        *OPTIONS,
-        "--workdir",
-        str(tmp_path),
-    ]
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
-    told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert told == ["error: JOIN_TIMEOUT must be a whole number from 1 to 999999, not '5m'"] and done.returncode == 2
-    assert not re.search(r"\|\s+tensorflow$", done.stderr, re.MULTILINE)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_worker_that_does_not_come_is_named(tmp_path, index):

@@ -1,0 +1,217 @@
+"""The library: its public names, what may import what, its size, its wheel, and a user's program that has no more."""
+
+import ast
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import keras_replicas
+from benchmarks.lines import count_lines, lines_in
+from tests.conftest import ROOT
+
+LIBRARY = sorted((ROOT / "keras_replicas").glob("*.py"))
+USERS = [
+    *(path for folder in ("common", "recipes", "guides") for path in sorted((ROOT / folder).rglob("*.py"))),
+    *(path for folder in ("guides", "notebooks") for path in sorted((ROOT / folder).glob("*.ipynb"))),
+]
+# The clone's command line starts the launcher, and is in no copy.
+LAUNCHER = (ROOT / "recipes/__main__.py", "keras_replicas.launch")
+PROGRAM = ROOT / "guides/train.py"
+EVALUATION = re.compile(r"^(\S+) (\S+)$")
+
+
+def test_a_user_has_few_names_each_with_its_words():
+    assert len(keras_replicas.__all__) <= 20
+    for name in keras_replicas.__all__:
+        assert getattr(keras_replicas, name).__doc__, name
+    tree = ast.parse((ROOT / "keras_replicas/__init__.py").read_text())
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
+    told = {(each.name, node.module) for node in typed.body for each in node.names}
+    assert told == {(name, f"keras_replicas.{module}") for name, module in keras_replicas._MODULES.items()}
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = keras_replicas.nothing
+
+
+def test_importing_the_library_loads_nothing(no_tensorflow):
+    code = "import sys, keras_replicas as kr; print({'tensorflow', 'keras', 'numpy'} & set(sys.modules), len(dir(kr)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=no_tensorflow, capture_output=True, text=True)
+    assert done.stdout.startswith("set() "), done.stderr
+
+
+def imported(code):
+    """The modules that code imports, in functions too, and, as `module.name`, what it takes from them."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+
+
+def from_inside(code):
+    """What code imports of the library that is not one of its public names."""
+    ours = (name for name in imported(code) if name.startswith("keras_replicas."))
+    return [name for name in ours if name.removeprefix("keras_replicas.") not in keras_replicas.__all__]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import keras_replicas.model",
+        "from keras_replicas.model import data_parallel",
+        "def f():\n from keras_replicas import model",
+    ],
+)
+def test_imports_from_inside_are_seen(code):
+    assert from_inside(code) and not from_inside("import keras_replicas as kr\nfrom keras_replicas import locate")
+
+
+def code_of(path):
+    """A module's, or that of a notebook's cells."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return text
+    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+
+
+def test_helpers_pages_guides_and_notebooks_use_public_names_alone():
+    """So that an update of the library breaks no copy."""
+    found = {(path, name) for path in USERS for name in from_inside(code_of(path))}
+    launcher = {(path, name) for path, name in found if (path, name.rpartition(".")[0]) == LAUNCHER}
+    assert {str(path.relative_to(ROOT)): name for path, name in found - launcher} == {}
+
+
+def test_the_library_knows_no_recipe():
+    for path in LIBRARY:
+        theirs = {name.split(".")[0] for name in imported(code_of(path))}
+        assert not theirs & {"common", "recipes"}, path.name
+        assert path.name in ("kerashub.py", "private.py") or not theirs & {"keras_hub", "keras_nlp"}, path.name
+
+
+def test_the_library_is_small():
+    assert lines_in(ROOT / "keras_replicas") <= 2300
+    assert {path.name: lines for path in LIBRARY if (lines := len(path.read_text().splitlines())) > 250} == {}
+
+
+def test_docstrings_comments_and_blank_lines_are_no_code():
+    code = '"""Two\nlines."""\n\nimport os  # why\n\n# A comment.\ndef f(\n    x,\n\n):\n'
+    code += '    """Doc."""\n    return """a\nb"""\n'
+    assert count_lines(code) == 6
+
+
+def test_the_readme_has_the_program_as_it_is():
+    (shown,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown == PROGRAM.read_text()
+
+
+def test_without_the_extra_a_recipe_says_what_to_install():
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [sys.executable, "-S", "-m", "recipes", "run", "bert_mlm"]  # -S: without any package
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    told = "error: the recipes need keras_hub, tokenizers, tyro: pip install -e '.[recipes]' in the clone"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{told}\n")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """What `pip wheel` makes of the project."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", ".", "--no-deps", "-w", folder], cwd=ROOT, check=True)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """The interpreter of an environment that holds the wheel, and sees this one's packages but nothing else of ours."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    interpreter = folder / "bin/python"
+    words = [interpreter, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel]
+    subprocess.run(words, check=True, env=plain_environment())
+    paths = sysconfig.get_paths("venv", {"base": str(folder)})
+    Path(paths["purelib"], "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    return interpreter
+
+
+def plain_environment():
+    """As a user's, who has set nothing."""
+    ours = ("PYTHONPATH", "KERAS_BACKEND", "LAUNCH_ID", "TF_CONFIG")
+    return {name: value for name, value in os.environ.items() if name not in ours} | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(folder, *words):
+    """A finished process, started in a folder with the user's program alone."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(PROGRAM.read_text())
+    return subprocess.run(words, cwd=folder, env=plain_environment(), capture_output=True, text=True)
+
+
+def evaluation(done):
+    """The last line of the program's output: its loss and accuracy."""
+    assert done.returncode == 0, done.stderr
+    return EVALUATION.match(done.stdout.splitlines()[-1]).groups()
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_library_alone(wheel, python):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {
+        "keras_replicas",
+        wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info",
+    }
+    assert {path.name for path in LIBRARY} | {"py.typed"} == {
+        Path(name).name for name in names if name.startswith("keras_replicas/")
+    }
+    for module in ("common", "recipes"):
+        code = f"import importlib.util; print(importlib.util.find_spec({module!r}))"
+        assert subprocess.check_output([python, "-I", "-c", code], text=True) == "None\n"
+
+
+@pytest.mark.slow
+def test_the_program_computes_the_same_on_one_replica_two_and_two_workers(python, tmp_path):
+    ways = {"1": [python, "train.py", "1"], "2": [python, "train.py", "2"]}
+    if (ROOT / "keras_replicas/__main__.py").exists():
+        ways["workers"] = [python, "-m", "keras_replicas", "launch", "--workers", "2", "train.py"]
+    found = {name: [float(each) for each in evaluation(run(tmp_path / name, *words))] for name, words in ways.items()}
+    for name in found:
+        assert found[name] == pytest.approx(found["1"], rel=1e-6)
+    assert found["1"][1] > 0.9
+
+
+# Kills its own process after so many steps, then runs the program that comes next.
+KILLED = """
+import os, runpy, signal, sys
+import keras
+
+steps, on_train_batch_end = 0, keras.callbacks.CallbackList.on_train_batch_end
+
+def counted(self, batch, logs=None):
+    global steps
+    steps += 1
+    on_train_batch_end(self, batch, logs)
+    if steps == int(sys.argv[-1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+keras.callbacks.CallbackList.on_train_batch_end = counted
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_program_that_was_killed_ends_as_if_it_had_not_been(python, tmp_path):
+    undisturbed = evaluation(run(tmp_path / "undisturbed", python, "train.py"))
+    step = random.randint(17, 79)  # of 80, in epochs of 16
+    words = KILLED.replace("sys.argv[-1]", str(step))
+    assert run(tmp_path / "killed", python, "-c", words).returncode == -9
+    again = run(tmp_path / "killed", python, "train.py")
+    assert evaluation(again) == undisturbed, f"killed after step {step}"
+    assert "Epoch 1/5" not in again.stdout and "Epoch 5/5" in again.stdout
