@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops as tensorflow_module
 
-from common.devices import device_copies
+from keras_replicas import device_copies
 from keras_replicas.model import data_parallel
 from keras_replicas.strategy import distribute, make_strategy
 from tests.test_conformance import no_autotune

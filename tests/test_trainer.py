@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_replicas.losses import loss_adds_up, metric_adds_up
 from keras_replicas.model import data_parallel
 from keras_replicas.strategy import distribute, make_strategy
 
@@ -142,3 +143,82 @@ def test_a_loss_of_ones_own_may_look_up_an_embedding():
         return model.get_weights()[0]
 
     np.testing.assert_allclose(trained(2), trained(1), atol=1e-7)
+
+
+class Shifted(keras.losses.MeanSquaredError):
+    """As Keras's, under another name."""
+
+    def __init__(self):
+        super().__init__(name="shifted")
+
+
+class Called(keras.losses.MeanSquaredError):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return keras.ops.max(y_pred)
+
+
+class ByExample(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+
+class Declared(ByExample):
+    adds_up = True
+
+
+class Doubled(keras.metrics.MeanSquaredError):
+    def result(self):
+        return 2 * super().result()
+
+
+class Halved(keras.metrics.MeanSquaredError):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(y_true / 2, y_pred / 2, sample_weight)
+
+
+def squares(y_true, y_pred):
+    return (y_true - y_pred) ** 2
+
+
+@pytest.mark.parametrize("module", ["keras.src.losses.losses", __name__])
+def test_a_loss_counts_as_kerass_by_what_its_class_overrides(module, monkeypatch):
+    for kind in (Shifted, Called, ByExample, Declared):
+        monkeypatch.setattr(kind, "__module__", module)
+    monkeypatch.setattr(squares, "__module__", module)
+    wrapper = keras.losses.MeanSquaredError.__base__
+    for loss in (keras.losses.MeanSquaredError(), Shifted(), Declared(), wrapper(keras.losses.mean_squared_error)):
+        assert loss_adds_up(loss)
+    axis = keras.losses.CosineSimilarity(axis=0)
+    for loss in (Called(), ByExample(), wrapper(squares), wrapper(keras.losses.dice), keras.losses.Dice(), axis):
+        assert not loss_adds_up(loss)
+
+
+@pytest.mark.parametrize("module", ["keras.src.metrics.metric", __name__])
+def test_a_metric_counts_as_kerass_by_what_its_class_overrides(module, monkeypatch):
+    for kind in (Doubled, Halved):
+        monkeypatch.setattr(kind, "__module__", module)
+    metrics = keras.metrics
+    for metric in (metrics.AUC(), metrics.Accuracy(), Doubled(), metrics.MeanMetricWrapper(metrics.mean_squared_error)):
+        assert metric_adds_up(metric)
+    of_a_loss = metrics.MeanMetricWrapper(keras.losses.MeanSquaredError())
+    for metric in (Halved(), metrics.MeanMetricWrapper(squares), of_a_loss, metrics.CosineSimilarity(axis=0)):
+        assert not metric_adds_up(metric)
+
+
+class Dividing(keras.layers.Layer):
+    """Tells how many replicas the strategy, and its replica, say that there are."""
+
+    def call(self, x):
+        if context := tf.distribute.get_replica_context():  # none while the model is built
+            self.seen = tf.distribute.get_strategy().num_replicas_in_sync, context.num_replicas_in_sync
+        return x
+
+
+def test_in_a_pass_the_strategy_has_one_replica_and_keras_is_as_it_was():
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential)([keras.Input((3,)), layer := Dividing(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(X[:8], Y[:8], batch_size=4, verbose=0)
+    assert layer.seen == (1, 2)
+    with make_strategy(2).scope():
+        assert float(keras.losses.MeanSquaredError()(tf.ones([2, 1]), tf.zeros([2, 1]))) == 0.5  # Keras's own division
