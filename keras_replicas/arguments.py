@@ -46,11 +46,12 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size", "class_weight")}
     callbacks = _callback_list(model, given)
     state = checkpoints.open_fit(callbacks) if checkpoints else {}
-    seeds = state.get("seeds") or exchange({"data": model.global_seed, "noise": model.global_seed})[0]
+    seeds = state.get("seeds") or {"data": model.global_seed, "noise": model.global_seed}
+    seeds = exchange(seeds)[0] if _on_workers(model) else seeds
     model.global_seed = seeds["noise"]
     shuffle, steps = given.pop("shuffle", True), given.get("steps_per_epoch")
     batches = begins_anywhere(**data, steps=steps, shuffle=shuffle, seed=seeds["data"])
-    _check_same(batches)
+    _check_same(model, batches)
     steps, epochs = steps or len(batches), given.get("epochs", 1)
     callbacks.set_params(callbacks.params | {"steps": steps})
     step, last = given.get("initial_epoch", 0) * steps, None
@@ -96,8 +97,12 @@ def with_divided_data(model: Any, given: Arguments) -> Arguments:
         return _with_generators(given)
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
     batches = begins_anywhere(**data, steps=given.get("steps"))
-    _check_same(batches)
+    _check_same(model, batches)
     return given | {"x": distribute(model.distribute_strategy, batches), "steps": given.get("steps") or len(batches)}
+
+
+def _on_workers(model: Any) -> bool:
+    return isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy) and num_workers() > 1
 
 
 def _is_divided_by_us(model: Any, x: Any) -> bool:
@@ -110,7 +115,7 @@ def _is_divided_by_us(model: Any, x: Any) -> bool:
         return False
     under_strategy = model.distribute_strategy.num_replicas_in_sync > 1
     is_py_dataset = isinstance(x, keras.utils.PyDataset)
-    return num_workers() > 1 or hasattr(x, "iter_from_step") or (under_strategy and is_py_dataset)
+    return _on_workers(model) or hasattr(x, "iter_from_step") or (under_strategy and is_py_dataset)
 
 
 def _with_generators(given: Arguments) -> Arguments:
@@ -129,15 +134,15 @@ def _callback_list(model: Any, given: Arguments) -> keras.callbacks.CallbackList
         params = {"verbose": verbose, "epochs": given.get("epochs", 1), "steps": None}
         bar = verbose != 0
         callbacks = keras.callbacks.CallbackList(callbacks, add_history=True, add_progbar=bar, model=model, **params)
-    if num_workers() > 1 and any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks.callbacks):
+    if _on_workers(model) and any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks.callbacks):
         raise UserError("BackupAndRestore does not work on several workers: use keras_replicas.Checkpoints")
-    if not is_chief():
+    if _on_workers(model) and not is_chief():
         callbacks.callbacks = [each for each in callbacks.callbacks if not isinstance(each, WRITERS)]
     return callbacks
 
 
-def _check_same(batches: Any) -> None:
-    if num_workers() > 1 and hasattr(batches, "fingerprint"):
+def _check_same(model: Any, batches: Any) -> None:
+    if _on_workers(model) and hasattr(batches, "fingerprint"):
         told = (
             "is given other data than the chief: give every worker the same whole batches, of which it takes its part"
         )

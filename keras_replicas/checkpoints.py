@@ -122,11 +122,15 @@ class Checkpoints(keras.callbacks.Callback):
         state = self._state_of_fit() if "fit" in self._objects else None  # on all workers
         if not is_chief():
             return
+        tf.summary.flush()  # the default writer's events: saved steps are not done again, and so not shown again
         try:
             self._files.write(f"ckpt-{step}", self._checkpoint, state)
         except (tf.errors.OpError, OSError) as error:
             why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without the path and the operation
-            log.error("The checkpoint of step %d could not be written (%s).", step, why)
+            good = self.saved_step
+            log.error(
+                "The checkpoint of step %d could not be written (%s). The last good one is of step %d.", step, why, good
+            )
         else:
             self.saved_step = step
             self._files.remove_old(step)

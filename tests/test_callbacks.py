@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 from types import SimpleNamespace
 
 import keras
@@ -13,13 +11,13 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from common.run.best import when_best
-from common.run.callbacks import FitCheckpoints, FitLog, Profile
+from common.run.callbacks import FitLog, Profile
 from common.run.command_line import verbosity
 from common.run.speed import ModelFlops
 from common.training.explicit_step import COUNTS
 from keras_replicas.cluster import worker_config
 from tests.test_conformance import no_autotune
-from tests.test_data_parallel import LENGTH, SLOTS, examples, make_model, weights_after
+from tests.test_data_parallel import LENGTH, SLOTS, examples, make_model
 
 EPOCH, BATCH = 3, 4  # steps, and examples in each
 
@@ -51,9 +49,10 @@ class Seen(keras.callbacks.Callback):
 
 
 def test_regression_has_no_accuracy(tmp_path):
-    log = FitLog(tmp_path, {}, EPOCH)
-    values = dict.fromkeys(("loss", "learning_rate", "waited", *COUNTS), np.array([1.0, 2.0]))
-    log.set_model(SimpleNamespace(step_values=values))
+    log = FitLog(tmp_path, EPOCH, 2, {})
+    values = dict.fromkeys(("loss", "learning_rate", *COUNTS), np.array([1.0, 2.0]))
+    log.set_model(SimpleNamespace(step_values=values, steps_done=0, count_params=lambda: 1))
+    log.on_train_begin()
     log.on_train_batch_begin(0)
     log.on_train_batch_end(0, dict.fromkeys(COUNTS, 2.0))
     log.on_train_end()
@@ -63,7 +62,7 @@ def test_regression_has_no_accuracy(tmp_path):
 
 def test_each_step_is_in_the_record_and_in_tensorboard(tmp_path):
     model = make_model(2, steps_per_execution=2)
-    log = FitLog(tmp_path, {"seed": 7, "corpus": "text"}, EPOCH, flops=ModelFlops(2.0, 1e9))
+    log = FitLog(tmp_path, EPOCH, 2 * EPOCH, {"seed": 7, "corpus": "text"}, ModelFlops(2.0, 1e9))
     history = model.fit(
         data(), epochs=2, steps_per_epoch=EPOCH, verbose=0, callbacks=[log, seen := Seen()],
         validation_data=data(), validation_steps=EPOCH,
@@ -85,68 +84,13 @@ def test_each_step_is_in_the_record_and_in_tensorboard(tmp_path):
     assert "seed = 7" in (told := str(shown["config"][0])) and "corpus = 'text'" in told
     for name in ("loss", "accuracy", "learning_rate"):
         assert shown[f"train/{name}"] == {line["step"]: np.float32(line[name]) for line in lines}
-    for name in ("tokens_per_second", "mfu", "input_wait_fraction", "peak_memory_mb"):
+    for name in ("tokens_per_second", "mfu", "peak_memory_mb"):
         assert sorted(shown[f"train/{name}"]) == list(range(1, 2 * EPOCH + 1))
     speeds, shares = (list(shown[f"train/{name}"].values()) for name in ("tokens_per_second", "mfu"))
     np.testing.assert_allclose(shares, np.multiply(speeds, 2e-9), rtol=1e-5)
     for name in ("loss", "accuracy"):
         values = [np.float32(value) for value in history[f"val_{name}"]]
         assert shown[f"validation/{name}"] == dict(zip((EPOCH, 2 * EPOCH), values, strict=True))
-
-
-class Terminate(keras.callbacks.Callback):
-    """What a scheduler sends: while a step is done, or while the epoch after it is validated."""
-
-    def __init__(self, step, validating=False):
-        super().__init__()
-        self.step, self.validating = step, validating
-
-    def send(self, validating):
-        if self.model.steps_done == self.step and validating == self.validating:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.send(False)
-
-    def on_test_batch_begin(self, batch, logs=None):
-        self.send(True)
-
-
-def train(workdir, every, *callbacks, steps=2 * EPOCH, model=None):
-    model = model or make_model(2, optimizer=keras.optimizers.Adam)
-    checkpoints = FitCheckpoints(workdir, model, every)
-    first = checkpoints.restore()
-    sizes = {"epochs": steps // EPOCH, "steps_per_epoch": EPOCH, "validation_steps": 1}
-    model.fit(data(first), validation_data=data(), **sizes, verbose=0, callbacks=[*callbacks, checkpoints])
-    return model, checkpoints
-
-
-def test_checkpoints_come_when_due_and_at_the_end_of_each_epoch(tmp_path):
-    handler = signal.getsignal(signal.SIGTERM)
-    model, checkpoints = train(tmp_path, 2)
-    assert checkpoints.steps() == [3, 4, 6]  # of 2, 3, 4 and 6, the last three; none twice
-    assert signal.getsignal(signal.SIGTERM) == handler
-    again = make_model(2, optimizer=keras.optimizers.Adam)
-    assert FitCheckpoints(tmp_path, again, 2).restore() == again.first_step == 6
-    np.testing.assert_array_equal(weights_after(again), weights_after(model))
-
-
-@pytest.mark.parametrize(
-    ("step", "validating", "saved"),
-    [(1, False, 2), pytest.param(3, True, 3, marks=pytest.mark.slow)],
-    ids=["in an epoch", "in its validation"],
-)
-def test_sigterm_saves_and_leaves(tmp_path, step, validating, saved, capsys):
-    handler = signal.getsignal(signal.SIGTERM)
-    validated = []
-    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: validated.append("val_loss" in logs))
-    with pytest.raises(SystemExit) as left:
-        train(tmp_path, 100, Terminate(step, validating), note)
-    signal.signal(signal.SIGTERM, handler)  # the process would have ended
-    assert left.value.code == 143 and f"Stopped by SIGTERM after step {saved}." in capsys.readouterr().out
-    assert validated == ([] if step == 1 else [True])
-    model = make_model(2, optimizer=keras.optimizers.Adam)
-    assert FitCheckpoints(tmp_path, model, 100).restore() == saved
 
 
 def test_the_trace_has_the_steps_asked_for(tmp_path, capsys):
@@ -167,7 +111,7 @@ def test_the_trace_has_the_steps_asked_for(tmp_path, capsys):
 def test_only_the_chief_writes(tmp_path, monkeypatch):
     model = make_model(1)
     monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(["localhost:1", "localhost:2"], 1)))
-    callbacks = [FitLog(tmp_path, {}, EPOCH), Profile(tmp_path, "1-2")]
+    callbacks = [FitLog(tmp_path, EPOCH, EPOCH, {}), Profile(tmp_path, "1-2")]
     model.fit(data(), steps_per_epoch=EPOCH, verbose=0, callbacks=callbacks, validation_data=data(), validation_steps=1)
     assert not list(tmp_path.iterdir())
 
@@ -176,17 +120,14 @@ def test_when_best_remembers(tmp_path):
     for metric, sign in ("closeness", 1), ("val_loss", -1):
         saved = []
         for step, value in enumerate([-3.0, -1.0, -2.0, -1.0, -0.5]):
-            action = when_best(
-                metric, lambda at, metrics, saved=saved: saved.append(at), tmp_path, step
-            )  # a new process
+            action = when_best(metric, lambda at, metrics, saved=saved: saved.append(at), tmp_path)  # a new process
             action(step, {metric: sign * value, "other": math.nan})
         assert saved == [0, 1, 4]
         assert json.loads((tmp_path / "best.json").read_text()) == {metric: sign * -0.5}
         (tmp_path / "best.json").write_text("")  # as a power cut may leave it
         action(5, {metric: sign * -0.6})
         assert saved == [0, 1, 4, 5]
-        when_best(metric, print, tmp_path)  # another run that begins
-        assert not (tmp_path / "best.json").exists()
+        (tmp_path / "best.json").unlink()
 
 
 def test_a_bar_is_drawn_on_a_terminal_and_in_a_notebook(monkeypatch):

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
-from common.run.run_folder import discard_replaced
 
 from common.files import write_json
-from common.run import run_folder
-from common.run.runs import open_run
-from common.run.step_log import StepLog
-from keras_replicas.errors import UserError
+from common.run.run_folder import open_run
+from common.run.runs import RecipeRun
+from common.run.step_log import RunLog
+from keras_replicas import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +32,10 @@ def config(tmp_path):
     return Config(str(tmp_path / "run"))
 
 
-def reopen(config, recipe="a", writes=tuple(run_folder.OF_SOME_RUNS), **changes):
+def reopen(config, recipe="a", **changes):
     """Opens, looks, and lets go."""
-    run = open_run(recipe, dataclasses.replace(config, **changes), writes)
-    run.lock.close()
+    run = RecipeRun(recipe, dataclasses.replace(config, **changes))
+    run._run._lock.close()
     return run
 
 
@@ -49,7 +48,7 @@ def test_a_run_with_other_options_is_refused_by_name(config):
     run = reopen(config)
     assert run.results is None
     has_a_checkpoint(run.workdir)
-    with pytest.raises(UserError, match="seed 0, not 1, rate 0.1, not 0.2.* --overwrite"):
+    with pytest.raises(UserError, match="seed 0, not 1, rate 0.1, not 0.2.* overwrite it"):
         reopen(config, seed=1, rate=0.2)
     with pytest.raises(UserError, match="recipe 'a', not 'b'"):
         reopen(config, recipe="b")
@@ -110,7 +109,7 @@ def test_what_is_said_of_a_run_that_was_stopped_helps_it_with_overwrite_too(conf
     for refused in (
         lambda: reopen(config).scale(config, 3, 0.4, "adamw"),
         lambda: reopen(config).check_data({"train": 32, "validation": 1}, {"train": 8}),
-        lambda: StepLog(run.workdir, 1, first_step=4),
+        lambda: RunLog(run.workdir, 1).begin(4),
     ):
         with pytest.raises(UserError, match=f"or give another --workdir, or remove {run.workdir} to start afresh$"):
             refused()
@@ -118,33 +117,33 @@ def test_what_is_said_of_a_run_that_was_stopped_helps_it_with_overwrite_too(conf
     assert reopen(config).results is None
 
 
-def test_a_complete_run_is_given_back_and_overwrite_starts_afresh(config):
+def aside(workdir):
+    """The folders to which runs were moved."""
+    return sorted(workdir.parent.glob(f"{workdir.name}.old-*"))
+
+
+def test_a_complete_run_is_given_back_and_overwrite_moves_it_aside_whole(config):
     workdir = reopen(config).workdir
     write_json(workdir / "results.json", {"steps": 3})
+    (workdir / "notes.txt").write_text("mine")
     assert reopen(config).results == {"steps": 3}
     assert reopen(config, seed=1, overwrite=True).results is None
     assert not (workdir / "results.json").exists()
+    (old,) = aside(workdir)
+    assert (old / "notes.txt").read_text() == "mine" and (old / "results.json").exists()
 
 
 def test_the_command_with_overwrite_that_began_a_run_goes_on_until_it_is_complete(config):
     has_a_checkpoint(reopen(config).workdir)
     workdir = reopen(config, seed=1, overwrite=True).workdir
-    fill(workdir, {"steps.jsonl": "new"})
-    reopen(config, seed=1, overwrite=True)  # stopped before its first checkpoint: begun anew
-    assert not (workdir / "steps.jsonl").exists() and (workdir / ".replaced").exists()
+    assert len(aside(workdir)) == 1
     has_a_checkpoint(workdir)
-    discard_replaced(workdir)
-    fill(workdir, {"steps.jsonl": "new", "results.json": ""})  # as a power cut may leave it
-    for _ in range(2):
-        reopen(config, seed=1, overwrite=True)
-        assert (workdir / "steps.jsonl").exists() and not (workdir / ".replaced").exists()
-    reopen(config, seed=1)
+    reopen(config, seed=1, overwrite=True)
+    assert (workdir / "checkpoints/ckpt-4.index").exists() and len(aside(workdir)) == 1
     write_json(workdir / "results.json", {"steps": 3})
-    for changes in ({"seed": 1}, {"seed": 1, "batch_size": 4}):  # the second is another command, of a run to go on
-        assert reopen(config, **changes, overwrite=True).results is None
-        assert (workdir / ".replaced/checkpoints/ckpt-4.index").exists()
-        has_a_checkpoint(workdir)
-        discard_replaced(workdir)
+    aside(workdir)[0].rename(workdir.parent / "elsewhere")
+    assert reopen(config, seed=1, overwrite=True).results is None
+    assert len(aside(workdir)) == 1
 
 
 def test_a_launcher_that_starts_its_workers_again_gets_the_run_that_they_completed(config, monkeypatch):
@@ -173,18 +172,17 @@ def fill(folder, *contents):
         (folder / name).write_text(text)
 
 
-def test_a_run_is_not_begun_among_files_of_its_names(config, tmp_path):
+def test_a_run_is_not_begun_among_other_files(config, tmp_path):
     workdir = tmp_path / "run"
     mine = {"data/precious.txt": "precious", "config.json": '{"model_type": "bert"}', "notes.txt": "notes"}
     fill(workdir, mine)
     for overwrite in (False, True):
-        with pytest.raises(UserError, match="run holds config.json, data, but no run: .* Give another --workdir"):
+        with pytest.raises(UserError, match="run holds config.json, data, notes.txt, but no run: give another folder"):
             reopen(config, overwrite=overwrite)
     assert files_in(workdir) == mine and not (workdir / ".lock").exists()
     other = dataclasses.replace(config, workdir=str(tmp_path / "other"))
-    fill(tmp_path / "other", {"thesis.tex": "years of work", "logs/worker-0.log": "log"})
-    reopen(other, overwrite=True)
-    assert len(files_in(tmp_path / "other")) == 3
+    fill(tmp_path / "other", {"logs/worker-0.log": "log"})
+    assert reopen(other).results is None
 
 
 def test_a_run_is_begun_where_its_shards_are_already(config):
@@ -202,12 +200,12 @@ def test_what_a_killed_process_was_writing_is_removed_and_nothing_like_it(config
 
 def test_a_folder_that_cannot_be_written_or_is_in_use(tmp_path, config):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write to the work directory"):
-        open_run("a", Config(str(tmp_path / "file" / "run")))
-    run = open_run("a", config)
+    with pytest.raises(UserError, match="cannot write to the folder"):
+        open_run(tmp_path / "file" / "run", {})
+    run = RecipeRun("a", config)
     with pytest.raises(UserError, match="another process is running"):
-        open_run("a", config)
-    run.lock.close()
+        RecipeRun("a", config)
+    run._run._lock.close()
 
 
 def test_a_file_that_is_not_json_is_no_end(config):
@@ -216,7 +214,7 @@ def test_a_file_that_is_not_json_is_no_end(config):
         (workdir / "results.json").write_text(text)
         assert reopen(config).results is None
     (workdir / "config.json").write_text("")
-    with pytest.raises(UserError, match="holds config.json, results.json, but no run: its config.json is missing, or"):
+    with pytest.raises(UserError, match="holds config.json, results.json, but no run"):
         reopen(config)
 
 
@@ -240,14 +238,14 @@ def test_a_run_goes_on_with_the_same_data_only(config):
 
 def test_a_dry_run_writes_nothing_and_takes_no_notice_of_a_run(config):
     dry = dataclasses.replace(config, dry_run=True, seed=1)
-    run = open_run("a", dry)
+    run = RecipeRun("a", dry)
     assert run.scale(config, 2, 0.1, "adamw")[::2] == (8, 0.1)
     assert not run.workdir.exists()
     reopen(config).scale(config, 4, 0.4, "adamw")
     write_json(run.workdir / "results.json", {"steps": 3})
     before = files_in(run.workdir)
     for recipe, overwrite in (("a", False), ("b", True)):
-        run = open_run(recipe, dataclasses.replace(dry, overwrite=overwrite))
+        run = RecipeRun(recipe, dataclasses.replace(dry, overwrite=overwrite))
         assert run.results is None and run.scale(config, 2, 0.1, "adamw")[::2] == (8, 0.1)
         run.check_data({"train": 16, "validation": 1}, {"train": 9})
     assert files_in(run.workdir) == before

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_replicas import Batches, Checkpoints, checkpoints, data_parallel, make_strategy
 from keras_replicas.losses import loss_adds_up, metric_adds_up
-from keras_replicas.model import data_parallel
-from keras_replicas.strategy import distribute, make_strategy
 
 X = np.random.default_rng(0).normal(size=(56, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
@@ -34,53 +33,36 @@ class Told(keras.callbacks.Callback):
 def make_model(**compile_arguments):
     keras.utils.set_random_seed(0)
     with make_strategy(2).scope():
-        model = data_parallel(keras.Sequential)([keras.Input((3,)), keras.layers.Dense(1)])
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.1), "mse", **compile_arguments)
-    return model
+        return data_parallel(model)
 
 
-def batches(first_step=0, num_shards=1, shard=0):
-    """Four examples a step, fourteen steps."""
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).skip(4 * first_step).shard(num_shards, shard)
-    return data.batch(4 // 2, drop_remainder=True)
-
-
-def fit(model, **arguments):
-    told = Told()
-    strategy = model.distribute_strategy
-    data = distribute(strategy, batches, model.first_step)
-    validation = distribute(strategy, batches)
-    sizes = {"steps_per_epoch": STEPS, "validation_data": validation, "validation_steps": 1}
-    history = model.fit(data, **sizes, callbacks=[told], verbose=0, **arguments).history
+def fit(model, folder, max_steps=None, **arguments):
+    """Four examples a step, four steps an epoch; validation of one step."""
+    told, data = Told(), Batches((X[:16], Y[:16]), 4)
+    callbacks = [told, Checkpoints(folder, max_steps=max_steps)]
+    validation = {"validation_data": Batches((X[:4], Y[:4]), 4, shuffle=False)}
+    history = model.fit(data, **validation, callbacks=callbacks, verbose=0, **arguments).history
     return told.heard, history
 
 
-def test_it_begins_where_it_is_told_to_and_ends_there():
-    whole = make_model()
-    whole.last_step = 10
-    heard, history = fit(whole, epochs=9)
+def test_it_ends_where_it_is_told_to(tmp_path):
+    heard, history = fit(make_model(), tmp_path, epochs=9, max_steps=10)
     steps = [(0, 1, False), (1, 2, False), (2, 3, False), (3, 4, True)]
     assert heard[:6] == ["epoch 0", *steps, "evaluated"]
     assert heard[-4:] == ["epoch 2", (0, 9, False), (1, 10, True), "evaluated"]
     assert len(history["loss"]) == 3
 
-    first = make_model()
-    first.last_step = 6
-    fit(first, epochs=9)
-    first.first_step, first.last_step = 6, 10
-    went_on, _ = fit(first, epochs=9)
-    assert went_on == ["epoch 1", (2, 7, False), (3, 8, True), "evaluated", *heard[-4:]]
-    for ours, theirs in zip(first.get_weights(), whole.get_weights(), strict=True):
+
+def test_it_begins_within_an_epoch_where_it_was(tmp_path, monkeypatch):
+    whole, _ = fit(model := make_model(), tmp_path / "whole", epochs=3)
+    fit(make_model(), tmp_path / "parts", epochs=3, max_steps=6)
+    monkeypatch.setattr(checkpoints, "_completed", type(checkpoints._completed)())  # as in a new process
+    went_on, _ = fit(again := make_model(), tmp_path / "parts", epochs=3)
+    assert went_on == ["epoch 1", (2, 7, False), (3, 8, True), *whole[11:]]
+    for ours, theirs in zip(again.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def test_what_is_done_is_not_done_again_and_the_next_fit_is_a_new_one():
-    model = make_model()
-    model.first_step = 12
-    heard, history = fit(model, epochs=3)
-    assert heard == [] and history == {} and model.steps_done == 12
-    heard, _ = fit(model, epochs=1)
-    assert heard[:2] == ["epoch 0", (0, 1, False)] and model.steps_done == 4
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -98,23 +80,14 @@ def test_an_epoch_after_one_whose_data_ran_out_has_all_its_steps_again():
     assert steps(make_model()) == steps(plain)
 
 
-def test_an_initial_epoch_is_keras_own():
-    heard, _ = fit(make_model(), epochs=3, initial_epoch=2)
+def test_an_initial_epoch_is_keras_own(tmp_path):
+    heard, _ = fit(make_model(), tmp_path, epochs=3, initial_epoch=2)
     assert [told for told in heard if isinstance(told, str)] == ["epoch 2", "evaluated"]
 
 
-def test_several_steps_a_call_end_where_the_epoch_does():
-    model = make_model(steps_per_execution=3)
-    model.first_step, model.last_step = 3, 6
-    heard, _ = fit(model, epochs=3)
-    assert [end for end in heard if isinstance(end, tuple)] == [(5, 4, True), (2, 6, True)]
-
-
-def test_it_must_know_how_long_an_epoch_is():
-    model = make_model()
-    model.last_step = 3
-    with pytest.raises(ValueError, match="needs steps_per_epoch"):
-        model.fit(X, Y, verbose=0)
+def test_several_steps_a_call_end_where_the_epoch_does(tmp_path):
+    heard, _ = fit(make_model(steps_per_execution=3), tmp_path, epochs=3, max_steps=6)
+    assert [end for end in heard if isinstance(end, tuple)] == [(2, 3, False), (5, 4, True), (2, 6, True)]
 
 
 class LooksUpAgain(keras.Model):

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import logging
 import os
 import re
 import select
@@ -113,12 +114,24 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
         fail(_first_paragraph(stderr.getvalue()))
 
 
+class _Printing(logging.Handler):
+    """Prints messages as they are."""
+
+    def emit(self, record):
+        """Prints one, on a line of its own: a progress bar may be in the last one."""
+        print(f"\n{record.getMessage()}", flush=True)
+
+
 @quiet_without_reader()
 def run(main: Callable[[Config], None], config: Config) -> None:
     """Calls `main(config)`, and turns expected errors into a message and an exit status.
 
-    That is 2 after a `UserError`, and 1 if the disk is full, or another worker has died or cannot be reached.
+    That is 2 after a `UserError`, and 1 if the disk is full, or another worker has died or cannot be reached. What the
+    library logs is printed.
     """
+    logger = logging.getLogger("keras_replicas")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(_Printing())
     try:
         main(config)
     except UserError as error:

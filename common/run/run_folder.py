@@ -2,16 +2,16 @@
 """A run is a folder: opened by one process at a time, and only with the options that started it."""
 
 import dataclasses
+import datetime
 import fcntl
 import logging
 import os
-import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from common.files import read_json, write_json
+from common.files import read_json, remove_unfinished, write_json
 from keras_replicas import UserError, agree, exchange, is_chief
 
 log = logging.getLogger("keras_replicas")
@@ -102,7 +102,7 @@ def open_run(
 
 def look_at(folder: Path, options: dict[str, Any], free: Collection[str] = ()) -> Run:
     """The run that would be started or resumed in a folder; nothing is written. Raises as `open_run` does."""
-    saved = read_json(folder / "config.json")
+    saved = _saved(folder)
     if saved is None or not _has_progress(folder):
         return Run(folder, options)
     different = [name for name in options if name not in free and saved.get(name) != options[name]]
@@ -116,14 +116,15 @@ def look_at(folder: Path, options: dict[str, Any], free: Collection[str] = ()) -
 
 
 def _open(folder: Path, options: dict[str, Any], free: Collection[str], overwrite: bool) -> Run:
-    saved = read_json(folder / "config.json")
+    saved = _saved(folder)
     try:
-        if saved is None and folder.is_dir() and any(path.name not in (".lock", "logs") for path in folder.iterdir()):
-            raise UserError(f"{folder} holds files, but no run: give another folder")
+        if saved is None and (others := _other_files(folder)):
+            raise UserError(f"{folder} holds {', '.join(others)}, but no run: give another folder")
         folder.mkdir(parents=True, exist_ok=True)
         lock = _locked(folder)
+        remove_unfinished(folder)
         if overwrite and _has_progress(folder) and not _is_resumed(folder, saved or {}, options):
-            aside = folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+            aside = folder.with_name(f"{folder.name}.old-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
             folder.rename(aside)
             log.info("The old run is now in %s; delete it when you no longer need it.", aside)
             folder.mkdir()
@@ -135,6 +136,18 @@ def _open(folder: Path, options: dict[str, Any], free: Collection[str], overwrit
         return run
     except OSError as error:
         raise UserError(f"cannot write to the folder {folder} ({error.strerror}): give another") from error
+
+
+def _saved(folder: Path) -> dict[str, Any] | None:
+    """The content of `config.json`; None if no run wrote it: other programs have files of that name."""
+    saved = read_json(folder / "config.json")
+    return saved if saved and "launch" in saved else None
+
+
+def _other_files(folder: Path) -> list[str]:
+    """What a run's folder must not hold before the run; shards may be there, and a launcher's logs."""
+    expected = {".lock", "logs"} | ({"data", "tokens"} if (folder / "data/manifest.json").is_file() else set())
+    return sorted(path.name for path in folder.iterdir() if path.name not in expected) if folder.is_dir() else []
 
 
 def _has_progress(folder: Path) -> bool:
