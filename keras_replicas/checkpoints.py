@@ -123,17 +123,20 @@ class Checkpoints(keras.callbacks.Callback):
         if not is_chief():
             return
         tf.summary.flush()  # the default writer's events: saved steps are not done again, and so not shown again
-        try:
-            self._files.write(f"ckpt-{step}", self._checkpoint, state)
-        except (tf.errors.OpError, OSError) as error:
-            why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without the path and the operation
-            good = self.saved_step
-            log.error(
-                "The checkpoint of step %d could not be written (%s). The last good one is of step %d.", step, why, good
-            )
-        else:
+        if self._write(f"ckpt-{step}", state):
             self.saved_step = step
             self._files.remove_old(step)
+
+    def _write(self, name: str, state: bytes | None) -> bool:
+        """Writes a checkpoint; whether it is on the disk. A full disk is reported."""
+        try:
+            self._files.write(name, self._checkpoint, state)
+        except (tf.errors.OpError, OSError) as error:
+            why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without the path and the operation
+            told = "The checkpoint %s could not be written (%s). The last good one is of step %d."
+            log.error(told, name, why, self.saved_step)
+            return False
+        return True
 
     def save_if_due(self, step: int, steps: int = 1) -> None:
         """Saves if a checkpoint is due; `steps` were done since the last call."""
@@ -213,7 +216,7 @@ class Checkpoints(keras.callbacks.Callback):
         else:
             state = self._state_of_fit()
             if is_chief():
-                self._files.write("end", self._checkpoint, state)
+                self._write("end", state)
         exchange({})
         _completed[self.folder.resolve()] += 1
 

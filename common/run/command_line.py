@@ -131,6 +131,7 @@ def run(main: Callable[[Config], None], config: Config) -> None:
     """
     logger = logging.getLogger("keras_replicas")
     logger.setLevel(logging.INFO)
+    logger.propagate = False
     logger.addHandler(_Printing())
     try:
         main(config)
