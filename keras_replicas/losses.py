@@ -47,7 +47,8 @@ class Noted:
 
     def sum_of(self, compile_loss, *batch) -> tuple[tf.Tensor, tf.Tensor]:
         """The `loss_sum` of this loss's part of (y, y_pred, sample_weight)."""
-        self._notes = notes = []
+        notes: list[tuple] = []
+        self._notes = notes
         try:
             compile_loss(*batch)
         finally:

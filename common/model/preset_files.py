@@ -60,7 +60,7 @@ def load_json(preset: str, name: str = "config.json") -> Any:
     return json.loads(get_file(preset, name).read_text(encoding="utf-8"))
 
 
-def task_class(kind: type, backbone_class: type) -> type:
+def task_class(kind: type[keras_hub.models.Task], backbone_class: type) -> type[keras_hub.models.Task]:
     """KerasHub's class of that kind of task, such as `TextClassifier`, for a class of backbone.
 
     Raises:
