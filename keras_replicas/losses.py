@@ -29,20 +29,31 @@ HARMLESS |= {"reset_state", "result"}  # of a metric, whose variables add up
 
 
 class Noted:
-    """Stands for a loss in Keras's `CompileLoss`, which finds the loss's part of y, and notes what it is given.
+    """Stands for a loss in Keras's `CompileLoss`, which finds the loss's part of y.
 
-    It is otherwise that loss. A step by sums takes the sum of what is noted; the loss itself is then not used, and
-    TensorFlow leaves it out of the graph.
+    It is that loss, but while `sum_of` runs it only notes what it is given.
     """
 
     def __init__(self, loss: keras.losses.Loss):
         self.loss = loss
-        self.given: tuple = ()
+        self._notes: list[tuple] | None = None
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         """The loss."""
-        self.given = y_true, y_pred, sample_weight
-        return self.loss(y_true, y_pred, sample_weight)
+        if self._notes is None:
+            return self.loss(y_true, y_pred, sample_weight)
+        self._notes.append((y_true, y_pred, sample_weight))
+        return tf.constant(0.0)
+
+    def sum_of(self, compile_loss, *batch) -> tuple[tf.Tensor, tf.Tensor]:
+        """The `loss_sum` of this loss's part of (y, y_pred, sample_weight)."""
+        notes: list[tuple] = []
+        self._notes = notes
+        try:
+            compile_loss(*batch)
+        finally:
+            self._notes = None
+        return loss_sum(self.loss, *notes[0])
 
 
 class Stateless(keras.StatelessScope):
@@ -90,9 +101,7 @@ class BatchLoss(TensorFlowTrainer):
     def _loss_by_sums(self, y, y_pred, sample_weight):
         """The sum of the only loss over this replica's examples, and this replica's part of its divisor."""
         ((_, noted, weight, _),) = self._compiled_losses()
-        self._compile_loss(y, y_pred, sample_weight)
-        given, noted.given = noted.given, ()
-        total, divisor = loss_sum(noted.loss, *given)
+        total, divisor = noted.sum_of(self._compile_loss, y, y_pred, sample_weight)
         return total * (1.0 if weight is None else weight), divisor
 
     def _gathered_loss(self, values, metrics, data, y_pred, added, examples, training):

@@ -38,7 +38,7 @@ class Sums(NamedTuple):
 class Passes(BatchLoss):
     """The passes of the step in `step.py`."""
 
-    _jitted = None
+    _jitted: Any = None
 
     def update_counts(self, x, y, sample_weight):
         """Override this to update a class's own metrics that add up, from a replica's examples."""

@@ -60,14 +60,14 @@ def load_json(preset: str, name: str = "config.json") -> Any:
     return json.loads(get_file(preset, name).read_text(encoding="utf-8"))
 
 
-def task_class(kind: type, backbone_class: type) -> type:
+def task_class(kind: Any, backbone_class: type) -> Any:
     """KerasHub's class of that kind of task, such as `TextClassifier`, for a class of backbone.
 
     Raises:
         ValueError: when KerasHub has none.
     """
-    known: list[Any] = [each for each in vars(keras_hub.models).values() if isinstance(each, type)]
-    classes = [each for each in known if issubclass(each, kind) and each.backbone_cls is backbone_class]
+    tasks: list[Any] = [each for each in vars(keras_hub.models).values() if isinstance(each, type)]
+    classes = [each for each in tasks if issubclass(each, kind) and each.backbone_cls is backbone_class]
     if not classes:
         raise ValueError(f"KerasHub has no {kind.__name__} for a {backbone_class.__name__}")
     return min(classes, key=lambda each: len(each.__name__))  # Gemma4CausalLM, not Gemma4AssistantCausalLM

@@ -129,6 +129,7 @@ def matrix_axes(shape: Sequence[int]) -> list[int]:
 
 def _adam_step(optimizer, gradient, variable, learning_rate, mean, square, beta_1, beta_2) -> None:
     step = tf.cast(optimizer.iterations + 1, variable.dtype)
+    gradient = tf.convert_to_tensor(gradient)  # of a table, it may be rows
     tf.raw_ops.ResourceApplyAdam(
         var=variable.handle,
         m=mean.value.handle,
