@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+from common.run.run_folder import discard_replaced
 
 from common.files import write_json
 from common.run import run_folder
-from common.run.run_folder import discard_replaced
 from common.run.runs import open_run
 from common.run.step_log import StepLog
 from keras_replicas.errors import UserError
