@@ -8,7 +8,9 @@ import numpy as np
 import tensorflow as tf
 from keras_hub.src.models.bert import bert_masked_lm
 
+from common.data.stream import Stream
 from common.training import optimizers
+from keras_replicas import locate
 
 
 def muon(recipe, one_matrix: bool = False, **settings) -> None:
@@ -63,54 +65,54 @@ def batches(recipe, rates: list[float] = (0.3, 0.3), shorter: bool = False) -> N
     """Other training batches: a mask rate that changes linearly, or sequences of half the length in the first half."""
     own = recipe.masked_batches
 
-    def masked_batches(config, vocabulary, sequences, scaled, split, *first_step, **shard):
+    def masked_batches(config, vocabulary, sequences, split, batch_size):
+        usual = own(config, vocabulary, sequences, split, batch_size)
         if split != "train":
-            return own(config, vocabulary, sequences, scaled, split, *first_step, **shard)
+            return usual
         rule = recipe.MaskingRule.of(vocabulary)
-        examples, size = len(sequences[split]), scaled.global_batch_size
-        last = recipe.steps_per_epoch(examples, size) * config.epochs * size
+        last = len(usual) * config.epochs * batch_size
 
         def make_batch(positions, halved):
-            epochs, numbers = recipe.locate(positions, examples, size, config.seed)
+            epochs, numbers = locate(positions, len(sequences[split]), batch_size, config.seed)
             ids = recipe.read_sequences(sequences[split], numbers, rule.pad_id, trim=False)
             if halved:
                 ids, epochs = tf.reshape(ids, [-1, config.seq_length // 2]), tf.repeat(epochs, 2)
-                numbers = tf.repeat(numbers, 2) * 2 + tf.tile(tf.constant([0, 1], tf.int64), [size])
+                numbers = tf.repeat(numbers, 2) * 2 + tf.tile(tf.constant([0, 1], tf.int64), [batch_size])
             rate = rates[0] + (rates[1] - rates[0]) * tf.cast(positions[0] / last, tf.float32)
             return recipe.mask_tokens(ids, recipe.mask_seeds(config.seed, epochs, numbers), rule, rate)
 
-        middle = last // size // 2 * size if shorter else 0
+        middle = last // batch_size // 2 * batch_size if shorter else 0
         parts = [
-            tf.data.Dataset.range(*part).batch(size).map(functools.partial(make_batch, halved=halved)).prefetch(8)
-            for part, halved in (((0, middle), True), ((middle, last), False))
+            tf.data.Dataset.range(*part).batch(batch_size).map(functools.partial(make_batch, halved=halved)).prefetch(8)
+            for part, halved in (((0, middle), True), ((middle, tf.int64.max), False))
         ]
-        return parts[0].concatenate(parts[1])
+        return Stream(lambda step, *_: parts[0].concatenate(parts[1]).skip(step), len(usual))  # for one replica
 
     recipe.masked_batches = masked_batches
 
 
 def ramp(recipe) -> None:
     """Half the batch, twice as often, for the first half of the text."""
-    own, whole_steps = recipe.masked_batches, recipe.steps_per_epoch
+    own = recipe.masked_batches
 
-    def steps_per_epoch(examples, size):
-        steps = whole_steps(examples, size)
-        return steps if examples < 5000 else steps * 3 // 2  # validation has fewer
-
-    def masked_batches(config, vocabulary, sequences, scaled, split, *first_step, **shard):
-        data = own(config, vocabulary, sequences, scaled, split, *first_step, **shard)
+    def masked_batches(config, vocabulary, sequences, split, batch_size):
+        usual = own(config, vocabulary, sequences, split, batch_size)
         if split != "train":
-            return data
-        middle = whole_steps(len(sequences[split]), scaled.global_batch_size) * config.epochs // 2
+            return usual
+        middle = len(usual) * config.epochs // 2
 
         def halves(*batch):
             return tf.data.Dataset.from_tensor_slices(
                 tf.nest.map_structure(lambda leaf: tf.stack(tf.split(leaf, 2)), batch)
             )
 
-        return data.take(middle).flat_map(halves).concatenate(data.skip(middle))
+        def from_step(step, *_):  # for one replica
+            data = usual.iter_from_step(0, tf.distribute.InputContext())
+            return data.take(middle).flat_map(halves).concatenate(data.skip(middle)).skip(step)
 
-    recipe.masked_batches, recipe.steps_per_epoch = masked_batches, steps_per_epoch
+        return Stream(from_step, len(usual) * 3 // 2)
+
+    recipe.masked_batches = masked_batches
 
 
 def schedule(recipe, name: str) -> None:

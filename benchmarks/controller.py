@@ -28,11 +28,11 @@ from common.data.text_batches import EncodedTexts
 from common.data.wordpiece import WordPieces
 from common.model.classifier import make_preprocessor
 from common.run.controller import Controller
-from common.run.step_log import StepLog
+from common.run.step_log import RunLog
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.scaling import Scaled
-from keras_replicas.strategy import distribute, make_strategy
+from keras_replicas import distribute, make_strategy
 from recipes.glue_controller import Config, GlueTrainer, build_model
 
 ROOT = Path(__file__).parent.parent
@@ -98,12 +98,12 @@ def make_contenders(strategy: tf.distribute.Strategy, folder: Path) -> dict[str,
     ids = draw.integers(5, 4096, (4096, LENGTH)).astype(np.int32)
     inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids), "segment_ids": np.zeros_like(ids)}
     texts = LabelledTexts(["no", "yes"], {"train": Examples([], list(draw.integers(0, 2, 4096)), [])}, "")
-    data = EncodedTexts(texts, make_preprocessor("", VOCABULARY, LENGTH), {"train": inputs})
+    data = EncodedTexts(texts, make_preprocessor("", VOCABULARY, LENGTH), {"train": inputs}, few_lengths=False)
 
     def parts():
         with strategy.scope():
             model = build_model(Config(seq_length=LENGTH), data, 1e-4)
-        batches = distribute(strategy, data.labelled_batches, "train", Scaled(16, 32), range(10**6), 0)
+        batches = distribute(strategy, data.stream("train", Scaled(16, 32), 0))
         return model, batches
 
     def by_fit(steps_per_execution: int):
@@ -117,9 +117,9 @@ def make_contenders(strategy: tf.distribute.Strategy, folder: Path) -> dict[str,
         return lambda steps: model.fit(dataset, steps_per_epoch=steps, verbose=0)
 
     model, dataset = parts()
-    controller = Controller(
-        trainer=GlueTrainer(strategy, model, dataset, StepLog(folder, 10**6)), steps_per_loop=STEPS_PER_LOOP
-    )
+    log = RunLog(folder, 10**6)
+    log.begin(first_step=0)
+    controller = Controller(trainer=GlueTrainer(strategy, model, dataset, log), steps_per_loop=STEPS_PER_LOOP)
     model, dataset = parts()
     trainer = OrbitTrainer(strategy, model, dataset)
     orbits = orbit.Controller(

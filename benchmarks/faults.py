@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
+
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
-from recipes._compare import weights_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/faults.jsonl"
@@ -55,6 +56,17 @@ def undisturbed(workdir: Path) -> dict[str, Any]:
     """The weights at the end of a run that nothing happens to."""
     subprocess.run(commands(workdir)[0], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=A_RUN)
     return weights_of(workdir)
+
+
+def weights_of(workdir: Path) -> dict[str, Any]:
+    """Every array of a run's preset, backbone and head, by its name."""
+    weights: dict[str, Any] = {}
+    for path in sorted((workdir / "preset").glob("*.weights.h5")):
+        with h5py.File(path) as file:
+            names: list[str] = []
+            file.visit(names.append)
+            weights |= {f"{path.stem} {name}": file[name][()] for name in names if isinstance(file[name], h5py.Dataset)}
+    return weights
 
 
 def commands(workdir: Path, hosts: Sequence[str] = ()) -> list[list[str]]:

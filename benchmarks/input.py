@@ -67,12 +67,14 @@ def _steps(worker: Worker, seconds: float) -> int:
 
 def pipeline(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]:
     """A function that reads and masks a given number of batches, for one device."""
+    import tensorflow as tf
+
     from benchmarks import ours
 
-    _, _, batches = ours.set_up(ours.configured(**options, replicas=1), batch_size, 1e-4)
+    _, _, data = ours.set_up(ours.configured(**options, replicas=1), batch_size, 1e-4)
 
     def run(steps: int) -> dict[str, float]:
-        iterator, tokens = iter(batches(0)(num_shards=1, shard=0)), 0
+        iterator, tokens = iter(data.iter_from_step(0, tf.distribute.InputContext())), 0
         for _ in range(10):  # more than wait in its queues
             next(iterator)
         began = time.perf_counter()
@@ -89,8 +91,8 @@ def waiter(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]:
 
     from benchmarks import ours
 
-    strategy, model, batches = ours.set_up(ours.configured(**options), batch_size, 1e-4)
-    ours.fit(model, strategy, batches, 1, [])  # builds the loss, which a step alone does not
+    strategy, model, data = ours.set_up(ours.configured(**options), batch_size, 1e-4)
+    ours.fit(model, strategy, data, 1, [])  # builds the loss, which a step alone does not
 
     @tf.function(autograph=False, reduce_retracing=True)
     def train(batch):
@@ -98,7 +100,7 @@ def waiter(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]:
         return strategy.experimental_local_results(values["loss"])[0]
 
     def run(steps: int) -> dict[str, float]:
-        iterator = iter(ours.distribute(strategy, batches(0)))
+        iterator = iter(ours.distribute(strategy, data))
         for _ in range(2):
             batch = next(iterator)
             train(batch).numpy()

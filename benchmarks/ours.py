@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """This project's `fit`, as in `recipes/bert_mlm.py`, some steps at a time."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.clock import WARM, Clock
-from keras_replicas.strategy import distribute, make_strategy
-from recipes.bert_mlm import Config, Scaled, build_model, make_datasets, masked_batches
+from keras_replicas import Batches, distribute, make_strategy
+from recipes.bert_mlm import Config, build_model, make_datasets, masked_batches
 
 FOR_EVER = 10**6  # epochs
 # What the other sides of a comparison do, where the recipe's own defaults differ.
@@ -27,12 +26,12 @@ def trainer(batch_size: int, rate: float = 1e-4, **options: Any) -> Callable[...
         options: of `bert_mlm`.
     """
     config = configured(**options)
-    strategy, model, batches = set_up(config, batch_size, rate)
+    strategy, model, train = set_up(config, batch_size, rate)
     reduced = sum(4 * np.prod(weight.shape) for weight in model.trainable_variables)
 
     def run(steps: int) -> dict[str, Any]:
         clock = Clock(lambda step: int(model.step_values["tokens"].sum()))
-        fit(model, strategy, batches, WARM + steps, [clock])
+        fit(model, strategy, train, WARM + steps, [clock])
         return {"steps": steps, "seconds": clock.seconds, "tokens": clock.tokens, "bytes_reduced": int(reduced)}
 
     return run
@@ -43,8 +42,8 @@ def configured(**options: Any) -> Config:
     return Config(**AS_OTHERS | {"epochs": FOR_EVER} | options)
 
 
-def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Strategy, keras.Model, Callable]:
-    """The recipe's strategy and model, and a function that makes one for `distribute`, from the first step.
+def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Strategy, keras.Model, Batches]:
+    """The recipe's strategy, model and training data.
 
     Args:
         config: of the recipe, with a `precision` that is not `auto`.
@@ -63,15 +62,10 @@ def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Str
         raise ValueError(f"{replicas} replicas cannot share a batch of {batch_size}")
     with strategy.scope():
         model = build_model(config, vocabulary, schedule)
-
-    def batches(first_step: int, split: str = "train") -> Callable[..., tf.data.Dataset]:
-        scaled = Scaled(batch_size // replicas, batch_size)
-        return functools.partial(masked_batches, config, vocabulary, sequences, scaled, split, first_step)
-
-    return strategy, model, batches
+    return strategy, model, masked_batches(config, vocabulary, sequences, "train", batch_size)
 
 
-def fit(model: keras.Model, strategy: tf.distribute.Strategy, batches: Callable, steps: int, callbacks: list) -> None:
+def fit(model: keras.Model, strategy: tf.distribute.Strategy, data: Any, steps: int, callbacks: list) -> None:
     """Trains a given number of further steps, silently."""
-    data = distribute(strategy, batches(int(model.optimizer.iterations.numpy())))
-    model.fit(data, steps_per_epoch=steps, callbacks=callbacks, verbose=0, shuffle=False)
+    batches = distribute(strategy, data, int(model.optimizer.iterations.numpy()))
+    model.fit(batches, steps_per_epoch=steps, callbacks=callbacks, verbose=0, shuffle=False)

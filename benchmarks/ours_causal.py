@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """This project's side in training causal language models: `recipes/causal_lm.py`."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,11 @@ import tensorflow as tf
 
 from benchmarks.clock import WARM, Clock
 from benchmarks.machine import peak_memory_mb
+from benchmarks.ours import fit
+from common.data.stream import Stream
 from common.model.saving import save_task
 from common.training.scaling import Scaled
-from keras_replicas.strategy import distribute, make_strategy
+from keras_replicas import make_strategy
 from recipes.causal_lm import Config, build_model, causal_batches, make_datasets
 
 
@@ -39,18 +40,18 @@ def trainer(batch_size: int, **options: Any) -> Callable[..., dict[str, Any]]:
         batch_size: sequences in a step, over all replicas.
         options: of `causal_lm`.
     """
-    strategy, model, batches = set_up(batch_size, **options)
+    strategy, model, train = set_up(batch_size, **options)
 
     def run(steps: int) -> dict[str, Any]:
         clock = Clock(lambda step: int(model.step_values["labels"].sum()))
-        fit(model, strategy, batches, WARM + steps, [clock])
+        fit(model, strategy, train, WARM + steps, [clock])
         return {"steps": steps, "seconds": clock.seconds, "tokens": clock.tokens, "peak_memory_mb": peak_memory_mb()}
 
     return run
 
 
-def set_up(batch_size: int, **options: Any) -> tuple[tf.distribute.Strategy, keras.Model, Callable]:
-    """The recipe's strategy and model, and a function for `distribute` that takes the split and the first step."""
+def set_up(batch_size: int, **options: Any) -> tuple[tf.distribute.Strategy, keras.Model, Stream]:
+    """The recipe's strategy, model and training data."""
     config = Config(**{"optimizer": "adamw", "precision": "float32", "learning_rate": 1e-4} | options)
     strategy = make_strategy(config.replicas)
     keras.utils.set_random_seed(config.seed)
@@ -59,10 +60,4 @@ def set_up(batch_size: int, **options: Any) -> tuple[tf.distribute.Strategy, ker
     scaled = Scaled(batch_size // strategy.num_replicas_in_sync, batch_size)
     with strategy.scope():
         model = build_model(config, data, config.learning_rate)
-    return strategy, model, functools.partial(causal_batches, config, data, scaled)
-
-
-def fit(model: keras.Model, strategy: tf.distribute.Strategy, batches: Callable, steps: int, callbacks: list) -> None:
-    """Trains a given number of further steps, silently."""
-    part = distribute(strategy, batches, "train", int(model.optimizer.iterations.numpy()))
-    model.fit(part, steps_per_epoch=steps, callbacks=callbacks, verbose=0, epochs=1)
+    return strategy, model, causal_batches(config, data, "train", scaled)

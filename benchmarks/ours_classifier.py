@@ -11,11 +11,11 @@ import tensorflow as tf
 
 import common.data.by_length
 from benchmarks.clock import WARM, Clock
-from benchmarks.ours import FOR_EVER
+from benchmarks.ours import fit
 from benchmarks.text import temporary_folder
 from common.data.text_batches import EncodedTexts
 from common.training.scaling import Scaled
-from keras_replicas.strategy import distribute, make_strategy
+from keras_replicas import make_strategy
 from recipes.text_classifier import Config, build_model, make_datasets, train_and_evaluate
 
 
@@ -32,8 +32,6 @@ def trainer(batch_size: int, rate: float = 5e-5, **options: Any) -> Callable[...
     scaled = Scaled(batch_size // strategy.num_replicas_in_sync, batch_size)
 
     def run(steps: int) -> dict[str, Any]:
-        first = int(model.optimizer.iterations.numpy())
-        batches = distribute(strategy, data.labelled_batches, "train", scaled, range(first, FOR_EVER), config.seed)
         counts = {"labels": 0, "tokens": 0, "slots": 0}
 
         def count(step: int) -> int:
@@ -42,7 +40,7 @@ def trainer(batch_size: int, rate: float = 5e-5, **options: Any) -> Callable[...
             return int(model.step_values["tokens"].sum())
 
         clock = Clock(count)
-        model.fit(batches, steps_per_epoch=WARM + steps, callbacks=[clock], verbose=0)
+        fit(model, strategy, data.stream("train", scaled, config.seed), WARM + steps, [clock])
         padding = 1 - counts["tokens"] / counts["slots"]
         return {"steps": steps, "seconds": clock.seconds, "examples": counts["labels"], "padding": padding}
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """This project's side in training from shards: `recipes/bert_from_scratch.py`."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +8,9 @@ import keras
 
 from benchmarks.clock import WARM, Clock
 from benchmarks.ours import AS_OTHERS, FOR_EVER, fit
+from common.run.run_folder import open_run
 from common.training.scaling import Scaled
-from keras_replicas.strategy import make_strategy
+from keras_replicas import make_strategy
 from recipes.bert_from_scratch import Config, build_model, make_datasets, masked_batches
 
 
@@ -25,17 +25,15 @@ def trainer(batch_size: int, **options: Any) -> Callable[..., dict[str, Any]]:
     strategy = make_strategy(config.replicas)
     keras.utils.set_random_seed(config.seed)
     keras.config.set_dtype_policy(config.precision)
-    shards = make_datasets(config)
+    shards = make_datasets(config, open_run(None, {}))
     scaled = Scaled(batch_size // strategy.num_replicas_in_sync, batch_size)
     with strategy.scope():
         model = build_model(config, shards.vocabulary, 1e-4)
-
-    def batches(first_step: int) -> Callable:
-        return functools.partial(masked_batches, config, shards, scaled, "train", first_step)
+    train = masked_batches(config, shards, "train", scaled)
 
     def run(steps: int) -> dict[str, Any]:
         clock = Clock(lambda step: int(model.step_values["tokens"].sum()))
-        fit(model, strategy, batches, WARM + steps, [clock])
+        fit(model, strategy, train, WARM + steps, [clock])
         return {"steps": steps, "seconds": clock.seconds, "tokens": clock.tokens}
 
     return run

@@ -111,7 +111,7 @@ def trainer(
     if side == OURS:
         schedule = WarmUpPolynomialDecay(rate, steps // 10, steps) if steps else rate
         batch_size = own.get("batch_size", BATCHES[OURS])
-        strategy, model, batches = ours.set_up(ours.configured(**options | own), batch_size, schedule)
+        strategy, model, train = ours.set_up(ours.configured(**options | own), batch_size, schedule)
     else:
         model = published.build(words["model"], words["vocabulary"], dropout, rate, "float32")
         data = published.lines(words["corpus"], BATCHES[PUBLISHED])
@@ -123,7 +123,7 @@ def trainer(
     def run(seconds: float) -> dict:
         curve = _curve(seconds, steps or math.inf, loss)
         if side == OURS:
-            ours.fit(model, strategy, batches, ours.FOR_EVER, [curve])
+            ours.fit(model, strategy, train, ours.FOR_EVER, [curve])
         else:
             model.fit(data, epochs=ours.FOR_EVER, callbacks=[curve], verbose=0)
         return {"curve": curve.points, "steps": curve.steps}
@@ -136,10 +136,12 @@ def _validation(model, config) -> Callable[[], float]:
     import keras
     import tensorflow as tf
 
-    from recipes.bert_mlm import Scaled, make_datasets, masked_batches
+    from common.data.stream import one_epoch
+    from recipes.bert_mlm import make_datasets, masked_batches
 
     vocabulary, sequences = make_datasets(config)
-    batches = list(masked_batches(config, vocabulary, sequences, Scaled(32, 32), "validation").take(VALIDATION))
+    validation = masked_batches(config, vocabulary, sequences, "validation", 32)
+    batches = list(one_epoch(validation, 1).take(VALIDATION))
 
     @tf.function(reduce_retracing=True)
     def total(x, y, weight):

@@ -65,14 +65,13 @@ def write(corpus: str, times: int, architecture: str, data: str) -> dict[str, fl
 
 def read(corpus: str, times: int, architecture: str, data: str) -> dict[str, float]:
     """Reads and masks the shards once."""
-    from common.data.shard_reader import steps_in_shards
     from common.data.shards import open_shards
+    from common.data.stream import one_epoch
     from recipes.bert_from_scratch import Config, Scaled, masked_batches
 
     shards = open_shards(data)
     config = Config(seq_length=SEQ_LENGTH)
-    steps = steps_in_shards(shards.files("train"), BATCH)
-    batches = masked_batches(config, shards, Scaled(BATCH, BATCH), "train").take(steps)
+    batches = one_epoch(masked_batches(config, shards, "train", Scaled(BATCH, BATCH)), 1)
     memory, began, tokens = PeakMemory(), time.perf_counter(), 0
     for x, _, _ in batches:
         tokens += x["padding_mask"].shape[0] * SEQ_LENGTH

@@ -341,36 +341,36 @@ def test_what_would_be_computed_otherwise_is_refused(make, told):
 
 
 def test_parts_of_a_batch_set_between_two_fits_count():
-    with make_strategy(2).scope():
+    strategy = make_strategy(2)
+    with strategy.scope():
         model = dense(data_parallel(keras.Sequential), layers.BatchNormalization())
         model.compile("sgd", "mse")
     model.fit(X, Y, BATCH, verbose=0)
-    model.accumulate = 2
+    with strategy.scope():
+        data_parallel(model, accumulate=2)
     with pytest.raises(ValueError, match="accumulate needs a model without BatchNormalization: set accumulate = 1"):
         model.fit(X, Y, BATCH, verbose=0)
 
 
-@pytest.mark.parametrize("settings", [{"accumulate": 0}, {"accumulate": "2"}])
-def test_settings_that_make_no_sense_are_refused(settings):
-    ((name, value),) = settings.items()
-    with pytest.raises(ValueError, match=f"{name} = {value!r}: give"):
-        setattr(data_parallel(keras.Sequential)(), name, value)
+@pytest.mark.parametrize("value", [0, "2"])
+def test_a_number_of_parts_that_makes_no_sense_is_refused(value):
+    with pytest.raises(ValueError, match=f"accumulate must be a number of parts, 1 or more, not {value!r}"):
+        data_parallel(keras.Sequential(), accumulate=value)
 
 
 @pytest.mark.parametrize("rest", [True, False])
 def test_parts_that_do_not_divide_a_batch_are_refused(rest):
     with make_strategy(2).scope():
-        model = dense(data_parallel(keras.Sequential))
+        model = dense(data_parallel(keras.Sequential, accumulate=3))
         model.compile("sgd", "mse")
-    model.accumulate = 3
     data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(8, drop_remainder=not rest)
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="accumulate = 3 does not divide"):
         model.fit(data, verbose=0)
 
 
-@pytest.mark.parametrize("wrong", [keras.Sequential(), layers.Dense])
-def test_it_is_for_classes_of_models(wrong):
-    with pytest.raises(TypeError, match="makes a class of a subclass of keras.Model"):
+@pytest.mark.parametrize("wrong", [layers.Dense(1), layers.Dense, "a model"])
+def test_it_is_for_models_and_classes_of_them(wrong):
+    with pytest.raises(TypeError, match="takes a Keras model, or a subclass of keras.Model; got"):
         data_parallel(wrong)
 
 
@@ -388,7 +388,6 @@ def test_a_train_step_of_its_own_comes_with_a_warning():
             data_parallel(Own)().compile("sgd", "mse")
         with warnings.catch_warnings(action="error", category=UserWarning):
             data_parallel(Wrapped)().compile("sgd", "mse")
-        model = data_parallel(Own)()
-        model.accumulate = 2
+        model = data_parallel(Own, accumulate=2)()
         with pytest.raises(ValueError, match="accumulate has no effect on Own's own train_step"):
             model.compile("sgd", "mse")

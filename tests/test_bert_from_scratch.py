@@ -11,8 +11,10 @@ import keras_hub
 import numpy as np
 import pytest
 
+from common.data.stream import one_epoch
 from common.model.fill_mask import fill_mask
 from common.model.masked_lm import masked_lm_from_preset, preset_vocabulary
+from common.training.scaling import Scaled
 from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas.errors import UserError
 from recipes import bert_from_scratch
@@ -89,8 +91,8 @@ def test_validation_masks_by_a_rate_of_its_own(options):
     config = bert_from_scratch.Config(**options)
     shards = bert_from_scratch.make_datasets(config, ALONE)
     for split, slots in (("train", 10), ("validation", 5)):  # 30 % and 15 % of 32
-        scaled = bert_from_scratch.Scaled(4, 4)
-        _, labels, _ = next(iter(bert_from_scratch.masked_batches(config, shards, scaled, split)))
+        batches = bert_from_scratch.masked_batches(config, shards, split, Scaled(4, 4))
+        _, labels, _ = next(iter(one_epoch(batches, 1)))
         assert labels.shape == (4, slots)
 
 

@@ -22,13 +22,13 @@ from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import open_corpus
 from common.data.dialogues import read_dialogues
 from common.data.shard_writer import make_shards
+from common.data.stream import one_epoch
 from common.model.causal_lm import make_causal_lm, make_preprocessor
 from common.model.generate import causal_lm_for_generation, continuations, make_sampler
 from common.model.sizes import dimensions
-from common.run import run_folder
-from common.run.callbacks import FitCheckpoints
+from common.training.scaling import Scaled
+from keras_replicas import Checkpoints
 from keras_replicas.errors import UserError
-from keras_replicas.order import Scaled
 from recipes import causal_lm
 from recipes._generate import generate
 
@@ -157,20 +157,41 @@ def test_lora_trains_adapters_alone(family, presets, small, tmp_path):
     numbers = sum(int(np.prod(weight.shape)) for weight in adapters)
     assert 3 * numbers <= sum(int(np.prod(shape)) for shape in saved if shape) <= 3 * numbers + 4
 
-    run_folder.set_aside(tmp_path / "run")  # which knows every file of a run
-    assert not any(path.is_file() for path in (tmp_path / "run").glob("[!.]*/**/*"))
-
 
 def test_adapters_resume_on_the_weights_that_they_adapt(presets, small, tmp_path):
     preset = {"preset": presets("GPT2")[0], "model": None, "lora_rank": 2}
     config = causal_lm.Config(**small | preset)
-    model = causal_lm.build_model(config, causal_lm.make_datasets(config))
-    FitCheckpoints(tmp_path, model, 9, only_trained=True).save(2)
-    model.trainable_variables[0].assign_add(model.trainable_variables[0] + 1)
-    assert FitCheckpoints(tmp_path, model, 9, only_trained=True).restore() == 2
+    data = causal_lm.make_datasets(config)
+    model, train = (
+        causal_lm.build_model(config, data, 0.1),
+        causal_lm.causal_batches(config, data, "train", Scaled(8, 8)),
+    )
+
+    class Interrupted(keras.callbacks.Callback):
+        """Notes an adapter when `fit` begins and after its first step, and ends it in the second."""
+
+        def on_train_begin(self, logs=None):
+            self.first_step, self.begins_with = self.model.steps_done, np.array(self.model.trainable_variables[0])
+
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.steps_done > self.first_step + 1:
+                raise InterruptedError
+            self.after = np.array(self.model.trainable_variables[0])
+
+    def interrupted():
+        note, checkpoints = Interrupted(), Checkpoints(tmp_path / "run", every=1, trained_only=True)
+        with pytest.raises(InterruptedError):
+            model.fit(train, callbacks=[note, checkpoints], verbose=0)
+        return note
+
+    first = interrupted()
+    model.trainable_variables[0].assign(first.after + 1)
+    again = interrupted()
+    assert again.first_step == 1
+    np.testing.assert_array_equal(again.begins_with, first.after)
     model.backbone.token_embedding.embeddings.assign_add(model.backbone.token_embedding.embeddings)
-    with pytest.raises(UserError, match="the preset's weights are not those that the checkpoint's adapters are of"):
-        FitCheckpoints(tmp_path, model, 9, only_trained=True).restore()
+    with pytest.raises(UserError, match="the weights that are not trained are not those that the checkpoint's are for"):
+        model.fit(train, callbacks=[Checkpoints(tmp_path / "run", trained_only=True)], verbose=0)
 
 
 def test_a_dry_run_shows_labels(small, capsys):
@@ -191,12 +212,13 @@ def test_a_row_is_all_documents_with_end_tokens_and_each_token_is_a_label_once(s
     np.testing.assert_array_equal(ids[:, :-1].ravel(), row[: 32 * sequences])
 
     steps = data.steps("train", 16)
-    batches = list(causal_lm.causal_batches(config, data, Scaled(16, 16), "train").take(2 * steps))
+    train = causal_lm.causal_batches(config, data, "train", Scaled(16, 16))
+    batches = list(train.iter_from_step(0, tf.distribute.InputContext()).take(2 * steps))
     for epoch in (batches[:steps], batches[steps:]):
         seen = [y[w > 0] for _, y, w in epoch]
         np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.sort(row[1 : 32 * sequences + 1]))
     assert any(np.any(a[1] != b[1]) for a, b in zip(batches[:steps], batches[steps:], strict=True))  # in another order
-    again = causal_lm.causal_batches(config, data, Scaled(16, 16), "train", steps + 1).take(1)
+    again = train.iter_from_step(steps + 1, tf.distribute.InputContext()).take(1)
     np.testing.assert_array_equal(next(iter(again))[1], batches[steps + 1][1])
     assert all(text in " ".join(open_corpus(str(wikitext))["validation"]()) for text in data.prompts(2))
 
@@ -382,10 +404,8 @@ def test_shards_are_text_too(small, shards, wikitext, tmp_path):
     train(small, max_steps=2)
     config = causal_lm.Config(**small)
     data = causal_lm.make_datasets(config)
-    steps = data.steps("train", 16)
-    labels = sum(
-        int(np.sum(w)) for _, _, w in causal_lm.causal_batches(config, data, Scaled(16, 16), "train").take(steps)
-    )
+    epoch = one_epoch(causal_lm.causal_batches(config, data, "train", Scaled(16, 16)), 1)
+    labels = sum(int(np.sum(w)) for _, _, w in epoch)
     assert labels == data.count_tokens()["train"][1] == 29 * data.sizes()["train"]
     text = next(open_corpus(str(wikitext))["train"]())
     ids = next(iter(data.rows("train", Scaled(1, 1), None)))[0][0]

@@ -319,7 +319,7 @@ ROWS = {
     "`jit_compile`, `BatchNormalization`": row(normalised, jit_compile=True, refused=(2, 4)),
     "`jit_compile`, regularisers": row(functional(kernel_regularizer="l2"), jit_compile=True, refused=(2, 4)),
     "`jit_compile`, a loss of one's own": row(loss=lambda: batchwise, data=(X, Y), jit_compile=True, refused=(2, 4)),
-    "`accumulate`, an attribute of ours": row(data=(X[:24], Y[:24], WEIGHT[:24]), accumulate=2),
+    "`accumulate`, an argument of ours": row(data=(X[:24], Y[:24], WEIGHT[:24]), accumulate=2),
     "`accumulate`, `BatchNormalization`": row(normalised, data=(X[:24], Y[:24]), accumulate=2, refused=(1, 2, 4)),
     "Adam": row(optimizer=lambda: keras.optimizers.Adam(0.01)),
     "Muon": row(optimizer=lambda: keras.optimizers.Muon(0.01)),
@@ -338,9 +338,9 @@ def run(model_class, row):
     keras.utils.set_random_seed(0)
     model = row["make"](model_class)
     options = {name: value() if callable(value) else value for name, value in row["options"].items()}
-    model.compile(optimizer=row["optimizer"](), loss=row["loss"](), **options)
     if model_class is not keras.Model:
-        model.accumulate = row["accumulate"]
+        data_parallel(model, accumulate=row["accumulate"])
+    model.compile(optimizer=row["optimizer"](), loss=row["loss"](), **options)
     data, train = row["data"], row["fit"]
     if callable(train):
         numbers = train(model, *data)

@@ -10,8 +10,9 @@ import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops as tensorflow_module
 
 from keras_replicas import device_copies
+from keras_replicas.batches import Batches, distribute
 from keras_replicas.model import data_parallel
-from keras_replicas.strategy import distribute, make_strategy
+from keras_replicas.strategy import make_strategy
 from tests.test_conformance import no_autotune
 
 X = np.zeros((8, 4), np.float32)
@@ -47,7 +48,7 @@ def test_device_copies_have_no_thread_that_tunes_them(tensorflows_own):
 def test_whatever_reads_batches_leaves_their_device_copies_untuned(tensorflows_own, call):
     strategy = make_strategy(2)
     if call == "distribute":
-        distribute(strategy, lambda num_shards, shard: tf.data.Dataset.from_tensor_slices(X).batch(2))
+        distribute(strategy, Batches(X, 2))
     else:
         with strategy.scope():
             model = data_parallel(keras.Sequential)([keras.Input([4]), keras.layers.Dense(4)])

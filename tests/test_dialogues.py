@@ -17,8 +17,8 @@ from common.model import backbones
 from common.model.causal_lm import make_preprocessor
 from common.model.generate import make_sampler
 from common.model.sizes import check_model
+from common.training.scaling import Scaled
 from keras_replicas.errors import UserError
-from keras_replicas.order import Scaled
 from recipes import causal_lm
 
 CHAT = [("system", "Be brief."), ("user", "Who?"), ("assistant", "Me."), ("user", "Why?"), ("assistant", "So.")]

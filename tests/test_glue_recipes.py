@@ -14,11 +14,11 @@ import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
-from recipes._compare import weights_of
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from benchmarks.faults import weights_of
 from common.data.roles import role_pairs
 from recipes import glue_controller, glue_custom_loop, text_classifier
 

@@ -295,7 +295,7 @@ def test_the_first_cell_gets_the_recipes_where_they_are_not_installed(monkeypatc
 
 
 def what_is_computed(results):
-    measured = {"seconds", "tokens_per_second", "mfu", "peak_flops_per_second", "input_wait_fraction", "peak_memory_mb"}
+    measured = {"seconds", "tokens_per_second", "mfu", "peak_flops_per_second", "peak_memory_mb"}
     return {name: value for name, value in results.items() if name not in {*measured, "config"}}
 
 

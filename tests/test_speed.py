@@ -3,7 +3,6 @@ import os
 import platform
 import re
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from common.model.sizes import dimensions
 from common.run import speed
 from common.run.results import report
 from common.scores.language_model import perplexity
-from keras_replicas.loop import steps_in_one_call
 from keras_replicas.strategy import make_strategy
 
 
@@ -71,18 +69,6 @@ def test_the_peak_of_memory_is_that_of_the_system(monkeypatch):
     here = speed.peak_memory_mb()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert speed.peak_memory_mb() == pytest.approx(here / 1024, rel=0.05)
-
-
-def test_the_time_that_a_step_waits_for_its_batch_is_told():
-    def slow(number):
-        time.sleep(0.05 if number < 3 else 0.0)
-        return number
-
-    data = tf.data.Dataset.range(6).map(lambda number: tf.py_function(slow, [number], tf.int64))
-    run_steps = steps_in_one_call(lambda iterator, stop: {"number": next(iterator)})
-    values = run_steps(iter(data), 6)
-    np.testing.assert_array_equal(values["number"], range(6))
-    assert (values["waited"][:3] > 0.045).all() and (values["waited"] < 60).all()
 
 
 @pytest.fixture
@@ -162,7 +148,6 @@ def results_of_a_run(**entries):
         "learning_rate": {"first": 0.0, "peak": 1e-4, "last": 1e-5},
         "mfu": 0.4,
         "peak_flops_per_second": 434e9,
-        "input_wait_fraction": 0.0,
         "peak_memory_mb": 1234,
         "config": {"workdir": "runs/x"},
     }
@@ -178,11 +163,9 @@ def results_of_a_run(**entries):
     return dict.fromkeys(others, 1) | results | entries
 
 
-@pytest.mark.parametrize(("waiting", "told"), [(0.05, False), (0.2, True)])
-def test_a_report_says_where_a_run_is_input_bound(waiting, told):
-    text = report(results_of_a_run(input_wait_fraction=waiting))
+def test_a_report_tells_of_speed_and_memory():
+    text = report(results_of_a_run())
     assert "MFU                40% of 0.43 TFLOP/s, the measured peak" in text and "1,234 MiB" in text
-    assert f"{waiting:.1%}" in text and ("input-bound" in text) == told
 
 
 @pytest.mark.parametrize(
