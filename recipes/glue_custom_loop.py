@@ -46,7 +46,6 @@ from tqdm import tqdm
 from common.data.glue import open_examples
 from common.data.text_batches import EncodedTexts, in_order
 from common.data.wordpiece import train_wordpieces
-from common.devices.parameter_server import asynchronous_steps, parameter_server_strategy
 from common.model.backbones import model_width
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run.checkpoints import Checkpoints
@@ -59,7 +58,6 @@ from common.training.explicit_step import batch_sums, means_of, noise_of_step
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas.cluster import has_parameter_servers
 from keras_replicas.replicas import first_replica, gather_over_replicas, sum_over_replicas
 from keras_replicas.strategy import distribute, make_strategy
 
@@ -83,10 +81,7 @@ def build_model(config: Config, data: EncodedTexts, schedule) -> keras.Model:
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    asynchronous = has_parameter_servers()  # experimental
-    make = parameter_server_strategy if asynchronous else make_strategy
-    strategy = make(config.replicas, config.deterministic)  # (1) the devices
-    eval_strategy = tf.distribute.get_strategy() if asynchronous else strategy  # the chief evaluates alone
+    strategy = make_strategy(config.replicas, deterministic=config.deterministic)  # (1) the devices
     run = open_run("glue_custom_loop", config, writes=("predictions",))
     if run.results:
         return run.results
@@ -125,10 +120,10 @@ def train_and_evaluate(config: Config) -> dict:
         def replica_step(x, examples):
             return gather_over_replicas((examples, model(x, training=False)))  # (6) of every replica
 
-        return first_replica(eval_strategy, eval_strategy.run(replica_step, args=batch))  # (7) on every replica
+        return first_replica(strategy, strategy.run(replica_step, args=batch))  # (7) on every replica
 
     def predict(split: str) -> np.ndarray:
-        batches = distribute(eval_strategy, data.batches, split, scaled, range(data.steps(split, scaled)))
+        batches = distribute(strategy, data.batches, split, scaled, range(data.steps(split, scaled)))
         return in_order(map(predict_step, batches), data.sizes()[split])
 
     board = open_board(run.workdir, asdict(config), 0)
@@ -136,41 +131,28 @@ def train_and_evaluate(config: Config) -> dict:
     log = StepLog(run.workdir, epoch_steps, checkpoints.restore(), model_flops(model, config))
     log.announce(model, total_steps)
     steps = range(log.step, total_steps)
-
-    def synchronous():
-        batches = distribute(strategy, data.labelled_batches, "train", scaled, steps, config.seed)
-        asked = time.perf_counter()
-        for batch in batches:  # (8) each replica gets its part
-            waited = time.perf_counter() - asked
-            yield train_step(batch, tf.constant(float(checkpoints.told_to_stop))) | {"waited": waited}
-            asked = time.perf_counter()
-
-    def by_parameter_servers():
-        batch_of = data.labelled_batch("train", scaled.batch_size, config.seed)
-
-        def do_step(step):
-            return train_step(batch_of(step), 0.0) | {"waited": 0.0}
-
-        return asynchronous_steps(strategy, do_step, steps, (epoch_steps, config.checkpoint_every))
+    batches = distribute(strategy, data.labelled_batches, "train", scaled, steps, config.seed)
 
     bar = tqdm(total=total_steps, initial=log.step, unit="step", file=sys.stdout, disable=verbosity() == 2)
     with checkpoints, board.as_default():
         began = time.perf_counter()
-        for values in by_parameter_servers() if asynchronous else synchronous():
+        for batch in batches:  # (8) each replica gets its part
+            waited = time.perf_counter() - began
+            values = train_step(batch, tf.constant(float(checkpoints.told_to_stop))) | {"waited": waited}
             values = {name: np.ravel(value) for name, value in values.items()}
             shown = log.record(values, time.perf_counter() - began)
             for name, value in shown.items():
                 tf.summary.scalar(f"train/{name}", value, step=log.step)
             bar.set_postfix(loss=f"{shown['loss']:.3f}", learning_rate=f"{shown['learning_rate']:.1e}")
-            bar.update(len(values["loss"]))
+            bar.update()
             if log.step % epoch_steps == 0 or log.step == total_steps:
                 val_logits = predict("validation")
                 for name, value in scores_of(data.texts, "validation", val_logits).items():
                     bar.write(f"step {log.step}: {name} {value:.4f}")
                     tf.summary.scalar(f"validation/{name}", value, step=log.step)
                 draw_confusion(data.texts, "validation", val_logits, log.step)
-            checkpoints.save_if_due(log.step, len(values["loss"]))
-            if values["stop"][-1] or asynchronous and checkpoints.told_to_stop:
+            checkpoints.save_if_due(log.step)
+            if values["stop"]:
                 checkpoints.save_and_leave(log.step)
             began = time.perf_counter()
         checkpoints.save(log.step)

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
-import tensorflow as tf
 
-from common.data.by_length import MEGABATCH, examples_by_length, locate_by_length
+from common.data.by_length import MEGABATCH, examples_by_length
 
 BATCH = 16
 
@@ -72,13 +71,11 @@ def test_any_number_of_examples(number):
 
 @pytest.mark.parametrize("examples", [3201, 70, 5])
 def test_a_step_has_the_same_examples_wherever_the_reading_begins(lengths, examples):
-    """Also where a run goes on in a later epoch, and one step at a time in a graph."""
+    """Also where a run goes on in a later epoch."""
     lengths = lengths[:examples]
     steps = -(-examples // BATCH)
     whole = [*batches(lengths), *batches(lengths, epoch=1)]
-    locate = tf.function(lambda step: locate_by_length(step, tf.constant(lengths), BATCH, 0))
     for start in range(0, 2 * steps, 37):
         rest = list(examples_by_length(range(start, 2 * steps), lengths, BATCH, 0))
         np.testing.assert_array_equal(rest, whole[start:])
-        np.testing.assert_array_equal(locate(tf.constant(start, tf.int64)), whole[start])
     assert not list(examples_by_length(range(3, 3), lengths, BATCH, 0))

@@ -76,12 +76,6 @@ def padded_length(examples: tf.Tensor, lengths: tf.Tensor, multiple: int) -> tf.
     return -(-tf.reduce_max(lengths_of(examples, lengths)) // multiple) * multiple
 
 
-def locate_by_length(step: tf.Tensor, lengths: tf.Tensor, global_batch_size: int, shuffle_seed: int) -> tf.Tensor:
-    """The examples of one step, an int64 scalar, as from `examples_by_length`, for use in a graph."""
-    number, place = _megabatch_of(step, len(lengths), global_batch_size)
-    return _megabatch(number, lengths, global_batch_size, shuffle_seed)[place]
-
-
 def _megabatch_of(step: tf.Tensor, num_examples: int, global_batch_size: int) -> tuple[tf.Tensor, tf.Tensor]:
     """The number of the megabatch, over all epochs, that holds a step, and the step's place in it."""
     steps = steps_per_epoch(num_examples, global_batch_size)

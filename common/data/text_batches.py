@@ -12,7 +12,7 @@ import keras_hub
 import numpy as np
 import tensorflow as tf
 
-from common.data.by_length import batches_by_length, locate_by_length, padded_length
+from common.data.by_length import batches_by_length, padded_length
 from common.data.labelled import LabelledTexts
 from keras_replicas.errors import UserError
 from keras_replicas.order import NO_EXAMPLE, Scaled, steps_per_epoch
@@ -106,11 +106,6 @@ class EncodedTexts:
     def labelled_batches(self, split: str, *arguments, **shard) -> tf.data.Dataset:
         """As `batches`, but (x, y, weight), with labels, and with weights that are 0 for padding."""
         return self.batches(split, *arguments, **shard).map(self._with_labels(split))
-
-    def labelled_batch(self, split: str, batch_size: int, shuffle_seed: int) -> Callable[[tf.Tensor], tuple]:
-        """A function from a step, int64, to its batch (x, y, weight), for use in a graph; see `labelled_batches`."""
-        (lengths, inputs_of), with_labels = self._inputs(split), self._with_labels(split)
-        return lambda step: with_labels(*inputs_of(locate_by_length(step, lengths, batch_size, shuffle_seed)))
 
     def _inputs(self, split: str) -> tuple[tf.Tensor, Callable]:
         """The lengths of a split's examples, and a function from a batch's examples to (x, examples)."""
