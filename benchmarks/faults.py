@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
+
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
-from recipes._compare import weights_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/faults.jsonl"
@@ -57,17 +58,29 @@ def undisturbed(workdir: Path) -> dict[str, Any]:
     return weights_of(workdir)
 
 
+def weights_of(workdir: Path) -> dict[str, Any]:
+    """Every array of a run's preset, backbone and head, by its name."""
+    weights: dict[str, Any] = {}
+    for path in sorted((workdir / "preset").glob("*.weights.h5")):
+        with h5py.File(path) as file:
+            names: list[str] = []
+            file.visit(names.append)
+            weights |= {f"{path.stem} {name}": file[name][()] for name in names if isinstance(file[name], h5py.Dataset)}
+    return weights
+
+
 def commands(workdir: Path, hosts: Sequence[str] = ()) -> list[list[str]]:
     """The command of a run on two workers that restarts after a death, or one command for each host."""
 
     def launch(*place: str) -> list[str]:
-        words = [sys.executable, "-m", "recipes", "launch", *place, "--restarts", "1", "bert_mlm"]
+        logs = ("--log-dir", str(workdir.with_name(f"{workdir.name} logs")))
+        words = [sys.executable, "-m", "recipes", "launch", *place, "--max-restarts", "1", *logs, "bert_mlm"]
         return [*words, *OPTIONS, "--workdir", str(workdir)]
 
     if not hosts:
         return [launch("--workers", "2")]
     addresses = ",".join(f"{address}:8888" for address in ADDRESSES)
-    return [on(host, *launch("--hosts", addresses, "--worker-index", str(i))) for i, host in enumerate(hosts)]
+    return [on(host, *launch("--hosts", addresses, "--node-rank", str(i))) for i, host in enumerate(hosts)]
 
 
 def trial(fault: str, number: int, workdir: Path, expected: dict[str, Any]) -> dict[str, Any]:

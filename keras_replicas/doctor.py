@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m keras_replicas doctor`: verifies on this machine that N replicas compute what one device does.
+
+Plain Keras trains small models on one device; ours trains them from the same weights on the same batches, the last of
+which does not divide evenly among the replicas. What differs is compared with what float32 may leave.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import pickle
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_replicas.cluster import is_chief
+from keras_replicas.errors import UserError
+from keras_replicas.gpus import gpu_names, gpu_shares
+from keras_replicas.model import data_parallel
+from keras_replicas.strategy import make_strategy
+from keras_replicas.workers import exchange
+
+EXAMPLES, BATCH, EPOCHS = 77, 8, 2  # 20 steps, two of them of 5 examples
+EVEN = 72  # examples where each replica's part of a batch must be divisible too
+TOKENS, VOCABULARY = 12, 30
+TESTED = {"tensorflow": "2.21", "keras": "3.15"}
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+# Relative differences that float32 may leave; of arrays, by the Euclidean norm, of all weights and of each tensor.
+BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every tensor": 1e-5, "evaluate": 1e-6, "predict": 1e-6}
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "adam": lambda: keras.optimizers.Adam(1e-3),
+}
+
+
+class Way(NamedTuple):
+    """A way to train: on how many replicas, and by which of the trainer's options."""
+
+    replicas: int
+    accumulate: int = 1
+    jit: bool = False
+    steps_per_call: int = 1
+
+    def __str__(self) -> str:
+        """As the rows name it."""
+        options = {
+            f"accumulate {self.accumulate}": self.accumulate > 1,
+            "jit": self.jit,
+            f"{self.steps_per_call} steps a call": self.steps_per_call > 1,
+        }
+        return ", ".join([f"{self.replicas} replicas", *(name for name, given in options.items() if given)])
+
+
+class Case(NamedTuple):
+    """A model with its data.
+
+    Attributes:
+        build: makes the model; its dropout must be 0.
+        data: the arguments `x`, `y` and perhaps `sample_weight` of `fit`.
+        loss: for `compile`.
+        ways: in which it is trained too.
+    """
+
+    build: Callable[[], keras.Model]
+    data: dict[str, Any]
+    loss: keras.losses.Loss
+    ways: tuple[Way, ...] = ()
+
+
+class Trained(NamedTuple):
+    """What is compared: the running loss by epoch and step, weights by path; after Adam, metrics and predictions."""
+
+    losses: dict[tuple[int, int], float]
+    weights: dict[str, np.ndarray]
+    evaluated: dict[str, float]
+    predicted: np.ndarray
+
+
+def masked() -> keras.Model:
+    """Predicts tokens that were replaced; one table is the first and the last matrix, and the padding is masked."""
+    ids = keras.Input((TOKENS,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(VOCABULARY, 16)
+    x = table(ids)
+    attention = keras.layers.MultiHeadAttention(2, 8, use_bias=False)
+    x = keras.layers.LayerNormalization()(x + attention(x, x, attention_mask=keras.ops.not_equal(ids, 0)[:, None]))
+    return keras.Model(ids, table(x, reverse=True))
+
+
+def causal() -> keras.Model:
+    """Predicts each next token."""
+    ids = keras.Input((TOKENS,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(VOCABULARY, 16)
+    x = table(ids)
+    x = keras.layers.LayerNormalization()(x + keras.layers.Conv1D(16, 3, padding="causal", activation="gelu")(x))
+    return keras.Model(ids, table(x, reverse=True))
+
+
+def classifier(dropout: float = 0.0) -> keras.Model:
+    """Two dense layers."""
+    x = inputs = keras.Input((8,))
+    x = keras.layers.Dropout(dropout)(keras.layers.Dense(16, "gelu")(x))
+    return keras.Model(inputs, keras.layers.Dense(3)(x))
+
+
+def batch_normalized() -> keras.Model:
+    """A convolution whose outputs are normalised over the batch."""
+    images = keras.Input((6, 6, 3))
+    x = keras.layers.BatchNormalization()(keras.layers.Conv2D(8, 3, use_bias=False)(images))
+    x = keras.layers.GlobalAveragePooling2D()(keras.activations.relu(x))
+    return keras.Model(images, keras.layers.Dense(3)(x))
+
+
+def cases() -> dict[str, Case]:
+    """The models by name, with data from fixed seeds."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(4, TOKENS + 1, (EXAMPLES, 1))
+    tokens = random.integers(2, VOCABULARY, (EXAMPLES, TOKENS + 1)) * (np.arange(TOKENS + 1) < lengths)
+    ids, following = tokens[:, :-1], tokens[:, 1:]
+    replaced = (random.random(ids.shape) < 0.3) & (ids > 0)
+    rows, images = random.normal(size=(EXAMPLES, 8)), random.normal(size=(EXAMPLES, 6, 6, 3))
+    classes = random.integers(0, 3, EXAMPLES)
+
+    def weighted(x, y, weight):
+        return {"x": x, "y": y, "sample_weight": weight.astype("float32")}
+
+    def loss(reduction="sum_over_batch_size"):
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+    of_labels, in_parts = loss("mean_with_sample_weight"), Way(2, accumulate=2, steps_per_call=7)
+    return {
+        "masked": Case(masked, weighted(np.where(replaced, 1, ids), ids, replaced), of_labels, (in_parts,)),
+        "causal": Case(causal, weighted(ids, following, following > 0), of_labels),
+        "classifier": Case(
+            classifier, {"x": rows.astype("float32"), "y": classes}, loss(), (in_parts, Way(2, jit=True))
+        ),
+        "batch norm": Case(batch_normalized, {"x": images.astype("float32"), "y": classes}, loss()),
+    }
+
+
+def doctor(
+    options: argparse.Namespace,
+    more: dict[str, Case] | None = None,
+    module: str = "keras_replicas.doctor",
+    packages: dict[str, str] | None = None,
+) -> int:
+    """Prints the machine and a row for each check as it is done, or one JSON object in the end.
+
+    Args:
+        options: `json`, `replicas` and `workers` of the command line.
+        more: further models to train.
+        module: what the workers run, which calls `work` with the same models.
+        packages: further packages, with their tested versions.
+
+    Returns:
+        The exit status, 1 if a check fails.
+
+    Raises:
+        UserError: when there are fewer GPUs than workers, or the devices cannot be divided so.
+    """
+    began = time.perf_counter()
+    gpus = gpu_names()
+    gpu_shares(options.workers)
+    tf.get_logger().setLevel("ERROR")  # else it warns of the many small models that are traced
+    machine = describe_machine(gpus, TESTED | (packages or {}))
+    say = print if not options.json else lambda *_, **__: None
+    say("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
+    counts = [options.replicas] if options.replicas else [2, 4][: 1 if len(gpus) in (2, 3) else 2]
+    make_strategy(max(counts), deterministic=bool(gpus))  # so that fewer can be asked for later
+    checks, width = [], 54
+    say(f"\n{'':{width}}" + "".join(f"{measure.split()[0]:>10}" for measure in BOUNDS))
+    say(f"{'bound':{width}}" + "".join(f"{bound:10.0e}" for bound in BOUNDS.values()), flush=True)
+    for name, measured in rows(cases() | (more or {}), counts, options.workers, module):
+        found = [
+            {"check": name, "measure": measure, "measured": value, "bound": bound, "passed": value <= bound}
+            for measure, (value, bound) in measured.items()
+        ]
+        checks += found
+        figures = "".join(f"{measured[measure][0]:10.1e}" if measure in measured else " " * 10 for measure in BOUNDS)
+        say(f"{name:{width}}{figures}  {'PASS' if all(row['passed'] for row in found) else 'FAIL'}", flush=True)
+    passed = all(row["passed"] for row in checks)
+    seconds = round(time.perf_counter() - began, 1)
+    say(f"{'all passed' if passed else 'FAILED'}, in {seconds:.0f} s")
+    if options.json:
+        for row in checks:
+            row["measured"] = row["measured"] if math.isfinite(row["measured"]) else None
+        print(json.dumps({"machine": machine, "checks": checks, "passed": passed, "seconds": seconds}, indent=2))
+    return 0 if passed else 1
+
+
+def rows(
+    cases: dict[str, Case], counts: list[int], workers: int, module: str
+) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
+    """Each check's name, and what is measured, with its bound."""
+    plain: dict[tuple[str, str], Trained] = {}
+    for name, case in cases.items():
+        for optimizer in OPTIMIZERS:
+            plain[name, optimizer] = train(case, optimizer)
+            for way in ways(case, optimizer, counts):
+                reference, data = plain[name, optimizer], case.data
+                if way.accumulate > 1:
+                    data = {argument: values[:EVEN] for argument, values in case.data.items()}
+                    reference = train(case._replace(data=data), optimizer)
+                yield (
+                    f"{name}, {optimizer}, {way}",
+                    compared(train(case._replace(data=data), optimizer, way), reference),
+                )
+    again = [
+        train(cases["classifier"]._replace(build=lambda: classifier(0.3)), "sgd", Way(counts[0])) for _ in range(2)
+    ]
+    yield (
+        "classifier with dropout, again, to the bit",
+        {measure: (value, 0.0) for measure, (value, _) in compared(*again).items()},
+    )
+    if workers > 1:
+        for (name, optimizer), ours in by_workers(workers, module).items():
+            yield f"{name}, {optimizer}, {workers} workers", compared(ours, plain[name, optimizer])
+
+
+def ways(case: Case, optimizer: str, counts: list[int]) -> list[Way]:
+    """How ours trains a model. SGD shows a gradient that is too large by a factor, which Adam hides."""
+    few, most = counts[0], counts[-1]
+    return [Way(few)] if optimizer == "adam" else [Way(most), *(way._replace(replicas=few) for way in case.ways)]
+
+
+def train(case: Case, optimizer: str, way: Way | None = None, strategy: Any = None) -> Trained:
+    """Trains a model from the weights of a fixed seed: by plain Keras on one device, or in a way of ours."""
+    keras.utils.set_random_seed(0)
+    model = case.build()
+    if way:
+        weights = model.get_weights()
+        with (strategy or make_strategy(way.replicas)).scope():
+            model = in_parallel(case.build(), way.accumulate)
+        model.set_weights(weights)
+        with model.distribute_strategy.scope():
+            compile_model(model, case, optimizer, jit_compile=way.jit, steps_per_execution=way.steps_per_call)
+    else:
+        compile_model(model, case, optimizer, jit_compile=False)
+    losses: dict[tuple[int, int], float] = {}
+    history = Losses(losses)
+    model.fit(**case.data, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[history])
+    evaluated, predicted = {}, np.zeros(0)
+    if optimizer == "adam":
+        evaluated = model.evaluate(**case.data, batch_size=BATCH, verbose=0, return_dict=True)
+        predicted = model.predict(case.data["x"], batch_size=BATCH, verbose=0)
+    weights = {f"{i} {weight.path}": np.array(weight) for i, weight in enumerate(model.weights)}
+    return Trained(losses, weights, evaluated, predicted)
+
+
+def in_parallel(model: keras.Model, accumulate: int) -> Any:
+    """The model with our trainer."""
+    model.__class__ = data_parallel(type(model))
+    model.accumulate = accumulate
+    return model
+
+
+def compile_model(model: keras.Model, case: Case, optimizer: str, **options: Any) -> None:
+    """Compiles it with the case's loss, and the accuracy."""
+    model.compile(OPTIMIZERS[optimizer](), case.loss, weighted_metrics=["accuracy"], **options)
+
+
+class Losses(keras.callbacks.Callback):
+    """Notes the running mean of the loss after each step: that of every step follows from it."""
+
+    def __init__(self, losses: dict[tuple[int, int], float]):
+        super().__init__()
+        self.losses = losses
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """See Keras."""
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        """See Keras."""
+        # A call of several steps may number its last one beyond the epoch.
+        self.losses[self.epoch, min(batch, self.params["steps"] - 1)] = float(logs["loss"])
+
+
+def compared(ours: Trained, theirs: Trained) -> dict[str, tuple[float, float]]:
+    """Relative differences by what is compared, each with its bound."""
+    # In theory the biases of attention's keys have no gradient: their values are rounding noise.
+    names = [name for name, weight in theirs.weights.items() if not name.endswith("key/bias") and weight.any()]
+    pairs = dict(zip(theirs.weights, ours.weights.values(), strict=True))
+    away = [float(np.linalg.norm(pairs[name] - theirs.weights[name])) for name in names]
+    size = [float(np.linalg.norm(theirs.weights[name])) for name in names]
+    measured = {
+        "loss of every step": max(relative(loss, theirs.losses[step]) for step, loss in ours.losses.items()),
+        "weights": math.hypot(*away) / math.hypot(*size),
+        "every tensor": max(a / b for a, b in zip(away, size, strict=True)),
+    }
+    if theirs.evaluated:
+        measured["evaluate"] = max(relative(ours.evaluated[name], value) for name, value in theirs.evaluated.items())
+        apart = np.linalg.norm(ours.predicted - theirs.predicted)
+        measured["predict"] = float(apart / np.linalg.norm(theirs.predicted))
+    return {name: (value if math.isfinite(value) else math.inf, BOUNDS[name]) for name, value in measured.items()}
+
+
+def relative(a: float, b: float) -> float:
+    """The difference of two numbers, relative to the second."""
+    return abs(a - b) / abs(b) if b else abs(a)
+
+
+def by_workers(count: int, module: str) -> dict[tuple[str, str], Trained]:
+    """What several processes train together, by model and optimizer.
+
+    Raises:
+        UserError: with the end of their log, when they fail.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        launch = [sys.executable, "-m", "keras_replicas", "launch", "--workers", str(count), "--log-dir", folder]
+        done = subprocess.run([*launch, "-m", module, folder], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"the workers ended with status {done.returncode}: {' '.join(done.stderr.split())[-2000:]}")
+        return pickle.loads(Path(folder, "trained").read_bytes())
+
+
+def work(folder: str, cases: dict[str, Case]) -> None:
+    """What a worker does: it trains with the others, and the chief writes the file `trained` to a folder."""
+    strategy = make_strategy(deterministic=bool(gpu_names()))
+    trained = {
+        (name, optimizer): train(case, optimizer, Way(1), strategy)
+        for name, case in cases.items()
+        for optimizer in OPTIMIZERS
+    }
+    if is_chief():
+        Path(folder, "trained").write_bytes(pickle.dumps(trained))
+    exchange({})  # before one leaves
+
+
+def describe_machine(gpus: list[str], packages: dict[str, str]) -> dict[str, str]:
+    """What the figures depend on, and whether the versions of packages are the tested ones."""
+    cpu = Path("/proc/cpuinfo")
+    flags = cpu.read_text().split() if cpu.exists() else []
+    return {
+        "system": f"{platform.platform()}, Python {platform.python_version()}",
+        "CPU": f"{os.cpu_count()} cores: {' '.join(feature for feature in CPU_FEATURES if feature in flags)}",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "GPUs": "; ".join(gpus) or "none",
+        **{package: _version(package, tested) for package, tested in packages.items()},
+    }
+
+
+def _version(package: str, tested: str) -> str:
+    version = importlib.metadata.version(package)
+    return f"{version} ({'tested' if version.startswith(tested + '.') else f'NOT TESTED; tested with {tested}'})"
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], cases())
