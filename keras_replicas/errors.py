@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error for invalid user input."""
+"""The error for what a user can put right."""
 
 
-class UserError(Exception):
-    """Invalid user input. The message says how to fix it; a command prints it and exits with status 2."""
+class UserError(ValueError):
+    """Wrong input. The message says in one line how to put it right; a command prints it, and exits with status 2."""
 
 
 def first_line(error: Exception) -> str:

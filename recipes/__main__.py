@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.run.command_line import fail, quiet_stderr, quiet_without_reader
+from keras_replicas.__main__ import add_doctor_options
 from keras_replicas.errors import UserError
+from keras_replicas.launch import add_options, launch
 from recipes._contents import recipe_path, recipes
 from recipes._copy import check, copy_recipe, update
 
@@ -109,16 +111,7 @@ def main() -> None:
     run = commands.add_parser("run", help="run a recipe")
     run.add_argument("name", metavar="NAME", nargs="?", help=f"one of {', '.join(recipes())}")
     run.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options; --help lists them")
-    start = commands.add_parser("launch", help="run a recipe on several workers")
-    start.add_argument("--workers", type=int, metavar="N", help="start N workers on this machine")
-    servers = "experimental: asynchronous training with P servers"
-    start.add_argument("--parameter-servers", type=int, default=0, metavar="P", help=servers)
-    start.add_argument("--hosts", metavar="H1:PORT,H2:PORT", help="addresses of all workers, the chief's first")
-    start.add_argument("--worker-index", type=int, metavar="I", help="index of this machine in --hosts, from 0")
-    start.add_argument("--restarts", type=int, default=0, metavar="K", help="restart up to K times after a worker dies")
-    start.add_argument("--join-timeout", type=int, default=300, metavar="S", help="seconds to wait for all workers")
-    start.add_argument("name", metavar="NAME", nargs="?", help="the recipe")
-    start.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options")
+    add_options(commands.add_parser("launch", help="run a recipe on several workers"), "NAME")
     copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses; update a copy")
     copied = (
         copy.add_argument("name", metavar="NAME", help="the recipe"),
@@ -132,9 +125,7 @@ def main() -> None:
     copy.add_argument("--update", **of_a_copy, help="merge the collection's changes with yours")
     copy.add_argument("--diff", action="store_true", help="with either: print what an update changes")
     copy.add_argument("--dry-run", action="store_true", help="with --update: write nothing")
-    doctor_of = commands.add_parser("doctor", help="verify on this machine that training is exact")
-    doctor_of.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor_of.add_argument("--workers", type=int, default=1, metavar="N", help="also check training on N workers")
+    add_doctor_options(commands.add_parser("doctor", help="verify on this machine that training is exact"))
     fill = commands.add_parser("fill-mask", help="fill [MASK] in sentences with a trained model")
     fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
     fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
@@ -175,18 +166,17 @@ def main() -> None:
         case "ls":
             list_recipes()
         case "launch":
-            from keras_replicas.launch import launch
-
-            raise SystemExit(launch(arguments, recipe_path(arguments.name)))
+            arguments.script = str(recipe_path(arguments.script))
+            raise SystemExit(launch(arguments))
         case "run":
             sys.argv = [f"python -m recipes run {arguments.name}", *arguments.options]
             runpy.run_path(str(recipe_path(arguments.name)), run_name="__main__")
         case "cp":
             raise SystemExit(copy_or_update(arguments, copy))
         case "doctor":
-            from recipes._doctor import doctor
-
-            raise SystemExit(doctor(arguments.json, arguments.workers))
+            with quiet_stderr():
+                from recipes._doctor import doctor
+            raise SystemExit(doctor(arguments))
         case "fill-mask":
             preset = arguments.preset or last_preset("MaskedLM", "bert_mlm")
             with quiet_stderr():

@@ -133,7 +133,7 @@ def build_model(config: Config, vocabulary: Vocabulary, schedule=0.0, last_step:
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
-    strategy = make_strategy(config.replicas, config.deterministic)
+    strategy = make_strategy(config.replicas, deterministic=config.deterministic)
     run = open_run("bert_mlm", config)
     if run.results:
         return run.results

@@ -131,7 +131,7 @@ def build_model(config: Config, data, schedule=0.0, last_step: int | None = None
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
-    strategy = make_strategy(config.replicas, config.deterministic)
+    strategy = make_strategy(config.replicas, deterministic=config.deterministic)
     run = open_run("causal_lm", config, writes=("adapter", "model_card", "snapshots"))
     if run.results:
         return run.results

@@ -131,7 +131,7 @@ class GlueEvaluator(Evaluator):
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    strategy = make_strategy(config.replicas, config.deterministic)
+    strategy = make_strategy(config.replicas, deterministic=config.deterministic)
     run = open_run("glue_controller", config, writes=("best", "predictions"))
     if run.results:
         return run.results

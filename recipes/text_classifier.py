@@ -78,7 +78,7 @@ def build_model(config: Config, data: EncodedTexts, schedule=0.0, last_step: int
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
-    strategy = make_strategy(config.replicas, config.deterministic)
+    strategy = make_strategy(config.replicas, deterministic=config.deterministic)
     run = open_run("text_classifier", config, writes=("best", "predictions"))
     if run.results:
         return run.results

@@ -86,7 +86,9 @@ def all_commands():
         if re.match(r"(\.venv/bin/)?(python|pip|sbatch|kubectl|ray job|tensorboard|ruff|mypy) |\.ci/run$", span):
             found |= dict.fromkeys(shlex.join(words) for words in commands_of(span))
     found = dict.fromkeys(command.replace(".venv/bin/", "", 1) for command in found)
-    whole = {"python -m recipes launch --restarts 3": "python -m recipes launch --workers 2 --restarts 3 bert_mlm"}
+    whole = {
+        "python -m recipes launch --max-restarts 3": "python -m recipes launch --workers 2 --max-restarts 3 bert_mlm"
+    }
     return list(dict.fromkeys(whole.get(command, command) for command in found))
 
 
@@ -97,8 +99,8 @@ OF_OTHER_PROGRAMS = [c for c in COMMANDS if re.match(r"python -m (benchmarks|not
 BY_SCHEDULERS = [c for c in COMMANDS if re.match(r"sbatch|ray|kubectl|python recipes/", c)]
 # What installs from the network, and what .ci/run runs: these tests, the format, the lint and the types.
 OF_TOOLS = r"^(pip|pre-commit|ruff|mypy|\.ci/run)\b|^python3? -m (pytest|venv|benchmarks\.\w+)\b"
-# What other tests start: the doctor, two workers of each recipe, parameter servers, hosts, schedulers.
-ELSEWHERE = "recipes doctor|launch --workers 2 (?!--restarts)|--parameter-servers|--hosts|^(sbatch|ray|kub)"
+# What other tests start: the doctor, two workers of each recipe, hosts, schedulers.
+ELSEWHERE = "recipes doctor|-m keras_replicas|launch --workers 2 (?!--max-restarts)|--hosts|^(sbatch|ray|kub)"
 TO_RUN = [c for c in COMMANDS if not re.search(f"{ELSEWHERE}|{OF_TOOLS}", c) and c not in OF_OTHER_PROGRAMS]
 
 
@@ -255,8 +257,10 @@ def parsed(main, command, monkeypatch):
 def test_the_words_of_a_command_parse(command, at_the_reader, monkeypatch, capsys):
     arguments = parsed(command_line.main, command, monkeypatch)
     assert (getattr(arguments, "name", None) or "bert_mlm") in RECIPES  # without one: `cp --check DEST`
-    if arguments.command in ("run", "launch"):
+    if arguments.command == "run":
         check_options_of(arguments.name, arguments.options, capsys)
+    if arguments.command == "launch":
+        check_options_of(arguments.script, arguments.arguments, capsys)
 
 
 @pytest.mark.parametrize("command", OF_OTHER_PROGRAMS)
@@ -287,7 +291,10 @@ def test_options_that_are_named_exist_and_take_the_values_shown(at_the_reader, c
     }
     others = {
         option
-        for path in ("recipes/__main__.py", "recipes/cluster/ray_launch.py")
+        for path in (
+            *("recipes/__main__.py", "recipes/cluster/ray_launch.py"),
+            *("keras_replicas/__main__.py", "keras_replicas/launch.py"),
+        )
         for option in re.findall(r'"(--[a-z-]+)"', (ROOT / path).read_text())
     }
     spans = {span for span in code_spans(PAGES) if span.startswith("--")}
@@ -310,7 +317,7 @@ def test_options_that_are_named_exist_and_take_the_values_shown(at_the_reader, c
 
 
 def test_the_table_of_strategies_and_that_of_scaling_are_those_of_the_code():
-    sources = "".join((ROOT / f"common/devices/{name}.py").read_text() for name in ("strategy", "rendezvous"))
+    sources = "".join((ROOT / f"keras_replicas/{name}.py").read_text() for name in ("strategy", "workers"))
     rows = section(README, "Data parallel").split("\n| ")[3:]
     strategies = [re.search(r"\w+Strategy", row).group() for row in rows]
     assert set(strategies) == set(re.findall(r"\b(\w+Strategy)\(", sources)) | {"ParameterServerStrategy"}

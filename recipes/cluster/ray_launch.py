@@ -15,18 +15,10 @@ import socket
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from common.run.command_line import fail
-from keras_replicas.cluster import worker_config
-from keras_replicas.errors import UserError
-from keras_replicas.launch import check_bounds
 
 
 @ray.remote(max_concurrency=2)  # so that `stop` can be called while `run` waits
@@ -65,7 +57,10 @@ def train(count: int, cpus: float, gpus: float, launch_id: str, words: list[str]
     try:
         addresses = ray.get([worker.address.remote() for worker in workers])
         runs = [
-            worker.run.remote(worker_config(addresses, i), launch_id, os.getcwd(), words)
+            worker.run.remote(
+                {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": i}},
+                *(launch_id, os.getcwd(), words),
+            )
             for i, worker in enumerate(workers)
         ]
         try:
@@ -87,18 +82,20 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, required=True, metavar="N")
     parser.add_argument("--cpus", type=float, default=1, metavar="N", help="CPUs per worker (1)")
     parser.add_argument("--gpus", type=float, default=0, metavar="N", help="GPUs per worker: all of a node (0)")
-    parser.add_argument("--restarts", type=int, default=0, metavar="K", help="up to K times after a worker dies (0)")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="K", help="up to K times after a worker dies (0)"
+    )
     parser.add_argument("recipe")
     parser.add_argument("options", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
-    try:
-        check_bounds(arguments, workers=1, restarts=0, cpus=0, gpus=0)
-    except UserError as error:
-        fail(error)
+    for name, least in (("workers", 1), ("cpus", 0), ("gpus", 0), ("max_restarts", 0)):
+        if not getattr(arguments, name) >= least:
+            print(f"error: --{name.replace('_', '-')} must be at least {least}", file=sys.stderr)
+            raise SystemExit(2)
     ray.init()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler gives this process three seconds
     words, launch_id = [arguments.recipe, *arguments.options], uuid.uuid4().hex
-    for _ in range(arguments.restarts + 1):
+    for _ in range(arguments.max_restarts + 1):
         status = train(arguments.workers, arguments.cpus, arguments.gpus, launch_id, words)
         if status in (0, 2, 143):  # done, wrong input, stopped; otherwise a worker died
             break
