@@ -177,7 +177,8 @@ def doctor(
     say("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
     counts = [options.replicas] if options.replicas else [2, 4][: 1 if len(gpus) in (2, 3) else 2]
     make_strategy(max(counts), deterministic=bool(gpus))  # so that fewer can be asked for later
-    checks, width = [], 54
+    checks: list[dict[str, Any]] = []
+    width = 54
     say(f"\n{'':{width}}" + "".join(f"{measure.split()[0]:>10}" for measure in BOUNDS))
     say(f"{'bound':{width}}" + "".join(f"{bound:10.0e}" for bound in BOUNDS.values()), flush=True)
     for name, measured in rows(cases() | (more or {}), counts, options.workers, module):
