@@ -96,11 +96,13 @@ COMMANDS = all_commands()
 OF_RECIPES = [command for command in COMMANDS if re.match("python -m recipes( |$)", command)]
 # What is parsed here and started by other tests, or not at all: measuring takes hours, and writes the results.
 OF_OTHER_PROGRAMS = [c for c in COMMANDS if re.match(r"python -m (benchmarks|notebooks\.generate)( |$)", c)]
-BY_SCHEDULERS = [c for c in COMMANDS if re.match(r"sbatch|ray|kubectl|python recipes/", c)]
+BY_SCHEDULERS = [c for c in COMMANDS if re.match(r"sbatch|ray|kubectl|python recipes/(?!cluster/parameter)", c)]
 # What installs from the network, and what .ci/run runs: these tests, the format, the lint and the types.
 OF_TOOLS = r"^(pip|pre-commit|ruff|mypy|\.ci/run)\b|^python3? -m (pytest|venv|benchmarks\.\w+)\b"
-# What other tests start: the doctor, two workers of each recipe, hosts, schedulers.
-ELSEWHERE = "recipes doctor|-m keras_replicas|launch --workers 2 (?!--max-restarts)|--hosts|^(sbatch|ray|kub)"
+# What other tests start: the doctor, two workers of each recipe, parameter servers, hosts, schedulers.
+ELSEWHERE = (
+    "recipes doctor|-m keras_replicas|parameter_servers|launch --workers 2 (?!--max-restarts)|--hosts|^(sbatch|ray|kub)"
+)
 TO_RUN = [c for c in COMMANDS if not re.search(f"{ELSEWHERE}|{OF_TOOLS}", c) and c not in OF_OTHER_PROGRAMS]
 
 
@@ -194,8 +196,8 @@ def test_each_recipe_and_each_name_of_a_helper_is_one():
 
 
 def test_every_command_is_of_a_known_kind():
-    files = r"(recipes|my_project|docs/upstream)/\w+\.py"
-    ours = rf"python (-m recipes\b|-m benchmarks\b|-m notebooks\.generate\b|{files}\b)"
+    files = r"(recipes|recipes/cluster|my_project|docs/upstream)/\w+\.py"
+    ours = rf"python (-m recipes\b|-m keras_replicas\b|-m benchmarks\b|-m notebooks\.generate\b|{files}\b)"
     kinds = rf"{ours}|(tensorboard|sbatch|ray job|kubectl) |{OF_TOOLS}"
     assert [command for command in COMMANDS if not re.match(kinds, command)] == []
     assert len(OF_RECIPES) > 20
