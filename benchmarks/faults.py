@@ -73,13 +73,14 @@ def commands(workdir: Path, hosts: Sequence[str] = ()) -> list[list[str]]:
     """The command of a run on two workers that restarts after a death, or one command for each host."""
 
     def launch(*place: str) -> list[str]:
-        words = [sys.executable, "-m", "recipes", "launch", *place, "--restarts", "1", "bert_mlm"]
+        logs = ("--log-dir", str(workdir.with_name(f"{workdir.name} logs")))
+        words = [sys.executable, "-m", "recipes", "launch", *place, "--max-restarts", "1", *logs, "bert_mlm"]
         return [*words, *OPTIONS, "--workdir", str(workdir)]
 
     if not hosts:
         return [launch("--workers", "2")]
     addresses = ",".join(f"{address}:8888" for address in ADDRESSES)
-    return [on(host, *launch("--hosts", addresses, "--worker-index", str(i))) for i, host in enumerate(hosts)]
+    return [on(host, *launch("--hosts", addresses, "--node-rank", str(i))) for i, host in enumerate(hosts)]
 
 
 def trial(fault: str, number: int, workdir: Path, expected: dict[str, Any]) -> dict[str, Any]:

@@ -42,31 +42,14 @@ RECIPES = {
 def parity_table(doctor: dict) -> str:
     """What `python -m recipes doctor --json` measured, one line per check."""
     checks: dict[str, dict[str, str]] = {}
-    bounds = {}
+    bounds: dict[str, float] = {}
     for row in doctor["checks"]:
         checks.setdefault(row["check"], {})[row["measure"]] = f"{row['measured']:.1e}"
-        bounds[row["measure"]] = row["bound"]
-    measures = list(bounds)[:4]  # those of the ways to compute the same; other checks have their own
-    lines = [
-        "| against one device | "
-        + " | ".join(f"{measure} (bound {bounds[measure]:.0e})" for measure in measures)
-        + " |",
-        "| --- " * (1 + len(measures)) + "|",
-        *(
-            f"| {check} | " + " | ".join(found.values()) + " |"
-            for check, found in checks.items()
-            if measures[0] in found
-        ),
-        "",
-        "| check | measured | bound |",
-        "| --- | --- | --- |",
-        *(
-            f"| {check}: {measure} | {value} | {bounds[measure]:.0e} |"
-            for check, found in checks.items()
-            for measure, value in found.items()
-            if measure not in measures
-        ),
-    ]
+        bounds.setdefault(row["measure"], row["bound"])
+    titles = " | ".join(f"{measure} (bound {bound:.0e})" for measure, bound in bounds.items())
+    lines = [f"| against one device | {titles} |", "| --- " * (1 + len(bounds)) + "|"]
+    for check, found in checks.items():
+        lines.append(f"| {check} | " + " | ".join(found.get(measure, "") for measure in bounds) + " |")
     return "\n".join(lines)
 
 

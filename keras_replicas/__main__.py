@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m keras_replicas launch | doctor`. Only `doctor` imports TensorFlow."""
+"""The command line of the library: `python -m keras_replicas`. Nothing here imports TensorFlow before it is needed."""
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NoReturn
 
 from keras_replicas.errors import UserError
-from keras_replicas.launch import add_options, launch
+from keras_replicas.launch import add_options, launch, whole
 
 GUIDE = """\
-Keras 3's fit, right on N replicas under tf.distribute, and resumed to the bit.
+Keras 3's fit, right on N replicas under tf.distribute, on one machine or several.
 
-  python -m keras_replicas launch --workers 2 train.py   run a script on two workers; -m for a module
-  python -m keras_replicas doctor                        verify on this machine that training is exact
+  python -m keras_replicas launch --workers 2 train.py --epochs 3   run a script on two workers of this machine
+  python -m keras_replicas launch --hosts h1:8888,h2:8888 --node-rank 0 train.py   on two machines; on h2, with 1
+  python -m keras_replicas launch --workers 2 --max-restarts 3 -m package.train    a module; go on after a death
+  python -m keras_replicas doctor                                   verify on this machine that training is exact
 
 --help after a command lists its options.
 """
@@ -25,45 +29,60 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """See `argparse.ArgumentParser`."""
-        self.exit(2, f"error: {message}. See {self.prog} --help\n")
+        fail(f"{message}. See {self.prog} --help")
 
 
-def command_of(script: str, is_module: bool, arguments: list[str]) -> list[str]:
-    """The command that runs a script or module. Raises a `UserError` if there is no such script."""
-    if not is_module and not Path(script).is_file():
-        raise UserError(f"there is no script {script}; give -m before the name of a module")
-    return [sys.executable, *(["-m"] if is_module else []), script, *arguments]
+def fail(message: object) -> NoReturn:
+    """Ends the process with one line on standard error and exit status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def add_doctor_options(parser: argparse.ArgumentParser) -> None:
+    """Gives a parser the doctor's options."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--replicas", type=whole(1), metavar="N", help="check N replicas, not 2 and 4")
+    parser.add_argument("--workers", type=whole(1), default=1, metavar="N", help="also check N workers")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Drops what TensorFlow's C++ code says on standard error while it is imported, and prepares Keras's import."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
 
 
 def main() -> int:
     """Reads the command line, does what it says, and returns the exit status."""
     parser = Parser(prog="python -m keras_replicas", description="Without a command it prints a short guide.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    start = commands.add_parser("launch", help="run a script on several workers")
-    add_options(start)
-    start.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
-    start.add_argument("script", metavar="SCRIPT", help="what each worker runs, with its own arguments after it")
-    start.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's arguments")
-    check = commands.add_parser("doctor", help="verify on this machine that training is exact")
-    check.add_argument("--json", action="store_true", help="print one JSON object")
-    check.add_argument("--workers", type=int, default=1, metavar="N", help="also train on N workers")
+    add_options(commands.add_parser("launch", help="run a script on several workers"), "SCRIPT")
+    add_doctor_options(commands.add_parser("doctor", help="verify on this machine that training is exact"))
     options = parser.parse_args()
     match options.command:
         case "launch":
-            return launch(options, command_of(options.script, options.is_module, options.arguments))
+            return launch(options)
         case "doctor":
-            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-            from keras_replicas.doctor import doctor
-
-            return doctor(as_json=options.json, workers=options.workers)
-    print(GUIDE)
+            with quiet():
+                from keras_replicas.doctor import doctor
+            return doctor(options)
+    print(GUIDE, end="")
     return 0
 
 
 if __name__ == "__main__":
     try:
-        status = main()
+        raise SystemExit(main())
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 2
-    raise SystemExit(status)
+        fail(error)
+    except BrokenPipeError:  # the reader has gone, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter reports it at its end
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None

@@ -173,7 +173,7 @@ class Checkpoints(keras.callbacks.Callback):
         fit_state.refuse_steps_of_model_checkpoint(callbacks.callbacks)
         callbacks.callbacks.remove(self)
         callbacks.callbacks.append(self)  # the others have their state, and the History, when it is saved
-        number = _completed[self.folder.resolve()]
+        number = _completed[self.folder.resolve()] if (self.folder / "end.state").exists() else 0
         self._files = CheckpointFiles(self.folder / f"fit-{number + 1}" if number else self.folder, self._keep)
         self._callbacks, self._state = callbacks, None
         for name in ["end", *(f"ckpt-{step}" for step in reversed(self._files.steps()))]:

@@ -8,14 +8,14 @@ it is made from the variables of Slurm or Kubernetes. Worker 0 is the chief, whi
 import ipaddress
 import json
 import os
-import re
 import socket
 from typing import Any
 
 from keras_replicas.errors import UserError
 
 PORT = 8888  # of workers started by a scheduler
-JOBS = ("chief", "worker")
+JOBS = ("chief", "worker")  # in the order of their ranks
+MOST = 999_999  # of a number of workers or seconds
 WORKERS_TOLD_IN = {"TF_CONFIG", "SLURM_STEP_NUM_TASKS", "JOB_SERVICE"}  # one is set if there are several workers
 
 
@@ -40,12 +40,13 @@ def tf_config() -> dict[str, Any]:
         config = json.loads(os.environ.get("TF_CONFIG") or "{}")
         if config != {}:
             jobs, job, index = config["cluster"], config["task"]["type"], config["task"]["index"]
-            if job not in JOBS:
-                raise ValueError(f"a task of type {job!r}, where there are {', '.join(JOBS)}")
+            if wrong := {*jobs, job} - {*JOBS}:
+                raise ValueError(f"{min(wrong)!r} trains no replica: there are {' and '.join(JOBS)}")
             if not 0 <= index < len(jobs[job]):
                 raise ValueError(f"there is no {job} {index}")
-            if wrong := [address for addresses in jobs.values() for address in addresses if not is_address(address)]:
-                raise ValueError(f"{wrong[0]!r} is not host:port")
+            for address in (address for addresses in jobs.values() for address in addresses):
+                if not is_address(address):
+                    raise ValueError(f"{address!r} is not host:port")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"TF_CONFIG is malformed ({type(error).__name__}: {error}). It must be like "
@@ -63,11 +64,11 @@ def whole_number(variable: str, default: int) -> int:
     """The value of an environment variable; the default if it is empty or not set.
 
     Raises:
-        UserError: when it is not a whole number from 1 to 999999.
+        UserError: when it is not a whole number from 1 to `MOST`.
     """
     text = os.environ.get(variable) or str(default)
-    if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
-        raise UserError(f"{variable} must be a whole number from 1 to 999999, not {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= MOST:
+        raise UserError(f"{variable} must be a whole number from 1 to {MOST}, not {text!r}")
     return int(text)
 
 
@@ -107,31 +108,52 @@ def all_on_this_machine() -> bool:
 
 def workers() -> list[str]:
     """Addresses of all workers, the chief's first; empty for a single process."""
-    cluster = tf_config().get("cluster", {})
-    return [*cluster.get("chief", []), *cluster.get("worker", [])]
+    return [address for job in JOBS for address in tf_config().get("cluster", {}).get(job, [])]
 
 
 def num_workers() -> int:
-    """The number of workers, processes that train together; 1 for a single process."""
+    """The number of processes that train together, as in Horovod's `size()`; 1 for a single process.
+
+    The same on every worker, and known before TensorFlow is imported. A worker can have several replicas.
+
+    Raises:
+        UserError: when `TF_CONFIG`, or a variable of Slurm or Kubernetes that stands for it, is malformed.
+    """
     return len(workers()) or 1
 
 
-def worker_index(config: dict[str, Any] | None = None) -> int:
-    """A worker's rank, from its `TF_CONFIG` (by default, this process's); 0 is the chief, and a single process."""
-    config = tf_config() if config is None else config
-    if not config:
-        return 0
+def worker_index() -> int:
+    """This process's rank among the workers, from 0, as in Horovod's `rank()`; 0, the chief's, for a single process.
+
+    Known before TensorFlow is imported. Use it for what each worker keeps for itself, such as its own log; all workers
+    read the same data, and each computes its part.
+
+    Raises:
+        UserError: see `num_workers`.
+    """
+    return rank(tf_config()) if tf_config() else 0
+
+
+def is_chief() -> bool:
+    """Whether this process is worker 0, which writes the files; True for a single process.
+
+    Known before TensorFlow is imported. Whatever waits for all workers, such as `fit` or `exchange`, must be called on
+    all of them, not on the chief alone.
+
+    Raises:
+        UserError: see `num_workers`.
+    """
+    return worker_index() == 0
+
+
+def rank(config: dict[str, Any]) -> int:
+    """The rank of the worker that has this `TF_CONFIG`."""
     before = JOBS[: JOBS.index(config["task"]["type"])]
     return sum(len(config["cluster"].get(job, [])) for job in before) + config["task"]["index"]
 
 
-def is_chief() -> bool:
-    """Whether this process is the one that writes files: worker 0, or a single process."""
-    return worker_index() == 0
-
-
 def _from_slurm() -> dict[str, Any]:
-    import tensorflow as tf  # not above: `launch` uses the rest of this file without TensorFlow
+    import tensorflow as tf  # not above: the rest of this file needs no TensorFlow
 
     try:
         # By default it asks nvidia-smi for GPUs, and fails if there are none; which GPUs a task sees is up to Slurm.

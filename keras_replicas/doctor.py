@@ -1,276 +1,383 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m keras_replicas doctor`: verifies on this machine that N replicas compute what one device would.
+"""`python -m keras_replicas doctor`: verifies on this machine that N replicas compute what one device does.
 
-Small models of Keras's layers train for 20 steps, the last of which has fewer examples than replicas. The measure is
-plain Keras on one device.
+Plain Keras trains small models on one device; ours trains them from the same weights on the same batches, the last of
+which does not divide evenly among the replicas. What differs is compared with what float32 may leave.
 """
 
+import argparse
+import contextlib
 import importlib.metadata
 import json
+import math
 import os
+import pickle
 import platform
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import ops
 
-import keras_replicas as kr
-from keras_replicas.gpus import gpu_names
-from keras_replicas.private import CHECKED_VERSIONS
+from keras_replicas.checkpoints import Checkpoints
+from keras_replicas.cluster import is_chief
+from keras_replicas.errors import UserError
+from keras_replicas.gpus import gpu_names, gpu_shares
+from keras_replicas.model import data_parallel
+from keras_replicas.strategy import make_strategy
+from keras_replicas.workers import exchange
 
-EXAMPLES, BATCH, LENGTH, CLASSES, WORDS = 155, 8, 10, 3, 40
-# Relative differences, by the Euclidean norm, that float32 may leave: of all weights, and of each tensor of them.
-BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every weight": 1e-5, "evaluate": 1e-6, "predict": 1e-6}
-RANDOM = np.random.default_rng(0)
-X = RANDOM.normal(size=(EXAMPLES, 6)).astype(np.float32)
-Y = RANDOM.integers(0, CLASSES, EXAMPLES)
-IDS = RANDOM.integers(1, WORDS, (EXAMPLES, LENGTH)).astype(np.int32)
-MASKED = (RANDOM.uniform(size=IDS.shape) < 0.3).astype(np.float32)  # the weight of each label
-
-
-class TiedModel(keras.Model):
-    """A masked language model whose table of embeddings is its output layer too."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = keras.layers.Embedding(WORDS, 12)
-        self.hidden = keras.layers.Dense(12, activation="gelu")
-        self.norm = keras.layers.LayerNormalization()
-
-    def call(self, ids):
-        """Logits, [batch, length, words]."""
-        hidden = self.norm(self.hidden(self.table(ids)))
-        return hidden @ ops.transpose(ops.convert_to_tensor(self.table.embeddings))
-
-
-def causal() -> keras.Model:
-    """A causal language model."""
-    ids = keras.Input((LENGTH,), dtype="int32")
-    x = keras.layers.Embedding(WORDS, 12)(ids)
-    x += keras.layers.MultiHeadAttention(2, 6, use_bias=False)(x, x, use_causal_mask=True)
-    return keras.Model(ids, keras.layers.Dense(WORDS)(x))
-
-
-def dense(*layers: keras.layers.Layer) -> keras.Model:
-    """A classifier with these layers inside."""
-    return keras.Sequential([keras.layers.Dense(12, activation="tanh"), *layers, keras.layers.Dense(CLASSES)])
-
-
-MODELS: dict[str, tuple[Callable[[], keras.Model], tuple[np.ndarray, ...]]] = {
-    "classifier": (dense, (X, Y)),
-    "masked, with a tied table": (TiedModel, (IDS, (IDS + 1) % WORDS, MASKED)),
-    "causal": (causal, (IDS, np.roll(IDS, -1, axis=1))),
-    "BatchNormalization": (lambda: dense(keras.layers.BatchNormalization()), (X, Y)),
+EXAMPLES, BATCH, EPOCHS = 77, 8, 2  # 20 steps, two of them of 5 examples
+EVEN = 72  # examples where each replica's part of a batch must be divisible too
+TOKENS, VOCABULARY = 12, 30
+TESTED = {"tensorflow": "2.21", "keras": "3.15"}
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+# Relative differences that float32 may leave; of arrays, by the Euclidean norm, of all weights and of each tensor.
+BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every tensor": 1e-5, "evaluate": 1e-6, "predict": 1e-6}
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "adam": lambda: keras.optimizers.Adam(1e-3),
 }
-OPTIMIZERS = {"SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "Adam": lambda: keras.optimizers.Adam(0.01)}
 
 
 class Way(NamedTuple):
-    """How a model is trained."""
+    """A way to train: on how many replicas, and by which of the trainer's options."""
 
-    name: str
     replicas: int
-    optimizer: str = "SGD"
     accumulate: int = 1
-    options: dict[str, Any] = {}  # of `compile`
+    jit: bool = False
+    steps_per_call: int = 1
+
+    def __str__(self) -> str:
+        """As the rows name it."""
+        options = {
+            f"accumulate {self.accumulate}": self.accumulate > 1,
+            "jit": self.jit,
+            f"{self.steps_per_call} steps a call": self.steps_per_call > 1,
+        }
+        return ", ".join([f"{self.replicas} replicas", *(name for name, given in options.items() if given)])
 
 
-WITHOUT_TABLES = ("classifier", "BatchNormalization")
-WAYS = (Way("2 replicas", 2), Way("4 replicas", 4), Way("2 replicas, Adam", 2, "Adam"))
-MORE = {  # ways in which one model is trained too
-    "masked, with a tied table": (
-        Way("2 replicas, XLA", 2, options={"jit_compile": True}),
-        Way("2 replicas, accumulate=2", 2, accumulate=2),
-    ),
-    "BatchNormalization": (Way("2 replicas, 7 steps a call", 2, options={"steps_per_execution": 7}),),
-}
+class Case(NamedTuple):
+    """A model with its data.
+
+    Attributes:
+        build: makes the model; its dropout must be 0.
+        data: the arguments `x`, `y` and perhaps `sample_weight` of `fit`.
+        loss: for `compile`.
+        ways: in which it is trained too.
+    """
+
+    build: Callable[[], keras.Model]
+    data: dict[str, Any]
+    loss: keras.losses.Loss
+    ways: tuple[Way, ...] = ()
 
 
-class Steps(keras.callbacks.Callback):
-    """Keeps the loss of every step."""
+class Trained(NamedTuple):
+    """What is compared: the running loss by epoch and step, weights by path; after Adam, metrics and predictions."""
 
-    def __init__(self):
-        super().__init__()
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Takes the losses of the steps since the last call."""
-        self.losses += self.model.step_values["loss"].tolist()
+    losses: dict[tuple[int, int], float]
+    weights: dict[str, np.ndarray]
+    evaluated: dict[str, float]
+    predicted: np.ndarray
 
 
-def train(make: Callable[[], keras.Model], data: tuple[np.ndarray, ...], way: Way, strategy: Any) -> dict[str, Any]:
-    """Trains a model of ours; returns numbers by name."""
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model = make()
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(OPTIMIZERS[way.optimizer](), loss, **way.options)
-        model = kr.data_parallel(model, accumulate=way.accumulate)
-    steps, batches = Steps(), kr.Batches(part_of(data, way), BATCH, shuffle=False)
-    model.fit(batches, epochs=1, verbose=0, callbacks=[steps])
-    return {"loss of every step": steps.losses} | outcome(model, data)
+def masked() -> keras.Model:
+    """Predicts tokens that were replaced; one table is the first and the last matrix, and the padding is masked."""
+    ids = keras.Input((TOKENS,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(VOCABULARY, 16)
+    x = table(ids)
+    attention = keras.layers.MultiHeadAttention(2, 8, use_bias=False)
+    x = keras.layers.LayerNormalization()(x + attention(x, x, attention_mask=keras.ops.not_equal(ids, 0)[:, None]))
+    return keras.Model(ids, table(x, reverse=True))
 
 
-def reference(make: Callable[[], keras.Model], data: tuple[np.ndarray, ...], way: Way) -> dict[str, Any]:
-    """The same by plain Keras on one device."""
-    keras.utils.set_random_seed(0)
-    model = make()
-    model.compile(OPTIMIZERS[way.optimizer](), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    rows = part_of(data, way)
-    steps = [slice(start, start + BATCH) for start in range(0, len(tf.nest.flatten(rows)[0]), BATCH)]
-    batches = [rows_of(rows, step) for step in steps]
-    losses = [model.train_on_batch(*batch, return_dict=True)["loss"] for batch in batches]
-    return {"loss of every step": losses} | outcome(model, data)
+def causal() -> keras.Model:
+    """Predicts each next token."""
+    ids = keras.Input((TOKENS,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(VOCABULARY, 16)
+    x = table(ids)
+    x = keras.layers.LayerNormalization()(x + keras.layers.Conv1D(16, 3, padding="causal", activation="gelu")(x))
+    return keras.Model(ids, table(x, reverse=True))
 
 
-def part_of(data: tuple[np.ndarray, ...], way: Way) -> tuple[np.ndarray, ...]:
-    """The rows to train on: `accumulate` divides full batches only."""
-    return rows_of(data, slice(EXAMPLES // BATCH * BATCH)) if way.accumulate > 1 else data
+def classifier(dropout: float = 0.0) -> keras.Model:
+    """Two dense layers."""
+    x = inputs = keras.Input((8,))
+    x = keras.layers.Dropout(dropout)(keras.layers.Dense(16, "gelu")(x))
+    return keras.Model(inputs, keras.layers.Dense(3)(x))
 
 
-def rows_of(data: Any, rows: slice) -> Any:
-    """Some rows of each array."""
-    return keras.tree.map_structure(lambda array: array[rows], data)
+def batch_normalized() -> keras.Model:
+    """A convolution whose outputs are normalised over the batch."""
+    images = keras.Input((6, 6, 3))
+    x = keras.layers.BatchNormalization()(keras.layers.Conv2D(8, 3, use_bias=False)(images))
+    x = keras.layers.GlobalAveragePooling2D()(keras.activations.relu(x))
+    return keras.Model(images, keras.layers.Dense(3)(x))
 
 
-def outcome(model: keras.Model, data: tuple[np.ndarray, ...]) -> dict[str, Any]:
-    """What a trained model has and computes."""
-    scores = model.evaluate(*data[:2], BATCH, 0, *data[2:], return_dict=True)
-    predicted = model.predict(data[0], BATCH, verbose=0)
-    return {"weights": model.get_weights(), "evaluate": scores["loss"], "predict": predicted}
+def cases() -> dict[str, Case]:
+    """The models by name, with data from fixed seeds."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(4, TOKENS + 1, (EXAMPLES, 1))
+    tokens = random.integers(2, VOCABULARY, (EXAMPLES, TOKENS + 1)) * (np.arange(TOKENS + 1) < lengths)
+    ids, following = tokens[:, :-1], tokens[:, 1:]
+    replaced = (random.random(ids.shape) < 0.3) & (ids > 0)
+    rows, images = random.normal(size=(EXAMPLES, 8)), random.normal(size=(EXAMPLES, 6, 6, 3))
+    classes = random.integers(0, 3, EXAMPLES)
 
+    def weighted(x, y, weight):
+        return {"x": x, "y": y, "sample_weight": weight.astype("float32")}
 
-def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    """Relative differences, by the names of `BOUNDS`."""
-    found = {name: max(relative(a, b) for a, b in pairs(ours[name], theirs[name])) for name in ours}
-    found["every weight"] = found["weights"]
-    away = np.concatenate([np.ravel(np.subtract(a, b)) for a, b in pairs(ours["weights"], theirs["weights"])])
-    size = np.concatenate([np.ravel(b) for b in theirs["weights"]])
-    return found | {"weights": float(np.linalg.norm(away) / np.linalg.norm(size))}
+    def loss(reduction="sum_over_batch_size"):
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
 
-
-def pairs(ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
-    """The arrays and numbers of two structures."""
-    return [*zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True)]
-
-
-def relative(ours: Any, theirs: Any) -> float:
-    """The difference of two arrays or numbers, relative to the second."""
-    return float(np.linalg.norm(np.subtract(ours, theirs)) / (np.linalg.norm(theirs) or 1.0))
-
-
-def rows(models: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Trains every model in every way, and yields a row for each."""
-    most = 2 if len(tf.config.list_physical_devices("GPU")) in (2, 3) else 4  # several GPUs are not split
-    kr.make_strategy(most)  # so that fewer can be asked for later
-    for name, (make, data) in models.items():
-        plain: dict[tuple, Any] = {}
-        for way in (*WAYS, *MORE.get(name, ())):
-            if way.replicas > most:
-                continue
-            key = way.optimizer, way.accumulate
-            if key not in plain:
-                # Of a table, plain Keras's Adam squares the gradients of a row one by one.
-                tables = way.optimizer == "Adam" and name not in WITHOUT_TABLES
-                one = tf.distribute.get_strategy()
-                plain[key] = train(make, data, way, one) if tables else reference(make, data, way)
-            ours = train(make, data, way, kr.make_strategy(way.replicas))
-            yield row(f"{name}: {way.name}", differences(ours, plain[key]))
-    yield row("resumed after an interruption, against undisturbed", {"weights": resumed()}, {"weights": 0.0})
-
-
-def row(check: str, measured: dict[str, float], bounds: dict[str, float] = BOUNDS) -> dict[str, Any]:
-    """One line of the result."""
-    passed = all(value <= bounds[name] for name, value in measured.items())
-    return {"check": check, "measured": measured, "bounds": bounds, "passed": passed}
-
-
-def resumed() -> float:
-    """How far a run that was interrupted in the middle of an epoch ends from one that was not."""
-
-    class Interrupt(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if self.model.steps_done == 25:
-                raise KeyboardInterrupt
-
-    def fit(folder, *callbacks):
-        keras.utils.set_random_seed(0)
-        with kr.make_strategy(2).scope():
-            model = dense(keras.layers.Dropout(0.3))
-            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-            kr.data_parallel(model)
-        model.fit(X, Y, BATCH, 2, verbose=0, callbacks=[kr.Checkpoints(folder, every=3), *callbacks])
-        return model.get_weights()
-
-    with tempfile.TemporaryDirectory() as folder:
-        undisturbed = fit(f"{folder}/a")
-        try:
-            fit(f"{folder}/b", Interrupt())
-        except KeyboardInterrupt:
-            return max(relative(a, b) for a, b in pairs(fit(f"{folder}/b"), undisturbed))
-    return float("inf")
-
-
-def worker(folder: str) -> None:
-    """What each of several workers runs: trains the models; the chief writes the outcome."""
-    strategy = kr.make_strategy(1)
-    for number, (make, data) in enumerate(MODELS.values()):
-        found = train(make, data, Way("workers", 1), strategy)
-        if kr.is_chief():
-            leaves = tf.nest.flatten(found)
-            np.savez(f"{folder}/{number}.npz", **{f"{i:03}": leaf for i, leaf in enumerate(leaves)})
-
-
-def rows_of_workers(count: int) -> Iterator[dict[str, Any]]:
-    """Trains on several workers of this machine, and yields a row for each model."""
-    with tempfile.TemporaryDirectory() as folder:
-        launch = [sys.executable, "-m", "keras_replicas", "launch", "--workers", str(count), "--log-dir", folder]
-        ended = subprocess.run([*launch, "-m", "keras_replicas.doctor", folder], capture_output=True, text=True)
-        if ended.returncode:
-            raise RuntimeError(f"training on {count} workers ended with {ended.returncode}: {ended.stderr}")
-        for number, (name, (make, data)) in enumerate(MODELS.items()):
-            theirs = reference(make, data, WAYS[0])
-            with np.load(f"{folder}/{number}.npz") as file:
-                ours = tf.nest.pack_sequence_as(theirs, [file[leaf] for leaf in sorted(file.files)])
-            yield row(f"{name}: {count} workers", differences(ours, theirs))
-
-
-def machine() -> dict[str, str]:
-    """What the figures depend on, and whether the package versions are checked ones."""
-    found = {name: importlib.metadata.version(name) for name in CHECKED_VERSIONS}
-    versions = {
-        name: f"{version} ({'checked' if version.startswith(f'{CHECKED_VERSIONS[name]}.') else 'NOT CHECKED'})"
-        for name, version in found.items()
+    of_labels, in_parts = loss("mean_with_sample_weight"), Way(2, accumulate=2, steps_per_call=7)
+    return {
+        "masked": Case(masked, weighted(np.where(replaced, 1, ids), ids, replaced), of_labels, (in_parts,)),
+        "causal": Case(causal, weighted(ids, following, following > 0), of_labels),
+        "classifier": Case(
+            classifier, {"x": rows.astype("float32"), "y": classes}, loss(), (in_parts, Way(2, jit=True))
+        ),
+        "batch norm": Case(batch_normalized, {"x": images.astype("float32"), "y": classes}, loss()),
     }
-    system = f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} cores"
-    return {"system": system, "GPUs": "; ".join(gpu_names()) or "none", **versions}
 
 
-def doctor(as_json: bool = False, workers: int = 1, models: dict[str, Any] = MODELS) -> int:
-    """Prints the machine, and a row for each check as it is done, or one JSON object; returns 1 if a check fails."""
-    began, about, found = time.perf_counter(), machine(), []
-    if not as_json:
-        print(*(f"{name:12} {value}" for name, value in about.items()), sep="\n", flush=True)
-    every: list[Iterable[dict]] = [rows(models), *([rows_of_workers(workers)] if workers > 1 else [])]
-    for each in (each for part in every for each in part):
-        found.append(each)
-        if not as_json:
-            shown = ", ".join(f"{name} {value:.0e}" for name, value in each["measured"].items())
-            print(f"{'PASS' if each['passed'] else 'FAIL'}  {each['check']}: {shown}", flush=True)
-    passed, seconds = all(each["passed"] for each in found), round(time.perf_counter() - began, 1)
-    if as_json:
-        print(json.dumps({"machine": about, "checks": found, "passed": passed, "seconds": seconds}, indent=2))
-    else:
-        print(f"{'all passed' if passed else 'FAILED'}, in {seconds:.0f} s")
+def doctor(
+    options: argparse.Namespace,
+    more: dict[str, Case] | None = None,
+    module: str = "keras_replicas.doctor",
+    packages: dict[str, str] | None = None,
+) -> int:
+    """Prints the machine and a row for each check as it is done, or one JSON object in the end.
+
+    Args:
+        options: `json`, `replicas` and `workers` of the command line.
+        more: further models to train.
+        module: what the workers run, which calls `work` with the same models.
+        packages: further packages, with their tested versions.
+
+    Returns:
+        The exit status, 1 if a check fails.
+
+    Raises:
+        UserError: when there are fewer GPUs than workers, or the devices cannot be divided so.
+    """
+    began = time.perf_counter()
+    gpus = gpu_names()
+    gpu_shares(options.workers)
+    tf.get_logger().setLevel("ERROR")  # else it warns of the many small models that are traced
+    machine = describe_machine(gpus, TESTED | (packages or {}))
+    say = print if not options.json else lambda *_, **__: None
+    say("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
+    counts = [options.replicas] if options.replicas else [2, 4][: 1 if len(gpus) in (2, 3) else 2]
+    make_strategy(max(counts), deterministic=bool(gpus))  # so that fewer can be asked for later
+    checks: list[dict[str, Any]] = []
+    width = 54
+    say(f"\n{'':{width}}" + "".join(f"{measure.split()[0]:>10}" for measure in BOUNDS))
+    say(f"{'bound':{width}}" + "".join(f"{bound:10.0e}" for bound in BOUNDS.values()), flush=True)
+    for name, measured in rows(cases() | (more or {}), counts, options.workers, module):
+        found = [
+            {"check": name, "measure": measure, "measured": value, "bound": bound, "passed": value <= bound}
+            for measure, (value, bound) in measured.items()
+        ]
+        checks += found
+        figures = "".join(f"{measured[measure][0]:10.1e}" if measure in measured else " " * 10 for measure in BOUNDS)
+        say(f"{name:{width}}{figures}  {'PASS' if all(row['passed'] for row in found) else 'FAIL'}", flush=True)
+    passed = all(row["passed"] for row in checks)
+    seconds = round(time.perf_counter() - began, 1)
+    say(f"{'all passed' if passed else 'FAILED'}, in {seconds:.0f} s")
+    if options.json:
+        for row in checks:
+            row["measured"] = row["measured"] if math.isfinite(row["measured"]) else None
+        print(json.dumps({"machine": machine, "checks": checks, "passed": passed, "seconds": seconds}, indent=2))
     return 0 if passed else 1
 
 
-if __name__ == "__main__":  # started by `rows_of_workers`
-    worker(sys.argv[1])
+def rows(
+    cases: dict[str, Case], counts: list[int], workers: int, module: str
+) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
+    """Each check's name, and what is measured, with its bound."""
+    plain: dict[tuple[str, str], Trained] = {}
+    for name, case in cases.items():
+        for optimizer in OPTIMIZERS:
+            plain[name, optimizer] = train(case, optimizer)
+            for way in ways(case, optimizer, counts):
+                reference, data = plain[name, optimizer], case.data
+                if way.accumulate > 1:
+                    data = {argument: values[:EVEN] for argument, values in case.data.items()}
+                    reference = train(case._replace(data=data), optimizer)
+                yield (
+                    f"{name}, {optimizer}, {way}",
+                    compared(train(case._replace(data=data), optimizer, way), reference),
+                )
+    yield (
+        "classifier with dropout, interrupted, to the bit",
+        {"weights": (resumed(cases["classifier"], counts[0]), 0.0)},
+    )
+    if workers > 1:
+        for (name, optimizer), ours in by_workers(workers, module).items():
+            yield f"{name}, {optimizer}, {workers} workers", compared(ours, plain[name, optimizer])
+
+
+def resumed(case: Case, replicas: int) -> float:
+    """How far a run that was interrupted in the middle of an epoch ends from one that was not."""
+
+    def fit(folder: str, interrupt: int = 0) -> np.ndarray:
+        keras.utils.set_random_seed(0)
+        with make_strategy(replicas).scope():
+            model = data_parallel(classifier(0.3))
+            compile_model(model, case, "adam")
+        callbacks = [Checkpoints(folder, every=3), *([Interrupt(interrupt)] if interrupt else [])]
+        model.fit(**case.data, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+        return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
+
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(KeyboardInterrupt):
+            fit(f"{folder}/interrupted", interrupt=14)
+        return float(np.abs(fit(f"{folder}/interrupted") - fit(f"{folder}/undisturbed")).max())
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends `fit` at a step, as a kill does."""
+
+    def __init__(self, step: int):
+        super().__init__()
+        self.step = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Raises `KeyboardInterrupt`."""
+        if self.model.steps_done == self.step:
+            raise KeyboardInterrupt
+
+
+def ways(case: Case, optimizer: str, counts: list[int]) -> list[Way]:
+    """How ours trains a model. SGD shows a gradient that is too large by a factor, which Adam hides."""
+    few, most = counts[0], counts[-1]
+    return [Way(few)] if optimizer == "adam" else [Way(most), *(way._replace(replicas=few) for way in case.ways)]
+
+
+def train(case: Case, optimizer: str, way: Way | None = None, strategy: Any = None) -> Trained:
+    """Trains a model from the weights of a fixed seed: by plain Keras on one device, or in a way of ours."""
+    keras.utils.set_random_seed(0)
+    model = case.build()
+    if way:
+        weights = model.get_weights()
+        with (strategy or make_strategy(way.replicas)).scope():
+            model = data_parallel(case.build(), accumulate=way.accumulate)
+        model.set_weights(weights)
+        with model.distribute_strategy.scope():
+            compile_model(model, case, optimizer, jit_compile=way.jit, steps_per_execution=way.steps_per_call)
+    else:
+        compile_model(model, case, optimizer, jit_compile=False)
+    losses: dict[tuple[int, int], float] = {}
+    history = Losses(losses)
+    model.fit(**case.data, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[history])
+    evaluated, predicted = {}, np.zeros(0)
+    if optimizer == "adam":
+        evaluated = model.evaluate(**case.data, batch_size=BATCH, verbose=0, return_dict=True)
+        predicted = model.predict(case.data["x"], batch_size=BATCH, verbose=0)
+    weights = {f"{i} {weight.path}": np.array(weight) for i, weight in enumerate(model.weights)}
+    return Trained(losses, weights, evaluated, predicted)
+
+
+def compile_model(model: keras.Model, case: Case, optimizer: str, **options: Any) -> None:
+    """Compiles it with the case's loss, and the accuracy."""
+    model.compile(OPTIMIZERS[optimizer](), case.loss, weighted_metrics=["accuracy"], **options)
+
+
+class Losses(keras.callbacks.Callback):
+    """Notes the running mean of the loss after each step: that of every step follows from it."""
+
+    def __init__(self, losses: dict[tuple[int, int], float]):
+        super().__init__()
+        self.losses = losses
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """See Keras."""
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        """See Keras."""
+        # A call of several steps may number its last one beyond the epoch.
+        self.losses[self.epoch, min(batch, self.params["steps"] - 1)] = float(logs["loss"])
+
+
+def compared(ours: Trained, theirs: Trained) -> dict[str, tuple[float, float]]:
+    """Relative differences by what is compared, each with its bound."""
+    # In theory the biases of attention's keys have no gradient: their values are rounding noise.
+    names = [name for name, weight in theirs.weights.items() if not name.endswith("key/bias") and weight.any()]
+    pairs = dict(zip(theirs.weights, ours.weights.values(), strict=True))
+    away = [float(np.linalg.norm(pairs[name] - theirs.weights[name])) for name in names]
+    size = [float(np.linalg.norm(theirs.weights[name])) for name in names]
+    measured = {
+        "loss of every step": max(relative(loss, theirs.losses[step]) for step, loss in ours.losses.items()),
+        "weights": math.hypot(*away) / math.hypot(*size),
+        "every tensor": max(a / b for a, b in zip(away, size, strict=True)),
+    }
+    if theirs.evaluated:
+        measured["evaluate"] = max(relative(ours.evaluated[name], value) for name, value in theirs.evaluated.items())
+        apart = np.linalg.norm(ours.predicted - theirs.predicted)
+        measured["predict"] = float(apart / np.linalg.norm(theirs.predicted))
+    return {name: (value if math.isfinite(value) else math.inf, BOUNDS[name]) for name, value in measured.items()}
+
+
+def relative(a: float, b: float) -> float:
+    """The difference of two numbers, relative to the second."""
+    return abs(a - b) / abs(b) if b else abs(a)
+
+
+def by_workers(count: int, module: str) -> dict[tuple[str, str], Trained]:
+    """What several processes train together, by model and optimizer.
+
+    Raises:
+        UserError: with the end of their log, when they fail.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        launch = [sys.executable, "-m", "keras_replicas", "launch", "--workers", str(count), "--log-dir", folder]
+        done = subprocess.run([*launch, "-m", module, folder], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"the workers ended with status {done.returncode}: {' '.join(done.stderr.split())[-2000:]}")
+        return pickle.loads(Path(folder, "trained").read_bytes())
+
+
+def work(folder: str, cases: dict[str, Case]) -> None:
+    """What a worker does: it trains with the others, and the chief writes the file `trained` to a folder."""
+    strategy = make_strategy(deterministic=bool(gpu_names()))
+    trained = {
+        (name, optimizer): train(case, optimizer, Way(1), strategy)
+        for name, case in cases.items()
+        for optimizer in OPTIMIZERS
+    }
+    if is_chief():
+        Path(folder, "trained").write_bytes(pickle.dumps(trained))
+    exchange({})  # before one leaves
+
+
+def describe_machine(gpus: list[str], packages: dict[str, str]) -> dict[str, str]:
+    """What the figures depend on, and whether the versions of packages are the tested ones."""
+    cpu = Path("/proc/cpuinfo")
+    flags = cpu.read_text().split() if cpu.exists() else []
+    return {
+        "system": f"{platform.platform()}, Python {platform.python_version()}",
+        "CPU": f"{os.cpu_count()} cores: {' '.join(feature for feature in CPU_FEATURES if feature in flags)}",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "GPUs": "; ".join(gpus) or "none",
+        **{package: _version(package, tested) for package, tested in packages.items()},
+    }
+
+
+def _version(package: str, tested: str) -> str:
+    version = importlib.metadata.version(package)
+    return f"{version} ({'tested' if version.startswith(tested + '.') else f'NOT TESTED; tested with {tested}'})"
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], cases())

@@ -10,11 +10,15 @@ from keras_replicas.errors import UserError
 
 def gpu_names() -> list[str]:
     """A line for each GPU of the machine; empty if `nvidia-smi` is not available."""
-    try:
-        lines = subprocess.check_output(["nvidia-smi", "--list-gpus"], text=True, stderr=subprocess.DEVNULL)
-    except (OSError, subprocess.CalledProcessError):
-        return []
-    return [line for line in lines.splitlines() if line.startswith("GPU ")]  # without the parts of split GPUs
+    return [line for line in _ask("--list-gpus") if line.startswith("GPU ")]  # without the parts of split GPUs
+
+
+def free_memory() -> int | None:
+    """Free memory of the first visible GPU, in MiB; None if `nvidia-smi` does not tell."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    words = ["--query-gpu=memory.free", "--format=csv,noheader,nounits", *(["--id", visible] if visible else [])]
+    answer = _ask(*words)
+    return int(answer[0]) if answer and answer[0].isdecimal() else None
 
 
 def visible_gpus() -> list[str]:
@@ -49,3 +53,12 @@ def gpu_shares(workers: int) -> tuple[list[str], int]:
             "Start fewer workers, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
     return [",".join(gpus[i * share : (i + 1) * share]) for i in range(workers)], len(gpus) - workers * share
+
+
+def _ask(*words: str) -> list[str]:
+    """The lines that `nvidia-smi` answers; none if it fails."""
+    try:
+        answer = subprocess.check_output(["nvidia-smi", *words], text=True, stderr=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return answer.splitlines()

@@ -1,78 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selects a `tf.distribute.Strategy` by the devices of this machine and the environment.
 
-A recipe asks for a strategy and scales by `strategy.num_replicas_in_sync`; only this module knows how many devices or
+A program asks for a strategy and scales by `strategy.num_replicas_in_sync`; only this module knows how many devices or
 machines there are.
 """
 
 import contextlib
 import ctypes
 import os
-import subprocess
 import sys
 
 import tensorflow as tf
 
 from keras_replicas.cluster import num_workers
-from keras_replicas.errors import UserError
+from keras_replicas.errors import UserError, first_line
+from keras_replicas.gpus import free_memory
 from keras_replicas.workers import join
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from glibc's malloc.h
-IN_USE = "the devices are already in use; ask for {} replicas in a new process"
+IN_USE = "the devices are already in use; ask for replicas={} in a new process"
 
 
 def make_strategy(replicas: int = 0, *, deterministic: bool = False) -> tf.distribute.Strategy:
-    """Picks the strategy for this process. Call it before anything else touches a device.
+    """Picks the strategy for this process, by its devices. Call it before anything else touches a device.
 
-    - Several workers (see `keras_replicas.cluster`): `MultiWorkerMirroredStrategy` over all GPUs of each (`replicas` 0)
-      or the first `replicas`, or one replica per CPU worker.
+    Build and compile the model in `with strategy.scope():`. `strategy.num_replicas_in_sync` is the number of replicas
+    on all workers together.
+
+    - Several workers (by `python -m keras_replicas launch`, `TF_CONFIG`, Slurm or Kubernetes):
+      `MultiWorkerMirroredStrategy` over all GPUs of each, or the first `replicas`; on CPUs, a replica for each worker.
+      It waits for all workers, which must all call it.
     - `TPU_NAME` is set: `TPUStrategy` over that TPU (untested).
-    - GPUs: `MirroredStrategy` over all of them (`replicas` 0) or the first `replicas`; the others stay free. A single
-      GPU is split into `replicas` logical devices of equal memory, which shows what N replicas compute, not how fast
-      they are.
-    - No GPU: `MirroredStrategy` over the CPU, split into `replicas` logical devices (0: two).
+    - GPUs: `MirroredStrategy` over all of them, or the first `replicas`; the others stay free. A single GPU is split
+      into `replicas` logical devices of equal memory: that shows what N replicas compute, not how fast they are.
+    - No GPU: `MirroredStrategy` over the CPU, split into `replicas` logical devices.
 
     Args:
-        replicas: replicas on this machine; 0 for the default for the devices found.
+        replicas: replicas on this machine; 0 for all its GPUs, or for two on the CPU.
         deterministic: makes GPUs bit-reproducible, as CPUs are, in full float32 precision. By default, a GPU sums in
             an order that depends on its threads, and multiplies in TF32, with a mantissa of 10 bits. An operation
             without a deterministic implementation then raises `tf.errors.UnimplementedError`. It cannot be undone.
 
     Raises:
-        UserError: when the machine does not have that many replicas, or there is no TPU at `TPU_NAME`.
+        UserError: when this machine cannot have that many replicas, or can no longer, as the devices are in use; when
+            there is no TPU at `TPU_NAME`; when a worker has not joined in time (300 s, `JOIN_TIMEOUT`), this one's port
+            is in use, or `TF_CONFIG` is malformed.
     """
     if deterministic:
         tf.config.experimental.enable_tensor_float_32_execution(False)
         tf.config.experimental.enable_op_determinism()
     gpus = tf.config.list_physical_devices("GPU")
     if num_workers() > 1:
-        if replicas > (len(gpus) or 1):
-            raise UserError(
-                f"one of several workers has at most {len(gpus) or 1} replica(s) here; replicas={replicas} is too many"
-            )
-        _use_only(gpus[: replicas or None])
-        keep_freed_memory()
-        if num_cores() == 1:
-            # TensorFlow answers other workers on the threads that compute: with only one, they would wait for a step.
-            with contextlib.suppress(RuntimeError):  # TensorFlow is initialized, and keeps its threads
-                tf.config.threading.set_inter_op_parallelism_threads(2)
-        library = tf.distribute.experimental.CommunicationImplementation
-        return join(
-            tf.distribute.experimental.CommunicationOptions(implementation=library.NCCL if gpus else library.RING)
-        )
+        return _of_workers(gpus, replicas)
     if name := os.environ.get("TPU_NAME"):
         try:
             return tf.distribute.TPUStrategy(tf.distribute.cluster_resolver.TPUClusterResolver.connect(name))
         except (tf.errors.OpError, ValueError, RuntimeError, OSError) as error:
-            raise UserError(
-                f"no TPU at TPU_NAME={name} ({str(error).splitlines()[0]}). Give another, or unset it"
-            ) from error
+            raise UserError(f"no TPU at TPU_NAME={name} ({first_line(error)}). Give another, or unset it") from error
     if len(gpus) > 1 and replicas > len(gpus):
         raise UserError(
             f"this machine has {len(gpus)} GPUs, too few for replicas={replicas}; only a single one is split"
         )
     if len(gpus) == 1 and replicas > 1:
-        return _mirrored(_split(gpus[0], replicas, free_gpu_memory_mib() // replicas))
+        free = free_memory()
+        if free is None:
+            raise UserError("cannot split the GPU: nvidia-smi does not tell its free memory; give replicas=1")
+        return _mirrored(_split(gpus[0], replicas, free * 9 // 10 // replicas))  # a tenth is for CUDA's own use
     if gpus:
         _use_only(gpus[: replicas or None])
         return _mirrored([f"GPU:{i}" for i in range(replicas or len(gpus))], tf.distribute.NcclAllReduce())
@@ -99,6 +92,21 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def _of_workers(gpus: list, replicas: int) -> tf.distribute.Strategy:
+    """The strategy of one of several workers, with all its GPUs or the first `replicas`."""
+    most = len(gpus) or 1
+    if replicas > most:
+        raise UserError(f"a worker has at most {most} replica(s) on this machine: leave out replicas={replicas}")
+    _use_only(gpus[: replicas or None])
+    keep_freed_memory()
+    if num_cores() == 1:
+        # TensorFlow answers other workers on the threads that compute: with only one, they would wait for a step.
+        with contextlib.suppress(RuntimeError):  # TensorFlow is initialized, and keeps its threads
+            tf.config.threading.set_inter_op_parallelism_threads(2)
+    library = tf.distribute.experimental.CommunicationImplementation
+    return join(tf.distribute.experimental.CommunicationOptions(implementation=library.NCCL if gpus else library.RING))
+
+
 def _use_only(gpus: list) -> None:
     """Hides the other GPUs: TensorFlow reserves all memory of each GPU that it sees."""
     if len(gpus) > len(tf.config.get_visible_devices("GPU")):
@@ -121,19 +129,3 @@ def _split(device, count: int, memory_mb: int | None = None) -> list[str]:
 def _mirrored(devices: list[str], reduce: tf.distribute.CrossDeviceOps | None = None) -> tf.distribute.MirroredStrategy:
     # NCCL needs a whole GPU for each replica; a sum on one device works on CPUs and on parts of a GPU too.
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduce or tf.distribute.ReductionToOneDevice())
-
-
-def free_gpu_memory_mib() -> int:
-    """Free memory of the single visible GPU, in MiB, less a tenth for CUDA's own use.
-
-    Raises:
-        UserError: when `nvidia-smi` does not answer.
-    """
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command += ["--id", visible]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return int(answer.split()[0]) * 9 // 10
-    except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
-        raise UserError(f"cannot split the GPU: {' '.join(command)} failed ({error}); use replicas=1") from error

@@ -39,7 +39,6 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     jobs = [
         collective.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses))
         for job, addresses in cluster.tf_config()["cluster"].items()
-        if job in ("chief", "worker")
     ]
     collective.context.context().configure_coordination_service(
         service_type="standalone",
@@ -52,15 +51,23 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     on_sigterm = signal.getsignal(signal.SIGTERM)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
     signal.signal(signal.SIGTERM, on_sigterm)  # TensorFlow has replaced the handler
-    close_to_other_machines(cluster.host_and_port(cluster.workers()[cluster.worker_index()])[1])
+    if cluster.all_on_this_machine():
+        close_to_other_machines(cluster.host_and_port(cluster.workers()[cluster.worker_index()])[1])
     return strategy
 
 
 def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Waits for all workers to call it, and returns everyone's facts by rank; facts must be serializable as JSON.
+    """Waits until all workers have called it, and returns everyone's facts, by rank.
+
+    For what all must know or agree on, such as a choice by the chief: `exchange({"seed": seed})[0]["seed"]`. All
+    workers call it equally often, after `make_strategy`. A single process gets its own facts.
+
+    Args:
+        facts: what JSON can hold. The fact `error`, if it is not empty, is raised on all workers, the first by rank: so
+            that none waits for one that has refused its input.
 
     Raises:
-        UserError: with the first message that a worker passed as the fact `error`.
+        UserError: with that message.
     """
     everyones = [facts]
     if cluster.num_workers() > 1:
@@ -132,12 +139,10 @@ def _answers(address: str) -> bool:
 
 
 def close_to_other_machines(port: int) -> None:
-    """Restricts TensorFlow's ports to loopback if all workers are on this machine, because any client can run code.
+    """Restricts TensorFlow's sockets that listen at a port to loopback: any client there can run code.
 
     Warns on standard error if it cannot.
     """
-    if not cluster.all_on_this_machine():
-        return
     closed, why = 0, "none of this process's sockets listens there"
     try:
         for listening in _listening_at(port):

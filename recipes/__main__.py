@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from common.run.command_line import fail, quiet_stderr, quiet_without_reader
 from keras_replicas import UserError
+from keras_replicas.__main__ import add_doctor_options
 from keras_replicas.launch import add_options, launch
 from recipes._copy import copy_recipe
 from recipes._names import recipe_path, recipes
@@ -86,17 +87,12 @@ def main() -> None:
     run = commands.add_parser("run", help="run a recipe")
     run.add_argument("name", metavar="NAME", nargs="?", help=f"one of {', '.join(recipes())}")
     run.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options; --help lists them")
-    start = commands.add_parser("launch", help="run a recipe on several workers")
-    add_options(start)
-    start.add_argument("name", metavar="NAME", nargs="?", help="the recipe")
-    start.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options")
+    add_options(commands.add_parser("launch", help="run a recipe on several workers"), "NAME")
     copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses")
     copy.add_argument("name", metavar="NAME", help="the recipe")
     copy.add_argument("destination", metavar="DEST", type=folder_named, help="folder, created if missing")
     copy.add_argument("--vendor", action="store_true", help="copy the library too, instead of depending on it")
-    doctor_of = commands.add_parser("doctor", help="verify on this machine that training is exact")
-    doctor_of.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor_of.add_argument("--workers", type=int, default=1, metavar="N", help="also check training on N workers")
+    add_doctor_options(commands.add_parser("doctor", help="verify on this machine that training is exact"))
     fill = commands.add_parser("fill-mask", help="fill [MASK] in sentences with a trained model")
     fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
     fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
@@ -137,8 +133,8 @@ def main() -> None:
         case "ls":
             list_recipes()
         case "launch":
-            command = [sys.executable, str(recipe_path(arguments.name)), *arguments.options]
-            raise SystemExit(launch(arguments, command))
+            arguments.script = str(recipe_path(arguments.script))
+            raise SystemExit(launch(arguments))
         case "run":
             sys.argv = [f"python -m recipes run {arguments.name}", *arguments.options]
             runpy.run_path(str(recipe_path(arguments.name)), run_name="__main__")
@@ -146,8 +142,8 @@ def main() -> None:
             copy_recipe(arguments.name, arguments.destination, arguments.vendor)
         case "doctor":
             with quiet_stderr():
-                from recipes._doctor import examine
-            raise SystemExit(examine(arguments.json, arguments.workers))
+                from recipes._doctor import doctor
+            raise SystemExit(doctor(arguments))
         case "fill-mask":
             preset = arguments.preset or last_preset("MaskedLM", "bert_mlm")
             with quiet_stderr():

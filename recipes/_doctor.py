@@ -1,29 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m recipes doctor`: the library's doctor, with KerasHub's `BertMaskedLM` beside its own models."""
+"""`python -m recipes doctor`: the doctor of `keras_replicas`, with a model of KerasHub's."""
+
+import argparse
+import sys
 
 import keras_hub
 import numpy as np
 
-from keras_replicas.doctor import EXAMPLES, IDS, LENGTH, MODELS, RANDOM, WORDS, doctor
+from keras_replicas import doctor as library
+from keras_replicas.doctor import TOKENS, VOCABULARY, Case
 
-MASKS = 3  # positions to predict in a sequence
+MASKS = 3  # in each sequence
 
 
 def bert() -> keras_hub.models.BertMaskedLM:
-    """A small BERT without dropout, whose noise differs between replicas."""
-    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 12, "intermediate_dim": 24}
-    backbone = keras_hub.models.BertBackbone(WORDS, dropout=0.0, max_sequence_length=LENGTH, **sizes)
-    return keras_hub.models.BertMaskedLM(backbone, preprocessor=None, compile=False)
+    """A small BERT."""
+    backbone = keras_hub.models.BertBackbone(VOCABULARY, 1, 2, 16, 32, dropout=0.0, max_sequence_length=TOKENS)
+    return keras_hub.models.BertMaskedLM(backbone, preprocessor=None)
 
 
-def examine(as_json: bool, workers: int) -> int:
-    """Prints a row for each check; returns the exit status."""
-    x = {
-        "token_ids": IDS,
-        "segment_ids": np.zeros_like(IDS),
-        "padding_mask": (np.arange(LENGTH) < RANDOM.integers(4, LENGTH + 1, (EXAMPLES, 1))).astype(np.int32),
-        "mask_positions": RANDOM.integers(0, 4, (EXAMPLES, MASKS)).astype(np.int32),
-    }
-    labels = RANDOM.integers(0, WORDS, (EXAMPLES, MASKS))
-    weights = (RANDOM.uniform(size=labels.shape) < 0.8).astype(np.float32)
-    return doctor(as_json, workers, MODELS | {"KerasHub's BertMaskedLM": (bert, (x, labels, weights))})
+def cases() -> dict[str, Case]:
+    """KerasHub's `BertMaskedLM`, by its name, with the tokens of the library's model."""
+    masked = library.cases()["masked"]
+    ids = masked.data["x"]
+    positions = np.argsort(np.random.default_rng(0).random(ids.shape))[:, :MASKS]
+    labels = np.take_along_axis(masked.data["y"], positions, axis=1)
+    x = {"token_ids": ids, "segment_ids": ids * 0, "padding_mask": ids > 0, "mask_positions": positions}
+    data = {"x": x, "y": labels, "sample_weight": (labels > 0).astype("float32")}
+    return {"BertMaskedLM": masked._replace(build=bert, data=data, ways=())}
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """See `keras_replicas.doctor.doctor`."""
+    return library.doctor(options, cases(), __name__, {"keras-hub": "0.32"})
+
+
+if __name__ == "__main__":
+    library.work(sys.argv[1], library.cases() | cases())

@@ -143,6 +143,7 @@ def test_malformed_variables_of_kubernetes(environment):
         '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": -1}}',
         '{"cluster": {"worker": ["a:1"]}, "task": {"type": "chief", "index": 0}}',
         '{"cluster": {"worker": ["a:1"], "evaluator": ["b:1"]}, "task": {"type": "evaluator", "index": 0}}',
+        '{"cluster": {"worker": ["a:1"], "ps": ["b:1"]}, "task": {"type": "worker", "index": 0}}',
     ],
 )
 def test_a_malformed_tf_config_is_answered_with_a_right_one(text, environment):

@@ -1,8 +1,7 @@
 import pytest
 
 from keras_replicas.errors import UserError
-from keras_replicas.gpus import gpu_names, gpu_shares, visible_gpus
-from keras_replicas.strategy import free_gpu_memory_mib
+from keras_replicas.gpus import free_memory, gpu_names, gpu_shares, visible_gpus
 
 
 @pytest.fixture
@@ -66,11 +65,14 @@ def test_workers_share_the_gpus_that_may_be_used(nvidia_smi, monkeypatch):
     assert gpu_shares(4) == ([], 0)
 
 
-def test_a_split_gpu_is_divided_by_its_own_memory(nvidia_smi):
-    with pytest.raises(UserError, match="use --replicas 1"):
-        free_gpu_memory_mib()
-    nvidia_smi("80000")
-    assert free_gpu_memory_mib() == 72_000
+def test_the_free_memory_of_the_first_visible_gpu(nvidia_smi, monkeypatch):
+    assert free_memory() is None
+    nvidia_smi("80000", "70000")
+    assert free_memory() == 80_000
+    nvidia_smi("[N/A]")
+    assert free_memory() is None
     nvidia_smi("80000", status=1)
-    with pytest.raises(UserError, match="use --replicas 1"):
-        free_gpu_memory_mib()
+    assert free_memory() is None
+    nvidia_smi("$5")  # the fifth word is the GPU that is asked for
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert free_memory() is None

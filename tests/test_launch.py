@@ -1,4 +1,4 @@
-"""`python -m recipes launch`: real workers, on this machine."""
+"""`python -m keras_replicas launch`: real processes, on this machine."""
 
 import argparse
 import contextlib
@@ -8,7 +8,6 @@ import pty
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,35 +16,78 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.faults import addresses_of, children
+from benchmarks.faults import children
 from keras_replicas.cluster import worker_config
 from keras_replicas.errors import UserError
-from keras_replicas.launch import free_addresses, places
+from keras_replicas.launch import free_addresses, tf_configs
 from keras_replicas.screen import as_left_on_screen
 from tests.conftest import MESSAGES
 from tests.test_bert_mlm import weights_of
 
 ROOT = Path(__file__).parent.parent
+LAUNCH = [sys.executable, "-m", "keras_replicas", "launch"]
 RECIPES = [sys.executable, "-m", "recipes"]
 OPTIONS = (
     *("--corpus", "LICENSE", "--model", "nano", "--vocabulary-size", "300", "--seq-length", "16"),
     *("--learning-rate", "5e-3", "--lr-scaling", "none", "--checkpoint-every", "7"),
 )
+# A script that ends, dies or waits as it is told, without TensorFlow. Its files are named after its rank and its start.
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+def stop(*_):
+    print("saved", flush=True)
+    sys.exit(143)
+
+task = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+start = next(i for i in range(9) if not Path(f"begun-{task}-{i}").exists())
+signal.signal(signal.SIGTERM, stop)
+print("worker", task, "start", start, *sys.argv)
+Path(f"begun-{task}-{start}").touch()
+while sys.argv[1:2] == ["wait"] and not Path("done").exists():
+    time.sleep(0.01)
+if sys.argv[1:2] == ["end"]:  # this worker, with this status
+    sys.exit(int(sys.argv[3]) * (int(sys.argv[2]) == task))
+"""
 
 
-def start(*words, **options):
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the script, as `train.py` and in a package."""
+    (tmp_path / "package").mkdir()
+    for path in (tmp_path / "train.py", tmp_path / "package/train.py", tmp_path / "package/__init__.py"):
+        path.write_text(SCRIPT if path.stem == "train" else "")
+    return tmp_path
+
+
+def start(*words, cwd=ROOT, command=RECIPES, **options):
+    environment = {"env": os.environ | {"PYTHONPATH": str(ROOT)}} | options
     return subprocess.Popen(
-        [*RECIPES, *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        [*command, *map(str, words)],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **environment,
     )
 
 
 def finish(process):
     """Exit status, output and errors of a process, which may take its time, but not for ever."""
     try:
-        output, errors = process.communicate(timeout=300)
+        output, errors = process.communicate(timeout=600)
     finally:
         process.kill()
     return process.returncode, output, errors
+
+
+def launched(folder, *words):
+    return finish(start(*words, cwd=folder, command=LAUNCH))
+
+
+def log(folder, worker):
+    return (folder / f"logs/worker-{worker}.log").read_text()
 
 
 def results_of(workdir):
@@ -56,12 +98,245 @@ def steps_of(workdir):
     return [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]
 
 
-def wait_for(path, lines):
-    """Until a file has so many lines."""
-    deadline = time.monotonic() + 120
-    while not path.exists() or path.read_text().count("\n") < lines:
-        assert time.monotonic() < deadline, path
+def wait_until(condition, what):
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, what
         time.sleep(0.01)
+
+
+def wait_for(path, lines=0):
+    """Until there is a file, with so many lines."""
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= lines, path)
+
+
+def is_over(pid):
+    return not Path(f"/proc/{pid}").exists()
+
+
+# Words after `launch`, the environment, and what is answered.
+WRONG = [
+    ("--workers 0 train.py", {}, "--nproc-per-node: must be a whole number from 1 to 999999, not '0'"),
+    ("--workers 1 --max-restarts -1 train.py", {}, "--max-restarts: must be a whole number from 0 to 999999, not '-1'"),
+    ("--workers 1 --join-timeout 0 train.py", {}, "--join-timeout: must be a whole number from 1 to 999999, not '0'"),
+    ("--workers 1 --join-timeout 10000000000 train.py", {}, "from 1 to 999999, not '10000000000'"),
+    (
+        "--workers 2 train.py",
+        {"SLURM_STEP_NUM_TASKS": "abc"},
+        "SLURM_STEP_NUM_TASKS must be a whole number from 1 to 999999, not 'abc'",
+    ),
+    ("--workers 2 train.py", {"TF_CONFIG": "{'worker': 1"}, "TF_CONFIG is malformed"),
+    ("--workers 2 --hosts a:1,b:1 --node-rank 0 train.py", {}, "leave it out when hosts are given"),
+    ("train.py", {}, "give --workers N for N workers on this machine, or --hosts"),
+    ("--hosts a:1,b:1 train.py", {}, "give --workers N for N workers on this machine, or --hosts"),
+    ("--hosts a:1,b --node-rank 0 train.py", {}, "'b' is not host:port"),
+    ("--hosts a:1,b:x --node-rank 0 train.py", {}, "'b:x' is not host:port"),
+    ("--hosts a:1,a:1 --node-rank 0 train.py", {}, "--hosts lists an address twice: a:1,a:1"),
+    ("--hosts a:1,b:1 --node-rank 2 train.py", {}, "--node-rank must be from 0 to 1, not 2"),
+    ("--workers 2", {}, "give a script, such as train.py"),
+    ("--workers 2 nowhere.py", {}, "there is no script nowhere.py"),
+    ("--workers 2 -m nowhere.train", {}, "there is no module nowhere.train"),
+    ("--workers 2 --log-dir /proc/logs train.py", {}, "cannot write to /proc/logs"),
+    ("--workers 2 --restarts 1 train.py", {}, "unrecognized arguments: --restarts"),
+]
+
+
+@pytest.mark.parametrize(("words", "environment", "message"), WRONG)
+def test_what_is_wrong_is_told_before_anything_starts(words, environment, message, folder, no_tensorflow):
+    no_tensorflow = no_tensorflow | {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
+    done = finish(start(*words.split(), cwd=folder, command=LAUNCH, env=no_tensorflow | environment))
+    MESSAGES.append((f"launch {words}", done[2].strip()))
+    assert done[:2] == (2, "") and message in done[2] and done[2].count("\n") == 1
+    assert not (folder / "logs").exists()
+
+
+@pytest.mark.parametrize("words", ["", "--help", "launch --help", "doctor --help"])
+def test_the_guide_and_help_need_no_tensorflow(words, no_tensorflow):
+    environment = no_tensorflow | {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
+    status, output, errors = finish(start(*words.split(), command=LAUNCH[:-1], env=environment))
+    assert (status, errors) == (0, "") and "python -m keras_replicas" in output
+
+
+def test_a_recipe_is_launched_by_its_name():
+    status, _, errors = finish(start("launch", "--workers", 2, "bert"))
+    assert status == 2 and "there is no recipe bert. Choose one of: bert_from_scratch bert_mlm" in errors
+    status, output, errors = finish(start("launch", "--workers", 1, "bert_mlm", "--help"))
+    assert (status, errors) == (0, "") and "--mask-rate" in output
+
+
+def test_the_addresses_of_workers():
+    def asked(**given):
+        return argparse.Namespace(**{"workers": None, "hosts": None, "node_rank": None} | given)
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("TF_CONFIG", raising=False)
+        first, second = tf_configs(asked(workers=2))
+        assert first["cluster"] == second["cluster"] and (first["task"]["index"], second["task"]["index"]) == (0, 1)
+        assert tf_configs(asked(hosts="a:1,b:2", node_rank=1)) == [worker_config(["a:1", "b:2"], 1)]
+        given = worker_config(["c:3", "d:4"], 0)
+        environment.setenv("TF_CONFIG", json.dumps(given))
+        assert tf_configs(asked(hosts="a:1,b:2", node_rank=1)) == [given]  # the environment comes first
+        with pytest.raises(UserError, match="leave it out"):
+            tf_configs(asked(workers=2))
+    assert len(set(free_addresses(50))) == 50
+
+
+@pytest.mark.parametrize("script", [["train.py"], ["-m", "package.train"]])
+def test_all_that_follows_a_script_is_its_own(script, folder):
+    (folder / "logs").mkdir()
+    (folder / "logs/worker-1.log").write_text("of another launch\n")
+    words = ["one", "--workers", "7", "-m", "--log-dir", "--", "--help", ""]
+    status, output, errors = launched(folder, "--nproc-per-node", 2, *script, *words)
+    name = script[-1] if len(script) == 1 else str(folder / "package/train.py")
+    said = [f"worker {i} start 0 {' '.join([name, *words])}\n" for i in range(2)]
+    assert (status, output, errors) == (0, said[0], "")
+    assert [log(folder, 0), log(folder, 1)] == said
+
+
+def test_a_worker_of_several_hosts(folder):
+    hosts = ["--hosts", "h1:8888,h2:8888", "--node-rank", 1, "--log-dir", "a/b"]
+    assert launched(folder, *hosts, "train.py") == (0, "", "")
+    assert (folder / "a/b/worker-1.log").read_text() == "worker 1 start 0 train.py\n"
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_status_is_the_scripts(worker, folder):
+    status, output, errors = launched(folder, "--workers", 2, "--max-restarts", 1, "train.py", "end", worker, 3)
+    assert status == 3 and output.count("worker 0") == 2
+    assert errors.count(f"error: worker {worker} ended with status 3; logs/worker-{worker}.log ends:\n") == 2
+    assert errors.endswith("0 restart(s) left\n") and (folder / "begun-1-1").exists()
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_wrong_input_is_not_tried_again(worker, folder):
+    status, _, errors = launched(folder, "--workers", 2, "--max-restarts", 1, "train.py", "end", worker, 2)
+    assert status == 2 and not (folder / "begun-1-1").exists()
+    assert errors == ("" if worker == 0 else "worker 1: worker 1 start 0 train.py end 1 2\n")  # the chief's is shown
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_after_a_death_all_start_again(fault, folder):
+    launcher = start("--workers", 2, "--max-restarts", 1, "train.py", "wait", cwd=folder, command=LAUNCH)
+    for time_ in range(2):
+        for worker in range(2):
+            wait_for(folder / f"begun-{worker}-{time_}")
+        first, second = children(launcher.pid)
+        os.kill(second, fault)
+        if fault == signal.SIGSTOP:
+            os.kill(first, signal.SIGKILL)  # as one that loses the other ends
+        wait_until(lambda pids=(first, second): all(map(is_over, pids)), "the end of both")
+    status, output, errors = finish(launcher)
+    cause = "was killed by SIGKILL" if fault == signal.SIGKILL else "hangs: it is stopped (SIGSTOP)"
+    ends = [f"error: worker 1 {cause}\n{left} restart(s) left\n" for left in (1, 0)]
+    assert (status, errors) == (1, "".join(ends)) and output.count("worker 0") == 2
+
+
+@pytest.mark.parametrize("told", ["the launcher", "a worker"])
+def test_sigterm_lets_all_save(told, folder):
+    launcher = start("--workers", 2, "--max-restarts", 9, "train.py", "wait", cwd=folder, command=LAUNCH)
+    for worker in range(2):
+        wait_for(folder / f"begun-{worker}-0")
+    os.kill(launcher.pid if told == "the launcher" else children(launcher.pid)[1], signal.SIGTERM)
+    status, output, errors = finish(launcher)
+    assert (status, errors) == (143, "") and output.endswith("saved\n") and log(folder, 1).endswith("saved\n")
+
+
+def test_a_second_signal_waits_for_no_one(folder):
+    (folder / "deaf.py").write_text(SCRIPT.replace("sys.exit(143)", "pass"))
+    launcher = start("--workers", 2, "deaf.py", "wait", cwd=folder, command=LAUNCH)
+    for worker in range(2):
+        wait_for(folder / f"begun-{worker}-0")
+    launcher.send_signal(signal.SIGTERM)
+    wait_until(lambda: "saved" in log(folder, 0), "the first signal")
+    launcher.send_signal(signal.SIGTERM)
+    assert finish(launcher)[0] == 143
+
+
+@pytest.mark.parametrize(("workers", "given"), [(2, ["0,1", "2,3"]), (5, ["0", "1", "2", "3", "4"])])
+def test_each_worker_has_gpus_of_its_own(tmp_path, workers, given):
+    """By a stand-in for `nvidia-smi`; what the workers find in their environment is real."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3 4; do echo GPU $i: NVIDIA H100; done\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "train.py").write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    launcher = start("--workers", workers, "train.py", cwd=tmp_path, command=LAUNCH, env=environment)
+    status, _, errors = finish(launcher)
+    assert status == 0
+    assert errors == ("1 GPU(s) stay unused: all workers must have the same number\n" if workers == 2 else "")
+    assert [log(tmp_path, worker).strip() for worker in range(workers)] == given
+
+
+@pytest.mark.parametrize(("ignored", "status"), [(True, 0), (False, 143)])
+def test_under_nohup_it_goes_on_when_the_terminal_closes(folder, ignored, status):
+    hangup = signal.SIG_IGN if ignored else signal.SIG_DFL
+    launcher = start(
+        *("--workers", 1, "train.py", "wait"),
+        cwd=folder,
+        command=LAUNCH,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
+    )
+    wait_for(folder / "logs/worker-0.log", 1)
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    (folder / "done").touch()
+    assert finish(launcher)[0] == status
+
+
+def test_workers_do_not_outlive_their_launcher(folder):
+    launcher = start("--workers", 2, "train.py", "wait", cwd=folder, command=LAUNCH)
+    for worker in range(2):
+        wait_for(folder / f"begun-{worker}-0")
+    workers = children(launcher.pid)
+    launcher.kill()
+    finish(launcher)
+    wait_until(lambda: all(map(is_over, workers)), "the workers' end")
+
+
+def test_who_reads_no_further_sees_no_traceback(folder):
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [*LAUNCH, "--workers", "2", "train.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=folder, stdout=writer, stderr=subprocess.PIPE, env=environment, timeout=600)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_ctrl_c_on_a_terminal_lets_all_save(folder):
+    """The screen is a terminal for the script too, whose bar moves; the log has its lines as they were left."""
+    bar = "for i in range(4): print(f'\\x1b[1m{i}/3\\x1b[0m', end='\\r' if i < 3 else '\\n', flush=True)\n"
+    (folder / "bar.py").write_text(SCRIPT.replace("while", f"assert task or sys.stdout.isatty()\n{bar}while"))
+    screen, theirs = pty.openpty()
+    launcher = subprocess.Popen(
+        [*LAUNCH, "--workers", "2", "bar.py", "wait"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: os.close(os.open(os.ttyname(1), os.O_RDWR)),  # the first terminal opened is the session's
+    )
+    os.close(theirs)
+    shown = b""
+    while b"3/3" not in shown or not (folder / "begun-1-0").exists():
+        shown += os.read(screen, 2**16) if b"3/3" not in shown else b""
+    workers = children(launcher.pid)
+    assert len(workers) == 2
+    os.write(screen, b"\x03")
+    with contextlib.suppress(OSError):  # how a terminal tells that nobody is at the other end
+        while new := os.read(screen, 2**16):
+            shown += new
+    os.close(screen)
+    assert launcher.wait() == 143 and all(map(is_over, workers))
+    assert b"\x1b[1m2/3\x1b[0m\r\x1b[1m3/3" in shown and b"saved" in shown
+    assert log(folder, 0).splitlines()[-2:] == ["3/3", "saved"]
+
+
+def test_the_log_has_lines_as_they_are_left_on_the_screen():
+    assert as_left_on_screen(b"1/2 \x1b[1mhalf\x1b[0m\r\x1b[1m2/2\x1b[0m done\r") == b"2/2 done"
+    assert as_left_on_screen(b"1/2\x08\x08\x082/2 done") == b"2/2 done"
 
 
 def assert_equal(workdir, other):
@@ -76,116 +351,7 @@ def assert_equal(workdir, other):
     assert results_of(workdir)["val_loss"] == pytest.approx(results_of(other)["val_loss"], rel=1e-6)
 
 
-# Words after `launch`, the environment, and what is answered.
-WRONG = [
-    ("--workers 0 bert_mlm", {}, "--workers must be at least 1, not 0"),
-    ("--workers 1 --restarts -1 bert_mlm", {}, "--restarts must be at least 0, not -1"),
-    ("--workers 1 --parameter-servers -1 glue_custom_loop", {}, "--parameter-servers must be at least 0, not -1"),
-    ("--workers 1 --join-timeout 0 bert_mlm", {}, "--join-timeout must be at least 1, not 0"),
-    ("--workers 2 --join-timeout 10000000000 bert_mlm", {}, "--join-timeout must be at most 999999, not 10000000000"),
-    (
-        "--workers 2 bert_mlm",
-        {"SLURM_STEP_NUM_TASKS": "abc"},
-        "SLURM_STEP_NUM_TASKS must be a whole number from 1 to 999999, not 'abc'",
-    ),
-    ("--workers 2 bert_mlm", {"TF_CONFIG": "{'worker': 1"}, "TF_CONFIG is malformed"),
-    ("--workers 2 --hosts a:1,b:1 --worker-index 0 bert_mlm", {}, "leave it out when hosts are given"),
-    ("bert_mlm", {}, "give --workers N for N workers on this machine, or --hosts"),
-    ("--hosts a:1,b:1 bert_mlm", {}, "give --workers N for N workers on this machine, or --hosts"),
-    ("--hosts a:1,b --worker-index 0 bert_mlm", {}, "'b' is not host:port"),
-    ("--hosts a:1,b:x --worker-index 0 bert_mlm", {}, "'b:x' is not host:port"),
-    ("--hosts a:1,a:1 --worker-index 0 bert_mlm", {}, "--hosts lists an address twice: a:1,a:1"),
-    ("--hosts a:1,b:1 --worker-index 2 bert_mlm", {}, "--worker-index must be from 0 to 1, not 2"),
-    ("--workers 2 bert", {}, "there is no recipe bert. Choose one of: bert_from_scratch bert_mlm"),
-    ("--workers 2 bert_mlm --workdir /proc/run", {}, "cannot write to the work directory /proc/run"),
-]
-
-
-@pytest.mark.parametrize(("words", "environment", "message"), WRONG)
-def test_what_is_wrong_is_told_before_anything_starts(words, environment, message, no_tensorflow):
-    done = finish(start("launch", *words.split(), env=no_tensorflow | environment))
-    MESSAGES.append((f"launch {words}", done[2].strip()))
-    assert done[:2] == (2, "") and message in done[2] and done[2].count("\n") == 1
-
-
-def test_places():
-    def asked(**given):
-        return argparse.Namespace(
-            **{"workers": None, "parameter_servers": 0, "hosts": None, "worker_index": None} | given
-        )
-
-    with pytest.MonkeyPatch.context() as environment:
-        environment.delenv("TF_CONFIG", raising=False)
-        first, second = places(asked(workers=2))
-        assert first["cluster"] == second["cluster"] and (first["task"]["index"], second["task"]["index"]) == (0, 1)
-        assert places(asked(hosts="a:1,b:2", worker_index=1)) == [worker_config(["a:1", "b:2"], 1)]
-        told = worker_config(["c:3", "d:4"], 0)
-        environment.setenv("TF_CONFIG", json.dumps(told))
-        assert places(asked(hosts="a:1,b:2", worker_index=1)) == [told]  # the environment comes first
-        with pytest.raises(UserError, match="leave it out"):
-            places(asked(workers=2))
-    assert len(set(free_addresses(50))) == 50
-
-
-@pytest.mark.parametrize(
-    ("words", "given"),
-    [
-        ("--workers 2", ["0,1", "2,3"]),
-        ("--workers 5", ["0", "1", "2", "3", "4"]),
-        ("--workers 2 --parameter-servers 1", ["", "0,1", "2,3", ""]),  # the chief, the workers, the server
-    ],
-)
-def test_each_worker_has_gpus_of_its_own(tmp_path, words, given):
-    """By a stand-in for `nvidia-smi`; what the workers find in their environment is real."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3 4; do echo GPU $i: NVIDIA H100; done\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    (tmp_path / "recipe.py").write_text(
-        "import os, pathlib, time\n"
-        "print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
-        "logs = pathlib.Path('runs/recipe/logs')\n"
-        f"while sum(log.stat().st_size > 0 for log in logs.iterdir()) < {len(given)}: time.sleep(0.01)\n"
-    )
-    program = (
-        "import sys, recipes.__main__ as line; line.recipe_path = lambda name: line.Path('recipe.py'); line.main()"
-    )
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    words = [sys.executable, "-c", program, "launch", *words.split(), "recipe"]
-    launcher = subprocess.Popen(
-        words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    status, _, errors = finish(launcher)
-    assert status == 0
-    assert errors == ("1 GPU(s) stay unused: all workers must have the same number\n" if "2" in words else "")
-    logs = sorted((tmp_path / "runs/recipe/logs").iterdir())
-    assert [log.read_text().strip() for log in logs] == given
-
-
-@pytest.mark.parametrize(("ignored", "status"), [(True, 0), (False, 143)])
-def test_under_nohup_it_goes_on_when_the_terminal_closes(tmp_path, ignored, status):
-    workdir = tmp_path / "run"
-    (tmp_path / "recipe.py").write_text(
-        "import pathlib, time\nprint('begun', flush=True)\nwhile not pathlib.Path('done').exists(): time.sleep(0.01)\n"
-    )
-    program = "import sys, recipes.__main__ as line; line.recipe_path = line.Path; line.main()"
-    words = ["launch", "--workers", "1", str(tmp_path / "recipe.py"), "--workdir", str(workdir)]
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", program, *words],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL),
-    )
-    wait_for(workdir / "logs/worker-0.log", 1)
-    launcher.send_signal(signal.SIGHUP)
-    time.sleep(0.5)
-    (tmp_path / "done").touch()
-    assert launcher.wait(timeout=60) == status
-
-
-def test_the_log_has_lines_as_they_are_left_on_the_screen():
-    assert as_left_on_screen(b"1/2 \x1b[1mhalf\x1b[0m\r\x1b[1m2/2\x1b[0m done\r") == b"2/2 done"
-    assert as_left_on_screen(b"1/2\x08\x08\x082/2 done") == b"2/2 done"
+ENDS = ("--epochs", "2", "--max-steps", "40", "--replicas", "1")
 
 
 @pytest.fixture(scope="module")
@@ -197,26 +363,27 @@ def alone(tmp_path_factory):
     return workdir
 
 
-ENDS = ("--epochs", "2", "--max-steps", "40", "--replicas", "1")
-
-
 @pytest.mark.slow
-def test_two_workers_compute_what_one_process_does(alone, tmp_path):
-    workdir = tmp_path / "run"
-    words = (*OPTIONS, "--batch-size", 4, *ENDS, "--workdir", workdir)
-    status, output, errors = finish(start("launch", "--workers", 2, "bert_mlm", *words))
-    assert (status, errors) == (0, "")
+def test_two_workers_that_are_stopped_and_killed_compute_what_one_process_does(alone, tmp_path):
+    workdir, logs = tmp_path / "run", tmp_path / "logs"
+    words = ("--workers", 2, "--max-restarts", 1, "--log-dir", logs, "bert_mlm", *OPTIONS, "--batch-size", 4, *ENDS)
+    words = ("launch", *words, "--workdir", workdir)
+    launcher = start(*words)
+    wait_for(workdir / "steps.jsonl", 5)
+    launcher.send_signal(signal.SIGTERM)
+    status, output, _ = finish(launcher)
+    assert status == 143 and "Stopped by SIGTERM after step" in output
+    assert (logs / "worker-0.log").read_text() == output
+    launcher = start(*words)
+    wait_for(workdir / "steps.jsonl", len(steps_of(workdir)) + 5)
+    os.kill(children(launcher.pid)[1], signal.SIGKILL)
+    status, output, errors = finish(launcher)
+    assert status == 0 and errors.endswith("error: worker 1 was killed by SIGKILL\n1 restart(s) left\n")
+    assert "batch: 4 examples x 2 replica(s) = 8" in output and "Traceback" not in output
+    assert "validation loss" in output and "validation loss" not in (logs / "worker-1.log").read_text()
     results = results_of(workdir)
     assert (results["workers"], results["replicas"], results["global_batch_size"], results["steps"]) == (2, 2, 8, 40)
     assert_equal(workdir, alone)
-    assert "batch: 4 examples x 2 replica(s) = 8" in output and output.count("validation loss") == 1  # the chief's
-    assert (workdir / "logs/worker-0.log").read_text() == output
-    assert "validation loss" not in (workdir / "logs/worker-1.log").read_text()
-    assert len(list((workdir / "tensorboard").iterdir())) == 1  # the chief's alone
-
-    words = (*OPTIONS, "--batch-size", 4, *ENDS, "--workdir", tmp_path / "plan", "--dry-run")
-    status, output, errors = finish(start("launch", "--workers", 2, "bert_mlm", *words))
-    assert (status, errors) == (0, "") and "40 steps" in output and not (tmp_path / "plan").exists()
 
 
 @pytest.mark.long
@@ -237,120 +404,6 @@ def test_a_run_on_two_workers_goes_on_with_one_and_with_four(alone, tmp_path):
     assert (status, errors) == (0, "") and "batch: 2 examples x 4 replica(s) = 8" in output
     assert results_of(workdir)["workers"] == 4 and results_of(workdir)["resumed_from_step"] >= 20
     assert_equal(workdir, alone)
-
-
-@pytest.mark.slow
-def test_ctrl_c_on_a_terminal_saves_and_leaves_nothing(tmp_path):
-    workdir, (screen, theirs) = tmp_path / "run", pty.openpty()
-    words = [*OPTIONS, "--batch-size", 4, "--epochs", 50, "--workdir", workdir]
-    launcher = subprocess.Popen(
-        [*RECIPES, "launch", "--workers", "2", "bert_mlm", *map(str, words)],
-        cwd=ROOT,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=lambda: os.close(os.open(os.ttyname(1), os.O_RDWR)),  # the first terminal opened is the session's
-    )
-    os.close(theirs)
-    shown = b""
-    while shown.count(b"Epoch") < 3:
-        shown += os.read(screen, 2**16)
-    workers = children(launcher.pid)
-    assert len(workers) == 2
-    os.write(screen, b"\x03")
-    with contextlib.suppress(OSError):  # how a terminal tells that nobody is at the other end
-        while new := os.read(screen, 2**16):
-            shown += new
-    os.close(screen)
-    assert launcher.wait() == 143 and not any(Path(f"/proc/{worker}").exists() for worker in workers)
-    done = len(steps_of(workdir))
-    assert f"Stopped by SIGTERM after step {done}" in shown.decode()
-    assert re.search(rb"\x1b\[1m\d+/32\x1b\[0m .*\r.*\x1b\[1m\d+/32", shown)  # the bar, as it moves
-    log = (workdir / "logs/worker-0.log").read_bytes()
-    assert b"\x1b" not in log and b"\r" not in log and log.count(b"32/32") in (2, 3)  # as each epoch left it
-
-
-def own_address():
-    """This machine's address in the network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anywhere, contextlib.suppress(OSError):
-        anywhere.connect(("192.0.2.99", 9))  # of documentation; nothing is sent
-        return anywhere.getsockname()[0]
-    pytest.skip("this machine has no address but that of loopback")
-
-
-def is_open(host, address):
-    try:
-        socket.create_connection((host, int(address.rsplit(":", 1)[1])), timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.slow
-def test_workers_listen_to_their_own_machine_and_do_not_outlive_their_launcher(tmp_path):
-    workdir = tmp_path / "run"
-    launcher = start("launch", "--workers", 2, "bert_mlm", *OPTIONS, "--epochs", 50, "--workdir", workdir)
-    wait_for(workdir / "steps.jsonl", 3)
-    workers = children(launcher.pid)
-    assert not any(is_open(own_address(), address) for address in addresses_of(workers[0]))
-    assert all(is_open("127.0.0.1", address) for address in addresses_of(workers[0]))
-    launcher.kill()
-    finish(launcher)
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{worker}").exists() for worker in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_restarts_are_used_up_and_the_cause_is_named(tmp_path):
-    workdir = tmp_path / "run"
-    words = (*OPTIONS, "--epochs", 50, "--workdir", workdir, "--overwrite")
-    launcher = start("launch", "--workers", 2, "--restarts", 1, "bert_mlm", *words)
-    begun_at = []
-    for at_least in (10, 20):
-        wait_for(workdir / "steps.jsonl", at_least)
-        begun_at.append(len(steps_of(workdir)))
-        worker = children(launcher.pid)[1]
-        os.kill(worker, signal.SIGKILL)
-        while Path(f"/proc/{worker}").exists():
-            time.sleep(0.05)
-    status, output, errors = finish(launcher)
-    assert status == 1 and "resuming from step" in output  # with --overwrite too
-    assert errors.count("worker 1 was killed by SIGKILL") == 2
-    assert "1 restart(s) left" in errors and "0 restart(s) left" in errors and "Traceback" not in output + errors
-
-
-@pytest.mark.slow
-def test_a_death_before_the_first_checkpoint_begins_anew(tmp_path):
-    workdir = tmp_path / "run"
-    options = (*OPTIONS, "--checkpoint-every", 99, "--workdir", workdir)
-    assert finish(start("run", "bert_mlm", *options, "--max-steps", 2))[0] == 0
-    words = (*options, "--seed", 1, "--max-steps", 25, "--overwrite")
-    launcher = start("launch", "--workers", 2, "--restarts", 1, "bert_mlm", *words)
-    wait_for(workdir / ".replaced/config.json", 9)
-    wait_for(workdir / "steps.jsonl", 1)
-    os.kill(children(launcher.pid)[1], signal.SIGKILL)
-    status, output, errors = finish(launcher)
-    assert status == 0 and "1 restart(s) left" in errors and "is restored: the one that was to replace it" in output
-    assert results_of(workdir)["config"]["seed"] == 1 and results_of(workdir)["resumed_from_step"] is None
-    assert not (workdir / ".replaced").exists()
-
-
-@pytest.mark.slow
-def test_a_death_after_the_results_does_not_train_the_run_again(tmp_path):
-    workdir = tmp_path / "run"
-    words = (*OPTIONS, "--max-steps", 8, "--workdir", workdir, "--overwrite")
-    assert finish(start("run", "bert_mlm", *words, "--seed", 1))[0] == 0
-    (workdir / "results.json").rename(tmp_path / "old.json")
-    launcher = start("launch", "--workers", 2, "--restarts", 1, "bert_mlm", *words)
-    wait_for(workdir / "results.json", 1)
-    written = (workdir / "results.json").read_text()
-    os.kill(children(launcher.pid)[0], signal.SIGKILL)
-    status, output, errors = finish(launcher)
-    assert status == 0 and "worker 0 was killed by SIGKILL" in errors and "is complete" in output
-    assert (workdir / "results.json").read_text() == written and output.count("monitor it:") == 1
 
 
 def by_hand(words, folders, roots=(ROOT, ROOT), code=None):
@@ -374,7 +427,7 @@ def test_workers_that_do_not_belong_together_are_refused(tmp_path):
     message = "error: worker 1 was started differently from the chief: --seed 1, not 0"
     assert refused == [(2, message)] * 2 and not (tmp_path / "run").exists()
 
-    for folder in ("common", "recipes"):
+    for folder in ("common", "recipes", "keras_replicas"):
         shutil.copytree(ROOT / folder, tmp_path / "project" / folder)
     with (tmp_path / "project/keras_replicas/order.py").open("a") as file:
         file.write("# A change.\n")
@@ -425,7 +478,8 @@ run(restore, int(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("differ", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("differ", [0, 1])
 def test_workers_with_other_weights_are_refused(tmp_path, differ):
     addresses = free_addresses(2)
     workers = [
@@ -486,19 +540,16 @@ def test_workers_with_other_devices_or_precision_are_refused(tmp_path):
         assert told(tmp_path / str(replicas), precision, replicas) == [(2, f"error: {different}: {message}")] * 2
 
 
+@pytest.mark.parametrize("variable", ["TF_CONFIG", "SLURM_STEP_NUM_TASKS", "JOB_SERVICE"])
+def test_a_join_timeout_that_is_no_number_is_told_before_tensorflow_is_imported(variable, no_tensorflow):
+    environment = {variable: "2" if variable.startswith("SLURM") else "", "JOIN_TIMEOUT": "5m"}
+    done = finish(start("run", "bert_mlm", *OPTIONS, env=no_tensorflow | environment))
+    assert done == (2, "", "error: JOIN_TIMEOUT must be a whole number from 1 to 999999, not '5m'\n")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_worker_that_does_not_come_is_named(tmp_path, index):
+def test_a_worker_that_does_not_come_is_named(tmp_path):
     addresses = free_addresses(2)
-    hosts = ("--hosts", ",".join(addresses), "--worker-index", index, "--join-timeout", 2)
-    status, _, errors = finish(start("launch", *hosts, "bert_mlm", *OPTIONS, "--workdir", tmp_path))
-    assert status == 2 and errors.endswith(f"these workers have not joined within 2 s: {addresses[1 - index]}\n")
-
-
-@pytest.mark.slow
-def test_a_port_that_is_taken(tmp_path):
-    taken, *others = free_addresses(2)
-    with socket.create_server(("127.0.0.1", int(taken.split(":")[1]))):
-        hosts = ("--hosts", ",".join([taken, *others]), "--worker-index", 0)
-        status, _, errors = finish(start("launch", *hosts, "bert_mlm", *OPTIONS, "--workdir", tmp_path))
-    assert status == 2 and f"cannot listen at {taken} (Address already in use). Give another port" in errors
+    hosts = ("--hosts", ",".join(addresses), "--node-rank", 1, "--join-timeout", 2, "--log-dir", tmp_path)
+    status, _, errors = finish(start("launch", *hosts, "bert_mlm", *OPTIONS, "--workdir", tmp_path / "run"))
+    assert status == 2 and errors.endswith(f"these workers have not joined within 2 s: {addresses[0]}\n")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from keras_replicas.cluster import worker_config
+from keras_replicas.cluster import all_on_this_machine, worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.workers import _meet, close_to_other_machines
 from tests.conftest import ROOT
@@ -170,20 +170,20 @@ def interface(listening):
     return listening.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\0")
 
 
-def test_it_is_closed_where_all_workers_are_on_this_machine(listening, workers_at, capsys):
+def test_a_port_is_closed_to_other_machines(listening, capsys):
     close_to_other_machines(listening.getsockname()[1])
     assert interface(listening) == b"lo" and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("other", ["192.0.2.1", "no-such-host.invalid"])
-def test_it_stays_open_to_workers_on_other_machines(listening, workers_at, capsys, other):
+def test_workers_on_other_machines_are_told_from_those_on_this_one(workers_at, other):
     """Although this machine's own name is of loopback, as `/etc/hosts` often has it."""
+    assert all_on_this_machine()
     workers_at("localhost", other)
-    close_to_other_machines(listening.getsockname()[1])
-    assert interface(listening) == b"" and capsys.readouterr().err == ""
+    assert not all_on_this_machine()
 
 
-def test_what_cannot_be_closed_is_told(listening, workers_at, capsys, monkeypatch):
+def test_what_cannot_be_closed_is_told(listening, capsys, monkeypatch):
     port = listening.getsockname()[1]
     monkeypatch.setattr(socket, "SO_BINDTODEVICE", 2**20)  # which no system has
     close_to_other_machines(port)

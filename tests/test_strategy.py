@@ -18,7 +18,7 @@ def test_the_cpu_is_split(asked, given):
     assert make_strategy(asked).num_replicas_in_sync == given
 
 
-@pytest.mark.parametrize(("cores", "replicas", "threads"), [(2, 0, 1), (4, 2, 0)])
+@pytest.mark.parametrize(("cores", "replicas", "threads"), [(2, 0, 1), pytest.param(4, 2, 0, marks=pytest.mark.slow)])
 def test_replicas_that_share_cores_take_one_thread_each(cores, replicas, threads):
     """In a new process, as TensorFlow takes no other number later; 0 is its default, all cores."""
     program = (
@@ -31,14 +31,14 @@ def test_replicas_that_share_cores_take_one_thread_each(cores, replicas, threads
 
 
 def test_more_than_can_be_split_now():
-    with pytest.raises(UserError, match="ask for 8 replicas in a new process"):
+    with pytest.raises(UserError, match="ask for replicas=8 in a new process"):
         make_strategy(8)
 
 
 def test_a_cpu_worker_of_several_is_not_split(monkeypatch):
     config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    with pytest.raises(UserError, match="leave out --replicas 2"):
+    with pytest.raises(UserError, match="at most 1 replica.s. on this machine: leave out replicas=2"):
         make_strategy(2)
 
 
@@ -69,11 +69,22 @@ def test_gpus_that_a_worker_of_several_is_not_asked_for_are_left_to_others(four_
 
 
 def test_more_gpus_than_are_there_or_were_left(four_gpus):
-    with pytest.raises(UserError, match="4 GPUs, too few for --replicas 5"):
+    with pytest.raises(UserError, match="4 GPUs, too few for replicas=5"):
         make_strategy(5)
     make_strategy(2)
-    with pytest.raises(UserError, match="ask for 3 replicas in a new process"):
+    with pytest.raises(UserError, match="ask for replicas=3 in a new process"):
         make_strategy(3)
+
+
+def test_a_single_gpu_is_divided_by_its_own_memory(monkeypatch):
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU 0"])
+    monkeypatch.setattr(strategy, "_mirrored", lambda devices: devices)
+    monkeypatch.setattr(strategy, "_split", lambda *asked: asked)
+    monkeypatch.setattr(strategy, "free_memory", lambda: 80_000)
+    assert make_strategy(2) == ("GPU 0", 2, 36_000)
+    monkeypatch.setattr(strategy, "free_memory", lambda: None)
+    with pytest.raises(UserError, match="cannot split the GPU: .* give replicas=1"):
+        make_strategy(2)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="there is no glibc")
@@ -127,6 +138,7 @@ def test_deterministic_turns_tf32_off_and_op_determinism_on():
         assert subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL) == printed
 
 
+@pytest.mark.slow
 def test_a_tpu_that_is_not_there():
     code = "from keras_replicas.strategy import make_strategy; make_strategy()"
     done = subprocess.run(

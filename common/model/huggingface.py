@@ -96,6 +96,8 @@ def one_line(message: str) -> Iterator[None]:
     """Converts errors of KerasHub, h5py, safetensors and the file system to a `UserError` with this message."""
     try:
         yield
+    except UserError:
+        raise
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise UserError(f"{message} ({first_line(error)})") from error
 

@@ -1,88 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous training with parameter servers, for workers of uneven speed: an example to copy.
+"""Asynchronous training with parameter servers: a page to copy. Experimental, as `tf.distribute` calls it.
 
-    python recipes/cluster/parameter_servers.py --local 2   # a chief, two workers and a server on this machine
-    python recipes/cluster/parameter_servers.py             # one task of a cluster, by TF_CONFIG: chief, worker or ps
+    python recipes/cluster/parameter_servers.py --local 2       # a chief, two workers and a server on this machine
 
-The chief schedules steps, and each worker that is free does one, on variables that the server holds. A gradient may be
+On many machines, start the same file without `--local` on each, with `TF_CONFIG` set as in
+https://www.tensorflow.org/tutorials/distribute/parameter_server_training: jobs `chief`, `worker` and `ps`.
+
+The chief hands out steps, and each worker that is free does one, on variables that the servers hold. A gradient may be
 stale, computed from weights that others have changed meanwhile, so no two runs are the same; a worker that is slow or
-dies holds up nobody. Keras's `fit` refuses this strategy (keras-team/keras#18624). The ports are open to whoever can
-reach them, and any client may run code: keep them behind a firewall.
+dies holds up nobody, for another does its step again. Keras's `fit` does not support it (keras-team/keras#18624).
 """
 
 import argparse
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
 
+# These must be set before the first import of Keras and TensorFlow.
+os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-STEPS, EVERY = 200, 50  # steps in all, and between two reports
+from keras_replicas.launch import free_addresses
+from keras_replicas.workers import close_to_other_machines
+
+BATCH = 32
 
 
-def train() -> None:
-    """Trains, as the chief."""
-    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
-    x = np.random.default_rng(0).normal(size=(1024, 8)).astype("float32")
-    y = (x.sum(axis=1) > 0).astype("int32")
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, "tanh"), keras.layers.Dense(2)])
-        optimizer = keras.optimizers.SGD(0.5)
+def make_batches() -> tf.data.Dataset:
+    """Points of a plane, and whether each is in the unit circle; a random order without end, another on each worker."""
+    points = np.random.default_rng(0).normal(size=(1000, 2)).astype("float32")
+    inside = (np.linalg.norm(points, axis=1) < 1).astype("int32")
+    return tf.data.Dataset.from_tensor_slices((points, inside)).shuffle(1000).repeat().batch(BATCH)
+
+
+def train(strategy: tf.distribute.ParameterServerStrategy, steps: int) -> None:
+    """What the chief does."""
+    with strategy.scope():  # variables are placed on the servers
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(32, "gelu"), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.Adam(1e-2)
         optimizer.build(model.trainable_variables)
-    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     @tf.function
-    def train_step(step):
-        def on_worker():
-            rows = tf.random.stateless_uniform([32], [0, step], maxval=len(x), dtype=tf.int64)
+    def train_step(batches):
+        def replica_step(x, y):
             with tf.GradientTape() as tape:
-                loss = loss_of(tf.gather(y, rows), model(tf.gather(x, rows), training=True)) / 32
+                loss = loss_of(y, model(x, training=True))
             optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
             return loss
 
-        return strategy.run(on_worker)
+        return strategy.run(replica_step, args=next(batches))
 
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-    for first in range(0, STEPS, EVERY):
-        losses = [coordinator.schedule(train_step, args=(tf.constant(first + i, tf.int64),)) for i in range(EVERY)]
-        coordinator.join()
-        print(f"step {first + EVERY}: loss {np.mean(coordinator.fetch(losses)):.4f}", flush=True)
+    batches = iter(coordinator.create_per_worker_dataset(make_batches))
+    for first in range(0, steps, 100):
+        count = min(100, steps - first)
+        losses = [coordinator.schedule(train_step, args=(batches,)) for _ in range(count)]
+        coordinator.join()  # here the chief can evaluate, and save a checkpoint
+        print(f"step {first + count}: loss {np.mean(coordinator.fetch(losses)):.4f}", flush=True)
 
 
-def start_all(workers: int) -> int:
-    """Starts all tasks on this machine, and returns the chief's exit status."""
-    jobs = {"chief": 1, "worker": workers, "ps": 1}
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(sum(jobs.values()))]
-    free = iter([f"127.0.0.1:{each.getsockname()[1]}" for each in sockets])
-    cluster = {job: [next(free) for _ in range(count)] for job, count in jobs.items()}
-    for each in sockets:
-        each.close()
-    tasks = []
-    for job, addresses in cluster.items():
-        for index in range(len(addresses)):
-            config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-            tasks.append(subprocess.Popen([sys.executable, __file__], env=os.environ | {"TF_CONFIG": config}))
+def start_locally(workers: int, words: list[str]) -> int:
+    """Starts this file on free ports of this machine, once for each task; returns the chief's exit status."""
+    addresses = free_addresses(2 + workers)
+    cluster = {"chief": addresses[:1], "ps": addresses[1:2], "worker": addresses[2:]}
+    processes = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the processes below must not outlive it
     try:
-        return tasks[0].wait()
+        for job, index in [*(("worker", i) for i in range(workers)), ("ps", 0), ("chief", 0)]:
+            config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+            # The others have no GPU: servers hold variables, and a chief of workers on one machine leaves it to them.
+            hidden = {} if job == "worker" else {"CUDA_VISIBLE_DEVICES": ""}
+            command = [sys.executable, __file__, *words]
+            processes.append(subprocess.Popen(command, env=os.environ | {"TF_CONFIG": config, "AT_HOME": "1"} | hidden))
+        return processes[-1].wait()
     finally:
-        for task in tasks:
-            task.kill()
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def main(steps: int) -> None:
+    """Does what this process's task in `TF_CONFIG` is."""
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    job, index = resolver.task_type, resolver.task_id
+    if job == "chief":
+        strategy = tf.distribute.ParameterServerStrategy(resolver)
+    else:
+        server = tf.distribute.Server(resolver.cluster_spec(), job, index, protocol="grpc")
+    if "AT_HOME" in os.environ:  # any client of TensorFlow's ports can run code; elsewhere, use a private network
+        close_to_other_machines(int(resolver.cluster_spec().task_address(job, index).rsplit(":", 1)[1]))
+    if job != "chief":
+        server.join()  # until it is killed
+    train(strategy, steps)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local", type=int, metavar="N", help="start a chief, N workers and a server here")
-    arguments = parser.parse_args()
-    if arguments.local:
-        raise SystemExit(start_all(arguments.local))
-    task = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    if task.task_type == "chief":
-        train()
-    else:
-        tf.distribute.Server(task.cluster_spec(), task.task_type, task.task_id, protocol="grpc").join()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local", type=int, default=0, metavar="N", help="start N workers, a chief and a server here")
+    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="of all workers together (1000)")
+    options = parser.parse_args()
+    if options.local > 0:
+        raise SystemExit(start_locally(options.local, ["--steps", str(options.steps)]))
+    main(options.steps)

@@ -59,9 +59,7 @@ def train(count: int, cpus: float, gpus: float, launch_id: str, words: list[str]
         runs = [
             worker.run.remote(
                 {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": i}},
-                launch_id,
-                os.getcwd(),
-                words,
+                *(launch_id, os.getcwd(), words),
             )
             for i, worker in enumerate(workers)
         ]
@@ -84,12 +82,16 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, required=True, metavar="N")
     parser.add_argument("--cpus", type=float, default=1, metavar="N", help="CPUs per worker (1)")
     parser.add_argument("--gpus", type=float, default=0, metavar="N", help="GPUs per worker: all of a node (0)")
-    parser.add_argument("--max-restarts", type=int, default=0, metavar="K", help="K times, if a worker dies (0)")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="K", help="up to K times after a worker dies (0)"
+    )
     parser.add_argument("recipe")
     parser.add_argument("options", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
-    if arguments.workers < 1 or min(arguments.max_restarts, arguments.cpus, arguments.gpus) < 0:
-        parser.error("--workers must be at least 1, and --max-restarts, --cpus and --gpus at least 0")
+    for name, least in (("workers", 1), ("cpus", 0), ("gpus", 0), ("max_restarts", 0)):
+        if not getattr(arguments, name) >= least:
+            print(f"error: --{name.replace('_', '-')} must be at least {least}", file=sys.stderr)
+            raise SystemExit(2)
     ray.init()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler gives this process three seconds
     words, launch_id = [arguments.recipe, *arguments.options], uuid.uuid4().hex
