@@ -90,7 +90,10 @@ class Checkpoints(keras.callbacks.Callback):
         self._exits = LAUNCH_ID in os.environ if exit_on_sigterm is None else exit_on_sigterm
         self._objects, self._checkpoint = objects, tf.train.Checkpoint(**objects)
         self.saved_step, self.told_to_stop = 0, False
-        self._state: dict[str, Any] | None = None  # of the fit that is resumed
+        # Of the fit that runs: its callbacks, its end, its seeds, a checksum of weights left out; what is resumed.
+        self._callbacks, self._end, self._seeds, self._others = keras.callbacks.CallbackList(), [], {}, 0
+        self._state: dict[str, Any] | None = None
+        self._handler: Any = None  # of SIGTERM, before ours
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
         """Restores the latest readable checkpoint, and returns its step; without one, calls `init_fn` and returns 0."""

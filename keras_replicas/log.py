@@ -33,6 +33,7 @@ class StepLog(keras.callbacks.Callback):
     def __init__(self, folder: str | os.PathLike):
         super().__init__()
         self.path, self.step = Path(folder) / "steps.jsonl", 0
+        self._file: Any = None
 
     def begin(self, first_step: int) -> list[dict[str, Any]]:
         """Opens the file, and returns the lines of the steps up to `first_step`, which are kept."""

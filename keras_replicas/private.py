@@ -75,6 +75,7 @@ ATTRIBUTES = (
     Attribute(
         MODEL, "_losses_override", "gives compute_loss the terms of add_loss of all replicas", "read Layer.losses"
     ),
+    Attribute(MODEL, "_distribute_strategy", "whether a model was made in the strategy's scope", READ_TRAINER),
     Attribute(MODEL, "_flatten_layers", "all layers, at any depth", "walk them as Layer.losses does"),
     Attribute(MODEL, "_make_function", "overridden: the steps of one call", READ_FIT),
     Attribute(MODEL, "_symbolic_build", "builds a model, losses and metrics from shapes", READ_FIT),
@@ -87,7 +88,6 @@ ATTRIBUTES = (
     Attribute(EPOCHS, "_distributed_dataset", "the shapes of the data", READ_FIT),
     Attribute(EPOCHS, "_enumerate_iterator", "begins an epoch in its middle", READ_FIT),
     Attribute(EPOCHS, "_steps_seen", "calls of fewer steps than steps_per_execution", READ_FIT),
-    Attribute("the adapter of a PyDataset", "_within_epoch", "its threads go on over epochs", "read PyDatasetAdapter"),
     Attribute("BatchNormalization", "_moments", "replaced: moments of the whole batch", "read its call"),
     Attribute("BatchNormalization", "_reduction_axes", "all axes but the channels'", "read its build"),
     Attribute("Dense", "_kernel", "the kernel to which LoRA's adapters are added", "read Dense.kernel"),

@@ -540,13 +540,6 @@ def test_workers_with_other_devices_or_precision_are_refused(tmp_path):
         assert told(tmp_path / str(replicas), precision, replicas) == [(2, f"error: {different}: {message}")] * 2
 
 
-@pytest.mark.parametrize("variable", ["TF_CONFIG", "SLURM_STEP_NUM_TASKS", "JOB_SERVICE"])
-def test_a_join_timeout_that_is_no_number_is_told_before_tensorflow_is_imported(variable, no_tensorflow):
-    environment = {variable: "2" if variable.startswith("SLURM") else "", "JOIN_TIMEOUT": "5m"}
-    done = finish(start("run", "bert_mlm", *OPTIONS, env=no_tensorflow | environment))
-    assert done == (2, "", "error: JOIN_TIMEOUT must be a whole number from 1 to 999999, not '5m'\n")
-
-
 @pytest.mark.slow
 def test_a_worker_that_does_not_come_is_named(tmp_path):
     addresses = free_addresses(2)

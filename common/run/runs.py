@@ -50,12 +50,8 @@ class RecipeRun:
         self._run = open_run(folder, wanted, free=FREE_OPTIONS, overwrite=config.overwrite)
         self.results, self.keep, self.finish = self._run.results, self._run.keep, self._run.finish
         self.chief_alone = self._run.chief_alone
-        library = Path(keras_replicas.__file__).parent  # in a copy, it is elsewhere, and the recipe is beside `common`
-        files = sorted(path for folder in (library, ROOT / "common", ROOT / "recipes") for path in folder.rglob("*.py"))
-        files += sorted(ROOT.glob("*.py"))
-        code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        self._run.agree({"code": code} | versions, "was started differently from the chief")
+        self._run.agree({"code": checksum_of_code()} | versions, "was started differently from the chief")
         if self.results:
             self._tell_complete(config)
 
@@ -133,3 +129,11 @@ class RecipeRun:
     def _afresh(self) -> str:
         """Advice on starting afresh when a run is unfinished, which the same `--overwrite` would resume."""
         return f"give another --workdir, or remove {self.workdir} to start afresh"
+
+
+def checksum_of_code() -> str:
+    """A hash of what workers run: the library, the helpers and the recipes."""
+    library = Path(keras_replicas.__file__).parent  # in a copy, it is elsewhere, and the recipe is beside `common`
+    files = sorted(path for folder in (library, ROOT / "common", ROOT / "recipes") for path in folder.rglob("*.py"))
+    files += sorted(ROOT.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
