@@ -149,9 +149,9 @@ LATER = [
     ("--corpus wikitext-2", "cannot fetch Salesforce/wikitext from the Hugging Face Hub"),
     ("--corpus {files}/good.txt", "too few for a global batch of 32. Give more data, or a smaller --batch-size"),
     ("--corpus {files}/cjk.txt --vocabulary {files}/ascii.txt", "the vocabulary has none of the text's words. Give"),
-    ("--workdir {files}/good.txt/run", "cannot write to the work directory"),
-    ("--workdir {files}/good.txt --corpus {files}/good.txt", "cannot write to the work directory"),
-    ("--workdir {files}/other_run --overwrite", "other_run holds config.json, but no run: its config.json is missing"),
+    ("--workdir {files}/good.txt/run", "cannot write to the folder"),
+    ("--workdir {files}/good.txt --corpus {files}/good.txt", "cannot write to the folder"),
+    ("--workdir {files}/other_run --overwrite", "other_run holds config.json, but no run: give another folder"),
 ]
 
 
