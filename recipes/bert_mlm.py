@@ -112,7 +112,7 @@ def masked_batches(
 
 
 def build_model(config: Config, vocabulary: Vocabulary, schedule=0.0) -> keras.Model:
-    """A compiled `BertMaskedLM`, which `fit` trains up to `last_step`. Call it inside the strategy's scope."""
+    """A compiled `BertMaskedLM`. Call it inside the strategy's scope."""
     if config.preset:
         model = masked_lm_from_preset(config.preset, config.dropout)
     else:

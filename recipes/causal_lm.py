@@ -123,7 +123,7 @@ def causal_batches(config: Config, data, split: str, scaled: Scaled) -> Stream:
 
 
 def build_model(config: Config, data, schedule=0.0) -> keras.Model:
-    """A compiled `CausalLM`, which `fit` trains up to `last_step`. Call it inside the strategy's scope."""
+    """A compiled `CausalLM`. Call it inside the strategy's scope."""
     size = config.model or "tiny"
     model = make_causal_lm(config.preset, size, data.preprocessor, config.dropout, config.lora_rank)
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay, config.clip_norm)

@@ -66,7 +66,7 @@ def make_datasets(config: Config) -> EncodedTexts:
 
 
 def build_model(config: Config, data: EncodedTexts, schedule=0.0) -> keras.Model:
-    """A compiled text classifier, which `fit` trains up to `last_step`. Call it inside the strategy's scope."""
+    """A compiled text classifier. Call it inside the strategy's scope."""
     model = make_classifier(config.preset, config.model or "tiny", data, config.dropout, config.lora_rank)
     loss = CrossEntropy if data.texts.classes else keras.losses.MeanSquaredError
     loss = loss(reduction="mean_with_sample_weight")  # over all examples of the whole batch

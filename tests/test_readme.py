@@ -178,7 +178,7 @@ def test_each_recipe_and_each_name_of_a_helper_is_one():
     # What begins with a small letter and is not called is something else: an option's value, an entry, a recipe.
     ours = {name for name in names if name[0].isupper() or f"`{name}(" in PAGES[page]}
     assert {"Checkpoints", "FitLog", "distribute", "when_best"} <= ours
-    defined = set(re.findall(r"(?:def|class) (\w+)", sources)) | {"MultiWorkerMirroredStrategy", "make_batches"}
+    defined = set(re.findall(r"(?:def|class) (\w+)", sources)) | {"MultiWorkerMirroredStrategy"}
     assert ours <= defined | {"TensorflowTrainer", "Trainer"}
 
 

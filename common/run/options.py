@@ -155,7 +155,7 @@ def _require(holds: bool, options: dict[str, Any], name: str, what: str) -> None
 
 
 def _check_not_in_workdir(options: dict[str, Any], name: str) -> None:
-    """Refuses an input that is inside the run's work directory, where `--overwrite` deletes files."""
+    """Refuses an input that is inside the run's work directory, which `--overwrite` moves aside."""
     value, workdir = options.get(name) or "", Path(options["workdir"]).resolve()
     shards = name == "data" and "shards" in options  # written by the run itself, by default there
     if not value or "://" in value or not (shards or Path(value).exists()):  # a name, or missing and reported elsewhere
@@ -163,6 +163,6 @@ def _check_not_in_workdir(options: dict[str, Any], name: str) -> None:
     path = Path(value).resolve()
     if workdir.is_dir() and path.is_relative_to(workdir) and not (shards and path == workdir / "data"):
         raise UserError(
-            f"--{name} {value} is inside the work directory {options['workdir']}, where a run may delete "
-            "what it wrote. Give another --workdir"
+            f"--{name} {value} is inside the work directory {options['workdir']}, which --overwrite moves aside. "
+            "Give another --workdir"
         )
