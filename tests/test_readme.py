@@ -183,7 +183,7 @@ def test_each_recipe_and_each_name_of_a_helper_is_one():
 
 
 def test_every_command_is_of_a_known_kind():
-    files = r"((recipes|my_project|docs/upstream)/\w+|train)\.py"
+    files = r"((recipes|recipes/cluster|my_project|docs/upstream)/\w+|train)\.py"
     ours = rf"python (-m (keras_replicas|recipes)\b|-m benchmarks\b|-m notebooks\.generate\b|{files}\b)"
     kinds = rf"{ours}|(tensorboard|sbatch|ray job|kubectl) |{OF_TOOLS}"
     assert [command for command in COMMANDS if not re.match(kinds, command)] == []
@@ -281,7 +281,12 @@ def test_options_that_are_named_exist_and_take_the_values_shown(at_the_reader, c
     }
     others = {
         option
-        for path in ("recipes/__main__.py", "recipes/cluster/ray_launch.py")
+        for path in (
+            "recipes/__main__.py",
+            "keras_replicas/launch.py",
+            "keras_replicas/__main__.py",
+            "recipes/cluster/ray_launch.py",
+        )
         for option in re.findall(r'"(--[a-z-]+)"', (ROOT / path).read_text())
     }
     spans = {span for span in code_spans(PAGES) if span.startswith("--")}
