@@ -447,10 +447,20 @@ def test_bad_options_and_presets(small, presets, tmp_path):
     with pytest.raises(UserError, match="cannot load the preset"):
         causal_lm.make_datasets(causal_lm.Config(**small | {"preset": str(tmp_path / "bert"), "model": None}))
     with pytest.raises(UserError, match="takes padding_mask, segment_ids, token_ids; give a model of text alone"):
-        make_causal_lm(str(tmp_path / "bert"), "tiny", SimpleNamespace(sequence_length=32), 0.0)
+        make_causal_lm(
+            str(tmp_path / "bert"),
+            "tiny",
+            SimpleNamespace(sequence_length=32, backbone_cls=keras_hub.models.GPT2Backbone),
+            0.0,
+        )
     tokenizer = SimpleNamespace(vocabulary_size=lambda: 9999)
     with pytest.raises(UserError, match="its tokenizer has 9999 tokens, the model [0-9]+$"):
-        make_causal_lm(presets("GPT2")[0], "tiny", SimpleNamespace(sequence_length=32, tokenizer=tokenizer), 0.0)
+        make_causal_lm(
+            presets("GPT2")[0],
+            "tiny",
+            SimpleNamespace(sequence_length=32, tokenizer=tokenizer, backbone_cls=keras_hub.models.GPT2Backbone),
+            0.0,
+        )
 
 
 def test_gpt2s_own_sizes_and_the_default_rate():

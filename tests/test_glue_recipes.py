@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import signal
 import subprocess
@@ -298,31 +297,3 @@ def test_two_workers_train_as_one_process_does(recipe, small, tmp_path):
     assert two["workers"] == 2
     assert numbers_in(predictions_of(two)) == pytest.approx(numbers_in(predictions_of(one)), rel=1e-5)
     assert [step["loss"] for step in steps_of(two)] == pytest.approx([s["loss"] for s in steps_of(one)], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_parameter_servers_survive_a_worker(small, tmp_path):
-    words = ["launch", "--parameter-servers", "1", "--workers", "2", "--restarts", "1"]
-    reviews = tmp_path / "reviews"  # of which a word tells the class: something is learned in few steps
-    reviews.mkdir()
-    for split in ("train", "validation"):
-        rows = [(f"a {word} film, number {i}", word) for i in range(100) for word in ("good", "bad")]
-        with (reviews / f"{split}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([("review", "said"), *rows])
-    options = small | {"epochs": 9, "data": str(reviews), "text_columns": "review", "label_column": "said"}
-    launched = subprocess.Popen(
-        command(glue_custom_loop, options, tmp_path / "run", *words),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    while launched.poll() is None and lines_in(tmp_path / "run/steps.jsonl") < 40:
-        time.sleep(0.01)
-    children = Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()
-    worker = next(pid for pid in children if '"type": "worker", "index": 1' in Path(f"/proc/{pid}/environ").read_text())
-    os.kill(int(worker), signal.SIGKILL)
-    output, _ = launched.communicate(timeout=2000)
-    assert launched.returncode == 0 and "worker 2 was killed by SIGKILL" in output and "0 restart(s) left" in output
-    results = json.loads((tmp_path / "run/results.json").read_text())
-    assert [step["step"] for step in steps_of(results)] == list(range(1, 25 * 9 + 1))
-    assert results["train_loss"] < 0.3
