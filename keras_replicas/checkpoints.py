@@ -91,7 +91,9 @@ class Checkpoints(keras.callbacks.Callback):
         self._objects, self._checkpoint = objects, tf.train.Checkpoint(**objects)
         self.saved_step, self.told_to_stop = 0, False
         # Of the fit that runs: its callbacks, its end, its seeds, a checksum of weights left out; what is resumed.
-        self._callbacks, self._end, self._seeds, self._others = keras.callbacks.CallbackList(), [], {}, 0
+        self._callbacks, self._others = keras.callbacks.CallbackList(), 0
+        self._end: list[int | None] = []
+        self._seeds: dict[str, int] = {}
         self._state: dict[str, Any] | None = None
         self._handler: Any = None  # of SIGTERM, before ours
 
