@@ -180,7 +180,7 @@ def doctor(
     counts = [options.replicas] if options.replicas else [2, 4][: 1 if len(gpus) in (2, 3) else 2]
     make_strategy(max(counts), deterministic=bool(gpus))  # so that fewer can be asked for later
     checks: list[dict[str, Any]] = []
-    width = 54
+    width = 58
     say(f"\n{'':{width}}" + "".join(f"{measure.split()[0]:>10}" for measure in BOUNDS))
     say(f"{'bound':{width}}" + "".join(f"{bound:10.0e}" for bound in BOUNDS.values()), flush=True)
     for name, measured in rows(cases() | (more or {}), counts, options.workers, module):
@@ -284,8 +284,8 @@ def train(case: Case, optimizer: str, way: Way | None = None, strategy: Any = No
     if optimizer == "adam":
         evaluated = model.evaluate(**case.data, batch_size=BATCH, verbose=0, return_dict=True)
         predicted = model.predict(case.data["x"], batch_size=BATCH, verbose=0)
-    weights = {f"{i} {weight.path}": np.array(weight) for i, weight in enumerate(model.weights)}
-    return Trained(losses, weights, evaluated, predicted)
+    paths = [f"{i} {weight.path}" for i, weight in enumerate(model.weights)]
+    return Trained(losses, dict(zip(paths, model.get_weights(), strict=True)), evaluated, predicted)
 
 
 def compile_model(model: keras.Model, case: Case, optimizer: str, **options: Any) -> None:
@@ -345,14 +345,15 @@ def by_workers(count: int, module: str) -> dict[tuple[str, str], Trained]:
         done = subprocess.run([*launch, "-m", module, folder], capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"the workers ended with status {done.returncode}: {' '.join(done.stderr.split())[-2000:]}")
-        return pickle.loads(Path(folder, "trained").read_bytes())
+        trained = pickle.loads(Path(folder, "trained").read_bytes())
+        return {key: Trained(*values) for key, values in trained.items()}
 
 
 def work(folder: str, cases: dict[str, Case]) -> None:
     """What a worker does: it trains with the others, and the chief writes the file `trained` to a folder."""
     strategy = make_strategy(deterministic=bool(gpu_names()))
     trained = {
-        (name, optimizer): train(case, optimizer, Way(1), strategy)
+        (name, optimizer): tuple(train(case, optimizer, Way(1), strategy))
         for name, case in cases.items()
         for optimizer in OPTIMIZERS
     }

@@ -14,8 +14,13 @@ MASKS = 3  # in each sequence
 
 
 def bert() -> keras_hub.models.BertMaskedLM:
-    """A small BERT."""
+    """A small BERT.
+
+    Its table of segments is frozen: plain Keras's Adam squares the gradients of a row one by one, and ours does not.
+    """
     backbone = keras_hub.models.BertBackbone(VOCABULARY, 1, 2, 16, 32, dropout=0.0, max_sequence_length=TOKENS)
+    for name in ("segment_embedding", "pooled_dense"):  # the second is not used here
+        backbone.get_layer(name).trainable = False
     return keras_hub.models.BertMaskedLM(backbone, preprocessor=None)
 
 
