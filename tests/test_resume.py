@@ -1,6 +1,8 @@
 """`Checkpoints`: a `fit` that was interrupted ends like one that was not, to the bit."""
 
 import contextlib
+import os
+import signal
 
 import keras
 import numpy as np
@@ -82,12 +84,17 @@ def assert_same(ours, theirs):
         np.testing.assert_array_equal(mine.numpy(), their.numpy(), mine.path)
 
 
-@pytest.mark.parametrize(("data", "replicas"), [*((data, 2) for data in DATA), ("arrays", 0)])
+QUICK = ("arrays", 2), ("tf.data", 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "replicas"),
+    [pytest.param(data, n, marks=() if (data, n) in QUICK else pytest.mark.slow) for data in DATA for n in (0, 2)],
+)
 def test_an_interrupted_fit_ends_like_one_that_was_not(tmp_path, data, replicas):
     strategy = kr.make_strategy(replicas) if replicas else None
     undisturbed = fit(strategy, tmp_path / "undisturbed", data)
-    interrupted(strategy, tmp_path / "killed", data, 4)  # within the first epoch, saved at step 3
-    interrupted(strategy, tmp_path / "killed", data, 5)
+    interrupted(strategy, tmp_path / "killed", data, 8)  # within the second epoch, saved at step 6
     assert_same(fit(strategy, tmp_path / "killed", data), undisturbed)
 
 
@@ -169,8 +176,8 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         model.compile("sgd", "mse")
         kr.data_parallel(model).fit(X, X[:, :2], verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
     with pytest.raises(TypeError, match="distributed"):
-        data = kr.distribute(tf.distribute.get_strategy(), kr.Batches((X, Y), 8))
-        make_model(None).fit(data, steps_per_epoch=2, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
+        data = kr.distribute(strategy := kr.make_strategy(2), kr.Batches((X, Y), 8))
+        make_model(strategy).fit(data, steps_per_epoch=2, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
     with pytest.raises(ValueError, match="every must be at least 1"):
         kr.Checkpoints(tmp_path, every=0)
 
@@ -185,9 +192,6 @@ def test_shuffling_without_a_seed_is_told(tmp_path):
 
 
 def test_sigterm_saves_and_exits_where_it_is_asked_for(tmp_path):
-    import os
-    import signal
-
     class Terminate(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if self.model.steps_done == 2:
