@@ -8,7 +8,7 @@ import keras_hub
 import numpy as np
 
 from keras_replicas import doctor as library
-from keras_replicas.doctor import TOKENS, VOCABULARY, Case
+from keras_replicas.doctor_models import TOKENS, VOCABULARY, Case
 
 MASKS = 3  # in each sequence
 

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.readme import with_tables
 from keras_replicas import doctor
-from keras_replicas.doctor import BOUNDS, EXAMPLES, Trained, compared
+from keras_replicas.doctor import BOUNDS, Trained, compared
+from keras_replicas.doctor_models import EXAMPLES
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,16 +84,12 @@ def test_every_check_passes(package):
 
 # A fault, and the check that must tell of it.
 FAULTS = {
-    "each replica divides by its own labels": (
-        (
-            "keras_replicas/step.py",
-            "divide_no_nan(1.0, count * factor)",
-            'divide_no_nan(1.0, unpack(packed)["count"] * replicas())',
-        ),
+    "gradients are divided by a little too much": (
+        ("keras_replicas/step.py", "share = tf.math.divide_no_nan(1.0, divisor)", "share = 0.999 / divisor"),
         "masked, sgd, 4 replicas",
     ),
-    "moments are of a replica's own part": (
-        ("keras_replicas/trainer.py", "total, count = sum_over_replicas(sums)", "total, count = sums"),
+    "moments are of a replica's part": (
+        ("keras_replicas/batchnorm.py", "total, count = sum_over_replicas(sums)", "total, count = sums"),
         "batch norm, sgd, 4 replicas",
     ),
 }

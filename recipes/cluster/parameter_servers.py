@@ -12,9 +12,11 @@ dies holds up nobody, for another does its step again. Keras's `fit` does not su
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -25,9 +27,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
-
-from keras_replicas.launch import free_addresses
-from keras_replicas.workers import close_to_other_machines
 
 BATCH = 32
 
@@ -68,7 +67,9 @@ def train(strategy: tf.distribute.ParameterServerStrategy, steps: int) -> None:
 
 def start_locally(workers: int, words: list[str]) -> int:
     """Starts this file on free ports of this machine, once for each task; returns the chief's exit status."""
-    addresses = free_addresses(2 + workers)
+    with contextlib.ExitStack() as until_all_are_found:
+        found = [until_all_are_found.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2 + workers)]
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in found]
     cluster = {"chief": addresses[:1], "ps": addresses[1:2], "worker": addresses[2:]}
     processes = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the processes below must not outlive it
@@ -86,6 +87,14 @@ def start_locally(workers: int, words: list[str]) -> int:
             process.wait()
 
 
+def listen_on_loopback_alone() -> None:
+    """Restricts the sockets of this process: TensorFlow listens on every network, and any client can run code."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.fromfd(number, socket.AF_INET6, socket.SOCK_STREAM) as ours:
+            if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+
+
 def main(steps: int) -> None:
     """Does what this process's task in `TF_CONFIG` is."""
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -94,8 +103,8 @@ def main(steps: int) -> None:
         strategy = tf.distribute.ParameterServerStrategy(resolver)
     else:
         server = tf.distribute.Server(resolver.cluster_spec(), job, index, protocol="grpc")
-    if "AT_HOME" in os.environ:  # any client of TensorFlow's ports can run code; elsewhere, use a private network
-        close_to_other_machines(int(resolver.cluster_spec().task_address(job, index).rsplit(":", 1)[1]))
+    if "AT_HOME" in os.environ:  # elsewhere, use a private network
+        listen_on_loopback_alone()
     if job != "chief":
         server.join()  # until it is killed
     train(strategy, steps)
