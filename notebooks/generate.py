@@ -195,10 +195,17 @@ def execute(notebook: nbformat.NotebookNode, timeout: int = 900) -> None:
         NotebookClient(notebook, resources=resources, **options).execute(env=os.environ | {"PYTHONPATH": str(ROOT)})
     notebook.metadata = nbformat.from_dict(metadata)  # without this Python's version
     for cell in _code_cells(notebook):
+        cell.outputs = [output for output in cell.outputs if not _is_import_log(output)]
         for output in cell.outputs:
             if output.output_type == "stream":
                 lines = output.text.encode().split(b"\n")
                 output.text = b"\n".join(map(as_left_on_screen, lines)).decode()  # a progress bar as it was at its end
+
+
+def _is_import_log(output: nbformat.NotebookNode) -> bool:
+    """Whether it is TensorFlow 2.21's log of its import, which no setting silences (tensorflow/tensorflow#100442)."""
+    lines = output.text.splitlines() if output.get("name") == "stderr" else [""]
+    return all(re.match(r"WARNING: All log messages before absl|I\d{4} ", line) for line in lines)
 
 
 def keep_outputs(notebook: nbformat.NotebookNode, old: nbformat.NotebookNode) -> None:
