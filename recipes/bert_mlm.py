@@ -134,9 +134,8 @@ def train_and_evaluate(config: Config) -> dict:
 
     vocabulary, sequences = make_datasets(config)
     run.check_data({split: len(part) for split, part in sequences.items()}, checksums(sequences))
-    batches = {
-        part: masked_batches(config, vocabulary, sequences, part, scaled.global_batch_size) for part in sequences
-    }
+    size = scaled.global_batch_size
+    batches = {part: masked_batches(config, vocabulary, sequences, part, size) for part in sequences}
     train = batches.pop("train")
 
     total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)

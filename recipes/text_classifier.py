@@ -110,9 +110,8 @@ def train_and_evaluate(config: Config) -> dict:
     )
 
     results = training_results("text_classifier", config, strategy, scaled.global_batch_size, log)
-    outputs = {
-        split: predict_outputs(strategy, model, data, split, scaled) for split in data.sizes() if split != "train"
-    }
+    splits = [split for split in data.sizes() if split != "train"]
+    outputs = {split: predict_outputs(strategy, model, data, split, scaled) for split in splits}
     results |= classifier_results(data.texts, outputs, data.preprocessor.tokenizer)
 
     write_all_predictions(run.workdir / "predictions", data.texts, outputs)
