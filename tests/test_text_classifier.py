@@ -1,5 +1,6 @@
 """The recipe `text_classifier`, for several families of models, each from a tiny preset with random weights."""
 
+import gc
 import io
 import shutil
 from collections import Counter
@@ -91,6 +92,7 @@ def small(pairs, tmp_path):  # noqa: F811
 
 
 def train(options, **others):
+    gc.collect()  # a run holds its folder as long as the process lives: one before that nobody uses any more lets it go
     return text_classifier.train_and_evaluate(text_classifier.Config(**options | others))
 
 
