@@ -130,7 +130,7 @@ def _warn_outside_checked_versions() -> None:
         version = importlib.metadata.version(package)
         if not version.startswith(checked + "."):
             warnings.warn(
-                f"keras_replicas/model.py is checked against {package} {checked}, not {version}: "
-                "run `python -m recipes doctor`, and trust it",
+                f"keras_replicas is checked against {package} {checked}, not {version}: "
+                "run `python -m keras_replicas doctor`, and trust it",
                 stacklevel=3,
             )

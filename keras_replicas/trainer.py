@@ -150,7 +150,7 @@ class Trainer(StepLoop):
 
     @property
     def at_epoch_end(self):
-        """See `data_parallel`."""
+        """Whether the last step of the epoch that `fit` was told the steps of is done."""
         return self.steps_done == self._epoch_end
 
     def become_data_parallel(self, accumulate: int) -> None:
