@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_replicas.cluster import is_chief
 from keras_replicas.errors import UserError
-from keras_replicas.replicas import is_first_replica, is_shared, local_value
+from keras_replicas.replicas import assign_sum
 
 # What Keras's callbacks remember from one epoch to the next.
 REMEMBERED = {
@@ -104,12 +104,10 @@ def refuse_steps_of_model_checkpoint(callbacks: Iterable[keras.callbacks.Callbac
 
 
 def assign_sums(strategy: tf.distribute.Strategy, variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
-    """Gives variables that are sums over replicas these values: the first replica holds all, the others nothing."""
+    """Gives variables that are sums over replicas these values."""
 
     def assign():
         for variable, value in zip(variables, values, strict=True):
-            value = tf.cast(value, variable.dtype)
-            keeps = is_first_replica() | is_shared(variable)
-            local_value(variable).assign(tf.where(keeps, value, tf.zeros_like(value)))
+            assign_sum(variable, tf.cast(value, variable.dtype))
 
     tf.function(lambda: strategy.run(assign), autograph=False)()

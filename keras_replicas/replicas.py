@@ -154,6 +154,12 @@ def is_first_replica() -> tf.Tensor:
     return tf.equal(replica_context().replica_id_in_sync_group, 0)
 
 
+def assign_sum(variable: keras.Variable, value: tf.Tensor) -> None:
+    """Gives a value to a variable that is the sum over replicas: the first replica holds it all, the others nothing."""
+    keeps = is_first_replica() | is_shared(variable)
+    local_value(variable).assign(tf.where(keeps, value, tf.zeros_like(value)))
+
+
 def is_shared(variable: keras.Variable) -> bool:
     """Whether the replicas share one copy of a Keras variable, as when it was made outside the strategy's scope."""
     return not isinstance(variable._value, tf.distribute.DistributedValues)

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_replicas.optimizers import apply_summed
 from keras_replicas.passes import Passes, Sums, times, wide
-from keras_replicas.replicas import is_first_replica, is_shared, local_value, no_strategy, sum_over_replicas, sum_rows
+from keras_replicas.replicas import assign_sum, local_value, no_strategy, sum_over_replicas, sum_rows
 
 
 class ReplicaStep(Passes):
@@ -64,11 +64,8 @@ class ReplicaStep(Passes):
             if self._loss_tracker is not None:
                 self._loss_tracker.update_state(loss, sample_weight=weight)
             logs = flat(self.get_metrics_result() if self._metrics_add_up() else self.compute_metrics(*batch))
-        is_first = is_first_replica()
-        for variable in variables:  # reading one gives the sum over replicas, so the first holds it all
-            value = scope.get_current_value(variable)
-            keeps = is_first | is_shared(variable)
-            local_value(variable).assign(tf.where(keeps, value, tf.zeros_like(value)))
+        for variable in variables:
+            assign_sum(variable, scope.get_current_value(variable))
         if not self._metrics_add_up():
             return logs, {}
         of_losses = {"loss", *(tracker.name for tracker in self._loss_trackers())}
