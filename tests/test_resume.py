@@ -136,6 +136,20 @@ def test_early_stopping_goes_on_where_it_was(tmp_path):
     assert_same(fit(None, tmp_path / "killed", "arrays", early(), epochs=9), undisturbed)
 
 
+def test_model_checkpoint_remembers_what_was_best(tmp_path):
+    best = tmp_path / "best.keras"
+
+    def program(*callbacks):
+        keep = keras.callbacks.ModelCheckpoint(best, monitor="learning_rate", mode="max", save_best_only=True)
+        return fit(None, tmp_path / "killed", "arrays", keep, *callbacks)
+
+    with pytest.raises(KeyboardInterrupt):
+        program(Interrupt(8))  # in the second epoch; the rate never rises, so the first is best
+    of_first_epoch = best.read_bytes()
+    program()
+    assert best.read_bytes() == of_first_epoch
+
+
 def test_max_steps_ends_within_an_epoch(tmp_path):
     model, _ = fit(None, tmp_path / "a", "arrays", max_steps=8)
     assert model.optimizer.iterations.numpy() == 8
