@@ -50,8 +50,8 @@ DATA = {
 }
 
 
-def make_model(strategy, dropout=0.3, **options):
-    keras.utils.set_random_seed(7)
+def make_model(strategy, dropout=0.3, seed=7, **options):
+    keras.utils.set_random_seed(seed)
     with strategy.scope() if strategy else contextlib.nullcontext():
         layers = [keras.layers.Dense(6, "tanh"), keras.layers.Dropout(dropout), keras.layers.BatchNormalization()]
         model = keras.Sequential([*layers, keras.layers.Dense(2)])
@@ -60,8 +60,8 @@ def make_model(strategy, dropout=0.3, **options):
         return kr.data_parallel(model)
 
 
-def fit(strategy, folder, data, *callbacks, every=3, epochs=3, max_steps=None):
-    model = make_model(strategy)
+def fit(strategy, folder, data, *callbacks, every=3, epochs=3, max_steps=None, seed=7):
+    model = make_model(strategy, seed=seed)
     saved = kr.Checkpoints(folder, every=every, max_steps=max_steps)
     plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=0.5)
     callbacks = [saved, plateau, *callbacks]  # wherever it stands
@@ -134,6 +134,13 @@ def test_early_stopping_goes_on_where_it_was(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit(None, tmp_path / "killed", "arrays", early(), Interrupt(8), epochs=9)  # in the second epoch
     assert_same(fit(None, tmp_path / "killed", "arrays", early(), epochs=9), undisturbed)
+
+
+def test_a_resumed_run_goes_on_with_the_seeds_that_it_began_with(tmp_path):
+    """Whatever the program sets: without a seed of its own, it has another each time."""
+    undisturbed = fit(None, tmp_path / "undisturbed", "arrays")
+    interrupted(None, tmp_path / "killed", "arrays", 8)
+    assert_same(fit(None, tmp_path / "killed", "arrays", seed=8), undisturbed)
 
 
 def test_model_checkpoint_remembers_what_was_best(tmp_path):
