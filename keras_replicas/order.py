@@ -3,8 +3,7 @@
 
 A run is a sequence of positions 0, 1, 2, ...: step k takes the positions [k * batch, (k + 1) * batch), where batch is
 the global batch size. Nothing else decides which example is at a position: not which process reads it, how many read,
-or how often the run was interrupted. Reader r of R takes the positions r, r + R, r + 2 R, ... (`Dataset.shard`), so
-that every step holds the same examples for any R that divides the batch.
+or how often the run was interrupted. So every step holds the same examples for any number of replicas.
 
 An epoch has steps_per_epoch(examples, batch) steps. If the last one is partial, it is padded with example -1, which
 must have weight 0. So every batch has the same shape on every replica.
