@@ -132,7 +132,9 @@ def main(arguments: argparse.Namespace) -> None:
     for way in WAYS:
         print(f"{way:20} {sum(name in plain for name in passed[way])} of {len(plain)}")
     others = {
-        way: {name: _reason(name) or results[way][name].get("error", "") for name in plain if name not in passed[way]}
+        way: {
+            name: _reason(way, name) or results[way][name].get("error", "") for name in plain if name not in passed[way]
+        }
         for way in WAYS
     }
     for name, reason in others[WAYS[2]].items():
@@ -152,8 +154,9 @@ def line(results: dict) -> str:
     )
 
 
-def _reason(name: str) -> str:
-    return next((reason for start, reason in REASONS.items() if f"::{start}" in name), "")
+def _reason(way: str, name: str) -> str:
+    known = REASONS if way == WAYS[2] else {}
+    return next((reason for start, reason in known.items() if f"::{start}" in name), "")
 
 
 def _too_long(*_):

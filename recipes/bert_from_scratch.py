@@ -85,6 +85,7 @@ from common.model.saving import save_preset
 from common.run.callbacks import FitLog, Profile
 from common.run.plan import print_plan
 from common.run.results import report, training_results
+from common.run.run_folder import chief_alone
 from common.run.runs import RecipeRun
 from common.run.speed import model_flops
 from common.scores.language_model import language_model_scores
@@ -95,14 +96,14 @@ from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
-def make_datasets(config: Config, run: RecipeRun) -> Shards:
+def make_datasets(config: Config) -> Shards:
     """The tokenizer and the shards: found, or written by the chief while other workers wait."""
     options = {name: getattr(config, name) for name in OPTIONS}
     make = functools.partial(make_shards, options, scratch=os.path.join(config.workdir, "tokens"))
     if config.dry_run:  # each worker for itself
         return open_shards(make(folder=config.data, dry_run=True))
     folder = config.data or os.path.join(config.workdir, "data")
-    run.chief_alone(lambda: make(folder=folder))
+    chief_alone(lambda: make(folder=folder))
     return open_shards(folder)
 
 
@@ -141,7 +142,7 @@ def train_and_evaluate(config: Config) -> dict:
     run.configure_keras(config, model_width("", config.model or "tiny"))
     scaled = run.scale(config, strategy.num_replicas_in_sync, config.learning_rate, config.optimizer)
 
-    shards = make_datasets(config, run)
+    shards = make_datasets(config)
     run.check_data(shards.sizes(), shards.checksums())
     batches = {split: masked_batches(config, shards, split, scaled) for split in shards.sizes()}
     train = batches.pop("train")

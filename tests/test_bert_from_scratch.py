@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import keras_hub
 import numpy as np
@@ -19,8 +18,6 @@ from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas.errors import UserError
 from recipes import bert_from_scratch
 from tests.conftest import ROOT
-
-ALONE = SimpleNamespace(chief_alone=lambda work: work())  # as a run of a single process
 
 
 @pytest.fixture
@@ -89,7 +86,7 @@ def test_an_epoch_reads_every_token_once_and_replicas_change_nothing(options, tm
 
 def test_validation_masks_by_a_rate_of_its_own(options):
     config = bert_from_scratch.Config(**options)
-    shards = bert_from_scratch.make_datasets(config, ALONE)
+    shards = bert_from_scratch.make_datasets(config)
     for split, slots in (("train", 10), ("validation", 5)):  # 30 % and 15 % of 32
         batches = bert_from_scratch.masked_batches(config, shards, split, Scaled(4, 4))
         _, labels, _ = next(iter(one_epoch(batches, 1)))
@@ -98,7 +95,7 @@ def test_validation_masks_by_a_rate_of_its_own(options):
 
 def test_shards_of_something_else_are_refused(options, tmp_path):
     def make_datasets(**changes):
-        return bert_from_scratch.make_datasets(bert_from_scratch.Config(**(options | changes)), ALONE)
+        return bert_from_scratch.make_datasets(bert_from_scratch.Config(**(options | changes)))
 
     data = make_datasets().folder
     (tmp_path / "other.txt").write_text("another text")

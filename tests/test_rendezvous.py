@@ -56,9 +56,10 @@ OF_TWO = """
 import json, os
 import tensorflow as tf
 from tensorflow.python.eager.context import context
+from common.run.run_folder import chief_alone
 from keras_replicas.cluster import worker_index
 from keras_replicas.errors import UserError
-from keras_replicas.workers import agree, chief_alone, exchange, join
+from keras_replicas.workers import agree, exchange, join
 
 def refused(function, *arguments):
     try:

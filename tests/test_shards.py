@@ -327,11 +327,8 @@ mount -o remount,size=1g {disk} && {command} && cp -r {disk}/run/data {copy}
 MAKE_DATASETS = """
 import sys
 from common.run.command_line import run
-from common.run.runs import RecipeRun
 from recipes.bert_from_scratch import Config, make_datasets
-def make(config):
-    make_datasets(config, RecipeRun("bert_from_scratch", config))
-run(make, Config(corpus=sys.argv[1], workdir=sys.argv[2], vocabulary_size=300, seq_length=16, shards=6))
+run(make_datasets, Config(corpus=sys.argv[1], workdir=sys.argv[2], vocabulary_size=300, seq_length=16, shards=6))
 """
 
 

@@ -42,23 +42,6 @@ class Run:
                 write_json(self.folder / "config.json", self.saved)
         return self.saved[name]
 
-    def agree(self, facts: dict[str, Any], difference: str) -> None:
-        """Waits for all workers, and checks that each has the chief's facts, which JSON must hold.
-
-        Raises:
-            ValueError: on all workers, naming the first that differs, the `difference`, such as "was started
-                differently from the chief", and both values of each fact that differs.
-        """
-        agree(facts, difference)
-
-    def chief_alone(self, work: Callable[[], Any]) -> Any:
-        """Has the chief alone do some work, and returns its result; the other workers wait, and get None.
-
-        Raises:
-            ValueError: on every worker, when the chief's work raised a `UserError`, with its words.
-        """
-        return chief_alone(work)
-
     def finish(self, results: dict[str, Any]) -> dict[str, Any]:
         """Writes `results.json`, which makes the run complete, and returns it; {} for workers other than the chief."""
         if not is_chief():

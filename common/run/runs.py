@@ -15,7 +15,7 @@ from common.run.options import check_accumulate
 from common.run.run_folder import open_run
 from common.training.precision import choose_precision
 from common.training.scaling import Scaled, learning_rate_factor, scaling_rule
-from keras_replicas import UserError, num_workers
+from keras_replicas import UserError, agree, num_workers
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # their versions may change what is computed
@@ -37,7 +37,7 @@ class RecipeRun:
     Attributes:
         workdir: the run's folder.
         results: the content of `results.json`; None while the run is not complete.
-        keep, finish, chief_alone: see `run_folder.open_run`.
+        keep, finish: see `run_folder.Run`.
 
     Raises:
         UserError: as `open_run`; also when workers have different options, code or packages.
@@ -49,9 +49,8 @@ class RecipeRun:
         folder = None if wanted.get("dry_run") else self.workdir
         self._run = open_run(folder, wanted, free=FREE_OPTIONS, overwrite=config.overwrite)
         self.results, self.keep, self.finish = self._run.results, self._run.keep, self._run.finish
-        self.chief_alone = self._run.chief_alone
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        self._run.agree({"code": checksum_of_code()} | versions, "was started differently from the chief")
+        agree({"code": checksum_of_code()} | versions, "was started differently from the chief")
         if self.results:
             self._tell_complete(config)
 
@@ -79,9 +78,7 @@ class RecipeRun:
         """
         saved = self._run.saved
         own = {"replicas": replicas // num_workers(), "precision": saved.get("chosen_precision")}
-        self._run.agree(
-            own, "has different devices than the chief, or --precision auto chose another dtype policy there"
-        )
+        agree(own, "has different devices than the chief, or --precision auto chose another dtype policy there")
         total = self.keep("global_batch_size", config.batch_size * replicas)
         if total % replicas or config.batch_size not in (saved["batch_size"], total // replicas):
             raise UserError(
@@ -111,7 +108,7 @@ class RecipeRun:
         """
         own = {f"examples of {split}": size for split, size in sizes.items()}
         own |= {f"checksum of {split}": crc for split, crc in checksums.items()}
-        self._run.agree(own, "has different data than the chief")
+        agree(own, "has different data than the chief")
         if sizes["train"] < self._run.saved["global_batch_size"]:
             raise UserError(
                 f"the data has {sizes['train']} training examples, too few for a global batch of "
