@@ -71,7 +71,9 @@ def test_the_last_batch_divides_among_no_replicas():
 def test_every_check_passes(package):
     done = run(package, "--json", "--workers", "2")
     found = json.loads(done.stdout)
-    assert (done.returncode, done.stderr) == (0, "") and found["passed"]
+    # Where grain is installed, KerasHub's own `fit` reads arrays by it, and grain warns.
+    assert done.returncode == 0 and found["passed"]
+    assert not [line for line in done.stderr.splitlines() if "prefetch_buffer_size" not in line]
     assert all(row["measured"] <= row["bound"] for row in found["checks"])
     names = {row["check"] for row in found["checks"]}
     models = {"masked", "causal", "classifier", "batch norm"} | ({"BertMaskedLM"} if package == "recipes" else set())

@@ -424,7 +424,7 @@ def by_hand(words, folders, roots=(ROOT, ROOT), code=None):
 def test_workers_that_do_not_belong_together_are_refused(tmp_path):
     words = (*OPTIONS, "--corpus", ROOT / "LICENSE", "--workdir", "run")
     refused = by_hand([words, (*words, "--seed", 1)], (tmp_path, tmp_path))
-    message = "error: worker 1 was started differently from the chief: --seed 1, not 0"
+    message = "error: worker 1 was started differently from the chief: seed 1, not 0"
     assert refused == [(2, message)] * 2 and not (tmp_path / "run").exists()
 
     for folder in ("common", "recipes", "keras_replicas"):
@@ -437,7 +437,7 @@ def test_workers_that_do_not_belong_together_are_refused(tmp_path):
 
     (tmp_path / "elsewhere").mkdir()
     refused = by_hand([words, words], (tmp_path, tmp_path / "elsewhere"))
-    message = "error: worker 1 does not see the chief's work directory run. Give a --workdir on a shared file system"
+    message = "error: worker 1 does not see the chief's folder run: use a shared file system"
     assert refused == [(2, message)] * 2
 
 
@@ -461,18 +461,15 @@ def test_workers_with_other_data_are_refused(tmp_path):
 # A worker whose model starts from its own index where told to differ. It prints the step, or ends with status 2.
 OTHER_WEIGHTS = """
 import sys
-from pathlib import Path
-from keras_replicas.cluster import worker_index
+from keras_replicas import Checkpoints, make_strategy, worker_index
 from common.run.command_line import run
-from keras_replicas.strategy import make_strategy
 import keras
-from common.run.checkpoints import Checkpoints
 
 def restore(differ):
     with make_strategy(1).scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
     model.set_weights([weight * 0 + differ * worker_index() for weight in model.get_weights()])
-    print(Checkpoints(Path(sys.argv[2]), 1, model=model).restore())
+    print(Checkpoints(sys.argv[2], model=model).restore())
 
 run(restore, int(sys.argv[1]))
 """
@@ -504,10 +501,9 @@ def test_workers_with_other_weights_are_refused(tmp_path, differ):
 # A worker that says it has one device more than it has, or chose another precision, than the chief.
 DIFFERENT = """
 import dataclasses, sys
-from keras_replicas.cluster import worker_index
+from keras_replicas import make_strategy, worker_index
 from common.run.command_line import run
-from common.run.runs import open_run
-from keras_replicas.strategy import make_strategy
+from common.run.runs import RecipeRun
 
 @dataclasses.dataclass
 class Config:
@@ -518,7 +514,7 @@ class Config:
 
 def main(config):
     make_strategy()
-    opened = open_run("a", config)
+    opened = RecipeRun("a", config)
     opened.keep("chosen_precision", ("float32", sys.argv[2])[worker_index()])
     opened.scale(config, (2, int(sys.argv[3]))[worker_index()], 0.1, "sgd")
 

@@ -70,12 +70,11 @@ def fit(small, callbacks, epochs=2):
 
     def batches(split):
         few = {name: part[:32] for name, part in sequences.items()}
-        arguments = config, vocabulary, few, bert_mlm.Scaled(8, 16), split
-        return bert_mlm.distribute(strategy, bert_mlm.masked_batches, *arguments)
+        return bert_mlm.masked_batches(config, vocabulary, few, split, 16)
 
     Path(config.workdir).mkdir()
     save = functools.partial(save_preset, model, vocabulary, 32)
-    log = FitLog(Path(config.workdir), {}, 2)
+    log = FitLog(Path(config.workdir), 2, 2 * epochs, {})
     history = model.fit(
         batches("train"),
         epochs=epochs,
