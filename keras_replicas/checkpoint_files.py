@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of checkpoints, of which a kill at any moment leaves a whole one.
 
-A checkpoint of step n is `ckpt-n.index` and `ckpt-n.data-*`, by `tf.train.Checkpoint`: the values of variables; and
-`ckpt-n.state`, if there is more to keep. What is written last, the index, makes it a checkpoint.
+A checkpoint of step n is `ckpt-n.index` and `ckpt-n.data-*`, by `tf.train.Checkpoint`. What is written last, the index,
+makes it one.
 """
 
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
 from keras_replicas.errors import UserError
-from keras_replicas.fit_state import Damaged
+from keras_replicas.fit_state import from_bytes
 
-DAMAGE = (tf.errors.OpError, IndexError, OSError, EOFError, Damaged)  # what reading a damaged file raises
+DAMAGE = (tf.errors.OpError, IndexError, OSError)  # what reading a damaged file raises
+STATE = "state/.ATTRIBUTES/VARIABLE_VALUE"  # TensorFlow's name in a checkpoint for its variable `state`
 
 
 class CheckpointFiles:
@@ -36,9 +38,9 @@ class CheckpointFiles:
         names = [path.stem.removeprefix("ckpt-") for path in self.folder.glob("ckpt-*.index")]
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def read_state(self, name: str) -> bytes:
-        """What `write` was given as `state`."""
-        return (self.folder / f"{name}.state").read_bytes()
+    def read_state(self, name: str) -> dict[str, Any]:
+        """The state of a `fit` in a checkpoint. Raises one of `DAMAGE` when it is damaged or missing."""
+        return from_bytes(tf.train.load_checkpoint(str(self.folder / name)).get_tensor(STATE))
 
     def read(self, name: str, checkpoint: tf.train.Checkpoint) -> None:
         """Restores the variables of a checkpoint.
@@ -55,12 +57,10 @@ class CheckpointFiles:
                 "Give the model that the run was started with, or another folder"
             ) from error
 
-    def write(self, name: str, checkpoint: tf.train.Checkpoint, state: bytes | None) -> None:
+    def write(self, name: str, checkpoint: tf.train.Checkpoint) -> None:
         """Writes a checkpoint, or nothing, raising an `OSError` or `tf.errors.OpError`, if the disk is full."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            if state is not None:
-                (self.folder / f"{name}.state").write_bytes(state)
             checkpoint.write(str(self.folder / name))
             for path in self.folder.glob(f"{name}.*"):
                 with path.open("rb") as file:
@@ -81,11 +81,11 @@ class CheckpointFiles:
         """Removes what killed processes have left. Call it only while no other process writes there."""
         for folder in self.folder.glob("*_temp"):
             shutil.rmtree(folder)
-        for path in [*self.folder.glob("*.data-*"), *self.folder.glob("*.state")]:
+        for path in self.folder.glob("*.data-*"):
             if not (self.folder / f"{path.stem}.index").exists():
                 path.unlink()
 
     def _remove(self, name: str) -> None:
-        for pattern in ("index", "data-*", "state"):  # in this order: a checkpoint with an index has the rest
+        for pattern in ("index", "data-*"):  # in this order: a checkpoint with an index has the rest
             for path in self.folder.glob(f"{name}.{pattern}"):
                 path.unlink()

@@ -89,11 +89,12 @@ class Checkpoints(keras.callbacks.Callback):
         self.every, self.max_steps, self._trained_only = every, max_steps, trained_only
         self._exits = LAUNCH_ID in os.environ if exit_on_sigterm is None else exit_on_sigterm
         self._objects, self._checkpoint = objects, tf.train.Checkpoint(**objects)
-        self.saved_step, self.told_to_stop = 0, False
+        self.saved_step, self._asked_at, self.told_to_stop = 0, 0, False
         # Of the fit that runs: its callbacks, its end, its seeds, a checksum of weights left out; what is resumed.
         self._callbacks, self._others = keras.callbacks.CallbackList(), 0
         self._end: list[int | None] = []
         self._seeds: dict[str, int] = {}
+        self._state_variable: tf.Variable | None = None
         self._state: dict[str, Any] | None = None
         self._handler: Any = None  # of SIGTERM, before ours
 
@@ -104,7 +105,7 @@ class Checkpoints(keras.callbacks.Callback):
         self._files.damaged, self.saved_step = [], 0
         for step in reversed(self._files.steps()):
             try:
-                self._read(f"ckpt-{step}")
+                self._files.read(f"ckpt-{step}", self._checkpoint)
                 self.saved_step = step
                 break
             except DAMAGE as error:
@@ -114,6 +115,7 @@ class Checkpoints(keras.callbacks.Callback):
             if self._files.damaged:
                 raise UserError(f"no checkpoint in {self.folder} can be read: remove it to start afresh")
             init_fn()
+        self._asked_at = self.saved_step
         if num_workers() > 1:  # presets of the same name may differ between hosts
             variables = [v for held in self._objects.values() for v in getattr(held, "variables", held)]
             own = {"checkpoint of step": self.saved_step, "checksum of the weights": checksum(variables)}
@@ -122,20 +124,22 @@ class Checkpoints(keras.callbacks.Callback):
 
     def save(self, step: int) -> None:
         """Writes a checkpoint atomically. A full disk is reported, and leaves the last good one."""
-        if step == self.saved_step:
+        if step == self._asked_at:  # and not `saved_step`, which the chief alone has: all workers save together
             return
-        state = self._state_of_fit() if "fit" in self._objects else None  # on all workers
-        if not is_chief():
-            return
+        self._asked_at = step
         tf.summary.flush()  # the default writer's events: saved steps are not done again, and so not shown again
-        if self._write(f"ckpt-{step}", state):
+        if self._write(f"ckpt-{step}"):
             self.saved_step = step
             self._files.remove_old(step)
 
-    def _write(self, name: str, state: bytes | None) -> bool:
-        """Writes a checkpoint; whether it is on the disk. A full disk is reported."""
+    def _write(self, name: str) -> bool:
+        """Has the chief write a checkpoint; whether it did. A full disk is reported."""
+        if self._state_variable is not None:
+            self._state_variable.assign(self._state_of_fit())  # which takes all workers
+        if not is_chief():
+            return False
         try:
-            self._files.write(name, self._checkpoint, state)
+            self._files.write(name, self._checkpoint)
         except (tf.errors.OpError, OSError) as error:
             why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without the path and the operation
             told = "The checkpoint %s could not be written (%s). The last good one is of step %d."
@@ -178,12 +182,12 @@ class Checkpoints(keras.callbacks.Callback):
         fit_state.refuse_steps_of_model_checkpoint(callbacks.callbacks)
         callbacks.callbacks.remove(self)
         callbacks.callbacks.append(self)  # the others have their state, and the History, when it is saved
-        number = _completed[self.folder.resolve()] if (self.folder / "end.state").exists() else 0
+        number = _completed[self.folder.resolve()] if (self.folder / "end.index").exists() else 0
         self._files = CheckpointFiles(self.folder / f"fit-{number + 1}" if number else self.folder, self._keep)
         self._callbacks, self._state = callbacks, None
         for name in ["end", *(f"ckpt-{step}" for step in reversed(self._files.steps()))]:
             with contextlib.suppress(*DAMAGE):
-                return fit_state.from_bytes(self._files.read_state(name))
+                return self._files.read_state(name)
         return {}
 
     def begin_fit(self, end: list[int | None], seeds: dict[str, int]) -> tuple[int, bool]:
@@ -202,14 +206,16 @@ class Checkpoints(keras.callbacks.Callback):
             trained = {id(variable) for variable in model.trainable_variables}
             variables = [variable for variable in variables if id(variable) in trained]
         optimizer = model.optimizer.variables if model.optimizer else []
-        self._objects = {"fit": variables, "optimizer": optimizer}
-        self._checkpoint, self._end, self._seeds = tf.train.Checkpoint(**self._objects), end, seeds
+        self._objects, self._state_variable = {"fit": variables, "optimizer": optimizer}, tf.Variable(b"")
+        self._checkpoint = tf.train.Checkpoint(**self._objects, state=self._state_variable)
+        self._end, self._seeds = end, seeds
         step = self.restore()
+        if step:
+            self._state = self._files.read_state(f"ckpt-{step}")
         with contextlib.suppress(*DAMAGE):
-            self._read("end")
-            self.has_ended = self._state is not None and self._state["end"] == end
-        if not self.has_ended and step:
-            self._read(f"ckpt-{step}")
+            at_end = self._files.read_state("end")
+            if at_end["end"] == end:
+                self._state, self.has_ended = at_end, True
         if self._state and self._state["others"] != self._others:
             raise UserError("the weights that are not trained are not those that the checkpoint's are for")
         return step, self.has_ended or bool(self._state and self._state["stopped"])
@@ -217,11 +223,9 @@ class Checkpoints(keras.callbacks.Callback):
     def end_fit(self) -> None:
         """Notes that the `fit` is complete, with the weights that it ends with."""
         if self.has_ended:
-            self._read("end")
+            self._files.read("end", self._checkpoint)
         else:
-            state = self._state_of_fit()
-            if is_chief():
-                self._write("end", state)
+            self._write("end")
         exchange({})
         _completed[self.folder.resolve()] += 1
 
@@ -237,11 +241,6 @@ class Checkpoints(keras.callbacks.Callback):
             "others": self._others,
         }
         return fit_state.to_bytes(state)
-
-    def _read(self, name: str) -> None:
-        state = fit_state.from_bytes(self._files.read_state(name)) if "fit" in self._objects else None
-        self._files.read(name, self._checkpoint)
-        self._state = state
 
     def on_train_begin(self, logs=None):
         """Restores the callbacks, after their own beginning."""

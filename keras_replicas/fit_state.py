@@ -3,7 +3,6 @@
 
 import io
 import json
-import zipfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,12 +22,8 @@ REMEMBERED = {
 }
 
 
-class Damaged(Exception):
-    """A file of state that cannot be read."""
-
-
 def to_bytes(state: dict[str, Any]) -> bytes:
-    """A file of what JSON can hold, and arrays. Raises a `TypeError` for anything else."""
+    """What JSON can hold, and arrays, as bytes. Raises a `TypeError` for anything else."""
     arrays: list[np.ndarray] = []
 
     def as_json(value):
@@ -46,18 +41,13 @@ def to_bytes(state: dict[str, Any]) -> bytes:
 
 
 def from_bytes(content: bytes) -> dict[str, Any]:
-    """The state that `to_bytes` made a file of. Raises `Damaged` if it is not whole."""
-    try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        text = arrays.pop("json").tobytes()
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise Damaged from error
+    """The state of which `to_bytes` made these bytes."""
+    arrays = np.load(io.BytesIO(content), allow_pickle=False)
 
     def with_arrays(found):
         return arrays[f"arr_{found['array']}"] if found.keys() == {"array"} else found
 
-    return json.loads(text, object_hook=with_arrays)
+    return json.loads(arrays["json"].tobytes(), object_hook=with_arrays)
 
 
 def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> list[list[Any]]:

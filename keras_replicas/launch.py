@@ -193,23 +193,25 @@ class Workers:
 
     def wait(self) -> tuple[int, str, bool]:
         """Waits for the end of all: the exit status, the cause of a failure, and whether a restart may help."""
-        while not (first := self._failed()):
+        while not (first := self._failed()) and not self.asked_to_stop:
             if not self._running():
                 self.screen.copy(0)
                 return 0, "", False
             self.screen.copy(0.1)
         stopped = self.asked_to_stop or any(status in STOPPED for status in first.values())
-        if stopped:
+        if stopped and not self.asked_to_stop:
             for process in self._running():
                 process.terminate()
         deadline = time.monotonic() + (TO_SAVE if stopped else TO_FOLLOW)
         while self._running() and time.monotonic() < deadline:
             self.screen.copy(0.1)
-        failed, hanging = self._failed(), self._hanging()
-        for process in self._running():
+        failed, hanging, late = self._failed(), self._hanging(), self._running()
+        for process in late:
             process.kill()
             process.wait()
         self.screen.copy(0)
+        if self.asked_to_stop and not (failed or late):  # done, in spite of the signal
+            return 0, "", False
         if stopped or any(status in STOPPED for status in failed.values()):
             return STOPPED[0], "", False
         if hanging is not None:

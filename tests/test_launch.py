@@ -252,6 +252,21 @@ def test_a_second_signal_waits_for_no_one(folder):
     assert finish(launcher)[0] == 143
 
 
+@pytest.mark.parametrize(("leave", "status"), [(True, 0), (False, 143)])
+def test_who_does_not_listen_may_end_in_time_or_is_killed(leave, status, folder):
+    (folder / "deaf.py").write_text(SCRIPT.replace("sys.exit(143)", "pass"))
+    seconds, run = 1000 if leave else 0.1, "raise SystemExit(__main__.main())"
+    hasty = f"from keras_replicas import __main__, launch; launch.TO_SAVE = {seconds}; {run}"
+    command = (sys.executable, "-c", hasty, "launch")
+    launcher = start("--workers", 2, "deaf.py", "wait", cwd=folder, command=command)
+    for worker in range(2):
+        wait_for(folder / f"begun-{worker}-0")
+    launcher.send_signal(signal.SIGTERM)
+    if leave:
+        (folder / "done").touch()
+    assert finish(launcher)[0] == status
+
+
 @pytest.mark.parametrize(("workers", "given"), [(2, ["0,1", "2,3"]), (5, ["0", "1", "2", "3", "4"])])
 def test_each_worker_has_gpus_of_its_own(tmp_path, workers, given):
     """By a stand-in for `nvidia-smi`; what the workers find in their environment is real."""
@@ -367,7 +382,8 @@ def alone(tmp_path_factory):
 def test_two_workers_that_are_stopped_and_killed_compute_what_one_process_does(alone, tmp_path):
     workdir, logs = tmp_path / "run", tmp_path / "logs"
     words = ("--workers", 2, "--max-restarts", 1, "--log-dir", logs, "bert_mlm", *OPTIONS, "--batch-size", 4, *ENDS)
-    words = ("launch", *words, "--workdir", workdir)
+    # Saved after each step: SIGTERM comes to a step that is saved already.
+    words = ("launch", *words, "--checkpoint-every", 1, "--workdir", workdir)
     launcher = start(*words)
     wait_for(workdir / "steps.jsonl", 5)
     launcher.send_signal(signal.SIGTERM)
