@@ -5,6 +5,7 @@ A checkpoint of step n is `ckpt-n.index` and `ckpt-n.data-*`, by `tf.train.Check
 makes it one.
 """
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_replicas.cluster import is_chief
 from keras_replicas.errors import UserError
 from keras_replicas.fit_state import from_bytes
 
 DAMAGE = (tf.errors.OpError, IndexError, OSError)  # what reading a damaged file raises
 STATE = "state/.ATTRIBUTES/VARIABLE_VALUE"  # TensorFlow's name in a checkpoint for its variable `state`
+
+log = logging.getLogger("keras_replicas")
 
 
 class CheckpointFiles:
@@ -25,13 +29,10 @@ class CheckpointFiles:
     Args:
         folder: created if missing.
         keep: how many to keep.
-
-    Attributes:
-        damaged: steps whose checkpoints could not be read.
     """
 
     def __init__(self, folder: Path, keep: int):
-        self.folder, self._keep, self.damaged = folder, keep, list[int]()
+        self.folder, self._keep, self._damaged = folder, keep, list[int]()
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, from the files themselves: a list of them could be lost."""
@@ -41,6 +42,26 @@ class CheckpointFiles:
     def read_state(self, name: str) -> dict[str, Any]:
         """The state of a `fit` in a checkpoint. Raises one of `DAMAGE` when it is damaged or missing."""
         return from_bytes(tf.train.load_checkpoint(str(self.folder / name)).get_tensor(STATE))
+
+    def restore(self, checkpoint: tf.train.Checkpoint) -> int:
+        """Restores the latest readable checkpoint, and returns its step; 0 if there is none.
+
+        Raises:
+            UserError: when there are some, and none can be read; or they are of another model.
+        """
+        if is_chief():
+            self._remove_unfinished()
+        self._damaged = []
+        for step in reversed(self.steps()):
+            try:
+                self.read(f"ckpt-{step}", checkpoint)
+                return step
+            except DAMAGE as error:
+                self._damaged.append(step)
+                log.warning("The checkpoint of step %d in %s is damaged (%s).", step, self.folder, type(error).__name__)
+        if self._damaged:
+            raise UserError(f"no checkpoint in {self.folder} can be read: remove it to start afresh")
+        return 0
 
     def read(self, name: str, checkpoint: tf.train.Checkpoint) -> None:
         """Restores the variables of a checkpoint.
@@ -57,27 +78,31 @@ class CheckpointFiles:
                 "Give the model that the run was started with, or another folder"
             ) from error
 
-    def write(self, name: str, checkpoint: tf.train.Checkpoint) -> None:
-        """Writes a checkpoint, or nothing, raising an `OSError` or `tf.errors.OpError`, if the disk is full."""
+    def write(self, name: str, checkpoint: tf.train.Checkpoint) -> bool:
+        """Writes a checkpoint, or nothing; whether it is on the disk. A full disk is reported."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             checkpoint.write(str(self.folder / name))
             for path in self.folder.glob(f"{name}.*"):
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-        except (tf.errors.OpError, OSError):
+        except (tf.errors.OpError, OSError) as error:
             self._remove(name)
-            self.remove_unfinished()
-            raise
+            self._remove_unfinished()
+            why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without the path and the operation
+            told = "The checkpoint %s could not be written (%s). The last good one is of step %d."
+            log.error(told, name, why, max(self.steps(), default=0))
+            return False
+        return True
 
     def remove_old(self, saved_step: int) -> None:
         """Removes all but the latest readable checkpoints, now that one more is complete."""
-        self.damaged = [step for step in self.damaged if step != saved_step]
-        readable = [step for step in self.steps() if step not in self.damaged]
-        for step in {*self.damaged, *readable[: -self._keep]} - {saved_step}:
+        self._damaged = [step for step in self._damaged if step != saved_step]
+        readable = [step for step in self.steps() if step not in self._damaged]
+        for step in {*self._damaged, *readable[: -self._keep]} - {saved_step}:
             self._remove(f"ckpt-{step}")
 
-    def remove_unfinished(self) -> None:
+    def _remove_unfinished(self) -> None:
         """Removes what killed processes have left. Call it only while no other process writes there."""
         for folder in self.folder.glob("*_temp"):
             shutil.rmtree(folder)

@@ -90,32 +90,18 @@ class Checkpoints(keras.callbacks.Callback):
         self._exits = LAUNCH_ID in os.environ if exit_on_sigterm is None else exit_on_sigterm
         self._objects, self._checkpoint = objects, tf.train.Checkpoint(**objects)
         self.saved_step, self._asked_at, self.told_to_stop = 0, 0, False
-        # Of the fit that runs: its callbacks, its end, its seeds, a checksum of weights left out; what is resumed.
-        self._callbacks, self._others = keras.callbacks.CallbackList(), 0
-        self._end: list[int | None] = []
-        self._seeds: dict[str, int] = {}
+        # Of the fit that runs: its callbacks; its end, its seeds, a checksum of weights left out; what is resumed.
+        self._callbacks = keras.callbacks.CallbackList()
+        self._given: dict[str, Any] = {}
         self._state_variable: tf.Variable | None = None
         self._state: dict[str, Any] | None = None
         self._handler: Any = None  # of SIGTERM, before ours
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
         """Restores the latest readable checkpoint, and returns its step; without one, calls `init_fn` and returns 0."""
-        if is_chief():
-            self._files.remove_unfinished()
-        self._files.damaged, self.saved_step = [], 0
-        for step in reversed(self._files.steps()):
-            try:
-                self._files.read(f"ckpt-{step}", self._checkpoint)
-                self.saved_step = step
-                break
-            except DAMAGE as error:
-                self._files.damaged.append(step)
-                log.warning("The checkpoint of step %d in %s is damaged (%s).", step, self.folder, type(error).__name__)
-        else:
-            if self._files.damaged:
-                raise UserError(f"no checkpoint in {self.folder} can be read: remove it to start afresh")
+        self.saved_step = self._asked_at = self._files.restore(self._checkpoint)
+        if not self.saved_step:
             init_fn()
-        self._asked_at = self.saved_step
         if num_workers() > 1:  # presets of the same name may differ between hosts
             variables = [v for held in self._objects.values() for v in getattr(held, "variables", held)]
             own = {"checkpoint of step": self.saved_step, "checksum of the weights": checksum(variables)}
@@ -133,19 +119,10 @@ class Checkpoints(keras.callbacks.Callback):
             self._files.remove_old(step)
 
     def _write(self, name: str) -> bool:
-        """Has the chief write a checkpoint; whether it did. A full disk is reported."""
+        """Has the chief write a checkpoint; whether it did."""
         if self._state_variable is not None:
             self._state_variable.assign(self._state_of_fit())  # which takes all workers
-        if not is_chief():
-            return False
-        try:
-            self._files.write(name, self._checkpoint)
-        except (tf.errors.OpError, OSError) as error:
-            why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without the path and the operation
-            told = "The checkpoint %s could not be written (%s). The last good one is of step %d."
-            log.error(told, name, why, self.saved_step)
-            return False
-        return True
+        return is_chief() and self._files.write(name, self._checkpoint)
 
     def save_if_due(self, step: int, steps: int = 1) -> None:
         """Saves if a checkpoint is due; `steps` were done since the last call."""
@@ -200,15 +177,14 @@ class Checkpoints(keras.callbacks.Callback):
         model = self.model
         of_metrics = {id(variable) for variable in model._metric_variables()}
         variables = [variable for variable in model.variables if id(variable) not in of_metrics]
-        self._others, self.has_ended = 0, False
+        self._given, self.has_ended = {"end": end, "seeds": seeds, "others": 0}, False
         if self._trained_only:
-            self._others = checksum(variable for variable in model.weights if not variable.trainable)
+            self._given["others"] = checksum(variable for variable in model.weights if not variable.trainable)
             trained = {id(variable) for variable in model.trainable_variables}
             variables = [variable for variable in variables if id(variable) in trained]
         optimizer = model.optimizer.variables if model.optimizer else []
         self._objects, self._state_variable = {"fit": variables, "optimizer": optimizer}, tf.Variable(b"")
         self._checkpoint = tf.train.Checkpoint(**self._objects, state=self._state_variable)
-        self._end, self._seeds = end, seeds
         step = self.restore()
         if step:
             self._state = self._files.read_state(f"ckpt-{step}")
@@ -216,7 +192,7 @@ class Checkpoints(keras.callbacks.Callback):
             at_end = self._files.read_state("end")
             if at_end["end"] == end:
                 self._state, self.has_ended = at_end, True
-        if self._state and self._state["others"] != self._others:
+        if self._state and self._state["others"] != self._given["others"]:
             raise UserError("the weights that are not trained are not those that the checkpoint's are for")
         return step, self.has_ended or bool(self._state and self._state["stopped"])
 
@@ -232,15 +208,9 @@ class Checkpoints(keras.callbacks.Callback):
     def _state_of_fit(self) -> bytes:
         model = self.model
         metrics = [] if model.at_epoch_end else [variable.numpy() for variable in model._metric_variables()]
-        state = {
-            "end": self._end,
-            "seeds": self._seeds,
-            "metrics": metrics,
-            "callbacks": fit_state.state_of(self._callbacks.callbacks),
-            "stopped": model.stop_training,
-            "others": self._others,
-        }
-        return fit_state.to_bytes(state)
+        state = {"metrics": metrics, "stopped": model.stop_training}
+        state["callbacks"] = fit_state.state_of(self._callbacks.callbacks)
+        return fit_state.to_bytes(self._given | state)
 
     def on_train_begin(self, logs=None):
         """Restores the callbacks, after their own beginning."""
@@ -263,13 +233,11 @@ class Checkpoints(keras.callbacks.Callback):
         """Saves if due, and leaves if asked to; after an epoch's last step, that waits for the epoch's end."""
         if not self.model.at_epoch_end:
             self.save_if_due(self.model.steps_done, steps=len(self.model.step_values["loss"]))
-            self._leave_if_told()
+            if self.model.all_told_to_stop:
+                self.save_and_leave(self.model.steps_done)
 
     def on_epoch_end(self, epoch, logs=None):
         """Saves, and leaves if asked to."""
         self.save(self.model.steps_done)
-        self._leave_if_told()
-
-    def _leave_if_told(self) -> None:
         if self.model.all_told_to_stop:
             self.save_and_leave(self.model.steps_done)

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.cluster import is_chief
+from keras_replicas.comparison import BOUNDS, OPTIMIZERS, Trained, compared, compile_model, train
 from keras_replicas.doctor_models import BATCH, EPOCHS, EVEN, Case, Way, cases, classifier
 from keras_replicas.errors import UserError
 from keras_replicas.gpus import gpu_names, gpu_shares
@@ -36,21 +37,6 @@ from keras_replicas.workers import exchange
 
 TESTED = {"tensorflow": "2.21", "keras": "3.15"}
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-# Relative differences that float32 may leave; of arrays, by the Euclidean norm, of all weights and of each tensor.
-BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every tensor": 1e-5, "evaluate": 1e-6, "predict": 1e-6}
-OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
-    "sgd": lambda: keras.optimizers.SGD(0.1),
-    "adam": lambda: keras.optimizers.Adam(1e-3),
-}
-
-
-class Trained(NamedTuple):
-    """What is compared: the running loss by epoch and step, weights by path; after Adam, metrics and predictions."""
-
-    losses: dict[tuple[int, int], float]
-    weights: dict[str, np.ndarray]
-    evaluated: dict[str, float]
-    predicted: np.ndarray
 
 
 def doctor(
@@ -165,76 +151,6 @@ def ways(case: Case, optimizer: str, counts: list[int]) -> list[Way]:
     """How ours trains a model. SGD shows a gradient that is too large by a factor, which Adam hides."""
     few, most = counts[0], counts[-1]
     return [Way(few)] if optimizer == "adam" else [Way(most), *(way._replace(replicas=few) for way in case.ways)]
-
-
-def train(case: Case, optimizer: str, way: Way | None = None, strategy: Any = None) -> Trained:
-    """Trains a model from the weights of a fixed seed: by plain Keras on one device, or in a way of ours."""
-    keras.utils.set_random_seed(0)
-    model = case.build()
-    if way:
-        weights = model.get_weights()
-        with (strategy or make_strategy(way.replicas)).scope():
-            model = data_parallel(case.build(), accumulate=way.accumulate)
-        model.set_weights(weights)
-        with model.distribute_strategy.scope():
-            compile_model(model, case, optimizer, jit_compile=way.jit, steps_per_execution=way.steps_per_call)
-    else:
-        compile_model(model, case, optimizer, jit_compile=False)
-    losses: dict[tuple[int, int], float] = {}
-    history = Losses(losses)
-    model.fit(**case.data, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[history])
-    evaluated, predicted = {}, np.zeros(0)
-    if optimizer == "adam":
-        evaluated = model.evaluate(**case.data, batch_size=BATCH, verbose=0, return_dict=True)
-        predicted = model.predict(case.data["x"], batch_size=BATCH, verbose=0)
-    paths = [f"{i} {weight.path}" for i, weight in enumerate(model.weights)]
-    return Trained(losses, dict(zip(paths, model.get_weights(), strict=True)), evaluated, predicted)
-
-
-def compile_model(model: keras.Model, case: Case, optimizer: str, **options: Any) -> None:
-    """Compiles it with the case's loss, and the accuracy."""
-    model.compile(OPTIMIZERS[optimizer](), case.loss, weighted_metrics=["accuracy"], **options)
-
-
-class Losses(keras.callbacks.Callback):
-    """Notes the running mean of the loss after each step: that of every step follows from it."""
-
-    def __init__(self, losses: dict[tuple[int, int], float]):
-        super().__init__()
-        self.losses = losses
-
-    def on_epoch_begin(self, epoch, logs=None):
-        """See Keras."""
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        """See Keras."""
-        # A call of several steps may number its last one beyond the epoch.
-        self.losses[self.epoch, min(batch, self.params["steps"] - 1)] = float(logs["loss"])
-
-
-def compared(ours: Trained, theirs: Trained) -> dict[str, tuple[float, float]]:
-    """Relative differences by what is compared, each with its bound."""
-    # In theory the biases of attention's keys have no gradient: their values are rounding noise.
-    names = [name for name, weight in theirs.weights.items() if not name.endswith("key/bias") and weight.any()]
-    pairs = dict(zip(theirs.weights, ours.weights.values(), strict=True))
-    away = [float(np.linalg.norm(pairs[name] - theirs.weights[name])) for name in names]
-    size = [float(np.linalg.norm(theirs.weights[name])) for name in names]
-    measured = {
-        "loss of every step": max(relative(loss, theirs.losses[step]) for step, loss in ours.losses.items()),
-        "weights": math.hypot(*away) / math.hypot(*size),
-        "every tensor": max(a / b for a, b in zip(away, size, strict=True)),
-    }
-    if theirs.evaluated:
-        measured["evaluate"] = max(relative(ours.evaluated[name], value) for name, value in theirs.evaluated.items())
-        apart = np.linalg.norm(ours.predicted - theirs.predicted)
-        measured["predict"] = float(apart / np.linalg.norm(theirs.predicted))
-    return {name: (value if math.isfinite(value) else math.inf, BOUNDS[name]) for name, value in measured.items()}
-
-
-def relative(a: float, b: float) -> float:
-    """The difference of two numbers, relative to the second."""
-    return abs(a - b) / abs(b) if b else abs(a)
 
 
 def by_workers(count: int, module: str) -> dict[tuple[str, str], Trained]:

@@ -31,24 +31,6 @@ from tensorflow.python.distribute.distribute_lib import (
 from tensorflow.python.eager.context import context as eager_context  # holds the workers' key-value store
 from tensorflow.python.eager.record import could_possibly_record
 
-__all__ = [
-    "ATTRIBUTES",
-    "CHECKED_VERSIONS",
-    "GLOBAL_SEED_GENERATOR",
-    "TensorFlowTrainer",
-    "collective_all_reduce_strategy",
-    "could_possibly_record",
-    "eager_context",
-    "get_data_adapter",
-    "get_keras_mask",
-    "global_seed_generator",
-    "multi_device_iterator_ops",
-    "reduce_weighted_values",
-    "set_global_attribute",
-    "set_keras_mask",
-]
-
-
 CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
 
 

@@ -256,7 +256,7 @@ def test_a_second_signal_waits_for_no_one(folder):
 def test_who_does_not_listen_may_end_in_time_or_is_killed(leave, status, folder):
     (folder / "deaf.py").write_text(SCRIPT.replace("sys.exit(143)", "pass"))
     seconds, run = 1000 if leave else 0.1, "raise SystemExit(__main__.main())"
-    hasty = f"from keras_replicas import __main__, launch; launch.TO_SAVE = {seconds}; {run}"
+    hasty = f"from keras_replicas import __main__, processes; processes.TO_SAVE = {seconds}; {run}"
     command = (sys.executable, "-c", hasty, "launch")
     launcher = start("--workers", 2, "deaf.py", "wait", cwd=folder, command=command)
     for worker in range(2):

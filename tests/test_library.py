@@ -102,8 +102,8 @@ def test_the_library_knows_no_recipe():
 
 
 def test_the_library_is_small():
-    assert lines_in(ROOT / "keras_replicas") <= 2700
-    assert {path.name: lines for path in LIBRARY if (lines := len(path.read_text().splitlines())) > 290} == {}
+    assert lines_in(ROOT / "keras_replicas") <= 2660
+    assert {path.name: lines for path in LIBRARY if (lines := len(path.read_text().splitlines())) > 250} == {}
 
 
 def test_docstrings_comments_and_blank_lines_are_no_code():

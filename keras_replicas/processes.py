@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a launch's workers: how they are started, watched and ended."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from keras_replicas.cluster import rank
+from keras_replicas.screen import Screen
+
+TO_SAVE = 60  # seconds for workers that are asked to stop
+TO_FOLLOW = 2  # seconds for the others to end by themselves once one has failed
+STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # after saving, or if there was nothing to save
+LAST_LINES = 5  # of a dead worker's log that are shown
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    """A worker's log: a launch begins it anew, and a restart goes on."""
+    return folder / f"worker-{rank}.log"
+
+
+class Workers:
+    """Processes that run a script, each with a log; the chief's output is also shown.
+
+    Args:
+        tf_configs: the `TF_CONFIG` of each.
+        command: the script's.
+        logs: folder of the logs, which are appended to.
+        gpus: each worker's `CUDA_VISIBLE_DEVICES`; empty if each may use the same as this process.
+    """
+
+    def __init__(self, tf_configs: list[dict], command: list[str], logs: Path, gpus: list[str]):
+        self.logs = {rank(config): log_of(logs, rank(config)) for config in tf_configs}
+        self.processes: dict[int, subprocess.Popen] = {}
+        self.screen, self.asked_to_stop = Screen(log_of(logs, 0)), False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
+                signal.signal(number, self._stop)
+        for index, config in zip(self.logs, tf_configs, strict=True):
+            visible = {"CUDA_VISIBLE_DEVICES": gpus[index]} if gpus else {}
+            self._start(index, command, {"TF_CONFIG": json.dumps(config)} | visible)
+
+    def _start(self, index: int, command: list[str], variables: dict[str, str]) -> None:
+        with self.logs[index].open("ab") as file:
+            screen_ends = () if index else self.screen.open()
+            output, errors = screen_ends or (file, file)
+            self.processes[index] = subprocess.Popen(
+                command,
+                env=os.environ | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which asks the workers to save
+                preexec_fn=_die_with_parent,
+            )
+        for end in screen_ends:
+            os.close(end)
+
+    def wait(self) -> tuple[int, str, bool]:
+        """Waits for the end of all: the exit status, the cause of a failure, and whether a restart may help."""
+        while not (first := self._failed()) and not self.asked_to_stop:
+            if not self._running():
+                self.screen.copy(0)
+                return 0, "", False
+            self.screen.copy(0.1)
+        stopped = self.asked_to_stop or any(status in STOPPED for status in first.values())
+        if stopped and not self.asked_to_stop:
+            for process in self._running():
+                process.terminate()
+        deadline = time.monotonic() + (TO_SAVE if stopped else TO_FOLLOW)
+        while self._running() and time.monotonic() < deadline:
+            self.screen.copy(0.1)
+        failed, hanging, late = self._failed(), self._hanging(), self._running()
+        for process in late:
+            process.kill()
+            process.wait()
+        self.screen.copy(0)
+        if self.asked_to_stop and not (failed or late):  # done, in spite of the signal
+            return 0, "", False
+        if stopped or any(status in STOPPED for status in failed.values()):
+            return STOPPED[0], "", False
+        if hanging is not None:
+            return 1, f"error: worker {hanging} hangs: it is stopped (SIGSTOP)\n", True
+        if 2 in failed.values() and min(failed.values()) > 0:
+            return 2, "" if failed.get(0) == 2 else self._cause(failed, 2), False
+        index = min(first, key=lambda each: first[each])  # one that was killed, rather than those that lost it
+        return max(first[index], 1), self._cause(first, first[index]), True
+
+    def _cause(self, failed: dict[int, int], status: int) -> str:
+        index = next(index for index in failed if failed[index] == status)
+        if status < 0:
+            return f"error: worker {index} was killed by {signal.Signals(-status).name}\n"
+        lines = self.logs[index].read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        if status == 2:
+            return "".join(f"worker {index}: {line}\n" for line in lines[-1:])
+        end = "\n".join(lines)
+        return f"error: worker {index} ended with status {status}; {self.logs[index]} ends:\n{end}\n"
+
+    def _running(self) -> list[subprocess.Popen]:
+        return [process for process in self.processes.values() if process.poll() is None]
+
+    def _failed(self) -> dict[int, int]:
+        return {index: process.returncode for index, process in self.processes.items() if process.poll()}
+
+    def _hanging(self) -> int | None:
+        """A worker that a signal has stopped: the others' failure is its."""
+        stopped = (i for i, process in self.processes.items() if process.poll() is None and _state(process.pid) in "Tt")
+        return next(stopped, None)
+
+    def _stop(self, *_) -> None:
+        """Handles a signal: the first asks the workers to save and exit, the second kills them."""
+        for process in self._running():
+            process.kill() if self.asked_to_stop else process.terminate()
+        self.asked_to_stop = True
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] if sys.platform == "linux" else "?"
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
