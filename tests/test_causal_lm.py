@@ -312,14 +312,14 @@ def stop_after(steps, workdir):
 @SLOW
 def test_stopped_it_goes_on_with_the_same_bits(small, presets, answers, tmp_path):
     """Adapters, of prompts with answers."""
-    small |= {"dropout": 0.1, "max_steps": 60, "checkpoint_every": 7, "corpus": "docstrings", "data": str(answers)}
+    small |= {"dropout": 0.1, "max_steps": 24, "checkpoint_every": 5, "corpus": "docstrings", "data": str(answers)}
     small |= {"preset": presets("GPT2")[0], "model": None, "lora_rank": 2, "seq_length": 24, "epochs": 9}
     whole = train(small, workdir=str(tmp_path / "whole"))
-    threading.Thread(target=stop_after, args=(20, small["workdir"]), daemon=True).start()
+    threading.Thread(target=stop_after, args=(8, small["workdir"]), daemon=True).start()
     with pytest.raises(SystemExit):
         train(small)
     results = train(small)
-    assert 20 <= results["resumed_from_step"] < 60 and steps_of(results) == steps_of(whole)
+    assert 8 <= results["resumed_from_step"] < 24 and steps_of(results) == steps_of(whole)
     for name, weight in weights_of(whole).items():
         np.testing.assert_array_equal(weights_of(results)[name], weight, err_msg=name)
 

@@ -30,10 +30,10 @@ def cells(kind):
 
 
 def check_results(printed):
-    """That the model has learned, and replicas are exact with the guide's loss alone."""
+    """That replicas are exact with the guide's loss alone; returns how much better than the baseline the model is."""
     loss, baseline, keras_difference, difference = map(float, RESULTS.search(printed).groups())
-    assert loss < baseline - 0.05
     assert difference < 1e-6 < 1e-5 < keras_difference
+    return baseline - loss
 
 
 def test_the_header_is_that_of_keras_io():
@@ -102,14 +102,15 @@ def test_the_notebook_was_run():
     assert [cell.execution_count for cell in cells("code")] == list(range(1, len(cells("code")) + 1))
     outputs = [output for cell in cells("code") for output in cell.outputs]
     assert {output.get("name") for output in outputs} == {"stdout"}
-    check_results("".join(output.text for output in outputs))
+    assert check_results("".join(output.text for output in outputs)) > 0.05
 
 
 @pytest.mark.slow
 def test_it_runs_alone(tmp_path):
-    """From an empty folder, with one epoch of its four."""
-    small = SOURCE.replace("EPOCHS = 4\n", "EPOCHS = 1\n")
-    assert small != SOURCE
+    """From an empty folder, with one epoch of its four, and a part of its text."""
+    small = SOURCE.replace("EPOCHS = 4\n", "EPOCHS = 1\n").replace(' + sorted(library.glob("[a-z]*/*.py"))', "")
+    small = small.replace('library.glob("*.py")', 'library.glob("[a-d]*.py")')
+    assert len(small) < len(SOURCE) - 30
     (tmp_path / GUIDE.name).write_text(small, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name not in ("KERAS_BACKEND", "PYTHONPATH")}
     done = subprocess.run(
