@@ -128,7 +128,8 @@ def test_every_family_trains_alike_on_one_and_two_replicas_and_is_saved(family, 
     assert capsys.readouterr().out.splitlines()[-1].startswith("Returns a")
 
 
-@pytest.mark.parametrize("family", ["GPT2", pytest.param("Gemma", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("family", ["GPT2", "Gemma"])
 def test_lora_trains_adapters_alone(family, presets, small, tmp_path):
     preset, base = presets(family)
     results = train(small, preset=preset, model=None, lora_rank=2, learning_rate=0.05, max_steps=20)
