@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_replicas.batches import distribute
+from keras_replicas.batches import Batches, distribute
 from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.cluster import is_chief, num_workers
 from keras_replicas.data import WholeBatches, begins_anywhere, row_by_row
@@ -60,7 +60,10 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
             batches.warn_if_unrepeatable()
         last = checkpoints.max_steps
         model.build_for(batches.iter_from_step(0, tf.distribute.InputContext()).element_spec)
-        resumed_at, is_complete = checkpoints.begin_fit([epochs, last], seeds)
+        facts = {"steps in an epoch": steps}
+        if isinstance(batches, Batches):  # of others, a first batch may be another each time
+            facts |= {"batch_size": batches.batch_size} | batches.fingerprint()
+        resumed_at, is_complete = checkpoints.begin_fit([epochs, last], seeds, facts)
         step = max(step, resumed_at)
         begins = epochs if is_complete or step == last else step // steps
         given |= {"initial_epoch": begins, "epochs": min(epochs, math.ceil(last / steps)) if last else epochs}

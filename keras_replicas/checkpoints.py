@@ -90,7 +90,7 @@ class Checkpoints(keras.callbacks.Callback):
         self._exits = LAUNCH_ID in os.environ if exit_on_sigterm is None else exit_on_sigterm
         self._objects, self._checkpoint = objects, tf.train.Checkpoint(**objects)
         self.saved_step, self._asked_at, self.told_to_stop = 0, 0, False
-        # Of the fit that runs: its callbacks; its end, its seeds, a checksum of weights left out; what is resumed.
+        # Of the fit that runs: its callbacks; its end, its seeds, facts of its data; what is resumed.
         self._callbacks = keras.callbacks.CallbackList()
         self._given: dict[str, Any] = {}
         self._state_variable: tf.Variable | None = None
@@ -133,7 +133,7 @@ class Checkpoints(keras.callbacks.Callback):
         """Saves, and raises `SystemExit` with status 143, after all workers have called it."""
         self.save(step)
         exchange({})  # the others wait until the chief has saved
-        log.info("Stopped by a signal after step %d. The same command resumes from there.", step)
+        log.warning("Stopped by a signal after step %d. The same command resumes from there.", step)
         raise SystemExit(128 + signal.SIGTERM)
 
     def __enter__(self):
@@ -148,7 +148,11 @@ class Checkpoints(keras.callbacks.Callback):
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
 
-    # In `fit`, called by the trainer
+    def set_model(self, model):
+        """Takes the model of `data_parallel`. Raises a `TypeError` for any other."""
+        if not hasattr(model, "at_epoch_end"):
+            raise TypeError("Checkpoints needs a model of data_parallel: model = keras_replicas.data_parallel(model)")
+        super().set_model(model)
 
     def listening(self) -> contextlib.AbstractContextManager:
         """Where SIGTERM is listened for, if it is to be."""
@@ -167,24 +171,23 @@ class Checkpoints(keras.callbacks.Callback):
                 return self._files.read_state(name)
         return {}
 
-    def begin_fit(self, end: list[int | None], seeds: dict[str, int]) -> tuple[int, bool]:
+    def begin_fit(self, end: list[int | None], seeds: dict[str, int], data: dict[str, int]) -> tuple[int, bool]:
         """Restores the `fit`; returns the step from which it goes on, and whether nothing is left to do.
 
         Args:
             end: the epochs and `max_steps` at which it ends.
             seeds: of data and noise, to be saved.
+            data: facts that must be those that it began with.
         """
         model = self.model
-        of_metrics = {id(variable) for variable in model._metric_variables()}
-        variables = [variable for variable in model.variables if id(variable) not in of_metrics]
-        self._given, self.has_ended = {"end": end, "seeds": seeds, "others": 0}, False
         if self._trained_only:
-            self._given["others"] = checksum(variable for variable in model.weights if not variable.trainable)
-            trained = {id(variable) for variable in model.trainable_variables}
-            variables = [variable for variable in variables if id(variable) in trained]
-        optimizer = model.optimizer.variables if model.optimizer else []
-        self._objects, self._state_variable = {"fit": variables, "optimizer": optimizer}, tf.Variable(b"")
+            rest = (variable for variable in model.weights if not variable.trainable)
+            data["checksum of the weights that are not trained"] = checksum(rest)
+        variables = model.trainable_variables if self._trained_only else fit_state.variables_of(model)
+        self._objects = {"fit": variables, "optimizer": model.optimizer.variables if model.optimizer else []}
+        self._state_variable = tf.Variable(b"")
         self._checkpoint = tf.train.Checkpoint(**self._objects, state=self._state_variable)
+        self._given, self.has_ended = {"end": end, "seeds": seeds, "data": data}, False
         step = self.restore()
         if step:
             self._state = self._files.read_state(f"ckpt-{step}")
@@ -192,8 +195,11 @@ class Checkpoints(keras.callbacks.Callback):
             at_end = self._files.read_state("end")
             if at_end["end"] == end:
                 self._state, self.has_ended = at_end, True
-        if self._state and self._state["others"] != self._given["others"]:
-            raise UserError("the weights that are not trained are not those that the checkpoint's are for")
+        if self._state and self._state["data"] != data:
+            told = ", ".join(f"{name} {data.get(name)}, not {value}" for name, value in self._state["data"].items())
+            raise UserError(f"{self.folder} has checkpoints of another fit: {told}. Give another folder")
+        if self.has_ended:
+            log.warning("The fit in %s is complete: nothing is trained. Give another folder to train.", self.folder)
         return step, self.has_ended or bool(self._state and self._state["stopped"])
 
     def end_fit(self) -> None:

@@ -32,10 +32,10 @@ from keras_replicas.doctor_models import BATCH, EPOCHS, EVEN, Case, Way, cases, 
 from keras_replicas.errors import UserError
 from keras_replicas.gpus import gpu_names, gpu_shares
 from keras_replicas.model import data_parallel
+from keras_replicas.private import CHECKED_VERSIONS
 from keras_replicas.strategy import make_strategy
 from keras_replicas.workers import exchange
 
-TESTED = {"tensorflow": "2.21", "keras": "3.15"}
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
@@ -63,7 +63,7 @@ def doctor(
     gpus = gpu_names()
     gpu_shares(options.workers)
     tf.get_logger().setLevel("ERROR")  # else it warns of the many small models that are traced
-    machine = describe_machine(gpus, TESTED | (packages or {}))
+    machine = describe_machine(gpus, CHECKED_VERSIONS | (packages or {}))
     say = print if not options.json else lambda *_, **__: None
     say("\n".join(f"{name:12} {value}" for name, value in machine.items()), flush=True)
     counts = [options.replicas] if options.replicas else [2, 4][: 1 if len(gpus) in (2, 3) else 2]

@@ -50,6 +50,12 @@ def from_bytes(content: bytes) -> dict[str, Any]:
     return json.loads(arrays["json"].tobytes(), object_hook=with_arrays)
 
 
+def variables_of(model: Any) -> list[keras.Variable]:
+    """The variables of a model of `data_parallel` but those of its metrics."""
+    of_metrics = {id(variable) for variable in model._metric_variables()}
+    return [variable for variable in model.variables if id(variable) not in of_metrics]
+
+
 def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> list[list[Any]]:
     """The class's name and the state of each callback that has any."""
     states = []

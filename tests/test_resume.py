@@ -189,7 +189,7 @@ def test_a_callback_s_own_state_is_kept(tmp_path):
 def test_what_cannot_be_resumed_is_refused(tmp_path):
     interrupted(None, tmp_path, "arrays", 5)
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):
-        make_model(None).fit(X, Y, epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
+        make_model(None).fit(**DATA["arrays"](), epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
     with pytest.raises(ValueError, match="save_freq='epoch'"):
         fit(None, tmp_path, "arrays", keras.callbacks.ModelCheckpoint(tmp_path / "x.keras", save_freq=2))
     with pytest.raises(ValueError, match="does not match the checkpoint"):
@@ -226,3 +226,28 @@ def test_sigterm_saves_and_exits_where_it_is_asked_for(tmp_path):
     assert left.value.code == 143
     assert saved.saved_step == model.steps_done == 3  # the signal came during the third step
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_fit_of_other_data_is_refused_and_a_complete_one_says_so(tmp_path, caplog, monkeypatch):
+    interrupted(None, tmp_path, "arrays", 5)
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=0.5)
+    for other, told in (
+        ({"x": X + 1, "y": Y, "batch_size": 8}, r"checksum of the first and the last row \d+, not \d+"),
+        ({"x": X, "y": Y, "batch_size": 16}, "batch_size 16, not 8"),
+    ):
+        with pytest.raises(ValueError, match=f"another fit: .*{told}.* Give another folder"):
+            make_model(None).fit(
+                **other, validation_split=0.2, epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path), plateau]
+            )
+    fit(None, tmp_path, "arrays")
+    assert "complete" not in caplog.text
+    monkeypatch.setattr(checkpoints_module, "_completed", type(checkpoints_module._completed)())  # as in a new process
+    fit(None, tmp_path, "arrays")
+    assert f"The fit in {tmp_path} is complete: nothing is trained" in caplog.text
+
+
+def test_a_model_of_keras_s_own_is_refused(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with pytest.raises(TypeError, match="Checkpoints needs a model of data_parallel"):
+        model.fit(X, X[:, :2], verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
