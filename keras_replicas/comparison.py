@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from keras_replicas.doctor_models import BATCH, EPOCHS, Case, Way
+from keras_replicas.doctor_models import BATCH, EPOCHS, Case
 from keras_replicas.model import data_parallel
-from keras_replicas.strategy import make_strategy
 
 # Relative differences that float32 may leave; of arrays, by the Euclidean norm, of all weights and of each tensor.
 BOUNDS = {"loss of every step": 1e-6, "weights": 1e-6, "every tensor": 1e-5, "evaluate": 1e-6, "predict": 1e-6}
@@ -29,19 +29,29 @@ class Trained(NamedTuple):
     predicted: np.ndarray
 
 
-def train(case: Case, optimizer: str, way: Way | None = None, strategy: Any = None) -> Trained:
-    """Trains a model from the weights of a fixed seed: by plain Keras on one device, or in a way of ours."""
+def train(
+    case: Case, optimizer: str, strategy: tf.distribute.Strategy | None = None, accumulate: int = 1, **options: Any
+) -> Trained:
+    """Trains a model from the weights of a fixed seed: by ours with a strategy, by plain Keras on one device without.
+
+    Args:
+        case: the model and its data.
+        optimizer: a name in `OPTIMIZERS`.
+        strategy: ours.
+        accumulate: see `data_parallel`.
+        **options: of `compile`.
+    """
     keras.utils.set_random_seed(0)
     model = case.build()
-    if way:
+    if strategy:
         weights = model.get_weights()
-        with (strategy or make_strategy(way.replicas)).scope():
-            model = data_parallel(case.build(), accumulate=way.accumulate)
+        with strategy.scope():
+            model = data_parallel(case.build(), accumulate=accumulate)
         model.set_weights(weights)
-        with model.distribute_strategy.scope():
-            compile_model(model, case, optimizer, jit_compile=way.jit, steps_per_execution=way.steps_per_call)
-    else:
-        compile_model(model, case, optimizer, jit_compile=False)
+    with model.distribute_strategy.scope():
+        model.compile(
+            OPTIMIZERS[optimizer](), case.loss, weighted_metrics=["accuracy"], **{"jit_compile": False} | options
+        )
     losses: dict[tuple[int, int], float] = {}
     history = Losses(losses)
     model.fit(**case.data, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[history])
@@ -51,11 +61,6 @@ def train(case: Case, optimizer: str, way: Way | None = None, strategy: Any = No
         predicted = model.predict(case.data["x"], batch_size=BATCH, verbose=0)
     paths = [f"{i} {weight.path}" for i, weight in enumerate(model.weights)]
     return Trained(losses, dict(zip(paths, model.get_weights(), strict=True)), evaluated, predicted)
-
-
-def compile_model(model: keras.Model, case: Case, optimizer: str, **options: Any) -> None:
-    """Compiles it with the case's loss, and the accuracy."""
-    model.compile(OPTIMIZERS[optimizer](), case.loss, weighted_metrics=["accuracy"], **options)
 
 
 class Losses(keras.callbacks.Callback):

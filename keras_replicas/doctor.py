@@ -27,8 +27,8 @@ import tensorflow as tf
 
 from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.cluster import is_chief
-from keras_replicas.comparison import BOUNDS, OPTIMIZERS, Trained, compared, compile_model, train
-from keras_replicas.doctor_models import BATCH, EPOCHS, EVEN, Case, Way, cases, classifier
+from keras_replicas.comparison import BOUNDS, OPTIMIZERS, Trained, compared, train
+from keras_replicas.doctor_models import BATCH, EPOCHS, EVEN, Case, cases, classifier
 from keras_replicas.errors import UserError
 from keras_replicas.gpus import gpu_names, gpu_shares
 from keras_replicas.model import data_parallel
@@ -69,7 +69,7 @@ def doctor(
     counts = [options.replicas] if options.replicas else [2, 4][: 1 if len(gpus) in (2, 3) else 2]
     make_strategy(max(counts), deterministic=bool(gpus))  # so that fewer can be asked for later
     checks: list[dict[str, Any]] = []
-    width = 58
+    width = 66
     say(f"\n{'':{width}}" + "".join(f"{measure.split()[0]:>10}" for measure in BOUNDS))
     say(f"{'bound':{width}}" + "".join(f"{bound:10.0e}" for bound in BOUNDS.values()), flush=True)
     for name, measured in rows(cases() | (more or {}), counts, options.workers, module):
@@ -95,18 +95,21 @@ def rows(
 ) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
     """Each check's name, and what is measured, with its bound."""
     plain: dict[tuple[str, str], Trained] = {}
+    few, most = counts[0], counts[-1]
     for name, case in cases.items():
+        # SGD shows a gradient that is too large by a factor, which Adam hides.
+        ways: dict[str, list[tuple[int, dict[str, Any]]]] = {"adam": [(few, {})]}
+        ways["sgd"] = [(most, {}), *((few, options) for options in case.ways)]
         for optimizer in OPTIMIZERS:
             plain[name, optimizer] = train(case, optimizer)
-            for way in ways(case, optimizer, counts):
-                reference, data = plain[name, optimizer], case.data
-                if way.accumulate > 1:
-                    data = {argument: values[:EVEN] for argument, values in case.data.items()}
-                    reference = train(case._replace(data=data), optimizer)
-                yield (
-                    f"{name}, {optimizer}, {way}",
-                    compared(train(case._replace(data=data), optimizer, way), reference),
-                )
+            for replicas, options in ways[optimizer]:
+                reference, given = plain[name, optimizer], case
+                if "accumulate" in options:
+                    given = case._replace(data={argument: values[:EVEN] for argument, values in case.data.items()})
+                    reference = train(given, optimizer)
+                ours = train(given, optimizer, make_strategy(replicas), **options)
+                told = [name, optimizer, f"{replicas} replicas", *(f"{key}={value}" for key, value in options.items())]
+                yield ", ".join(told), compared(ours, reference)
     yield (
         "classifier with dropout, interrupted, to the bit",
         {"weights": (resumed(cases["classifier"], counts[0]), 0.0)},
@@ -123,7 +126,7 @@ def resumed(case: Case, replicas: int) -> float:
         keras.utils.set_random_seed(0)
         with make_strategy(replicas).scope():
             model = data_parallel(classifier(0.3))
-            compile_model(model, case, "adam")
+            model.compile("adam", case.loss)
         callbacks = [Checkpoints(folder, every=3), *([Interrupt(interrupt)] if interrupt else [])]
         model.fit(**case.data, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=callbacks)
         return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
@@ -147,12 +150,6 @@ class Interrupt(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def ways(case: Case, optimizer: str, counts: list[int]) -> list[Way]:
-    """How ours trains a model. SGD shows a gradient that is too large by a factor, which Adam hides."""
-    few, most = counts[0], counts[-1]
-    return [Way(few)] if optimizer == "adam" else [Way(most), *(way._replace(replicas=few) for way in case.ways)]
-
-
 def by_workers(count: int, module: str) -> dict[tuple[str, str], Trained]:
     """What several processes train together, by model and optimizer.
 
@@ -172,7 +169,7 @@ def work(folder: str, cases: dict[str, Case]) -> None:
     """What a worker does: it trains with the others, and the chief writes the file `trained` to a folder."""
     strategy = make_strategy(deterministic=bool(gpu_names()))
     trained = {
-        (name, optimizer): tuple(train(case, optimizer, Way(1), strategy))
+        (name, optimizer): tuple(train(case, optimizer, strategy))
         for name, case in cases.items()
         for optimizer in OPTIMIZERS
     }

@@ -12,24 +12,6 @@ EVEN = 72  # examples where each replica's part of a batch must be divisible too
 TOKENS, VOCABULARY = 12, 30
 
 
-class Way(NamedTuple):
-    """A way to train: on how many replicas, and by which of the trainer's options."""
-
-    replicas: int
-    accumulate: int = 1
-    jit: bool = False
-    steps_per_call: int = 1
-
-    def __str__(self) -> str:
-        """As the rows name it."""
-        options = {
-            f"accumulate {self.accumulate}": self.accumulate > 1,
-            "jit": self.jit,
-            f"{self.steps_per_call} steps a call": self.steps_per_call > 1,
-        }
-        return ", ".join([f"{self.replicas} replicas", *(name for name, given in options.items() if given)])
-
-
 class Case(NamedTuple):
     """A model with its data.
 
@@ -37,13 +19,13 @@ class Case(NamedTuple):
         build: makes the model; its dropout must be 0.
         data: the arguments `x`, `y` and perhaps `sample_weight` of `fit`.
         loss: for `compile`.
-        ways: in which it is trained too.
+        ways: options of the trainer with which it is trained too: `accumulate`, and arguments of `compile`.
     """
 
     build: Callable[[], keras.Model]
     data: dict[str, Any]
     loss: keras.losses.Loss
-    ways: tuple[Way, ...] = ()
+    ways: tuple[dict[str, Any], ...] = ()
 
 
 def masked() -> keras.Model:
@@ -96,12 +78,12 @@ def cases() -> dict[str, Case]:
     def loss(reduction="sum_over_batch_size"):
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
 
-    of_labels, in_parts = loss("mean_with_sample_weight"), Way(2, accumulate=2, steps_per_call=7)
+    of_labels, in_parts = loss("mean_with_sample_weight"), {"accumulate": 2, "steps_per_execution": 7}
     return {
         "masked": Case(masked, weighted(np.where(replaced, 1, ids), ids, replaced), of_labels, (in_parts,)),
         "causal": Case(causal, weighted(ids, following, following > 0), of_labels),
         "classifier": Case(
-            classifier, {"x": rows.astype("float32"), "y": classes}, loss(), (in_parts, Way(2, jit=True))
+            classifier, {"x": rows.astype("float32"), "y": classes}, loss(), (in_parts, {"jit_compile": True})
         ),
         "batch norm": Case(batch_normalized, {"x": images.astype("float32"), "y": classes}, loss()),
     }

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.readme import with_tables
 from keras_replicas import doctor
-from keras_replicas.doctor import BOUNDS, Trained, compared
+from keras_replicas.comparison import BOUNDS, Trained, compared
 from keras_replicas.doctor_models import EXAMPLES
 
 ROOT = Path(__file__).parent.parent
@@ -79,7 +79,8 @@ def test_every_check_passes():
     for model in ("masked", "causal", "classifier", "batch norm", "BertMaskedLM"):
         ways = ("sgd, 4 replicas", "adam, 2 replicas", "sgd, 2 workers", "adam, 2 workers")
         assert {f"{model}, {way}" for way in ways} <= names
-    assert {"classifier, sgd, 2 replicas, jit", "masked, sgd, 2 replicas, accumulate 2, 7 steps a call"} <= names
+    assert {"classifier, sgd, 2 replicas, jit_compile=True"} <= names
+    assert {"masked, sgd, 2 replicas, accumulate=2, steps_per_execution=7"} <= names
     assert found["machine"]["keras"].endswith("(tested)")
 
 
