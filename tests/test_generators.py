@@ -50,8 +50,21 @@ class Numbered(keras.utils.PyDataset):
         return np.ones((4, 1), np.float32), np.full((4, 1), index, np.float32)
 
 
-@pytest.mark.parametrize("length", [None, 12])
-def test_threads_of_a_py_dataset_go_on_over_epochs(length):
+class Turned(Numbered):
+    """After each epoch, labels are 100 more."""
+
+    epochs = 0
+
+    def on_epoch_end(self):
+        self.epochs += 1
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x, y + 100 * self.epochs
+
+
+def labels_seen(dataset, **options):
+    """The label of each batch: the model says 0, and the loss is the distance."""
     with make_strategy(2).scope():
         model = data_parallel(keras.Sequential)([keras.layers.Dense(1, kernel_initializer="zeros")])
         model.compile(keras.optimizers.SGD(0.0), "mae")
@@ -60,8 +73,17 @@ def test_threads_of_a_py_dataset_go_on_over_epochs(length):
         on_train_batch_end=lambda batch, logs: losses.extend(model.step_values["loss"])
     )
     pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))  # as a validation would
-    model.fit(Numbered(length), epochs=3, steps_per_epoch=4, shuffle=False, callbacks=[keep, pause], verbose=0)
-    np.testing.assert_allclose(losses, range(12))
+    model.fit(dataset, epochs=3, shuffle=False, callbacks=[keep, pause], verbose=0, **options)
+    return losses
+
+
+@pytest.mark.parametrize("length", [None, 12])
+def test_threads_of_a_py_dataset_go_on_over_epochs(length):
+    np.testing.assert_allclose(labels_seen(Numbered(length), steps_per_epoch=4), range(12))
+
+
+def test_what_a_py_dataset_does_between_epochs_is_done():
+    np.testing.assert_allclose(labels_seen(Turned(3)), [0, 1, 2, 100, 101, 102, 200, 201, 202])
 
 
 @pytest.mark.parametrize("eagerly", [False, True])

@@ -37,6 +37,16 @@ class Numbered(keras.utils.PyDataset):
         return X[index * 8 : index * 8 + 8], Y[index * 8 : index * 8 + 8]
 
 
+class Reshuffled(Numbered):
+    """Turns its batches round between epochs."""
+
+    def on_epoch_end(self):
+        self.turned = getattr(self, "turned", 0) + 1
+
+    def __getitem__(self, index):
+        return super().__getitem__((index + getattr(self, "turned", 0)) % 7)
+
+
 def generator():
     for step in range(100):
         yield X[step % 40 :][:8], Y[step % 40 :][:8]
@@ -46,6 +56,7 @@ DATA = {
     "arrays": lambda: {"x": X, "y": Y, "batch_size": 8, "validation_split": 0.2, "class_weight": {0: 1.0, 1: 2.0}},
     "tf.data": lambda: {"x": tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(52, seed=3).batch(8)},
     "PyDataset": lambda: {"x": Numbered(workers=2), "validation_data": (X, Y)},
+    "PyDataset with hooks": lambda: {"x": Reshuffled(), "shuffle": False},
     "generator": lambda: {"x": generator(), "steps_per_epoch": 6},
 }
 
