@@ -1,5 +1,7 @@
 """`fit` that begins and ends in the middle of an epoch."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -53,6 +55,13 @@ def test_it_ends_where_it_is_told_to(tmp_path):
     assert heard[:6] == ["epoch 0", *steps, "evaluated"]
     assert heard[-4:] == ["epoch 2", (0, 9, False), (1, 10, True), "evaluated"]
     assert len(history["loss"]) == 3
+
+
+def test_nothing_is_said_of_the_order_of_a_data_set():
+    """Keras warns that it does not shuffle one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        make_model().fit(tf.data.Dataset.from_tensors((X[:4], Y[:4])), verbose=0)
 
 
 def test_it_begins_within_an_epoch_where_it_was(tmp_path, monkeypatch):
