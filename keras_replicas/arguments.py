@@ -33,13 +33,17 @@ def checkpoints_in(given: Arguments) -> Checkpoints | None:
     """The `Checkpoints` among the callbacks."""
     callbacks = given.get("callbacks")
     callbacks = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
-    return next((each for each in keras.tree.flatten(callbacks) if isinstance(each, Checkpoints)), None)
+    found = [each for each in keras.tree.flatten(callbacks) if isinstance(each, Checkpoints)]
+    if len(found) > 1:
+        raise ValueError("give fit one Checkpoints, not several")
+    return found[0] if found else None
 
 
 def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> tuple[int, Arguments]:
     """The step from which `fit` goes on, and its arguments from there."""
-    given = _with_generators(with_validation_data(model, given))
+    given = _with_generators(with_validation_data(model, given), "validation_data")
     if checkpoints is None and not _is_divided_by_us(model, given.get("x")):
+        given = _with_generators(given, "x")
         if isinstance(given.get("x"), tf.distribute.DistributedDataset | tf.data.Dataset):
             given["shuffle"] = False  # else Keras warns that it is not shuffled
         return 0, given
@@ -65,7 +69,7 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
             facts |= {"batch_size": batches.batch_size} | batches.fingerprint()
         resumed_at, is_complete = checkpoints.begin_fit([epochs, last], seeds, facts)
         step = max(step, resumed_at)
-        begins = epochs if is_complete or step == last else step // steps
+        begins = epochs if is_complete or (last and step >= last) else step // steps
         given |= {"initial_epoch": begins, "epochs": min(epochs, math.ceil(last / steps)) if last else epochs}
     x = distribute(model.distribute_strategy, batches, step)
     return step, given | {"x": x, "steps_per_epoch": steps, "callbacks": callbacks, "shuffle": False}
@@ -97,7 +101,7 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
 def with_divided_data(model: Any, given: Arguments) -> Arguments:
     """Arguments of `evaluate` or `predict`, in which data is divided if need be."""
     if not _is_divided_by_us(model, given.get("x")):
-        return _with_generators(given)
+        return _with_generators(given, "x")
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
     batches = begins_anywhere(**data, steps=given.get("steps"))
     _check_same(model, batches)
@@ -121,13 +125,12 @@ def _is_divided_by_us(model: Any, x: Any) -> bool:
     return _on_workers(model) or hasattr(x, "iter_from_step") or (under_strategy and is_py_dataset)
 
 
-def _with_generators(given: Arguments) -> Arguments:
-    """Arguments with data sets in the place of generators, for Keras to divide."""
-    for name in ("x", "validation_data"):
-        if isinstance(given.get(name), types.GeneratorType):
-            options = {"class_weight": given.pop("class_weight", None)} if name == "x" else {}
-            given[name] = row_by_row(get_data_adapter(given[name], **options).get_tf_dataset())
-            given |= {"shuffle": False} if name == "x" and "shuffle" in given else {}
+def _with_generators(given: Arguments, name: str) -> Arguments:
+    """Arguments with a data set in the place of a generator, for Keras to divide."""
+    if isinstance(given.get(name), types.GeneratorType):
+        options = {"class_weight": given.pop("class_weight", None)} if name == "x" else {}
+        given[name] = row_by_row(get_data_adapter(given[name], **options).get_tf_dataset())
+        given |= {"shuffle": False} if name == "x" and "shuffle" in given else {}
     return given
 
 

@@ -7,6 +7,7 @@ makes it one.
 
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ class CheckpointFiles:
             UserError: when there are some, and none can be read; or they are of another model.
         """
         if is_chief():
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"cannot write to {self.folder} ({error.strerror}): give another folder") from error
             self._remove_unfinished()
         self._damaged = []
         for step in reversed(self.steps()):
@@ -71,8 +76,10 @@ class CheckpointFiles:
         """
         try:
             checkpoint.read(str(self.folder / name)).assert_existing_objects_matched()
-        except (AssertionError, ValueError) as error:  # never from damage: all that is read has a checksum
+        except (AssertionError, ValueError, tf.errors.InvalidArgumentError) as error:
             reason = str(error).splitlines()[0]
+            if isinstance(error, tf.errors.InvalidArgumentError) and not re.search("shape|dtype", reason):
+                raise  # damage; the others never come of it, for all that is read has a checksum
             raise UserError(
                 f"the model does not match the checkpoint {self.folder / name} ({reason}). "
                 "Give the model that the run was started with, or another folder"
@@ -80,7 +87,6 @@ class CheckpointFiles:
 
     def write(self, name: str, checkpoint: tf.train.Checkpoint) -> bool:
         """Writes a checkpoint, or nothing; whether it is on the disk. A full disk is reported."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         try:
             checkpoint.write(str(self.folder / name))
             for path in self.folder.glob(f"{name}.*"):

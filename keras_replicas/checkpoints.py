@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from keras_replicas import fit_state
 from keras_replicas.batches import checksum
 from keras_replicas.checkpoint_files import DAMAGE, CheckpointFiles
 from keras_replicas.cluster import is_chief, num_workers
-from keras_replicas.errors import UserError
 from keras_replicas.workers import agree, exchange
 
 log = logging.getLogger("keras_replicas")
 LAUNCH_ID = "LAUNCH_ID"  # set by `python -m keras_replicas launch`
-_completed: Counter[Path] = Counter()  # how many fits this process has completed, by folder
+_completed: dict[Path, list[int]] = {}  # by folder, the steps of each fit that this process has completed
 
 
 class Checkpoints(keras.callbacks.Callback):
@@ -84,7 +82,7 @@ class Checkpoints(keras.callbacks.Callback):
         for name, value in {"every": every, "keep": keep, "max_steps": max_steps}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()
         self._files, self._keep = CheckpointFiles(self.folder, keep), keep
         self.every, self.max_steps, self._trained_only = every, max_steps, trained_only
         self._exits = LAUNCH_ID in os.environ if exit_on_sigterm is None else exit_on_sigterm
@@ -95,6 +93,7 @@ class Checkpoints(keras.callbacks.Callback):
         self._given: dict[str, Any] = {}
         self._state_variable: tf.Variable | None = None
         self._state: dict[str, Any] | None = None
+        self._found: dict[str, Any] = {}
         self._handler: Any = None  # of SIGTERM, before ours
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
@@ -163,41 +162,39 @@ class Checkpoints(keras.callbacks.Callback):
         fit_state.refuse_steps_of_model_checkpoint(callbacks.callbacks)
         callbacks.callbacks.remove(self)
         callbacks.callbacks.append(self)  # the others have their state, and the History, when it is saved
-        number = _completed[self.folder.resolve()] if (self.folder / "end.index").exists() else 0
+        number = len(self._steps_before()) if (self.folder / "end.index").exists() else 0
         self._files = CheckpointFiles(self.folder / f"fit-{number + 1}" if number else self.folder, self._keep)
-        self._callbacks, self._state = callbacks, None
+        self._callbacks, self._state, self._found = callbacks, None, {}
         for name in ["end", *(f"ckpt-{step}" for step in reversed(self._files.steps()))]:
             with contextlib.suppress(*DAMAGE):
-                return self._files.read_state(name)
-        return {}
+                self._found = self._files.read_state(name)
+                break
+        return self._found
 
-    def begin_fit(self, end: list[int | None], seeds: dict[str, int], data: dict[str, int]) -> tuple[int, bool]:
+    def begin_fit(self, end: list[int | None], seeds: dict[str, int], facts: dict[str, Any]) -> tuple[int, bool]:
         """Restores the `fit`; returns the step from which it goes on, and whether nothing is left to do.
 
         Args:
             end: the epochs and `max_steps` at which it ends.
             seeds: of data and noise, to be saved.
-            data: facts that must be those that it began with.
+            facts: of the data; they must be those that it began with.
         """
         model = self.model
-        if self._trained_only:
-            rest = (variable for variable in model.weights if not variable.trainable)
-            data["checksum of the weights that are not trained"] = checksum(rest)
         variables = model.trainable_variables if self._trained_only else fit_state.variables_of(model)
         self._objects = {"fit": variables, "optimizer": model.optimizer.variables if model.optimizer else []}
         self._state_variable = tf.Variable(b"")
         self._checkpoint = tf.train.Checkpoint(**self._objects, state=self._state_variable)
-        self._given, self.has_ended = {"end": end, "seeds": seeds, "data": data}, False
-        step = self.restore()
-        if step:
-            self._state = self._files.read_state(f"ckpt-{step}")
+        facts |= fit_state.facts_of(model, self._trained_only) | {"steps of fits before": self._steps_before()}
+        self._given, self.has_ended = {"end": end, "seeds": seeds, "facts": facts}, False
+        fit_state.refuse_other_facts(self._files.folder, self._found.get("facts", {}), facts)
         with contextlib.suppress(*DAMAGE):
             at_end = self._files.read_state("end")
             if at_end["end"] == end:
+                self._files.read("end", self._checkpoint)
                 self._state, self.has_ended = at_end, True
-        if self._state and self._state["data"] != data:
-            told = ", ".join(f"{name} {data.get(name)}, not {value}" for name, value in self._state["data"].items())
-            raise UserError(f"{self.folder} has checkpoints of another fit: {told}. Give another folder")
+        step = at_end["step"] if self.has_ended else self.restore()
+        if step and not self.has_ended:
+            self._state = self._files.read_state(f"ckpt-{step}")
         if self.has_ended:
             log.warning("The fit in %s is complete: nothing is trained. Give another folder to train.", self.folder)
         return step, self.has_ended or bool(self._state and self._state["stopped"])
@@ -209,12 +206,15 @@ class Checkpoints(keras.callbacks.Callback):
         else:
             self._write("end")
         exchange({})
-        _completed[self.folder.resolve()] += 1
+        _completed[self.folder.resolve()] = [*self._steps_before(), self.model.steps_done]
+
+    def _steps_before(self) -> list[int]:
+        return _completed.get(self.folder.resolve(), [])
 
     def _state_of_fit(self) -> bytes:
         model = self.model
         metrics = [] if model.at_epoch_end else [variable.numpy() for variable in model._metric_variables()]
-        state = {"metrics": metrics, "stopped": model.stop_training}
+        state = {"step": model.steps_done, "metrics": metrics, "stopped": model.stop_training}
         state["callbacks"] = fit_state.state_of(self._callbacks.callbacks)
         return fit_state.to_bytes(self._given | state)
 
@@ -237,7 +237,7 @@ class Checkpoints(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves if due, and leaves if asked to; after an epoch's last step, that waits for the epoch's end."""
-        if not self.model.at_epoch_end:
+        if not self.model.at_epoch_end and not self.model.stop_training:
             self.save_if_due(self.model.steps_done, steps=len(self.model.step_values["loss"]))
             if self.model.all_told_to_stop:
                 self.save_and_leave(self.model.steps_done)

@@ -103,6 +103,8 @@ def rows(
         for optimizer in OPTIMIZERS:
             plain[name, optimizer] = train(case, optimizer)
             for replicas, options in ways[optimizer]:
+                if BATCH % (replicas * options.get("accumulate", 1)) and "accumulate" in options:
+                    continue  # it must divide each replica's part
                 reference, given = plain[name, optimizer], case
                 if "accumulate" in options:
                     given = case._replace(data={argument: values[:EVEN] for argument, values in case.data.items()})

@@ -3,13 +3,16 @@
 
 import io
 import json
+import zlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_replicas.batches import checksum
 from keras_replicas.cluster import is_chief
 from keras_replicas.errors import UserError
 from keras_replicas.replicas import assign_sum
@@ -19,7 +22,11 @@ REMEMBERED = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch", "best_weights"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: ("best",),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.History: ("epoch", "history"),
 }
+
+ARRAY = "__array__"  # the only key of what stands for an array
 
 
 def to_bytes(state: dict[str, Any]) -> bytes:
@@ -32,7 +39,7 @@ def to_bytes(state: dict[str, Any]) -> bytes:
         arrays.append(np.asarray(value))
         if arrays[-1].dtype == object:
             raise TypeError(f"a callback's state has a {type(value).__name__}, which a checkpoint cannot hold")
-        return {"array": len(arrays) - 1}
+        return {ARRAY: len(arrays) - 1}
 
     text = json.dumps(state, default=as_json).encode()
     file = io.BytesIO()
@@ -45,7 +52,7 @@ def from_bytes(content: bytes) -> dict[str, Any]:
     arrays = np.load(io.BytesIO(content), allow_pickle=False)
 
     def with_arrays(found):
-        return arrays[f"arr_{found['array']}"] if found.keys() == {"array"} else found
+        return arrays[f"arr_{found[ARRAY]}"] if found.keys() == {ARRAY} else found
 
     return json.loads(arrays["json"].tobytes(), object_hook=with_arrays)
 
@@ -56,37 +63,57 @@ def variables_of(model: Any) -> list[keras.Variable]:
     return [variable for variable in model.variables if id(variable) not in of_metrics]
 
 
+def facts_of(model: Any, trained_only: bool) -> dict[str, Any]:
+    """What else must be as it was when the `fit` began."""
+    facts = {
+        "optimizer": type(model.optimizer).__name__,
+        "variables of the model": len(model.variables),
+        "variables of the metrics": len(model._metric_variables()),
+        "checksum of their shapes": zlib.crc32(str([variable.shape for variable in model.variables]).encode()),
+    }
+    if trained_only:
+        rest = (variable for variable in model.weights if not variable.trainable)
+        facts["checksum of the weights that are not trained"] = checksum(rest)
+    return facts
+
+
+def refuse_other_facts(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises a `UserError` that names the facts that differ."""
+    told = [f"{name} {now.get(name)}, not {value}" for name, value in before.items() if now.get(name) != value]
+    if told:
+        raise UserError(f"{folder} has checkpoints of another fit: {', '.join(told)}. Give another folder")
+
+
+def _keeps_state(callback: keras.callbacks.Callback) -> bool:
+    return isinstance(callback, tuple(REMEMBERED)) or hasattr(callback, "state_dict")
+
+
 def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> list[list[Any]]:
-    """The class's name and the state of each callback that has any."""
-    states = []
-    for callback in callbacks:
+    """Of each callback that keeps a state: the class's name, what Keras's class remembers, and its `state_dict()`."""
+    states: list[list[Any]] = []
+    for callback in filter(_keeps_state, callbacks):
         names = next((names for kind, names in REMEMBERED.items() if isinstance(callback, kind)), ())
-        state = {name: getattr(callback, name) for name in names}
-        if hasattr(callback, "state_dict"):
-            state |= callback.state_dict()
-        if isinstance(callback, keras.callbacks.History):
-            state |= {"epoch": callback.epoch, "history": callback.history}
-        if state:
-            states.append([type(callback).__name__, state])
+        remembered = {name: getattr(callback, name) for name in names}
+        own = callback.state_dict() if hasattr(callback, "state_dict") else None
+        states.append([type(callback).__name__, remembered, own])
     return states
 
 
 def restore_callbacks(callbacks: Iterable[keras.callbacks.Callback], states: Sequence[Sequence[Any]]) -> None:
     """Gives callbacks the state that `state_of` returned. Raises a `UserError` if they are others."""
-    there = [callback for callback in callbacks if state_of([callback])]
+    there = list(filter(_keeps_state, callbacks))
     if not is_chief():  # whose file it is, and who alone has a `ModelCheckpoint`
-        names = {type(callback).__name__ for callback in there}
-        states = [state for state in states if state[0] in names]
-    if [type(callback).__name__ for callback in there] != [name for name, _ in states]:
+        kinds = {type(callback).__name__ for callback in there}
+        states = [state for state in states if state[0] in kinds]
+    if [type(callback).__name__ for callback in there] != [name for name, *_ in states]:
         raise UserError(
-            f"the run to be resumed has the callbacks {', '.join(name for name, _ in states)}, which keep a state: "
+            f"the run to be resumed has the callbacks {', '.join(name for name, *_ in states)}, which keep a state: "
             "give the same, in the same order, or another folder"
         )
-    for callback, (_, state) in zip(there, states, strict=True):
-        if hasattr(callback, "load_state_dict"):
-            callback.load_state_dict(state)
-        else:
-            vars(callback).update(state)
+    for callback, (_, remembered, own) in zip(there, states, strict=True):
+        vars(callback).update(remembered)
+        if own is not None:
+            callback.load_state_dict(own)
 
 
 def refuse_steps_of_model_checkpoint(callbacks: Iterable[keras.callbacks.Callback]) -> None:

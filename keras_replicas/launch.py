@@ -18,7 +18,7 @@ from pathlib import Path
 from keras_replicas.cluster import MOST, is_address, rank, tf_config, worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.gpus import gpu_shares
-from keras_replicas.processes import Workers, log_of
+from keras_replicas.processes import STOPPED, Workers, log_of
 
 
 def add_options(parser: argparse.ArgumentParser, script: str) -> None:
@@ -91,6 +91,8 @@ def launch(options: argparse.Namespace) -> int:
             workers = Workers(tf_configs(options), command, options.log_dir, gpus)
             status, cause, again = workers.wait()
             print(cause, end="", file=sys.stderr, flush=True)
+            if workers.asked_to_stop and status:
+                return STOPPED[0]
             if not again:
                 break
             print(f"{left} restart(s) left", file=sys.stderr, flush=True)
@@ -135,5 +137,8 @@ def tf_configs(options: argparse.Namespace) -> list[dict]:
 def free_addresses(count: int) -> list[str]:
     """Loopback addresses with free ports."""
     with contextlib.ExitStack() as until_all_are_found:
-        sockets = [until_all_are_found.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        try:
+            sockets = [until_all_are_found.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        except OSError as error:
+            raise UserError(f"there are no {count} free ports ({error.strerror}): give fewer --workers") from error
         return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]

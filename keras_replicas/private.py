@@ -65,6 +65,10 @@ Of a distributed data set's spec:
 
 - `_value_specs`: the shapes of one replica; read PerReplicaSpec
 
+Of a callback SwapEMAWeights:
+
+- `_ema_weights_in_model`: whether they are swapped, which a checkpoint keeps; read the callback
+
 Of the module multi_device_iterator_ops:
 
 - `_create_device_dataset`: replaced, see below; if tests/test_device_copies.py passes without, remove it

@@ -63,17 +63,19 @@ class Workers:
 
     def wait(self) -> tuple[int, str, bool]:
         """Waits for the end of all: the exit status, the cause of a failure, and whether a restart may help."""
+        if self.asked_to_stop:  # while they were being started
+            self._terminate()
         while not (first := self._failed()) and not self.asked_to_stop:
             if not self._running():
                 self.screen.copy(0)
                 return 0, "", False
             self.screen.copy(0.1)
-        stopped = self.asked_to_stop or any(status in STOPPED for status in first.values())
-        if stopped and not self.asked_to_stop:
-            for process in self._running():
-                process.terminate()
-        deadline = time.monotonic() + (TO_SAVE if stopped else TO_FOLLOW)
-        while self._running() and time.monotonic() < deadline:
+        one_stopped, began = any(status in STOPPED for status in first.values()), time.monotonic()
+        if one_stopped and not self.asked_to_stop:
+            self._terminate()
+        while self._running() and time.monotonic() - began < (
+            TO_SAVE if self.asked_to_stop or one_stopped else TO_FOLLOW
+        ):
             self.screen.copy(0.1)
         failed, hanging, late = self._failed(), self._hanging(), self._running()
         for process in late:
@@ -82,7 +84,7 @@ class Workers:
         self.screen.copy(0)
         if self.asked_to_stop and not (failed or late):  # done, in spite of the signal
             return 0, "", False
-        if stopped or any(status in STOPPED for status in failed.values()):
+        if self.asked_to_stop or any(status in STOPPED for status in failed.values()):
             return STOPPED[0], "", False
         if hanging is not None:
             return 1, f"error: worker {hanging} hangs: it is stopped (SIGSTOP)\n", True
@@ -100,6 +102,10 @@ class Workers:
             return "".join(f"worker {index}: {line}\n" for line in lines[-1:])
         end = "\n".join(lines)
         return f"error: worker {index} ended with status {status}; {self.logs[index]} ends:\n{end}\n"
+
+    def _terminate(self) -> None:
+        for process in self._running():
+            process.terminate()
 
     def _running(self) -> list[subprocess.Popen]:
         return [process for process in self.processes.values() if process.poll() is None]

@@ -29,9 +29,10 @@ class ReplicaStep(Passes):
         loss = tf.math.divide_no_nan(total.loss, total.divisor)
         values = {"loss": loss}
         if training:
-            values["learning_rate"] = tf.cast(self.optimizer.learning_rate, tf.float32)
-            self._update_layers(total.changes, total.examples)
-            self._update_weights(total.gradients, total.divisor)
+            with tf.control_dependencies([total.divisor]):  # nor by the optimizer, which counts steps
+                values["learning_rate"] = tf.cast(self.optimizer.learning_rate, tf.float32)
+                self._update_layers(total.changes, total.examples)
+                self._update_weights(total.gradients, total.divisor)
         logs, metrics = self._track(loss, total, batch)
         values |= metrics
         return logs | {f"step/{name}": value for name, value in values.items()} | {"stop": total.stop}

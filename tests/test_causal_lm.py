@@ -191,7 +191,7 @@ def test_adapters_resume_on_the_weights_that_they_adapt(presets, small, tmp_path
     assert again.first_step == 1
     np.testing.assert_array_equal(again.begins_with, first.after)
     model.backbone.token_embedding.embeddings.assign_add(model.backbone.token_embedding.embeddings)
-    with pytest.raises(UserError, match="the weights that are not trained are not those that the checkpoint's are for"):
+    with pytest.raises(UserError, match=r"checksum of the weights that are not trained \d+, not \d+"):
         model.fit(train, callbacks=[Checkpoints(tmp_path / "run", trained_only=True)], verbose=0)
 
 

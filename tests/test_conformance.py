@@ -7,8 +7,12 @@ own, it is evaluated, and where its model is, used to predict.
 
 import itertools
 import json
+import pickle
 import re
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 import keras
 import keras_hub
@@ -17,8 +21,8 @@ import pytest
 import tensorflow as tf
 
 from benchmarks.conformance import BOUND, REPLICAS, RESULTS
-from keras_replicas.model import data_parallel
-from keras_replicas.strategy import make_strategy
+from keras_replicas import data_parallel, exchange, is_chief, make_strategy
+from tests.conftest import ROOT
 
 EXAMPLES, BATCH, FEATURES, CLASSES = 26, 8, 5, 3  # the last batch has 2
 RANDOM = np.random.default_rng(0)
@@ -333,6 +337,9 @@ ROWS = {
 }
 
 
+ON_WORKERS = [feature for feature in ROWS if not feature.startswith("saved")]  # what is loaded there is a plain model
+
+
 def run(model_class, row):
     """Numbers by name, of a model that is trained as the row says."""
     keras.utils.set_random_seed(0)
@@ -358,15 +365,25 @@ def run(model_class, row):
 PLAIN: dict[str, dict] = {}
 
 
-def difference(feature: str, replicas: int) -> float | str:
-    """The largest, of any loss, metric, weight or prediction, in parts of its tensor's largest; or what refuses it."""
+def outcome(feature: str, strategy: tf.distribute.Strategy) -> dict | str:
+    """Numbers by name, or what refuses the feature."""
     try:
-        with make_strategy(replicas).scope():
-            ours = run(data_parallel(keras.Model), ROWS[feature])
+        with strategy.scope():
+            return run(data_parallel(keras.Model), ROWS[feature])
     except ValueError as refusal:
-        if replicas not in ROWS[feature]["refused"]:
+        if strategy.num_replicas_in_sync not in ROWS[feature]["refused"]:
             raise
         return next(line for line in re.sub(r"\x1b\[\d*m", "", str(refusal)).splitlines() if ": set " in line)
+
+
+def difference(feature: str, replicas: int) -> float | str:
+    """The largest, of any loss, metric, weight or prediction, in parts of its tensor's largest; or what refuses it."""
+    return away_from_plain(feature, outcome(feature, make_strategy(replicas)))
+
+
+def away_from_plain(feature: str, ours: dict | str) -> float | str:
+    if isinstance(ours, str):
+        return ours
     if feature not in PLAIN:
         PLAIN[feature] = run(keras.Model, ROWS[feature])
     assert ours.keys() == PLAIN[feature].keys()
@@ -379,16 +396,35 @@ def difference(feature: str, replicas: int) -> float | str:
     return float(largest)
 
 
+def check(feature, replicas, found):
+    if replicas in ROWS[feature]["refused"]:
+        assert "set jit_compile=False" in found or "set accumulate = 1" in found
+    else:
+        assert found < ROWS[feature]["bound"]
+
+
 @pytest.mark.parametrize(
     ("feature", "replicas"),
     [pytest.param(f, n, marks=() if n == 2 else pytest.mark.slow) for f in ROWS for n in REPLICAS],
 )
 def test_replicas_compute_what_one_device_does(feature, replicas):
-    found = difference(feature, replicas)
-    if replicas in ROWS[feature]["refused"]:
-        assert "set jit_compile=False" in found or "set accumulate = 1" in found
-    else:
-        assert found < ROWS[feature]["bound"]
+    check(feature, replicas, difference(feature, replicas))
+
+
+@pytest.fixture(scope="module")
+def of_workers(tmp_path_factory):
+    """The outcomes of two workers, which run this file as a program."""
+    folder = tmp_path_factory.mktemp("workers")
+    words = ["launch", "--workers", "2", "--log-dir", folder, "-m", "tests.test_conformance", folder]
+    done = subprocess.run([sys.executable, "-m", "keras_replicas", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return pickle.loads((folder / "outcomes").read_bytes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", ON_WORKERS)
+def test_two_workers_compute_what_one_device_does(feature, of_workers):
+    check(feature, 2, away_from_plain(feature, of_workers[feature]))
 
 
 def test_the_page_has_every_row():
@@ -418,3 +454,11 @@ def test_arrays_splits_callbacks_and_single_batches(tmp_path):
         ours = run(data_parallel(keras.Model))
     for mine, theirs in zip(ours, plain, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+if __name__ == "__main__":
+    strategy = make_strategy()
+    outcomes = {feature: outcome(feature, strategy) for feature in ON_WORKERS}
+    if is_chief():
+        Path(sys.argv[1], "outcomes").write_bytes(pickle.dumps(outcomes))
+    exchange({})  # before one leaves

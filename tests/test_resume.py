@@ -16,6 +16,10 @@ X = np.random.default_rng(0).normal(size=(52, 4)).astype(np.float32)
 Y = (X.sum(axis=1) > 0).astype(np.int32)
 
 
+def as_in_a_new_process(monkeypatch):
+    monkeypatch.setattr(checkpoints_module, "_completed", {})
+
+
 class Interrupt(keras.callbacks.Callback):
     """Ends `fit` after so many of its steps, as a kill does."""
 
@@ -111,7 +115,7 @@ def test_an_interrupted_fit_ends_like_one_that_was_not(tmp_path, data, replicas)
 
 def test_a_fit_that_is_complete_returns_its_history(tmp_path, monkeypatch):
     undisturbed = fit(None, tmp_path, "arrays")
-    monkeypatch.setattr(checkpoints_module, "_completed", type(checkpoints_module._completed)())  # as in a new process
+    as_in_a_new_process(monkeypatch)
     assert_same(fit(None, tmp_path, "arrays", Interrupt(1)), undisturbed)  # no step is done
     longer = fit(None, tmp_path, "arrays", epochs=4)
     assert_same(longer, fit(None, tmp_path / "longer", "arrays", epochs=4))
@@ -119,7 +123,7 @@ def test_a_fit_that_is_complete_returns_its_history(tmp_path, monkeypatch):
 
 def test_a_second_fit_has_checkpoints_of_its_own(tmp_path, monkeypatch):
     def program(folder, interrupt=0):
-        monkeypatch.setattr(checkpoints_module, "_completed", type(checkpoints_module._completed)())
+        as_in_a_new_process(monkeypatch)
         model = make_model(None)
         saved = kr.Checkpoints(folder, every=2)
         first = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[saved])
@@ -203,7 +207,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         make_model(None).fit(**DATA["arrays"](), epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
     with pytest.raises(ValueError, match="save_freq='epoch'"):
         fit(None, tmp_path, "arrays", keras.callbacks.ModelCheckpoint(tmp_path / "x.keras", save_freq=2))
-    with pytest.raises(ValueError, match="does not match the checkpoint"):
+    with pytest.raises(ValueError, match="another fit: .*optimizer SGD, not Adam"):
         model = keras.Sequential([keras.layers.Dense(2)])
         model.compile("sgd", "mse")
         kr.data_parallel(model).fit(X, X[:, :2], verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
@@ -252,7 +256,7 @@ def test_a_fit_of_other_data_is_refused_and_a_complete_one_says_so(tmp_path, cap
             )
     fit(None, tmp_path, "arrays")
     assert "complete" not in caplog.text
-    monkeypatch.setattr(checkpoints_module, "_completed", type(checkpoints_module._completed)())  # as in a new process
+    as_in_a_new_process(monkeypatch)
     fit(None, tmp_path, "arrays")
     assert f"The fit in {tmp_path} is complete: nothing is trained" in caplog.text
 
@@ -262,3 +266,129 @@ def test_a_model_of_keras_s_own_is_refused(tmp_path):
     model.compile("sgd", "mse")
     with pytest.raises(TypeError, match="Checkpoints needs a model of data_parallel"):
         model.fit(X, X[:, :2], verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
+
+
+class Stopping(keras.callbacks.EarlyStopping):
+    """With a state of its own, which is empty at first, and looks like our own notes."""
+
+    epochs = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, logs)
+        self.epochs += 1
+
+    def state_dict(self):
+        return {"array": self.epochs} if self.epochs else {}
+
+    def load_state_dict(self, state):
+        self.epochs = state.get("array", 0)
+
+
+@pytest.mark.parametrize("steps", [4, 8])  # in the first epoch, and in the second
+def test_a_subclass_keeps_what_keras_s_class_remembers_and_its_own(steps, tmp_path):
+    def stopping():
+        return Stopping(monitor="loss", patience=1, min_delta=9.0, restore_best_weights=True)
+
+    undisturbed = fit(None, tmp_path / "undisturbed", "arrays", stopping(), epochs=9)
+    with pytest.raises(KeyboardInterrupt):
+        fit(None, tmp_path / "killed", "arrays", stopping(), Interrupt(steps), epochs=9)
+    again = stopping()
+    assert_same(fit(None, tmp_path / "killed", "arrays", again, epochs=9), undisturbed)
+    assert again.epochs == 2
+
+
+class AtEpoch(keras.callbacks.Callback):
+    """Does something when an epoch begins, or ends."""
+
+    def __init__(self, epoch, do, when="begin"):
+        super().__init__()
+        setattr(self, f"on_epoch_{when}", lambda at, logs=None: do() if at == epoch else None)
+
+
+def die():
+    raise KeyboardInterrupt
+
+
+def test_swapped_averages_are_swapped_back(tmp_path):
+    def program(folder, *callbacks):
+        model = make_model(None)
+        model.compile(keras.optimizers.Adam(0.01, use_ema=True), model.loss, metrics=["accuracy"])
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        return model, model.fit(
+            X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[swap, kr.Checkpoints(folder), *callbacks]
+        )
+
+    undisturbed = program(tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        program(tmp_path / "killed", AtEpoch(1, die))
+    assert_same(program(tmp_path / "killed"), undisturbed)
+
+
+class StopAt9(keras.callbacks.Callback):
+    """A step in the second epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = self.model.steps_done == 9
+
+
+def test_a_fit_that_a_callback_stopped_within_an_epoch_ends_that_epoch(tmp_path):
+    undisturbed = fit(None, tmp_path / "undisturbed", "arrays", StopAt9(), every=1)
+    with pytest.raises(KeyboardInterrupt):
+        fit(None, tmp_path / "killed", "arrays", StopAt9(), AtEpoch(1, die, "end"), every=1)
+    assert_same(fit(None, tmp_path / "killed", "arrays", StopAt9(), every=1), undisturbed)
+    assert undisturbed[1].epoch == [0, 1]
+
+
+def test_where_the_end_is_damaged_the_last_checkpoint_serves(tmp_path, monkeypatch):
+    undisturbed = fit(None, tmp_path, "arrays")
+    as_in_a_new_process(monkeypatch)
+    (data,) = tmp_path.glob("end.data-*")
+    data.write_bytes(data.read_bytes()[:600])
+    assert_same(fit(None, tmp_path, "arrays"), undisturbed)
+    as_in_a_new_process(monkeypatch)
+    for path in tmp_path.glob("ckpt-*.data-*"):
+        path.write_bytes(b"")
+    assert_same(fit(None, tmp_path, "arrays"), undisturbed)
+
+
+def test_a_second_fit_after_a_longer_first_is_another(tmp_path, monkeypatch):
+    def program(epochs):
+        as_in_a_new_process(monkeypatch)
+        model, saved = make_model(None), kr.Checkpoints(tmp_path)
+        for each in (epochs, 1):
+            model.fit(X, Y, batch_size=8, epochs=each, verbose=0, callbacks=[saved])
+
+    program(1)
+    with pytest.raises(
+        ValueError, match=r"fit-2 has checkpoints of another fit: steps of fits before \[14\], not \[7\]"
+    ):
+        program(2)
+
+
+def test_other_ends_and_folders(tmp_path, monkeypatch):
+    fit(None, tmp_path / "a", "arrays", max_steps=9)
+    as_in_a_new_process(monkeypatch)
+    model, _ = fit(None, tmp_path / "a", "arrays", max_steps=8)  # in the same epoch of 6: nothing is left
+    assert model.optimizer.iterations.numpy() == 9
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write to .*file \(File exists\): give another folder"):
+        fit(None, tmp_path / "file", "arrays")
+    with pytest.raises(ValueError, match="one Checkpoints"):
+        fit(None, tmp_path / "b", "arrays", kr.Checkpoints(tmp_path / "c"))
+    with pytest.raises(ValueError, match="data without end needs a number of steps"):
+        make_model(None).fit(generator(), verbose=0, callbacks=[kr.Checkpoints(tmp_path / "d")])
+
+
+def test_another_optimizer_or_width_is_another_model(tmp_path, caplog):
+    interrupted(None, tmp_path, "arrays", 5)
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=0.5)
+    model = make_model(None)
+    model.compile("sgd", model.loss, metrics=["accuracy"])
+    with pytest.raises(ValueError, match="another fit: optimizer SGD, not Adam"):
+        model.fit(**DATA["arrays"](), epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path), plateau])
+    layers = [keras.layers.Dense(7, "tanh"), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    model = kr.data_parallel(keras.Sequential(layers))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    with pytest.raises(ValueError, match="another fit: .*variables of the model"):
+        model.fit(**DATA["arrays"](), epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path), plateau])
+    assert "damaged" not in caplog.text
