@@ -29,7 +29,7 @@ from benchmarks.machine import machine
 RESULTS = Path(__file__).parent / "results" / "trainer_tests.json"
 WAYS = ("keras, no strategy", "keras, 2 replicas", "ours, 2 replicas")
 SECONDS = 600  # for a test
-PASSED_AT_LEAST = 140  # by the last way, of 173, without PyTorch; tests/test_keras_trainer.py holds it
+PASSED_AT_LEAST = 155  # by the last way, of 173, without PyTorch; tests/test_keras_trainer.py holds it
 # Why tests that pass without a strategy do not pass with ours, by the beginning of their names.
 REASONS = {
     "test_fit_sparse": "asserts that the optimizer is given a gradient of rows that repeat; ours is given their sum, "
@@ -149,7 +149,7 @@ def line(results: dict) -> str:
     """What docs/exactness.md says of the results."""
     plain, theirs, ours = (results[way]["passed"] for way in WAYS)
     return (
-        f"Of Keras's tests of its own trainer, {plain} pass without a strategy; "
+        f"Of Keras's tests of its own trainer, copied as a user's file, {plain} pass without a strategy; "
         f"{theirs} of them with two replicas, {ours} with ours."
     )
 

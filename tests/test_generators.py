@@ -99,3 +99,14 @@ def test_an_epoch_has_the_steps_asked_for_where_calls_do_not_divide_it(endless, 
     keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: steps.append(model.steps_done))
     model.fit(*data, epochs=2, steps_per_epoch=5, callbacks=[keep], validation_data=(x, x), verbose=0)
     assert steps == [5, 10]
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_the_optimizer_counts_no_step_beyond_the_data(steps_per_execution):
+    """Keras's does, so that schedules and Adam's corrections of bias are ahead."""
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential)([keras.layers.Dense(1)])
+        model.compile("adam", "mse", steps_per_execution=steps_per_execution)
+    x = np.ones((20, 1), np.float32)
+    model.fit(x, x, 4, epochs=3, verbose=0)
+    assert model.steps_done == model.optimizer.iterations.numpy() == 15

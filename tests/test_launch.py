@@ -267,6 +267,22 @@ def test_who_does_not_listen_may_end_in_time_or_is_killed(leave, status, folder)
     assert finish(launcher)[0] == status
 
 
+def test_a_signal_after_a_death_still_lets_the_others_save(folder):
+    wait = "while not Path('ready').exists():\n        time.sleep(0.01)"
+    saving = SCRIPT.replace("sys.exit(143)", f"{wait}\n    sys.exit(143)")
+    saving += "if task == 1:\n    sys.exit(1)\nwhile True:\n    time.sleep(0.01)\n"
+    (folder / "saving.py").write_text(saving)
+    launcher = start("--workers", 2, "--max-restarts", 9, "saving.py", cwd=folder, command=LAUNCH)
+    wait_for(folder / "begun-0-0")
+    wait_until(lambda: len(children(launcher.pid)) < 2, "the death")
+    launcher.send_signal(signal.SIGTERM)
+    wait_until(lambda: "saved" in log(folder, 0), "the first words of the other")
+    time.sleep(3)  # more than the others get without a signal
+    (folder / "ready").touch()
+    status, _, errors = finish(launcher)
+    assert (status, "restart" in errors) == (143, False)
+
+
 @pytest.mark.parametrize(("workers", "given"), [(2, ["0,1", "2,3"]), (5, ["0", "1", "2", "3", "4"])])
 def test_each_worker_has_gpus_of_its_own(tmp_path, workers, given):
     """By a stand-in for `nvidia-smi`; what the workers find in their environment is real."""
