@@ -127,7 +127,12 @@ def distribute(
     def parts_from_step(context: tf.distribute.InputContext) -> tf.data.Dataset:
         return data.iter_from_step(step, context).with_options(no_autotune)
 
-    return strategy.distribute_datasets_from_function(parts_from_step, options)
+    devices = getattr(strategy.extended, "_input_workers_devices", None)
+    try:
+        return strategy.distribute_datasets_from_function(parts_from_step, options)
+    finally:
+        if devices:  # TensorFlow 2.21 keeps the option for the data sets that come, and each replica would read all
+            strategy.extended._input_workers_devices = devices
 
 
 def replicas_of(context: tf.distribute.InputContext) -> tuple[int, int, int]:

@@ -61,6 +61,10 @@ Of a mirrored variable:
 
 - `_get`: this replica's copy; read DistributedValues in TensorFlow's values.py
 
+Of a mirrored strategy, by its attribute extended:
+
+- `_input_workers_devices`: put back after an option has changed it; read _input_workers_with_options
+
 Of a distributed data set's spec:
 
 - `_value_specs`: the shapes of one replica; read PerReplicaSpec

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 
+from keras_replicas.batches import Batches
 from keras_replicas.model import data_parallel
 from keras_replicas.strategy import make_strategy
 
@@ -63,9 +64,9 @@ class Turned(Numbered):
         return x, y + 100 * self.epochs
 
 
-def labels_seen(dataset, **options):
+def labels_seen(dataset, strategy=None, **options):
     """The label of each batch: the model says 0, and the loss is the distance."""
-    with make_strategy(2).scope():
+    with (strategy or make_strategy(2)).scope():
         model = data_parallel(keras.Sequential)([keras.layers.Dense(1, kernel_initializer="zeros")])
         model.compile(keras.optimizers.SGD(0.0), "mae")
     losses = []
@@ -73,7 +74,8 @@ def labels_seen(dataset, **options):
         on_train_batch_end=lambda batch, logs: losses.extend(model.step_values["loss"])
     )
     pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))  # as a validation would
-    model.fit(dataset, epochs=3, shuffle=False, callbacks=[keep, pause], verbose=0, **options)
+    options = {"epochs": 3, "verbose": 0} | options
+    model.fit(dataset, shuffle=False, callbacks=[keep, pause], **options)
     return losses
 
 
@@ -99,6 +101,13 @@ def test_an_epoch_has_the_steps_asked_for_where_calls_do_not_divide_it(endless, 
     keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: steps.append(model.steps_done))
     model.fit(*data, epochs=2, steps_per_epoch=5, callbacks=[keep], validation_data=(x, x), verbose=0)
     assert steps == [5, 10]
+
+
+def test_a_generator_after_batches_of_ours_is_still_read_once():
+    """The option with which `Batches` are distributed must not reach the data sets that come after."""
+    strategy, x = make_strategy(2), np.ones((4, 1), np.float32)
+    labels_seen(Batches((x, x), 4), strategy)
+    assert labels_seen(((x, x * number) for number in range(6)), strategy, epochs=1) == list(range(6))
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 3])

@@ -162,6 +162,7 @@ OWNERS = {
     "a Keras variable": lambda: compiled()[0].layers[0].kernel,
     "an optimizer": lambda: compiled()[0].optimizer,
     "a callback SwapEMAWeights": keras.callbacks.SwapEMAWeights,
+    "a mirrored strategy, by its attribute extended": lambda: make_strategy(2).extended,
     "a mirrored variable": lambda: compiled()[0].layers[0].kernel.value,
     "a distributed data set's spec": spec_of_two_replicas,
     "the module multi_device_iterator_ops": lambda: private.multi_device_iterator_ops,
