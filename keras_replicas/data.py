@@ -14,7 +14,7 @@ from keras_replicas.order import locate
 from keras_replicas.private import get_data_adapter
 
 BATCH_SIZE = 32  # Keras's, where none is given
-NEEDS_STEPS = "data without end needs a number of steps: steps_per_epoch, validation_steps or steps"
+NEEDS_STEPS = "data without a known end needs a number of steps: steps_per_epoch, validation_steps or steps"
 
 
 def begins_anywhere(

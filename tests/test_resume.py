@@ -375,7 +375,7 @@ def test_other_ends_and_folders(tmp_path, monkeypatch):
         fit(None, tmp_path / "file", "arrays")
     with pytest.raises(ValueError, match="one Checkpoints"):
         fit(None, tmp_path / "b", "arrays", kr.Checkpoints(tmp_path / "c"))
-    with pytest.raises(ValueError, match="data without end needs a number of steps"):
+    with pytest.raises(ValueError, match="data without a known end needs a number of steps"):
         make_model(None).fit(generator(), verbose=0, callbacks=[kr.Checkpoints(tmp_path / "d")])
 
 
