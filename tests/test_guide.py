@@ -107,9 +107,8 @@ def test_the_notebook_was_run():
 
 @pytest.mark.slow
 def test_it_runs_alone(tmp_path):
-    """From an empty folder, with one epoch of its four, and a part of its text."""
-    small = SOURCE.replace("EPOCHS = 4\n", "EPOCHS = 1\n").replace(' + sorted(library.glob("[a-z]*/*.py"))', "")
-    small = small.replace('library.glob("*.py")', 'library.glob("[a-d]*.py")')
+    """From an empty folder, with two epochs of its four, and a part of its text."""
+    small = SOURCE.replace("EPOCHS = 4\n", "EPOCHS = 2\n").replace(' + sorted(library.glob("[a-z]*/*.py"))', "")
     assert len(small) < len(SOURCE) - 30
     (tmp_path / GUIDE.name).write_text(small, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name not in ("KERAS_BACKEND", "PYTHONPATH")}
