@@ -32,8 +32,6 @@ SECONDS = 600  # for a test
 PASSED_AT_LEAST = 155  # by the last way, of 173, without PyTorch; tests/test_keras_trainer.py holds it
 # Why tests that pass without a strategy do not pass with ours, by the beginning of their names.
 REASONS = {
-    "test_fit_sparse": "asserts that the optimizer is given a gradient of rows that repeat; ours is given their sum, "
-    "as the optimizers' formulas need: Keras's square each row by itself",
     "test_steps_per_execution_steps_per_epoch_match_multi_epoch": "asserts that an epoch of 5 steps, 2 a call, has 6; "
     "ours has 5",
 }

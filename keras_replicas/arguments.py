@@ -67,7 +67,7 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
         facts = {"steps in an epoch": steps}
         if isinstance(batches, Batches):  # of others, a first batch may be another each time
             facts |= {"batch_size": batches.batch_size} | batches.fingerprint()
-        resumed_at, is_complete = checkpoints.begin_fit([epochs, last], seeds, facts)
+        resumed_at, is_complete = checkpoints.begin_fit(state, [epochs, last], seeds, facts)
         step = max(step, resumed_at)
         begins = epochs if is_complete or (last and step >= last) else step // steps
         given |= {"initial_epoch": begins, "epochs": min(epochs, math.ceil(last / steps)) if last else epochs}

@@ -20,11 +20,10 @@ import tensorflow as tf
 from keras_replicas import fit_state
 from keras_replicas.batches import checksum
 from keras_replicas.checkpoint_files import DAMAGE, CheckpointFiles
-from keras_replicas.cluster import is_chief, num_workers
+from keras_replicas.cluster import LAUNCH_ID, is_chief, num_workers
 from keras_replicas.workers import agree, exchange
 
 log = logging.getLogger("keras_replicas")
-LAUNCH_ID = "LAUNCH_ID"  # set by `python -m keras_replicas launch`
 _completed: dict[Path, list[int]] = {}  # by folder, the steps of each fit that this process has completed
 
 
@@ -60,7 +59,9 @@ class Checkpoints(keras.callbacks.Callback):
 
     Raises:
         ValueError: when a number is below 1. By `fit` and `restore`: when the checkpoints are of another model or other
-            callbacks, when none can be read, when workers start from different checkpoints or weights.
+            callbacks, data or steps in an epoch, when none can be read, when workers start from different checkpoints
+            or weights, when the folder cannot be written.
+        TypeError: by `fit`, for a model that is not of `data_parallel`.
 
     Attributes:
         told_to_stop: whether SIGTERM was received.
@@ -93,7 +94,6 @@ class Checkpoints(keras.callbacks.Callback):
         self._given: dict[str, Any] = {}
         self._state_variable: tf.Variable | None = None
         self._state: dict[str, Any] | None = None
-        self._found: dict[str, Any] = {}
         self._handler: Any = None  # of SIGTERM, before ours
 
     def restore(self, init_fn: Callable[[], None] = lambda: None) -> int:
@@ -164,17 +164,17 @@ class Checkpoints(keras.callbacks.Callback):
         callbacks.callbacks.append(self)  # the others have their state, and the History, when it is saved
         number = len(self._steps_before()) if (self.folder / "end.index").exists() else 0
         self._files = CheckpointFiles(self.folder / f"fit-{number + 1}" if number else self.folder, self._keep)
-        self._callbacks, self._state, self._found = callbacks, None, {}
+        self._callbacks, self._state = callbacks, None
         for name in ["end", *(f"ckpt-{step}" for step in reversed(self._files.steps()))]:
             with contextlib.suppress(*DAMAGE):
-                self._found = self._files.read_state(name)
-                break
-        return self._found
+                return self._files.read_state(name)
+        return {}
 
-    def begin_fit(self, end: list[int | None], seeds: dict[str, int], facts: dict[str, Any]) -> tuple[int, bool]:
+    def begin_fit(self, found: dict, end: list, seeds: dict[str, int], facts: dict) -> tuple[int, bool]:
         """Restores the `fit`; returns the step from which it goes on, and whether nothing is left to do.
 
         Args:
+            found: what `open_fit` returned.
             end: the epochs and `max_steps` at which it ends.
             seeds: of data and noise, to be saved.
             facts: of the data; they must be those that it began with.
@@ -186,7 +186,7 @@ class Checkpoints(keras.callbacks.Callback):
         self._checkpoint = tf.train.Checkpoint(**self._objects, state=self._state_variable)
         facts |= fit_state.facts_of(model, self._trained_only) | {"steps of fits before": self._steps_before()}
         self._given, self.has_ended = {"end": end, "seeds": seeds, "facts": facts}, False
-        fit_state.refuse_other_facts(self._files.folder, self._found.get("facts", {}), facts)
+        fit_state.refuse_other_facts(self._files.folder, found.get("facts", {}), facts)
         with contextlib.suppress(*DAMAGE):
             at_end = self._files.read_state("end")
             if at_end["end"] == end:
@@ -236,7 +236,7 @@ class Checkpoints(keras.callbacks.Callback):
     on_test_batch_begin = on_train_batch_begin
 
     def on_train_batch_end(self, batch, logs=None):
-        """Saves if due, and leaves if asked to; after an epoch's last step, that waits for the epoch's end."""
+        """Saves if due, and leaves if asked to; after the last step of an epoch, that waits for the epoch's end."""
         if not self.model.at_epoch_end and not self.model.stop_training:
             self.save_if_due(self.model.steps_done, steps=len(self.model.step_values["loss"]))
             if self.model.all_told_to_stop:

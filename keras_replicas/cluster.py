@@ -13,6 +13,7 @@ from typing import Any
 
 from keras_replicas.errors import UserError
 
+LAUNCH_ID = "LAUNCH_ID"  # environment variable by which a launcher identifies what it starts, and starts again
 PORT = 8888  # of workers started by a scheduler
 JOBS = ("chief", "worker")  # in the order of their ranks
 MOST = 999_999  # of a number of workers or seconds

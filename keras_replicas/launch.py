@@ -15,10 +15,10 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from keras_replicas.cluster import MOST, is_address, rank, tf_config, worker_config
+from keras_replicas.cluster import LAUNCH_ID, MOST, is_address, rank, tf_config, worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.gpus import gpu_shares
-from keras_replicas.processes import STOPPED, Workers, log_of
+from keras_replicas.processes import Workers, log_of
 
 
 def add_options(parser: argparse.ArgumentParser, script: str) -> None:
@@ -86,13 +86,12 @@ def launch(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="workers-") as temporary:
         # TensorFlow writes generated code there, and a worker that is killed leaves it behind.
         os.environ |= {"TMPDIR": temporary, "PYTHONUNBUFFERED": "1"}
-        os.environ |= {"JOIN_TIMEOUT": str(options.join_timeout), "LAUNCH_ID": uuid.uuid4().hex}
+        os.environ |= {"JOIN_TIMEOUT": str(options.join_timeout), LAUNCH_ID: uuid.uuid4().hex}
+        workers = Workers(command, options.log_dir, gpus)
         for left in reversed(range(options.max_restarts + 1)):
-            workers = Workers(tf_configs(options), command, options.log_dir, gpus)
+            workers.start(tf_configs(options))
             status, cause, again = workers.wait()
             print(cause, end="", file=sys.stderr, flush=True)
-            if workers.asked_to_stop and status:
-                return STOPPED[0]
             if not again:
                 break
             print(f"{left} restart(s) left", file=sys.stderr, flush=True)

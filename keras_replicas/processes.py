@@ -28,29 +28,31 @@ class Workers:
     """Processes that run a script, each with a log; the chief's output is also shown.
 
     Args:
-        tf_configs: the `TF_CONFIG` of each.
         command: the script's.
         logs: folder of the logs, which are appended to.
         gpus: each worker's `CUDA_VISIBLE_DEVICES`; empty if each may use the same as this process.
     """
 
-    def __init__(self, tf_configs: list[dict], command: list[str], logs: Path, gpus: list[str]):
-        self.logs = {rank(config): log_of(logs, rank(config)) for config in tf_configs}
+    def __init__(self, command: list[str], logs: Path, gpus: list[str]):
+        self.command, self.folder, self.gpus = command, logs, gpus
         self.processes: dict[int, subprocess.Popen] = {}
         self.screen, self.asked_to_stop = Screen(log_of(logs, 0)), False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, self._stop)
-        for index, config in zip(self.logs, tf_configs, strict=True):
-            visible = {"CUDA_VISIBLE_DEVICES": gpus[index]} if gpus else {}
-            self._start(index, command, {"TF_CONFIG": json.dumps(config)} | visible)
 
-    def _start(self, index: int, command: list[str], variables: dict[str, str]) -> None:
-        with self.logs[index].open("ab") as file:
+    def start(self, tf_configs: list[dict]) -> None:
+        """Starts a worker for each `TF_CONFIG`, in place of those that have ended."""
+        for config in tf_configs:
+            visible = {"CUDA_VISIBLE_DEVICES": self.gpus[rank(config)]} if self.gpus else {}
+            self._start(rank(config), {"TF_CONFIG": json.dumps(config)} | visible)
+
+    def _start(self, index: int, variables: dict[str, str]) -> None:
+        with log_of(self.folder, index).open("ab") as file:
             screen_ends = () if index else self.screen.open()
             output, errors = screen_ends or (file, file)
             self.processes[index] = subprocess.Popen(
-                command,
+                self.command,
                 env=os.environ | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -63,7 +65,7 @@ class Workers:
 
     def wait(self) -> tuple[int, str, bool]:
         """Waits for the end of all: the exit status, the cause of a failure, and whether a restart may help."""
-        if self.asked_to_stop:  # while they were being started
+        if self.asked_to_stop:  # before, or while they were being started
             self._terminate()
         while not (first := self._failed()) and not self.asked_to_stop:
             if not self._running():
@@ -97,11 +99,12 @@ class Workers:
         index = next(index for index in failed if failed[index] == status)
         if status < 0:
             return f"error: worker {index} was killed by {signal.Signals(-status).name}\n"
-        lines = self.logs[index].read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        log = log_of(self.folder, index)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
         if status == 2:
             return "".join(f"worker {index}: {line}\n" for line in lines[-1:])
         end = "\n".join(lines)
-        return f"error: worker {index} ended with status {status}; {self.logs[index]} ends:\n{end}\n"
+        return f"error: worker {index} ended with status {status}; {log} ends:\n{end}\n"
 
     def _terminate(self) -> None:
         for process in self._running():
