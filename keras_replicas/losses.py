@@ -2,6 +2,7 @@
 """A batch's loss: the sum of what each replica has, or computed from what all replicas gather; and what adds up."""
 
 import inspect
+import sys
 from typing import Any
 
 import keras
@@ -9,7 +10,6 @@ import tensorflow as tf
 
 from keras_replicas.private import (
     TensorFlowTrainer,
-    could_possibly_record,
     get_keras_mask,
     reduce_weighted_values,
 )
@@ -56,29 +56,36 @@ class Noted:
         return loss_sum(self.loss, *notes[0])
 
 
-class Stateless(keras.StatelessScope):
-    """As Keras's, but no gradient flows through what is assigned to a variable, as with TensorFlow's variables.
+class OwnState(keras.StatelessScope):
+    """While it lasts, layers read and update this replica's own copies of their variables, and nothing reduces.
 
-    Raises:
-        ValueError: when a weight is used where it gets no gradient, as in `keras.remat`, which knows only variables.
+    Seeds and the variables of metrics have the values that are given, as in `keras.StatelessScope`.
+
+    Attributes:
+        given: the values at the beginning, by `id`.
+        copies: of a model's variables, by `id`.
+        changed: the variables that were updated.
     """
 
-    def __init__(self, mapping, trained=(), **kwargs):
+    def __init__(self, mapping, copies, **kwargs):
         super().__init__(mapping, **kwargs)
-        self._trained = {id(variable) for variable in trained}
+        self.given, self.copies, self.changed = dict(self.state_mapping), copies, []
 
     def add_update(self, update):
-        """See `keras.StatelessScope`."""
+        """See `keras.StatelessScope`. A `tf.cond` or a loop may update a copy, not a value that is held outside."""
         variable, value = update
-        super().add_update((variable, tf.stop_gradient(value)))
+        copy = self.copies.get(id(variable))
+        if copy is None:
+            super().add_update(update)
+            return
+        copy.assign(value)
+        if not any(variable is each for each in self.changed):
+            self.changed.append(variable)
 
     def get_current_value(self, variable):
         """See `keras.StatelessScope`."""
-        if id(variable) in self._trained and not could_possibly_record():
-            raise ValueError(
-                f"{variable.path} would not be trained where it is used, as in keras.remat: leave that out"
-            )
-        return super().get_current_value(variable)
+        copy = self.copies.get(id(variable))
+        return super().get_current_value(variable) if copy is None else tf.convert_to_tensor(copy)
 
 
 class BatchLoss(TensorFlowTrainer):
@@ -104,38 +111,27 @@ class BatchLoss(TensorFlowTrainer):
         total, divisor = noted.sum_of(self._compile_loss, y, y_pred, sample_weight)
         return total * (1.0 if weight is None else weight), divisor
 
-    def _gathered_loss(self, values, metrics, data, y_pred, added, examples, training):
-        """The loss of all replicas' examples, computed by any code, and what that updates. Every replica computes it.
-
-        Gradients flow through this replica's outputs. Those that reach weights in another way are multiplied by its
-        share of the examples, so that the sum over replicas is the gradient of the batch's loss.
+    def _gathered_loss(self, scope, data, y_pred, added, examples, training):
+        """The loss of all replicas' examples, computed by any code. Every replica computes it.
 
         Args:
-            values: the value of each of the model's variables, by the variable, in order; the trained ones first.
-            metrics: the same of the metrics' variables.
+            scope: `OwnState`, in which it is computed, with the metrics that it may update.
             data: this replica's (x, y, sample_weight).
-            y_pred: its outputs.
+            y_pred: its outputs, through which gradients flow.
             added: its terms of `add_loss` and regularisers.
             examples: their number.
             training: whether to train, not evaluate.
 
         Returns:
-            The loss; the values of the metrics' variables after it; and the new values of other variables, by `id`.
+            The loss; and this replica's share of the examples.
         """
         x, y, sample_weight = data
         share = tf.math.divide_no_nan(examples, sum_over_replicas(examples))
-
-        @tf.custom_gradient
-        def shared(weight):
-            return tf.identity(weight), lambda gradient: tf.convert_to_tensor(gradient) * tf.cast(share, weight.dtype)
-
-        trained = len(self.trainable_variables)
-        rest = values[trained:]
-        scope = Stateless([*((variable, shared(value)) for variable, value in values[:trained]), *rest, *metrics])
         if replicas() > 1:
             x = gather(x) if self._overrides("compute_loss") else x
             y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)
-        mine = [tf.math.multiply_no_nan(term, share) for term in added]  # added up, what a mean over examples is
+        # A term is added up over replicas as if it were a mean over examples.
+        mine = [tf.math.multiply_no_nan(term, tf.cast(share, term.dtype)) for term in added]
         added = [
             term + tf.stop_gradient(total - term) for term, total in zip(mine, sum_over_replicas(mine), strict=True)
         ]
@@ -145,9 +141,7 @@ class BatchLoss(TensorFlowTrainer):
                 loss = self._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
             finally:
                 self._losses_override = []
-        after = {id(variable): scope.get_current_value(variable) for variable, _ in rest}
-        updates = {id(variable): after[id(variable)] for variable, value in rest if after[id(variable)] is not value}
-        return loss, [scope.get_current_value(variable) for variable, _ in metrics], updates
+        return loss, share
 
     def _metric_sums(self, given, after):
         """What this replica's examples add to the variables of metrics; nothing for those that track losses."""
@@ -173,8 +167,8 @@ class BatchLoss(TensorFlowTrainer):
     def _loss_trackers(self):
         return self._compile_loss.metrics if self._compile_loss is not None else []
 
-    def _overrides(self, method):
-        return getattr(type(self), method) is not getattr(TensorFlowTrainer, method)
+    def _overrides(self, method, base=TensorFlowTrainer):
+        return getattr(type(self), method) is not getattr(base, method)
 
     def _one_loss_adds_up(self):
         losses = [each.loss.loss for each in self._compiled_losses()]
@@ -209,7 +203,9 @@ def _is_keras_own(thing, function) -> bool:
     It may be of a subclass that overrides nothing but `HARMLESS` names. What others compute, nobody can know.
     """
     bases = type(thing).__mro__
-    known = next((base for base in bases if base in KERAS_OWN), None)
+    hub = sys.modules.get("keras_hub")
+    of_keras = KERAS_OWN | ({hub.metrics.Perplexity} if hub else set())
+    known = next((base for base in bases if base in of_keras), None)
     if known is None or (known in WRAPPERS and not (inspect.isfunction(function) and function in KERAS_OWN)):
         return False
     defined = {name for base in bases[: bases.index(known)] for name in vars(base)}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from keras_replicas.replicas import local_value, no_strategy, replica_context
+from keras_replicas.replicas import local_value, no_strategy, replica_context, unique_rows
 
 
 def apply_summed(optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence[keras.Variable]) -> None:
@@ -48,7 +48,8 @@ def _local_copies(optimizer: keras.Optimizer, variables: Iterable[keras.Variable
     In a strategy, Keras asks the other replicas inside a `tf.cond`, which fails (keras-team/keras#20582). No other
     replica sees the swap: a strategy switches between its replicas' threads at reductions only, and here is none.
     """
-    optimizers = [optimizer, *([optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else [])]
+    optimizers = [optimizer, *getattr(optimizer, "optimizers", [])]  # of a `MultiOptimizer`
+    optimizers += [optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else []
     swapped = {id(v): v for v in [*optimizer.variables, *variables]}.values()
     containers = [variable._value for variable in swapped]
     strategies = [each._distribution_strategy for each in optimizers]
@@ -65,3 +66,24 @@ def _local_copies(optimizer: keras.Optimizer, variables: Iterable[keras.Variable
                 variable._value = container
             for each, strategy in zip(optimizers, strategies, strict=True):
                 each._distribution_strategy = strategy
+
+
+@contextlib.contextmanager
+def each_row_once(optimizer: keras.Optimizer | None, dense: bool) -> Iterator[None]:
+    """While it lasts, the optimizer is given each row of a table once, or all: Keras's square rows one by one."""
+
+    def once(gradient):
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        return tf.convert_to_tensor(gradient) if dense else unique_rows(gradient)
+
+    def apply_gradients(pairs):
+        return type(optimizer).apply_gradients(optimizer, [(once(gradient), variable) for gradient, variable in pairs])
+
+    if optimizer is not None:
+        vars(optimizer)["apply_gradients"] = apply_gradients  # assigned as usual, it would be tracked
+    try:
+        yield
+    finally:
+        if optimizer is not None:
+            del vars(optimizer)["apply_gradients"]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One replica's passes through a model: what it computes of its examples, to be added up over replicas.
 
-The passes change no variable, so that XLA can compile them, and slices of a batch can come one after another.
+No pass trains a weight, so that XLA can compile it, and slices of a batch can come one after another.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import keras
@@ -17,9 +18,18 @@ from keras_replicas.empty import (
     without_added_example,
     zeros_without_examples,
 )
-from keras_replicas.losses import BatchLoss, Stateless
+from keras_replicas.losses import BatchLoss, OwnState
 from keras_replicas.noise import noise_seeds, use_global_seed
-from keras_replicas.replicas import gather, is_first_replica, is_shared, local_value, replicas, sum_over_replicas
+from keras_replicas.replicas import (
+    a_row_each,
+    gather,
+    is_first_replica,
+    is_shared,
+    local_value,
+    replicas,
+    sum_over_replicas,
+)
+from keras_replicas.state import aggregation_of, part_of_state
 
 
 class Sums(NamedTuple):
@@ -31,14 +41,12 @@ class Sums(NamedTuple):
     examples: tf.Tensor  # their number
     metrics: list[tf.Tensor]  # what the batch adds to each variable of the metrics
     metrics_before: list[tf.Tensor]  # what this replica holds of these variables
-    changes: dict[int, tf.Tensor]  # of each other variable that layers update, times the examples; by its index
+    state: dict[int, tf.Tensor]  # of each other variable that layers update, by its index; see `add_up_state`
     stop: tf.Tensor  # not 0 if this worker is to stop
 
 
 class Passes(BatchLoss):
     """The passes of the step in `step.py`."""
-
-    _jitted: Any = None
 
     def update_counts(self, x, y, sample_weight):
         """Override this to update a class's own metrics that add up, from a replica's examples."""
@@ -49,33 +57,30 @@ class Passes(BatchLoss):
         by_sums = self._one_loss_adds_up() and self._metrics_add_up()
         if not by_sums:
             before = sum_over_replicas(before)
-        scale, divided = tf.constant(1.0), tf.constant(1.0)
+        scale = tf.constant(1.0)
         if training and self.optimizer is not None:
             scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0), tf.float32)
-            if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
-                divided = sum_over_replicas(count_examples(data[0]))  # keeps numbers small in float16
-        compute = self._one_pass
-        if self.jit_compile:
-            if self._jitted is None:
-                self._jitted = tf.function(self._one_pass, autograph=False, jit_compile=True)
-            compute = self._jitted
+        copies = {id(variable): local_value(variable) for variable in self._model_variables()}
+        one_pass = functools.partial(self._one_pass, copies, training)
+        compute = tf.function(one_pass, autograph=False, jit_compile=True) if self.jit_compile else one_pass
 
-        def one_pass(number, data):
+        def pass_of(number, data):
             filled = with_an_example(data[0])
-            sums, after, batch = compute(self._model_values(number), before, data, filled, scale, divided, training)
-            if filled is not data[0]:
-                found = sums.gradients, sums.changes
-                gradients, changes = zeros_without_examples(sums.examples, found)
-                sums = sums._replace(gradients=gradients, changes=changes)
+            filled = None if filled is data[0] else filled
+            sums, after, batch = compute(self._step_number(number), before, data, filled, scale)
+            if filled is not None:
+                found = sums.gradients, sums.state
+                gradients, state = zeros_without_examples(sums.examples, found)
+                sums = sums._replace(gradients=gradients, state=state)
             return sums, after, batch
 
         slices = self.accumulate > 1 and training
-        sums, after, batch = self._slice_by_slice(one_pass, data) if slices else one_pass(0, data)
+        sums, after, batch = self._slice_by_slice(pass_of, data) if slices else pass_of(0, data)
         is_first = is_first_replica()
         if not by_sums:  # all replicas hold the same
             before = [tf.where(is_first, value, tf.zeros_like(value)) for value in after or before]
         if [each.loss.loss.reduction for each in self._compiled_losses()] == ["sum"]:  # nothing divides it
-            sums = sums._replace(divisor=tf.cast(is_first, tf.float32))
+            sums = sums._replace(divisor=tf.cast(is_first, sums.divisor.dtype))
         return sums._replace(metrics_before=before), batch
 
     def _slice_by_slice(self, one_pass, data):
@@ -104,17 +109,17 @@ class Passes(BatchLoss):
         first, rest = numbered_pass(tf.constant(0)), tf.range(1, self.accumulate)
         return tf.foldl(add, rest, initializer=first, parallel_iterations=1)
 
-    def _one_pass(self, values, metrics_before, data, filled, scale, divided, training):
-        """Computes `Sums` of some examples. It is a function of tensors, which changes no variable.
+    def _one_pass(self, copies, training, number, metrics_before, data, filled, scale):
+        """Computes `Sums` of some examples.
 
         Args:
-            values: those of `_model_variables`.
-            metrics_before: those of the metrics' variables.
-            data: (x, y, sample_weight).
-            filled: x or, if it is empty, one example; see `with_an_example`.
-            scale: multiplies the loss whose gradient is taken.
-            divided: divides a loss by sums while its gradient is taken.
+            copies: this replica's, of `_model_variables`, by `id`.
             training: whether to train, not evaluate.
+            number: another one for each step, and for each slice of its examples.
+            metrics_before: values of the metrics' variables.
+            data: (x, y, sample_weight).
+            filled: x or, if it is empty, one example; None where it cannot be; see `with_an_example`.
+            scale: multiplies the loss whose gradient is taken.
 
         Returns:
             The `Sums`; values of the metrics' variables, if the loss is a gathered one, which may update them, else ();
@@ -122,77 +127,123 @@ class Passes(BatchLoss):
         """
         x, y, sample_weight = data
         use_global_seed(self)
-        variables, metric_variables = self._model_variables(), self._metric_variables()
-        mapping = list(zip(variables, values, strict=True))
-        zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metric_variables]
-        trained = self.trainable_variables if training else []
-        weights = values[: len(trained)]
+        metric_variables = self._metric_variables()
+        mapping = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metric_variables]
+        for variable, seed in noise_seeds(self, number):
+            if is_shared(variable):
+                copies = {each: copy for each, copy in copies.items() if each != id(variable)}
+                mapping.append((variable, seed))
+            else:
+                copies[id(variable)].assign(seed)
+        before = {each: tf.convert_to_tensor(copy) for each, copy in copies.items()}
+        weights = [copies[id(variable)] for variable in self.trainable_variables] if training else []
         examples, after, batch = count_examples(x), (), ()
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
+        scope = OwnState(mapping, copies, collect_losses=True)
+        with scope, tf.GradientTape() as tape:
             tape.watch(weights)
-            with Stateless([*mapping, *zeros], trained, collect_losses=True) as scope:
-                given = dict(scope.state_mapping)
-                y_pred = self._predicted(x, filled, training)
-                self.update_counts(x, y, sample_weight)
-                if self._compile_metrics is not None and self._metrics_add_up():
-                    self._compile_metrics.update_state(y, y_pred, sample_weight)
-                added = [tf.cast(tf.reduce_sum(term), keras.config.floatx()) for term in self.losses]
-                by_sums = self._one_loss_adds_up() and not added
-                if by_sums:
-                    loss, divisor = self._loss_by_sums(y, y_pred, sample_weight)
-                    objective = loss * tf.cast(scale / divided, loss.dtype)
-                else:
-                    self._refuse_jit_and_accumulate("a single loss of Keras's, without add_loss or regularisers")
-                    metrics = list(zip(metric_variables, metrics_before, strict=True))
-                    whole, after, updates = self._gathered_loss(
-                        mapping, metrics, data, y_pred, added, examples, training
-                    )
-                    scope.state_mapping |= updates
-                    objective = whole * tf.cast(scale, whole.dtype)
-                    loss, divisor = tf.where(is_first_replica(), whole, 0.0), tf.cast(is_first_replica(), whole.dtype)
-        gradients = dict(enumerate(tape.gradient(objective, weights)))
-        gradients = {index: gradient for index, gradient in gradients.items() if gradient is not None}
-        if by_sums and isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
-            gradients = {index: times(gradient, divided) for index, gradient in gradients.items()}
+            y_pred = self._predicted(x, filled, training)
+            self.update_counts(x, y, sample_weight)
+            if self._compile_metrics is not None and self._metrics_add_up():
+                self._compile_metrics.update_state(y, y_pred, sample_weight)
+            added = [tf.cast(tf.reduce_sum(term), keras.config.floatx()) for term in self.losses]
+            by_sums = self._one_loss_adds_up() and not added
+            if replicas() > 1 and not (by_sums and self._metrics_add_up()):
+                y_pred = a_row_each(y_pred, examples)
+            if by_sums:
+                loss, divisor = self._loss_by_sums(y, y_pred, sample_weight)
+        if by_sums:
+            gradients = self._gradients_by_sums(tape, loss, divisor, weights, scale)
+        else:
+            self._refuse_jit_and_accumulate("a single loss of Keras's, without add_loss or regularisers")
+            of_loss = OwnState(list(zip(metric_variables, metrics_before, strict=True)), copies)
+            whole, gradients = self._gathered_gradients(
+                tape, of_loss, data, y_pred, added, examples, weights, scale, training
+            )
+            after = [of_loss.get_current_value(variable) for variable in metric_variables]
+            loss = tf.where(is_first_replica(), whole, tf.zeros_like(whole))
+            divisor = tf.cast(is_first_replica(), whole.dtype)
         if not self._metrics_add_up():
             self._refuse_jit_and_accumulate("metrics of Keras's, and no compute_metrics")
             batch = gather(x) if self._overrides("compute_metrics") else x, *gather((y, y_pred, sample_weight))
-        changes = {
-            index: tf.cast(wide(scope.state_mapping[id(v)]) - wide(given[id(v)]), tf.float32) * examples
-            for index, v in enumerate(variables)
-            if scope.state_mapping[id(v)] is not given[id(v)] and v.name != "seed_generator_state"
-        }
-        metrics = self._metric_sums(given, scope.state_mapping)
-        stop = tf.constant(0.0)
-        return Sums(gradients, loss, divisor, examples, metrics, [], changes, stop), after, batch
+        sums = Sums(
+            {index: gradient for index, gradient in enumerate(gradients) if gradient is not None},
+            loss,
+            divisor,
+            examples,
+            self._metric_sums(scope.given, scope.state_mapping),
+            [],
+            self._state_sums(scope, before, examples, number),
+            tf.constant(0.0),
+        )
+        return sums, after, batch
+
+    def _gradients_by_sums(self, tape, loss, divisor, weights, scale):
+        """Gradients of this replica's sum of a loss, times `scale`."""
+        divisor = tf.where(divisor > 0, divisor, tf.ones_like(divisor))
+        overwritten = [variable.overwrite_with_gradient for variable in self.trainable_variables]
+        if any(overwritten):  # by what depends on a gradient's size
+            self._refuse_jit_and_accumulate("a model that is not quantised to float8")
+            divisor = sum_over_replicas(divisor)
+        elif not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):  # which keeps numbers small
+            divisor = tf.ones_like(divisor)
+        gradients = tape.gradient(loss, weights, tf.cast(scale, loss.dtype) / divisor)
+        return [
+            gradient if gradient is None or as_is else times(gradient, divisor)
+            for gradient, as_is in zip(gradients, overwritten, strict=False)
+        ]
+
+    def _gathered_gradients(self, tape, scope, data, y_pred, added, examples, weights, scale, training):
+        """The loss of all replicas' examples; and its gradients, of which the sum over replicas is the batch's."""
+        outputs = [leaf for leaf in keras.tree.flatten(y_pred) if leaf is not None and leaf.dtype.is_floating]
+        sources = [*outputs, *added]
+        with tf.GradientTape() as of_loss:
+            of_loss.watch([*sources, *weights])
+            loss, share = self._gathered_loss(scope, data, y_pred, added, examples, training)
+        found = of_loss.gradient(loss, [*sources, *weights], tf.cast(scale, loss.dtype))
+        pairs = [pair for pair in zip(sources, found, strict=False) if pair[1] is not None]
+        through = tape.gradient([source for source, _ in pairs], weights, [gradient for _, gradient in pairs])
+        # Every replica has all that reaches weights in another way than through its outputs, so each takes a share.
+        direct = [None if gradient is None else times(gradient, share) for gradient in found[len(sources) :]]
+        return loss, [plus(a, b) for a, b in zip(through, direct, strict=True)]
 
     def _predicted(self, x, filled, training):
-        """The model's outputs for this replica's examples, computed from `filled`."""
-        examples, known, before = count_examples(x), filled is x, dict(vars(self))
-        with forward_pass(None if known else examples > 0):
-            y_pred = self(filled, training=training) if self._call_has_training_arg else self(filled)
+        """The model's outputs for this replica's examples, computed from `filled`, if that is not None."""
+        has_examples, before = None if filled is None else count_examples(x) > 0, dict(vars(self))
+        inputs = x if filled is None else filled
+        with forward_pass(has_examples):
+            y_pred = self(inputs, training=training) if self._call_has_training_arg else self(inputs)
         noted = [n for n, value in vars(self).items() if isinstance(value, tf.Tensor) and value is not before.get(n)]
         if noted and self._overrides("compute_loss") and replicas() > 1:
             raise ValueError(
                 f"call sets {noted[0]}, of one replica's examples, but compute_loss is of all: return it from call, so "
                 "that it is gathered, or use add_loss in call"
             )
-        return y_pred if known else without_added_example(y_pred, examples)
+        return y_pred if filled is None else without_added_example(y_pred, has_examples)
+
+    def _state_sums(self, scope, before, examples, number):
+        """What this replica has of the variables that layers have updated, whose old values it puts back."""
+        if replicas() == self.accumulate == 1:
+            return {}  # the new values are right
+        indices = {id(variable): index for index, variable in enumerate(self._model_variables())}
+        is_first, state = is_first_replica() & tf.equal(number % self.accumulate, 0), {}
+        for variable in scope.changed:
+            copy, old = scope.copies[id(variable)], before[id(variable)]
+            if variable.name != "seed_generator_state":
+                new, aggregation = tf.convert_to_tensor(copy), aggregation_of(variable, self)
+                state[indices[id(variable)]] = part_of_state(aggregation, new, old, examples, is_first)
+                with tf.control_dependencies([new]):
+                    copy.assign(old)
+        return state
 
     def _model_variables(self):
         return [*self.trainable_variables, *self.non_trainable_variables, self.global_seed_generator.state]
 
-    def _model_values(self, number):
-        """Values of `_model_variables`; seeds are those of this replica and step, and of a slice of its examples."""
+    def _step_number(self, slice_number):
+        """A number for each slice of each step."""
         optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
         # This counts every step: `iterations` counts updates, of which `gradient_accumulation_steps` steps share one.
         steps = 0 if optimizer is None else optimizer._iterations
-        count = tf.cast(steps, tf.int64) * self.accumulate + tf.cast(number, tf.int64)
-        seeds = {id(variable): seed for variable, seed in noise_seeds(self, count)}
-        return [
-            seeds[id(variable)] if id(variable) in seeds else tf.convert_to_tensor(variable.value)
-            for variable in self._model_variables()
-        ]
+        return tf.cast(steps, tf.int64) * self.accumulate + tf.cast(slice_number, tf.int64)
 
     def _local_metrics(self):
         """This replica's values of the metrics' variables; the value of each is the sum over replicas."""
@@ -211,6 +262,8 @@ def times(gradient, factor):
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def wide(value):
-    """A number from which another can be subtracted; float32 may not tell a large count from the next."""
-    return value if value.dtype.is_floating else tf.cast(value, tf.int64)
+def plus(first, second):
+    """The sum of two gradients, of which either may be None."""
+    if first is None or second is None:
+        return second if first is None else first
+    return tf.convert_to_tensor(first) + tf.convert_to_tensor(second)

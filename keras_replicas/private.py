@@ -101,7 +101,6 @@ from tensorflow.python.distribute.distribute_lib import (
     _ThreadMode,
 )
 from tensorflow.python.eager.context import context as eager_context  # holds the workers' key-value store
-from tensorflow.python.eager.record import could_possibly_record
 
 CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
 

@@ -31,24 +31,31 @@ import tensorflow as tf
 
 from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_data
 from keras_replicas.batchnorm import take_moments_of_whole_batch
+from keras_replicas.counted import CountedSteps
 from keras_replicas.device_copies import do_not_tune_device_copies
 from keras_replicas.loop import StepLoop
 from keras_replicas.noise import keep_global_seed
+from keras_replicas.passes import Passes
 from keras_replicas.private import TensorFlowTrainer
+from keras_replicas.replicas import in_words
 
 
 class Trainer(StepLoop):
     """Replaces Keras's trainer among the bases of a `data_parallel` class; see there."""
 
-    steps_done = 0
     accumulate = 1
+    _steps_done = 0
+    _counted: CountedSteps | None = None  # on one replica
     _last_step: int | None = None
+    _begins_anywhere = False  # whether `fit` may go on in the middle of an epoch
+    _steps_in_call = 0
     _epoch_end: int | None = None  # the step, while `fit` runs and was told `steps_per_epoch`
     _test_steps_left: int | None = None  # while `evaluate` runs
     _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
     plain_class: Any
     predict_function: Any
-    step_values: dict[str, np.ndarray] | None = None
+    _step_values: dict[str, np.ndarray] | None = None
+    step_loss: tf.Tensor | None = None  # while a step is traced
 
     @functools.wraps(TensorFlowTrainer.compile)
     def compile(self, *args, **kwargs):  # noqa: D102
@@ -72,9 +79,11 @@ class Trainer(StepLoop):
     def fit(self, *args, **kwargs):  # noqa: D102
         given = inspect.signature(super().fit).bind(*args, **kwargs).arguments
         checkpoints = checkpoints_in(given)
-        self.steps_done, given = begin_fit(self, given, checkpoints)
+        step, given = begin_fit(self, given, checkpoints)
+        self._counted = self._counted if self.train_function else None
+        self._steps_done = step - (self._counted.count() if self._counted else 0)
         self._last_step = checkpoints.max_steps if checkpoints else None
-        self._fit_iterator = None
+        self._fit_iterator, self._begins_anywhere = None, checkpoints is not None or step > 0
         try:
             with checkpoints.listening() if checkpoints else contextlib.nullcontext():
                 history = super().fit(**given)
@@ -104,13 +113,17 @@ class Trainer(StepLoop):
     def _make_function(self, step_function):
         """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""
         training = step_function == self.train_step
-        self._jitted = None  # it may be of another loss
+        if self.steps_by_keras:
+            if not training:
+                return super()._make_function(step_function)
+            self._counted = CountedSteps(self, super()._make_function, step_function)
+            return self._counted
         run_steps = self._on_replicas(training)
 
         def train_function(iterator):
             left = self._steps_left_of_epoch()
-            steps, logs, self.step_values = run_steps(iterator, left)
-            self.steps_done += steps
+            steps, logs, self._step_values = run_steps(iterator, left)
+            self._steps_done, self._steps_in_call = self._steps_done + steps, steps
             if left is not None:  # Keras counts whole calls: finite data would seem to end too soon
                 self._fit_iterator._steps_seen -= self.steps_per_execution - steps
             return logs
@@ -128,6 +141,8 @@ class Trainer(StepLoop):
         if self.predict_function is not None and not force:
             return
         super().make_predict_function(force)
+        if self.steps_by_keras:
+            return
         predict = self.predict_function
         local = self.distribute_strategy.experimental_local_results
 
@@ -138,20 +153,50 @@ class Trainer(StepLoop):
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(keras.tree.pack_sequence_as(data[0], given))
                 with self._scope():
                     self(x)
-            return predict(data)
+            with in_words():
+                return predict(data)
 
         self.predict_function = predict_function
 
     def predict_on_batch(self, x):
         """As Keras's; each replica takes a part of the batch."""
+        if self.steps_by_keras:
+            return super().predict_on_batch(x)
         self.make_predict_function()
         outputs = self.predict_function([self._divided((x,))])
         return keras.tree.map_structure(lambda t: t if isinstance(t, tf.RaggedTensor) else np.asarray(t), outputs)
 
     @property
+    def steps_by_keras(self):
+        """Whether Keras's own step runs: on one replica, unless something is asked for that Keras has not."""
+        ours = self.accumulate > 1 or self.mean_over != "examples" or self._overrides("update_counts", Passes)
+        return self.distribute_strategy.num_replicas_in_sync == 1 and not ours
+
+    @property
+    def steps_done(self):
+        """Steps of this `fit` so far, with those before it was resumed."""
+        return self._steps_done + (self._counted.count() if self._counted else 0)
+
+    @property
+    def steps_in_call(self):
+        """Steps since the last callback."""
+        return self._counted.in_last_call() if self._counted else self._steps_in_call
+
+    @property
+    def step_values(self):
+        """For the steps since the last callback, vectors [steps]: each step's own values, by name."""
+        return self._counted.values() if self._counted else self._step_values
+
+    @property
     def at_epoch_end(self):
         """Whether the last step of the epoch that `fit` was told the steps of is done."""
         return self.steps_done == self._epoch_end
+
+    def _compute_loss(self, *args, **kwargs):
+        """As Keras's; notes the loss of the step."""
+        loss = super()._compute_loss(*args, **kwargs)
+        vars(self).update(step_loss=loss)
+        return loss
 
     def become_data_parallel(self, accumulate: int) -> None:
         """Makes a model of the plain class, whose class has been changed, ready; it may be compiled already."""
@@ -185,22 +230,37 @@ class Trainer(StepLoop):
         return self.distribute_strategy.scope()
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        """Builds from the shapes of the data."""
+        """Builds from the shapes of the data; on one replica as Keras does, unless `Checkpoints` has built already."""
+        first = iterator is not None and self._fit_iterator is None
+        if first:
+            self._fit_iterator = iterator
+        goes_on = first and iterator.steps_per_epoch is not None and (self._begins_anywhere or not self.steps_by_keras)
+        if goes_on:
+            self._begin_epochs_where_they_are(iterator)
+        if self.steps_by_keras:
+            if self._has_call and not goes_on:
+                super()._maybe_symbolic_build(iterator, data_batch)
+            return
         if iterator is not None:
-            if self._fit_iterator is None:
-                self._fit_iterator = iterator
-                if iterator.steps_per_epoch is not None:
-                    self._begin_epochs_where_they_are(iterator)
             data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)
         self.build_for(data_batch)
 
     def build_for(self, batch):
         """Builds the model and its optimizer for batches like this one, of arrays or of `tf.TensorSpec`s."""
         with self._scope():
-            self._symbolic_build(data_batch=batch)
+            if self._has_call:
+                self._symbolic_build(data_batch=batch)
             self._prepare()
 
+    @property
+    def _has_call(self):
+        """Whether it can be built by a call; keras.io's generative examples have a `train_step` only."""
+        return type(self).call is not keras.Model.call
+
     def _prepare(self):
+        keep_global_seed(self)
+        if self.steps_by_keras:
+            return
         for layer in self._flatten_layers():
             if isinstance(layer, keras.layers.BatchNormalization):
                 take_moments_of_whole_batch(layer, self)
@@ -210,7 +270,6 @@ class Trainer(StepLoop):
                     "use one replica"
                 )
         do_not_tune_device_copies()
-        keep_global_seed(self)
         self._note_losses()
         if self.optimizer is None:
             return
