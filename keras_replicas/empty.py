@@ -60,25 +60,36 @@ def first_input(x):
     return next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
 
 
-def with_an_example(data):
-    """This replica's data or, if it has no rows, one of another replica's: many kernels fail without any.
+def others_example(data, rows_known: bool):
+    """One row of a replica's data, for a replica that has none: many kernels fail without any. Every replica calls it.
 
-    Every replica must call it. Where the number of rows is known, and of sparse tensors, this is `data` itself.
+    Args:
+        data: this replica's.
+        rows_known: whether the static shapes tell that all replicas have rows.
+
+    Returns:
+        A structure like `data`; None where no replica can be without rows, and of sparse tensors.
     """
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-    if replicas() == 1 or first_input(data).shape[0] or any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
+    known = replicas() == 1 or (rows_known and first_input(data).shape[0])
+    if known or any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
+        return None
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else gather(leaf[:1])[:1], data)
+
+
+def with_example(data, example):
+    """This replica's data or, if it has no rows, the example."""
+    if example is None:
         return data
     has_rows = count_examples(data) > 0
-    others = iter(gather([leaf[:1] for leaf in leaves]))
 
-    def filled(leaf):
+    def filled(leaf, row):
         if leaf is None:
             return None
-        row = next(others)[:1]
         found = tf.cond(has_rows, lambda: leaf, lambda: row)
         return found if isinstance(leaf, tf.RaggedTensor) else tf.ensure_shape(found, [None, *leaf.shape[1:]])
 
-    return keras.tree.map_structure(filled, data)
+    return keras.tree.map_structure(filled, data, example)
 
 
 def without_added_example(y_pred, has_examples):

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.empty import count_examples, with_an_example
+from keras_replicas.empty import count_examples, first_input, others_example, with_example
 from keras_replicas.optimizers import each_row_once
 from keras_replicas.replicas import a_row_each, first_replica, in_words, replicas, sum_over_replicas
 from keras_replicas.step import ReplicaStep, flat
@@ -39,8 +39,8 @@ class StepLoop(ReplicaStep):
         if self.steps_by_keras:
             return super().predict_step(data)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        filled = x if self.jit_compile else with_an_example(x)
-        y_pred = self._predicted(x, None if filled is x else filled, training=False)
+        example = None if self.jit_compile else others_example(x, rows_known=False)
+        y_pred = self._predicted(x, None if example is None else with_example(x, example), training=False)
         return a_row_each(y_pred, count_examples(x)) if replicas() > 1 and not self.jit_compile else y_pred
 
     def _on_replicas(self, training):
@@ -58,11 +58,12 @@ class StepLoop(ReplicaStep):
             data = _own(data)
             if step is None:
                 return self._step(data, stop, training)
-            logs = {name: _as_log(value) for name, value in flat(step(with_an_example(data))).items()}
+            logs = {name: _as_log(value) for name, value in flat(step(with_example(data, others_example(data, self._rows_known)))).items()}
             logs, stop = sum_over_replicas((logs, stop))
             return {name: value / strategy.num_replicas_in_sync for name, value in logs.items()} | {"stop": stop}
 
-        def step_on_data(data, stop):
+        def step_on_data(data, stop, even=True):
+            self._rows_known = even and not tf.executing_eagerly()
             return first_replica(strategy, strategy.run(replica_step, args=(data, stop)))
 
         def one_step(iterator, stop):
@@ -83,7 +84,9 @@ class StepLoop(ReplicaStep):
                 for _ in range(count):
                     try:
                         if isinstance(iterator, types.GeneratorType):
-                            rows.append(_as_row(step_on_batch(self._divided(next(iterator)), stop)))
+                            batch = next(iterator)
+                            even = len(first_input(batch)) % strategy.num_replicas_in_sync == 0
+                            rows.append(_as_row(step_on_batch(self._divided(batch), stop, even)))
                         elif self.run_eagerly:
                             rows.append(_as_row(one_step(iterator, stop)))
                         else:

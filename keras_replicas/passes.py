@@ -14,7 +14,8 @@ from keras_replicas.empty import (
     count_examples,
     first_input,
     forward_pass,
-    with_an_example,
+    others_example,
+    with_example,
     without_added_example,
     zeros_without_examples,
 )
@@ -48,6 +49,8 @@ class Sums(NamedTuple):
 class Passes(BatchLoss):
     """The passes of the step in `step.py`."""
 
+    _rows_known = True  # while a step is traced, whether static shapes tell that all replicas have rows
+
     def update_counts(self, x, y, sample_weight):
         """Override this to update a class's own metrics that add up, from a replica's examples."""
 
@@ -64,9 +67,10 @@ class Passes(BatchLoss):
         one_pass = functools.partial(self._one_pass, copies, training)
         compute = tf.function(one_pass, autograph=False, jit_compile=True) if self.jit_compile else one_pass
 
+        example = others_example(data[0], self._rows_known)
+
         def pass_of(number, data):
-            filled = with_an_example(data[0])
-            filled = None if filled is data[0] else filled
+            filled = None if example is None else with_example(data[0], example)
             sums, after, batch = compute(self._step_number(number), before, data, filled, scale)
             if filled is not None:
                 found = sums.gradients, sums.state
@@ -118,7 +122,7 @@ class Passes(BatchLoss):
             number: another one for each step, and for each slice of its examples.
             metrics_before: values of the metrics' variables.
             data: (x, y, sample_weight).
-            filled: x or, if it is empty, one example; None where it cannot be; see `with_an_example`.
+            filled: x or, if it is empty, one example; None where it cannot be; see `others_example`.
             scale: multiplies the loss whose gradient is taken.
 
         Returns:

@@ -155,7 +155,7 @@ def test_an_overflow_on_one_replica_is_skipped_on_all():
     finally:
         keras.config.set_dtype_policy("float32")
     weights = np.ones(4)
-    weights[2] = 1e30  # the second replica has it
+    weights[2] = np.inf  # the second replica has it
     before, scale = weights_after(model), float(model.optimizer.dynamic_scale.numpy())
     fit(model, examples(4, weights), 4)
     np.testing.assert_array_equal(weights_after(model), before)
@@ -271,8 +271,9 @@ class Seen(keras.layers.Layer):
     """With state that it updates: the mean of what it saw, and how often it was called, which is a whole number."""
 
     def build(self, shape):
-        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
-        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+        state = {"initializer": "zeros", "trainable": False}
+        self.mean = self.add_weight(shape=shape[1:], aggregation="mean", **state)
+        self.calls = self.add_weight(shape=(), dtype="int32", aggregation="only_first_replica", **state)
 
     def call(self, x, training=False):
         seen = x - self.mean
