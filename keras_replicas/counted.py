@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.loop import without_tf_function
 from keras_replicas.step import learning_rate, own_metrics
 
 
@@ -24,8 +23,7 @@ class CountedSteps:
     """
 
     def __init__(self, model: Any, make_function: Callable, step_function: Callable):
-        self._model = model
-        self._step = without_tf_function(step_function) if model._distribute_strategy else step_function
+        self._model, self._step = model, step_function
         self._size = model.steps_per_execution
         self._done = _variable(np.int64(0))
         self._done_before = _variable(np.int64(0))

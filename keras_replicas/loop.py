@@ -58,7 +58,8 @@ class StepLoop(ReplicaStep):
             data = _own(data)
             if step is None:
                 return self._step(data, stop, training)
-            logs = {name: _as_log(value) for name, value in flat(step(with_example(data, others_example(data, self._rows_known)))).items()}
+            data = with_example(data, others_example(data, self._rows_known))
+            logs = {name: _as_log(value) for name, value in flat(step(data)).items()}
             logs, stop = sum_over_replicas((logs, stop))
             return {name: value / strategy.num_replicas_in_sync for name, value in logs.items()} | {"stop": stop}
 

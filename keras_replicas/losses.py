@@ -92,6 +92,7 @@ class BatchLoss(TensorFlowTrainer):
     """A model's compiled losses, `add_loss`, regularisers and metrics, for `keras_replicas.step`."""
 
     accumulate: int
+    _compiling = False  # while XLA compiles a pass
 
     def _note_losses(self):
         """Puts `Noted` in the place of each compiled loss, once they are built."""
@@ -180,11 +181,21 @@ class BatchLoss(TensorFlowTrainer):
         metrics = [] if self._compile_metrics is None else self._compile_metrics.metrics
         return not self._overrides("compute_metrics") and all(map(metric_adds_up, metrics))
 
-    def _refuse_jit_and_accumulate(self, needed):
+    def _needs_all_replicas(self, what):
+        """Called where the pass is no longer one of this replica alone.
+
+        Raises:
+            ValueError: when it is of a slice of a replica's examples.
+            NotCompilable: when XLA compiles it.
+        """
         if self.accumulate > 1:
-            raise ValueError(f"accumulate needs {needed}: set accumulate = 1")
-        if self.jit_compile and replicas() > 1:
-            raise ValueError(f"jit_compile needs {needed}, on several replicas: set jit_compile=False")
+            raise ValueError(f"accumulate needs {what}: set accumulate = 1")
+        if self._compiling and replicas() > 1:
+            raise NotCompilable(what)
+
+
+class NotCompilable(Exception):
+    """XLA compiles the pass of one replica, but this one asks the others."""
 
 
 def loss_adds_up(loss: keras.losses.Loss) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from keras_replicas.replicas import local_value, no_strategy, replica_context, unique_rows
+from keras_replicas.replicas import no_strategy, own_copies, replica_context, unique_rows
 
 
 def apply_summed(optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence[keras.Variable]) -> None:
@@ -50,20 +50,13 @@ def _local_copies(optimizer: keras.Optimizer, variables: Iterable[keras.Variable
     """
     optimizers = [optimizer, *getattr(optimizer, "optimizers", [])]  # of a `MultiOptimizer`
     optimizers += [optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else []
-    swapped = {id(v): v for v in [*optimizer.variables, *variables]}.values()
-    containers = [variable._value for variable in swapped]
     strategies = [each._distribution_strategy for each in optimizers]
-    copies = [local_value(variable) for variable in swapped]
-    with no_strategy():
-        for variable, copy in zip(swapped, copies, strict=True):
-            variable._value = copy
+    with own_copies([*optimizer.variables, *variables]), no_strategy():
         for each in optimizers:
             each._distribution_strategy = tf.distribute.get_strategy()
         try:
             yield
         finally:
-            for variable, container in zip(swapped, containers, strict=True):
-                variable._value = container
             for each, strategy in zip(optimizers, strategies, strict=True):
                 each._distribution_strategy = strategy
 

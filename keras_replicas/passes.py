@@ -5,6 +5,7 @@ No pass trains a weight, so that XLA can compile it, and slices of a batch can c
 """
 
 import functools
+import warnings
 from typing import Any, NamedTuple
 
 import keras
@@ -19,7 +20,7 @@ from keras_replicas.empty import (
     without_added_example,
     zeros_without_examples,
 )
-from keras_replicas.losses import BatchLoss, OwnState
+from keras_replicas.losses import BatchLoss, NotCompilable, OwnState
 from keras_replicas.noise import noise_seeds, use_global_seed
 from keras_replicas.replicas import (
     a_row_each,
@@ -65,7 +66,7 @@ class Passes(BatchLoss):
             scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0), tf.float32)
         copies = {id(variable): local_value(variable) for variable in self._model_variables()}
         one_pass = functools.partial(self._one_pass, copies, training)
-        compute = tf.function(one_pass, autograph=False, jit_compile=True) if self.jit_compile else one_pass
+        compute = self._compiled(one_pass) if self.jit_compile else one_pass
 
         example = others_example(data[0], self._rows_known)
 
@@ -86,6 +87,22 @@ class Passes(BatchLoss):
         if [each.loss.loss.reduction for each in self._compiled_losses()] == ["sum"]:  # nothing divides it
             sums = sums._replace(divisor=tf.cast(is_first, sums.divisor.dtype))
         return sums._replace(metrics_before=before), batch
+
+    def _compiled(self, one_pass):
+        """A pass by XLA or, where that is not possible, as it is."""
+        compiled = tf.function(one_pass, autograph=False, jit_compile=True)
+
+        def compute(*arguments):
+            self._compiling = True
+            try:
+                return compiled(*arguments)
+            except NotCompilable as needed:
+                warnings.warn(f"jit_compile has no effect on several replicas without {needed}", stacklevel=2)
+            finally:
+                self._compiling = False
+            return one_pass(*arguments)
+
+        return compute
 
     def _slice_by_slice(self, one_pass, data):
         """Adds up the `Sums` of `accumulate` slices of this replica's examples, computed one after another."""
@@ -158,7 +175,7 @@ class Passes(BatchLoss):
         if by_sums:
             gradients = self._gradients_by_sums(tape, loss, divisor, weights, scale)
         else:
-            self._refuse_jit_and_accumulate("a single loss of Keras's, without add_loss or regularisers")
+            self._needs_all_replicas("a single loss of Keras's, without add_loss or regularisers")
             of_loss = OwnState(list(zip(metric_variables, metrics_before, strict=True)), copies)
             whole, gradients = self._gathered_gradients(
                 tape, of_loss, data, y_pred, added, examples, weights, scale, training
@@ -167,7 +184,7 @@ class Passes(BatchLoss):
             loss = tf.where(is_first_replica(), whole, tf.zeros_like(whole))
             divisor = tf.cast(is_first_replica(), whole.dtype)
         if not self._metrics_add_up():
-            self._refuse_jit_and_accumulate("metrics of Keras's, and no compute_metrics")
+            self._needs_all_replicas("metrics of Keras's, and no compute_metrics")
             batch = gather(x) if self._overrides("compute_metrics") else x, *gather((y, y_pred, sample_weight))
         sums = Sums(
             {index: gradient for index, gradient in enumerate(gradients) if gradient is not None},
@@ -186,7 +203,7 @@ class Passes(BatchLoss):
         divisor = tf.where(divisor > 0, divisor, tf.ones_like(divisor))
         overwritten = [variable.overwrite_with_gradient for variable in self.trainable_variables]
         if any(overwritten):  # by what depends on a gradient's size
-            self._refuse_jit_and_accumulate("a model that is not quantised to float8")
+            self._needs_all_replicas("a model that is not quantised to float8")
             divisor = sum_over_replicas(divisor)
         elif not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):  # which keeps numbers small
             divisor = tf.ones_like(divisor)
@@ -213,9 +230,17 @@ class Passes(BatchLoss):
     def _predicted(self, x, filled, training):
         """The model's outputs for this replica's examples, computed from `filled`, if that is not None."""
         has_examples, before = None if filled is None else count_examples(x) > 0, dict(vars(self))
-        inputs = x if filled is None else filled
-        with forward_pass(has_examples):
-            y_pred = self(inputs, training=training) if self._call_has_training_arg else self(inputs)
+        inputs, options = x if filled is None else filled, {"training": training} if self._call_has_training_arg else {}
+        try:
+            with forward_pass(has_examples):
+                y_pred = self(inputs, **options)
+        except RuntimeError as error:
+            if "Mixing different tf.distribute" not in str(error):
+                raise
+            raise ValueError(
+                "call updates a tf.Variable, of which no sum over replicas is known: make it with "
+                "add_weight(..., aggregation='sum'), or 'mean' or 'only_first_replica'; or use one replica"
+            ) from None
         noted = [n for n, value in vars(self).items() if isinstance(value, tf.Tensor) and value is not before.get(n)]
         if noted and self._overrides("compute_loss") and replicas() > 1:
             raise ValueError(

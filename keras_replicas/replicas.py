@@ -2,7 +2,7 @@
 """Sums and gathers over replicas. Call them in a replica's step, that is, in what `strategy.run` runs."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -205,6 +205,19 @@ def local_value(variable: keras.Variable) -> tf.Variable:
     """This replica's copy of a Keras variable; the variable itself, if there is only one."""
     value = variable._value  # not `value`, which a stateless scope replaces
     return value._get() if isinstance(value, tf.distribute.DistributedValues) else value
+
+
+@contextlib.contextmanager
+def own_copies(variables: Iterable[keras.Variable]) -> Iterator[None]:
+    """While it lasts, these variables are this replica's copies, which can be assigned anywhere, as in a `tf.cond`."""
+    swapped = {id(variable): (variable, variable._value, local_value(variable)) for variable in variables}.values()
+    for variable, _, copy in swapped:
+        variable._value = copy
+    try:
+        yield
+    finally:
+        for variable, container, _ in swapped:
+            variable._value = container
 
 
 def is_first_replica() -> tf.Tensor:

@@ -33,11 +33,11 @@ from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_dat
 from keras_replicas.batchnorm import take_moments_of_whole_batch
 from keras_replicas.counted import CountedSteps
 from keras_replicas.device_copies import do_not_tune_device_copies
-from keras_replicas.loop import StepLoop
+from keras_replicas.loop import StepLoop, without_tf_function
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.passes import Passes
 from keras_replicas.private import TensorFlowTrainer
-from keras_replicas.replicas import in_words
+from keras_replicas.replicas import in_words, own_copies
 
 
 class Trainer(StepLoop):
@@ -114,9 +114,10 @@ class Trainer(StepLoop):
         """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""
         training = step_function == self.train_step
         if self.steps_by_keras:
+            step = self._with_own_copies(step_function)
             if not training:
-                return super()._make_function(step_function)
-            self._counted = CountedSteps(self, super()._make_function, step_function)
+                return super()._make_function(step)
+            self._counted = CountedSteps(self, super()._make_function, step)
             return self._counted
         run_steps = self._on_replicas(training)
 
@@ -136,6 +137,18 @@ class Trainer(StepLoop):
 
         return train_function if training else test_function
 
+    def _with_own_copies(self, step):
+        """A step of one replica, in which Keras finds no copies of what layers update, as without a strategy."""
+        if not self._distribute_strategy:
+            return step
+        step = without_tf_function(step)
+
+        def with_own_copies(data):
+            with own_copies([*self.non_trainable_variables, *self._metric_variables()]):
+                return step(data)
+
+        return with_own_copies
+
     def make_predict_function(self, force=False):
         """As Keras's; a model that is not built yet is built first, for XLA."""
         if self.predict_function is not None and not force:
@@ -148,11 +161,7 @@ class Trainer(StepLoop):
 
         def predict_function(data):
             if self.jit_compile and not all(layer.built for layer in self._flatten_layers()):
-                parts = [local(leaf)[0] for leaf in keras.tree.flatten(data[0])]
-                given = [None if part is None else keras.KerasTensor(part.shape, part.dtype) for part in parts]
-                x, _, _ = keras.utils.unpack_x_y_sample_weight(keras.tree.pack_sequence_as(data[0], given))
-                with self._scope():
-                    self(x)
+                self._call_symbolically(keras.tree.map_structure(lambda leaf: local(leaf)[0], data[0]))
             with in_words():
                 return predict(data)
 
@@ -250,7 +259,14 @@ class Trainer(StepLoop):
         with self._scope():
             if self._has_call:
                 self._symbolic_build(data_batch=batch)
+                if self.optimizer is not None and not self.optimizer.built and not hasattr(self, "inputs"):
+                    self._call_symbolically(batch)  # it may make layers in its call, and yet say that it is built
             self._prepare()
+
+    def _call_symbolically(self, batch):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with self._scope():
+            self(keras.tree.map_structure(lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype.name), x))
 
     @property
     def _has_call(self):
@@ -276,7 +292,7 @@ class Trainer(StepLoop):
         step = type(self).train_step
         if step is not Trainer.train_step and "super" not in inspect.unwrap(step).__code__.co_names:
             self._check_own_train_step()
-        if self.built and not self.optimizer.built:
+        if not self.optimizer.built and all(layer.built for layer in self._flatten_layers()):
             self.optimizer.build(self.trainable_variables)
 
     def _check_own_train_step(self):
