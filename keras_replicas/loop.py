@@ -40,8 +40,15 @@ class StepLoop(ReplicaStep):
             return super().predict_step(data)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         example = None if self.jit_compile else others_example(x, rows_known=False)
-        y_pred = self._predicted(x, None if example is None else with_example(x, example), training=False)
-        return a_row_each(y_pred, count_examples(x)) if replicas() > 1 and not self.jit_compile else y_pred
+        filled = None if example is None else with_example(x, example)
+        number, examples = self._step_number(0), count_examples(x)
+        scope, before = self._own_state(self._copies(), number, [])
+        with scope:
+            y_pred = self._predicted(x, filled, training=False)
+        state = self._state_sums(scope, before, examples, number)
+        if state:
+            self._update_state(*sum_over_replicas((state, examples)))
+        return a_row_each(y_pred, examples) if replicas() > 1 and not self.jit_compile else y_pred
 
     def _on_replicas(self, training):
         """A function of (iterator, left) that does the steps of one call, at most `left`, unless that is None.

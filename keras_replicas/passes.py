@@ -64,8 +64,7 @@ class Passes(BatchLoss):
         scale = tf.constant(1.0)
         if training and self.optimizer is not None:
             scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0), tf.float32)
-        copies = {id(variable): local_value(variable) for variable in self._model_variables()}
-        one_pass = functools.partial(self._one_pass, copies, training)
+        one_pass = functools.partial(self._one_pass, self._copies(), training)
         compute = self._compiled(one_pass) if self.jit_compile else one_pass
 
         example = others_example(data[0], self._rows_known)
@@ -147,19 +146,11 @@ class Passes(BatchLoss):
             and the gathered (x, y, y_pred, sample_weight), if metrics need it, else ().
         """
         x, y, sample_weight = data
-        use_global_seed(self)
         metric_variables = self._metric_variables()
-        mapping = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metric_variables]
-        for variable, seed in noise_seeds(self, number):
-            if is_shared(variable):
-                copies = {each: copy for each, copy in copies.items() if each != id(variable)}
-                mapping.append((variable, seed))
-            else:
-                copies[id(variable)].assign(seed)
-        before = {each: tf.convert_to_tensor(copy) for each, copy in copies.items()}
+        metrics = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metric_variables]
+        scope, before = self._own_state(copies, number, metrics)
         weights = [copies[id(variable)] for variable in self.trainable_variables] if training else []
         examples, after, batch = count_examples(x), (), ()
-        scope = OwnState(mapping, copies, collect_losses=True)
         with scope, tf.GradientTape() as tape:
             tape.watch(weights)
             y_pred = self._predicted(x, filled, training)
@@ -176,7 +167,7 @@ class Passes(BatchLoss):
             gradients = self._gradients_by_sums(tape, loss, divisor, weights, scale)
         else:
             self._needs_all_replicas("a single loss of Keras's, without add_loss or regularisers")
-            of_loss = OwnState(list(zip(metric_variables, metrics_before, strict=True)), copies)
+            of_loss = OwnState(list(zip(metric_variables, metrics_before, strict=True)), scope.copies)
             whole, gradients = self._gathered_gradients(
                 tape, of_loss, data, y_pred, added, examples, weights, scale, training
             )
@@ -248,6 +239,21 @@ class Passes(BatchLoss):
                 "that it is gathered, or use add_loss in call"
             )
         return y_pred if filled is None else without_added_example(y_pred, has_examples)
+
+    def _copies(self):
+        return {id(variable): local_value(variable) for variable in self._model_variables()}
+
+    def _own_state(self, copies, number, metrics):
+        """The scope of a pass, with the seeds of its noise; and the values of this replica's copies before."""
+        use_global_seed(self)
+        for variable, seed in noise_seeds(self, number):
+            if is_shared(variable):
+                copies = {each: copy for each, copy in copies.items() if each != id(variable)}
+                metrics = [*metrics, (variable, seed)]
+            else:
+                copies[id(variable)].assign(seed)
+        before = {each: tf.convert_to_tensor(copy) for each, copy in copies.items()}
+        return OwnState(metrics, copies, collect_losses=True), before
 
     def _state_sums(self, scope, before, examples, number):
         """What this replica has of the variables that layers have updated, whose old values it puts back."""
