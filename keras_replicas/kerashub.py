@@ -34,9 +34,15 @@ class HubTask:
         return data_parallel(cls.plain_class.from_preset(*args, **kwargs), accumulate=cls.accumulate)
 
     def save_to_preset(self: Any, *args, **kwargs):
-        """The plain class's, to load without this project."""
-        ours, self.__class__ = type(self), self.plain_class
+        """As the plain class's, to load without this project; a model in mixed precision is saved as one in float32.
+
+        KerasHub 0.32 cannot load a model that it saved in mixed precision (`Invalid dtype: mixed_bfloat16`).
+        """
+        backbone = getattr(self, "backbone", self)
+        if not backbone.dtype_policy.name.startswith("mixed_"):
+            return super().save_to_preset(*args, **kwargs)  # type: ignore[misc]
+        policy, backbone.dtype_policy = backbone.dtype_policy, "float32"
         try:
-            self.save_to_preset(*args, **kwargs)
+            super().save_to_preset(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.__class__ = ours
+            backbone.dtype_policy = policy

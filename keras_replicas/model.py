@@ -112,9 +112,9 @@ def _with_trainer(model_class: Any, accumulate: int = 1) -> type[keras.Model]:
 
         bases = (HubTask, *bases)
     names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}  # to be saved by
-    names |= {"plain_class": getattr(model_class, "plain_class", model_class), "accumulate": accumulate}
-    ours = type(model_class.__name__, bases, names)
-    registered = keras.saving.get_registered_name(model_class)
+    plain_class = getattr(model_class, "plain_class", model_class)
+    ours = type(model_class.__name__, bases, names | {"plain_class": plain_class, "accumulate": accumulate})
+    registered = keras.saving.get_registered_name(plain_class)
     if ">" in registered:  # by `keras.saving.register_keras_serializable`
         for each in (ours, keras.saving.get_registered_object(registered)):  # the last one is what loading a file makes
             keras.saving.register_keras_serializable(*registered.split(">"))(each)
