@@ -93,16 +93,16 @@ def what_it_is(model):
     ]
 
 
-def assert_same(mine, theirs, rtol=1e-6):
+def assert_same(mine, theirs):
     assert len(mine) == len(theirs)
     for my, their in zip(mine, theirs, strict=True):
-        np.testing.assert_allclose(my, their, rtol=rtol, atol=1e-6)
+        np.testing.assert_allclose(my, their, rtol=1e-6, atol=1e-6)
 
 
 KINDS = (functional, sequential, Subclassed, Registered, OursRegistered, RegisteredOurs)
 CASES = [
     *((make, from_file, replicas) for make in KINDS for replicas in (1, 2)),
-    *((make, from_pickle, 2) for make in (functional, Registered, OursRegistered)),
+    *((make, from_pickle, 2) for make in (functional, Registered)),
     (sequential, from_copy, 2),
 ]
 QUICK = [(sequential, from_file, 2), (RegisteredOurs, from_file, 2)]
@@ -170,13 +170,18 @@ def test_a_model_that_was_loaded_outside_of_the_scope_says_so(tmp_path):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_plain_model_on_several_replicas_comes_with_a_warning(replicas, tmp_path):
     told = "Functional is a plain model, not exact on several replicas: give it to keras_replicas.data_parallel"
+    x, y = X[:8], Y[:8]  # plain Keras builds no model from uneven parts
+    uses = (
+        lambda model: model.fit(x, y, verbose=0),
+        lambda model: model.evaluate(x, y, verbose=0),
+        lambda model: model.test_on_batch(x, y),
+    )
     with make_strategy(replicas).scope(), warnings.catch_warnings(action="error", category=UserWarning):
         ours = compiled(functional, data_parallel)
-        trained(ours)
-        ours.evaluate(X, Y, BATCH, verbose=0)
         loaded = from_file(ours, tmp_path)
-        loaded.predict(X, verbose=0)
-        for use in (trained, lambda model: model.evaluate(X, Y, verbose=0), lambda model: model.test_on_batch(X, Y)):
+        loaded.predict(x, verbose=0)
+        for use in uses:
+            use(ours)
             if replicas == 1:
                 use(loaded)
             else:
@@ -258,12 +263,15 @@ def test_a_backbone_has_presets_too(presets, tmp_path):
 def test_a_preset_with_lora_is_the_plain_class_s(quantised, tmp_path):
     def outcome(wrap, folder):
         keras.utils.set_random_seed(0)
-        model = wrap(HUB.GPT2CausalLM(backbone(HUB.GPT2Backbone), preprocessor=None))
+        model = HUB.GPT2CausalLM(backbone(HUB.GPT2Backbone), preprocessor=None)
         if quantised:
             model.quantize("int8")
         model.backbone.enable_lora(2)
-        model.compile(keras.optimizers.Adam(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        model.fit(TEXT, IDS, BATCH, 2, shuffle=False, verbose=0)
+        model = wrap(model)
+        model.compile(
+            keras.optimizers.SGD(1.0, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
+        model.fit(TEXT, IDS, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
         model.save_to_preset(folder)
         assert isinstance(model, Trainer) == (wrap is data_parallel)
         again = HUB.CausalLM.from_preset(folder, preprocessor=None)
@@ -273,4 +281,5 @@ def test_a_preset_with_lora_is_the_plain_class_s(quantised, tmp_path):
     plain = outcome(lambda model: model, str(tmp_path / "plain"))
     with make_strategy(2).scope():
         ours = outcome(data_parallel, str(tmp_path / "ours"))
-    assert_same(ours, plain, rtol=1e-4)
+    for mine, theirs in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-3 if quantised else 1e-5)
