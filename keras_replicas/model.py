@@ -91,9 +91,7 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
     if not isinstance(target, keras.Model):
         raise TypeError(f"data_parallel takes a Keras model, or a subclass of keras.Model; got {target!r}")
     if tf.distribute.has_strategy() and target._distribute_strategy is not tf.distribute.get_strategy():
-        raise ValueError(
-            "the model was made outside this strategy's scope: make or load it inside, then call data_parallel"
-        )
+        raise ValueError("the model is from outside this strategy's scope: make or load it inside, then data_parallel")
     target.__class__ = _with_trainer(target.__class__)
     target.become_data_parallel(int(accumulate))
     return target

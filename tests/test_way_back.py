@@ -163,7 +163,7 @@ def test_weights_go_both_ways(tmp_path):
 
 def test_a_model_that_was_loaded_outside_of_the_scope_says_so(tmp_path):
     again = from_file(compiled(functional, data_parallel), tmp_path)
-    with make_strategy(2).scope(), pytest.raises(ValueError, match="make or load it inside, then call data_parallel"):
+    with make_strategy(2).scope(), pytest.raises(ValueError, match="make or load it inside, then data_parallel"):
         data_parallel(again)
 
 
