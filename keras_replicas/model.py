@@ -87,7 +87,7 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
     if not isinstance(accumulate, int | np.integer) or accumulate < 1:  # type: ignore[redundant-expr]
         raise ValueError(f"accumulate must be a number of parts, 1 or more, not {accumulate!r}")
     if inspect.isclass(target) and issubclass(target, keras.Model):
-        return _with_trainer(target, int(accumulate))
+        return _with_trainer(target, int(accumulate))  # type: ignore[arg-type]
     if not isinstance(target, keras.Model):
         raise TypeError(f"data_parallel takes a Keras model, or a subclass of keras.Model; got {target!r}")
     if tf.distribute.has_strategy() and target._distribute_strategy is not tf.distribute.get_strategy():
