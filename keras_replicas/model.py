@@ -36,7 +36,10 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
 
     A model is any of Keras's: functional, sequential, of a class of one's own, loaded from a file, from
     `keras.applications` or `from_preset`. Its class is changed in place to a subclass with this trainer, and it is
-    returned. What is saved of it is of the plain class. A class becomes a subclass, whose models are made as before.
+    returned. A class becomes a subclass, whose models are made as before.
+
+    What is saved or pickled is of the plain class, and so is what loads it: `data_parallel(load_model(file))`, in the
+    scope, trains on with the optimizer's state.
 
     Under a strategy of N replicas, with batches of any size:
 
@@ -83,46 +86,37 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
     """
     if not isinstance(accumulate, int | np.integer) or accumulate < 1:  # type: ignore[redundant-expr]
         raise ValueError(f"accumulate must be a number of parts, 1 or more, not {accumulate!r}")
-    is_class = inspect.isclass(target) and issubclass(target, keras.Model)
-    if is_class:
-        ours = _with_trainer(target)
-        return ours if accumulate == 1 else type(ours.__name__, (ours,), _names(ours) | {"accumulate": int(accumulate)})
+    if inspect.isclass(target) and issubclass(target, keras.Model):
+        return _with_trainer(target, int(accumulate))  # type: ignore[arg-type]
     if not isinstance(target, keras.Model):
         raise TypeError(f"data_parallel takes a Keras model, or a subclass of keras.Model; got {target!r}")
     if tf.distribute.has_strategy() and target._distribute_strategy is not tf.distribute.get_strategy():
-        raise ValueError("the model was made outside this strategy's scope: make it inside, then call data_parallel")
+        raise ValueError("the model is from outside this strategy's scope: make or load it inside, then data_parallel")
     target.__class__ = _with_trainer(target.__class__)
     target.become_data_parallel(int(accumulate))
     return target
 
 
 @functools.cache
-def _with_trainer(model_class: type[keras.Model]) -> type[keras.Model]:
-    """The subclass of `model_class` with our trainer; itself if it is one already."""
-    if issubclass(model_class, Trainer):
+def _with_trainer(model_class: Any, accumulate: int = 1) -> type[keras.Model]:
+    """The subclass of `model_class` with our trainer; itself if it is one already, and has that many parts."""
+    is_ours = issubclass(model_class, Trainer)
+    if is_ours and accumulate == 1:
         return model_class
     _warn_outside_checked_versions()
-    bases = (*_of_kerashub(model_class), model_class, Trainer)
+    bases = (model_class,) if is_ours else (model_class, Trainer)
+    if hasattr(model_class, "save_to_preset") and not is_ours:
+        from keras_replicas.kerashub import HubTask
+
+        bases = (HubTask, *bases)
+    names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}  # to be saved by
     plain_class = getattr(model_class, "plain_class", model_class)
-    ours = type(model_class.__name__, bases, _names(model_class) | {"plain_class": plain_class})
-    registered = keras.saving.get_registered_name(model_class)
+    ours = type(model_class.__name__, bases, names | {"plain_class": plain_class, "accumulate": accumulate})
+    registered = keras.saving.get_registered_name(plain_class)
     if ">" in registered:  # by `keras.saving.register_keras_serializable`
-        for each in (ours, model_class):  # the last one is what loading a file makes
+        for each in (ours, keras.saving.get_registered_object(registered)):  # the last one is what loading a file makes
             keras.saving.register_keras_serializable(*registered.split(">"))(each)
     return ours
-
-
-def _names(model_class: type) -> dict[str, Any]:
-    """Names like those of the plain class, so that what is saved is the plain class's."""
-    return {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-
-
-def _of_kerashub(model_class: type[keras.Model]) -> list[type]:
-    if not hasattr(model_class, "save_to_preset"):
-        return []
-    from keras_replicas.kerashub import HubTask
-
-    return [HubTask]
 
 
 def _warn_outside_checked_versions() -> None:

@@ -44,10 +44,6 @@ Of a layer BatchNormalization:
 - `_moments`: replaced by moments of the whole batch; read its call
 - `_reduction_axes`: all axes but the channels'; read its build
 
-Of a layer Dense:
-
-- `_kernel`: the kernel to which LoRA's adapters are added; read Dense.kernel
-
 Of a Keras variable:
 
 - `_value`: this replica's copy takes its place in an update; read keras.Variable.value

@@ -352,15 +352,36 @@ def on_batches(model, x, y, weight):
     }
 
 
-def saved(model, *data):
-    """What is saved is the plain class, with the optimizer's state."""
-    model.fit(batches(*data), verbose=0)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save(f"{folder}/model.keras")
-        again = keras.models.load_model(f"{folder}/model.keras")
+def interrupted(save_and_load):
+    """Ours is saved and loaded after an epoch, and what was loaded is trained on; plain Keras's goes on as it is."""
+
+    def train(model, *data):
+        first, again = model.fit(batches(*data), verbose=0).history, model
+        if hasattr(model, "plain_class"):  # ours
+            with model.distribute_strategy.scope(), tempfile.TemporaryDirectory() as folder:
+                again = data_parallel(save_and_load(model, folder))
+        second = again.fit(batches(*data), verbose=0).history
+        model.set_weights(again.get_weights())  # what is compared
+        return {name: (first[name], second[name]) for name in first}
+
+    return train
+
+
+@interrupted
+def in_a_file(model, folder):
+    model.save(f"{folder}/model.keras")
+    again = keras.saving.load_model(f"{folder}/model.keras")
     assert type(again).__module__.startswith("keras.") and not hasattr(again, "told_to_stop")
-    state = {f"state {i}": variable.numpy() for i, variable in enumerate(again.optimizer.variables)}
-    return state | {"loaded": again(data[0])} | model.fit(batches(*data), verbose=0).history
+    return again
+
+
+@interrupted
+def in_a_preset(model, folder):
+    """It has no optimizer."""
+    model.save_to_preset(folder)
+    again = keras_hub.models.CausalLM.from_preset(folder, preprocessor=None)
+    again.compile(keras.optimizers.SGD(0.1), cross_entropy())
+    return again
 
 
 def row(
@@ -460,7 +481,14 @@ ROWS = {
     "a generator": row(fit=from_generator),
     "a `PyDataset` with threads": row(fit=from_py_dataset),
     "`train_on_batch`, `test_on_batch`, `predict_on_batch`": row(fit=on_batches),
-    "saved as `.keras` and loaded, then trained on": row(fit=saved),
+    "saved as `.keras` and loaded, then trained on": row(
+        fit=in_a_file,
+        optimizer=lambda: keras.optimizers.Adam(0.01),
+        loss=lambda: cross_entropy("mean_with_sample_weight"),  # no mean of means is that of the whole
+    ),
+    "KerasHub's `GPT2CausalLM`, saved as a preset and loaded, then trained on": row(
+        causal_lm, (TEXT, (IDS + 1) % 20), optimizer=lambda: keras.optimizers.SGD(0.1), fit=in_a_preset, bound=3e-6
+    ),
     "`steps_per_execution`": row(steps_per_execution=3),
     "`run_eagerly`": row(run_eagerly=True),
     "`jit_compile`": row(jit_compile=True),
@@ -502,9 +530,6 @@ ROWS = {
     "`use_ema`": row(optimizer=sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)),
     "`loss_scale_factor`": row(optimizer=sgd(loss_scale_factor=1024.0)),
 }
-
-
-ON_WORKERS = [feature for feature in ROWS if not feature.startswith("saved")]  # what is loaded there is a plain model
 
 
 def run(model_class, row):
@@ -590,7 +615,7 @@ def of_workers(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", ON_WORKERS)
+@pytest.mark.parametrize("feature", ROWS)
 def test_two_workers_compute_what_one_device_does(feature, of_workers):
     check(feature, 2, away_from_plain(feature, of_workers[feature]))
 
@@ -626,7 +651,7 @@ def test_arrays_splits_callbacks_and_single_batches(tmp_path):
 
 if __name__ == "__main__":
     strategy = make_strategy()
-    outcomes = {feature: outcome(feature, strategy) for feature in ON_WORKERS}
+    outcomes = {feature: outcome(feature, strategy) for feature in ROWS}
     if is_chief():
         Path(sys.argv[1], "outcomes").write_bytes(pickle.dumps(outcomes))
     exchange({})  # before one leaves
