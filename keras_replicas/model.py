@@ -8,20 +8,17 @@ A plain Keras program becomes right on N replicas in these steps; guides/train.p
 3. Give `fit` a callback `keras_replicas.Checkpoints(folder, every=100)`: killed, the program goes on where it was.
 4. For several workers, start it by `python -m keras_replicas launch --workers 2 train.py`.
 
-Checked against Keras 3.15 and TensorFlow 2.21; docs/keras-under-tf-distribute.md shows what Keras's own trainer does.
+docs/keras-under-tf-distribute.md shows what Keras's own trainer does.
 """
 
 import functools
-import importlib.metadata
 import inspect
-import warnings
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.private import CHECKED_VERSIONS
 from keras_replicas.trainer import Trainer
 
 
@@ -103,7 +100,6 @@ def _with_trainer(model_class: Any, accumulate: int = 1) -> type[keras.Model]:
     is_ours = issubclass(model_class, Trainer)
     if is_ours and accumulate == 1:
         return model_class
-    _warn_outside_checked_versions()
     bases = (model_class,) if is_ours else (model_class, Trainer)
     if hasattr(model_class, "save_to_preset") and not is_ours:
         from keras_replicas.kerashub import HubTask
@@ -117,14 +113,3 @@ def _with_trainer(model_class: Any, accumulate: int = 1) -> type[keras.Model]:
         for each in (ours, keras.saving.get_registered_object(registered)):  # the last one is what loading a file makes
             keras.saving.register_keras_serializable(*registered.split(">"))(each)
     return ours
-
-
-def _warn_outside_checked_versions() -> None:
-    for package, checked in CHECKED_VERSIONS.items():
-        version = importlib.metadata.version(package)
-        if not version.startswith(checked + "."):
-            warnings.warn(
-                f"keras_replicas is checked against {package} {checked}, not {version}: "
-                "run `python -m keras_replicas doctor`, and trust it",
-                stacklevel=3,
-            )
