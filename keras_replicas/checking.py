@@ -41,7 +41,8 @@ from keras_replicas.trainer import Trainer
 # Of Euclidean norms, relative to plain Keras's: what may differ, and by what plain Keras may differ from itself.
 LIMIT, NOISE = 1e-6, 1e-4
 ROUNDING = 1e-12  # what is only that, in float64, whatever the norm
-ROUNDED = ("weight", "optimizer's")  # kinds of which some values are nothing else
+KINDS = ("layer state", "optimizer state", "weight")
+ROUNDED = KINDS[1:]  # of which some are nothing but rounding
 SKETCH = 4096  # numbers that are kept of a large tensor
 
 
@@ -50,14 +51,10 @@ class CheckResult(NamedTuple):
 
     Attributes:
         same: whether nothing differs.
-        first: what differs first, and by how much; "" if nothing does.
-        reason: why that is likely.
-        text: a report of a few lines.
+        text: two or three lines: what was compared; by how much it differs, and what first; the likely reason.
     """
 
     same: bool
-    first: str
-    reason: str
     text: str
 
     def __bool__(self) -> bool:
@@ -65,15 +62,6 @@ class CheckResult(NamedTuple):
 
     def __repr__(self) -> str:
         return self.text
-
-
-class Value(NamedTuple):
-    """A value to be compared."""
-
-    kind: str
-    name: str
-    step: int
-    value: np.ndarray
 
 
 def check(
@@ -126,44 +114,52 @@ def check(
     each, rest = max(1, steps // 2), max(1, batch_size // 2 - 1)
     ends = [(each - 1) * batch_size + rest, 2 * (each - 1) * batch_size + rest + 1]
     parts = np.split(np.arange(ends[1]) % leaves[0].shape[0], ends[:1])
-    train = functools.partial(_train, build, data, parts, batch_size, seed)
-    model, plain, noise, unsteady, ours = _trained(train, strategy)
-    first, why, same, several = "", "", 0.0, f"{strategy.num_replicas_in_sync} replicas"
-    if unsteady:
-        first = f"NOT CHECKED: {unsteady}"
-        why = (
-            "plain Keras differs there from run to run, or is no number: draw noise by keras.random, and seed the rest"
-        )
-    elif isinstance(ours, Exception):
-        first, why = "REFUSED", f"{type(ours).__name__}: {' '.join(str(ours).split())[:400]}"
-    else:
-        for value, other, by, may in zip(plain, ours, _distances(plain, ours), noise, strict=True):
-            size = np.linalg.norm(value.value)
-            if not by <= max(may, bound := LIMIT * size + ROUNDING):
-                first = f"DIFFERENT, first the {value.name}, by {by / size:.0e}"
-                if value.value.size == 1:
-                    first += f": {value.value.item():.7g} on one device, {other.value.item():.7g} on {several}"
-                why = _reason(model, _rows(data[0], parts[0]), value, batch_size, value.step in (each, 2 * each))
-                break
-            if may <= bound:  # else it is rounding alone
-                same = max(same, (by - ROUNDING) / size if size else 0.0)
-    text = (
-        f"{type(model).__name__}: plain Keras on one device against {several}, {2 * each} steps of {batch_size}, two of "
-        f"them of {rest} and 1, in {model.dtype}, {time.perf_counter() - began:.0f} s\n"
+    model, plain, noise, unsteady, ours = _trained(
+        functools.partial(_train, build, data, parts, batch_size, seed), strategy
     )
-    found = f"{first}\nwhy: {why}" if first else f"THE SAME to {same:.0e}: fit, evaluate, predict"
-    return CheckResult(not first, first, why, text + found)
+    found, why, several = "", "", f"{strategy.num_replicas_in_sync} replicas"
+    if unsteady:
+        found, why = f"NOT CHECKED: {unsteady}", "plain Keras differs from run to run, or is no number: seed its noise"
+    elif isinstance(ours, Exception):
+        found, why = "REFUSED", f"{type(ours).__name__}: {' '.join(str(ours).split())[:400]}"
+    largest = 0.0
+    for (kind, step, name, value), (*_, other), by, may in (
+        [] if found else zip(plain, ours, _distances(plain, ours), noise, strict=False)
+    ):
+        size = np.linalg.norm(value)
+        if not by <= max(may, LIMIT * size + ROUNDING):
+            figures = f": {value.item():.7g} on one device, {other.item():.7g} on {several}" if value.size == 1 else ""
+            found = f"DIFFERENT, first the {name}, by {by / size:.0e}{figures}"
+            why = _reason(
+                model, _rows(data[0], np.concatenate(parts)), batch_size // 2 or 1, kind, step in (each, 2 * each)
+            )
+            break
+        if by > ROUNDING and may <= LIMIT * size:  # else it is rounding alone
+            largest = max(largest, by / size)
+    said = (
+        f"{found}\nwhy: {why}"
+        if found
+        else f"THE SAME to {largest:.0e}: losses, metrics, weights, all state, predictions"
+    )
+    head = (
+        f"{type(model).__name__} on {several} against plain Keras on one device, in {model.dtype}: {2 * each} steps of "
+    )
+    tail = f"{batch_size}, two of them of {rest} and 1; {time.perf_counter() - began:.0f} s"
+    return CheckResult(not found, f"{head}{tail}\n{said}")
 
 
 def _trained(train, strategy):
-    """Plain Keras's model and values, what they may differ by, which differs from run to run, and ours, or its error."""
+    """Plain Keras's model and values, what they may differ by, the first without a bound, and ours, or its error."""
     for dtype in ("float64", ""):
         with contextlib.suppress(Exception) if dtype else contextlib.nullcontext(), _comparable(dtype):
             model, start, plain = train()
             for reorder in (True, False):  # what depends on the order may still be the same in every run
                 noise = _distances(plain, train(start, reorder=reorder)[2])
-                pairs = [(value, by) for value, by in zip(plain, noise, strict=True) if value.kind not in ROUNDED]
-                unsteady = [v.name for v, by in pairs if not by <= NOISE * np.linalg.norm(v.value) + ROUNDING]
+                unsteady = [
+                    name
+                    for (kind, _, name, value), by in zip(plain, noise, strict=True)
+                    if kind not in ROUNDED and not by <= NOISE * np.linalg.norm(value) + ROUNDING
+                ]
                 if not unsteady:
                     break
             try:
@@ -178,7 +174,7 @@ def _trained(train, strategy):
 
 
 def _train(build, data, parts, batch_size, seed, start=None, strategy=None, reorder=False):
-    """A model that plain Keras has trained, or ours with a strategy; its weights at the start; and the `Value`s."""
+    """A model that plain Keras has trained, or ours with a strategy; its weights at the start; and what came out."""
     keras.utils.set_random_seed(seed)
     with strategy.scope() if strategy else contextlib.nullcontext():
         made = build()
@@ -198,39 +194,39 @@ def _train(build, data, parts, batch_size, seed, start=None, strategy=None, reor
         with contextlib.suppress(Exception):  # it has no call
             model._symbolic_build(data_batch=tuple(_rows(data, parts[0])))
         if model.optimizer is not None and not _has_own(model, "train_step"):
-            _get_each_row_once(model.optimizer)
+            apply = model.optimizer.apply
+            model.optimizer.apply = lambda gradients, *rest: apply(list(map(_each_row_once, gradients)), *rest)
     model.steps_per_execution = 1
     watch, random = Watch(start), np.random.default_rng(seed)
     for rows in parts:
-        if reorder:
-            batches = np.split(rows, range(batch_size, len(rows), batch_size))
-            rows = np.concatenate([random.permutation(batch) for batch in batches])
-        x, y, weight = _rows(data, rows)
+        batches = np.split(rows, range(batch_size, len(rows), batch_size))
+        order = np.concatenate([random.permutation(batch) for batch in batches]) if reorder else rows
+        x, y, weight = _rows(data, order)
         model.fit(x, y, batch_size, 1, 0, [watch], sample_weight=weight, shuffle=False)
     x, y, weight = _rows(data, parts[0])
     with contextlib.suppress(NotImplementedError):  # it has no call
-        watch.note("evaluate", "evaluate's {}", model.evaluate(x, y, batch_size, 0, weight, return_dict=True))
+        watch.note("evaluate", model.evaluate(x, y, batch_size, 0, weight, return_dict=True))
         outputs = keras.tree.flatten(model.predict(x, batch_size, 0))
-        watch.note("predict", "output {} of predict", dict(enumerate(outputs)))
+        watch.note("predict", {f"output {index}": output for index, output in enumerate(outputs)})
     return model, watch.start, watch.values
 
 
 class Watch(keras.callbacks.Callback):
-    """Gives a model its weights at the start, and notes the values after each step."""
+    """Gives a model its weights at the start, and notes what is to be compared after each step."""
 
-    def __init__(self, start: list[np.ndarray] | None):
+    def __init__(self, start):
         super().__init__()
         self.start, self.step = start, 0
-        self.values: list[Value] = []
+        self.values: list[tuple] = []  # kind, step, name, value
 
-    def note(self, kind, told, values):
+    def note(self, kind, values):
         """Keeps values by name; of a large one, `SKETCH` sums with random signs, whose norm is much the same."""
         for name in sorted(values, key=lambda name: (name != "loss", name)):
             value = np.asarray(values[name])
             if value.size > SKETCH:
                 signs = np.random.default_rng(0).choice([-1.0, 1.0], value.size)
                 value = np.bincount(np.arange(value.size) % SKETCH, signs * value.ravel())
-            self.values.append(Value(kind, told.format(name), self.step, value))
+            self.values.append((kind, self.step, f"{kind} {name} after step {self.step}", value))
 
     def on_train_begin(self, logs=None):
         """All is built by now."""
@@ -241,46 +237,35 @@ class Watch(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         """Losses and metrics are running means."""
         self.step += 1
-        self.note("log", f"{{}} until step {self.step}", logs)
-        trained = {id(variable) for variable in self.model.trainable_variables}
+        self.note("mean", logs)
         optimizer = getattr(self.model.optimizer, "variables", [])
-        kinds = {id(variable): "optimizer's" for variable in optimizer} | dict.fromkeys(trained, "weight")
-        for variable in (
-            [*self.model.non_trainable_variables, *optimizer, *self.model.trainable_variables]
-        ):
-            if variable.name != "seed_generator_state":
-                kind = kinds.get(id(variable), "layer state")
-                self.note(kind, f"{kind} {{}} after step {self.step}", {variable.path: variable.numpy()})
+        of_kinds = self.model.non_trainable_weights, optimizer, self.model.trainable_weights
+        for kind, variables in zip(KINDS, of_kinds, strict=True):
+            for variable in variables:
+                self.note(kind, {variable.path: variable.numpy()})
 
 
-def _reason(model, x, differs: Value, batch_size: int, is_uneven: bool) -> str:
+def _reason(model, x, size: int, kind: str, is_uneven: bool) -> str:
     """The likely one."""
-    if layer := _looks_at_others(model, x, batch_size // 2 or 1):
-        return (
-            f"call looks at the other examples of its batch, from {layer} on, and a replica has only its own: do that "
-            "in compute_loss, which sees the whole batch, or train on one replica"
+    if layer := _looks_at_others(model, x, size):
+        return f"call looks at the batch's other examples, from {layer} on: a replica lacks them, compute_loss does not"
+    step = {"evaluate": "test_step", "predict": "predict_step"}.get(kind, "train_step")
+    if not _has_own(model, step):
+        averaged = (
+            "a layer's own state is averaged over replicas, but is no mean over examples, as a counter or a queue"
         )
-    step = {"evaluate": "test_step", "predict": "predict_step"}.get(differs.kind, "train_step")
-    if _has_own(model, step):
-        mean = f"a mean of means: {type(model).__name__}.{step} takes the mean of each replica's examples"
-        if is_uneven or step != "train_step":
-            return f"{mean}, of which some have fewer. Compute the loss in compute_loss, which sees the whole batch"
-        return (
-            "gradients are added up over replicas: divide a mean by self.distribute_strategy.num_replicas_in_sync. In "
-            f"uneven batches it is then {mean}; what compute_loss computes is right in all"
-        )
-    if differs.kind == "layer state":
-        return "each replica updates it from its own examples, and it is no mean over them, as a counter or a queue"
-    return "none that is known: please report it, with the model"
+        return averaged if kind == KINDS[0] else "none that is known: please report it, with the model"
+    mean = f"a mean of means, since {type(model).__name__}.{step} has each replica's examples, and some have fewer"
+    if is_uneven or step != "train_step":
+        return f"{mean}: compute_loss has the whole batch"
+    return f"gradients are added up: divide a mean by the number of replicas. In uneven batches it is then {mean}"
 
 
 def _looks_at_others(model, x, size: int) -> str:
     """The first layer whose outputs for `size` examples are not those that it has for all; "" if there is none."""
-    layers = [
-        layer for layer in model.layers if getattr(model, "inputs", None) and getattr(layer, "output", None) is not None
-    ]
+    layers = [layer for layer in model.layers if getattr(model, "inputs", None) and hasattr(layer, "output")]
     probe = keras.Model(model.inputs, [layer.output for layer in layers]) if layers else model
-    names = [layer.name for layer in layers for _ in keras.tree.flatten(layer.output)] or itertools.repeat("it")
+    names = [layer.name for layer in layers for _ in keras.tree.flatten(layer.output)] or itertools.repeat("the start")
     rows = np.arange(keras.tree.flatten(x)[0].shape[0])
     moments = any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers())
     with contextlib.suppress(Exception), _comparable():  # a model need not have a call
@@ -304,44 +289,38 @@ def _rows(data, rows):
     return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.gather(leaf, rows), data)
 
 
-def _distances(plain: list[Value], other: list[Value]) -> list[float]:
-    pairs = [(one.value, two.value) for one, two in zip(plain, other, strict=True)]
+def _distances(plain, other):
+    pairs = [(one, two) for (*_, one), (*_, two) in zip(plain, other, strict=False)]
     return [float(np.linalg.norm(two - one.astype(float))) if one.shape == two.shape else np.inf for one, two in pairs]
 
 
-def _get_each_row_once(optimizer: keras.Optimizer) -> None:
-    apply = optimizer.apply
+def _each_row_once(gradient):
+    return sum_rows(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
-    def apply_summed(gradients, *variables):
-        return apply([sum_rows(each) if isinstance(each, tf.IndexedSlices) else each for each in gradients], *variables)
 
-    optimizer.apply = apply_summed
+def _of_one_example(draw, shape, **given):
+    """What `draw` draws for one example, the same in each step, for all; but weights, outside of a step, as usual."""
+    if not tf.inside_function():
+        return draw(shape=shape, **given)
+    shape = tf.convert_to_tensor(shape, tf.int32)
+    return tf.broadcast_to(draw(shape=shape[1:], **given | {"seed": (1, 2)}), shape)
 
 
 @contextlib.contextmanager
 def _comparable(dtype: str = "") -> Iterator[None]:
     """Makes a dtype Keras's, all examples draw the same noise in every step, and dropout drop nothing."""
-
-    def of_one_example(draw):
-        def drawn(shape, **given):
-            if not tf.inside_function():  # as weights are drawn
-                return draw(shape=shape, **given)
-            shape = tf.convert_to_tensor(shape, tf.int32)
-            one = tf.concat([tf.ones_like(shape[:1]), shape[1:]], axis=0)
-            return tf.broadcast_to(draw(shape=one, **given | {"seed": (1, 2)}), shape)
-
-        return drawn
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(keras.config.set_floatx, keras.config.floatx())
-        stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
-        stack.enter_context(mock.patch.object(tf.nn.experimental, "stateless_dropout", lambda x, **_: x))
-        for name in ("stateless_normal", "stateless_uniform", "stateless_truncated_normal"):
-            stack.enter_context(mock.patch.object(tf.random, name, of_one_example(getattr(tf.random, name))))
-        if dtype:
-            keras.config.set_floatx(dtype)
-            keras.config.set_dtype_policy(dtype)
-        yield
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    names = ("stateless_normal", "stateless_uniform", "stateless_truncated_normal")
+    drawn = {name: functools.partial(_of_one_example, getattr(tf.random, name)) for name in names}
+    dropped = mock.patch.object(tf.nn.experimental, "stateless_dropout", lambda x, **_: x)
+    with mock.patch.multiple(tf.random, **drawn), dropped:
+        try:
+            keras.config.set_floatx(dtype or floatx)
+            keras.config.set_dtype_policy(dtype or policy)
+            yield
+        finally:
+            keras.config.set_floatx(floatx)
+            keras.config.set_dtype_policy(policy)
 
 
 def command(options: argparse.Namespace) -> int:
