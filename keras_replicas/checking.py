@@ -114,38 +114,28 @@ def check(
     each, rest = max(1, steps // 2), max(1, batch_size // 2 - 1)
     ends = [(each - 1) * batch_size + rest, 2 * (each - 1) * batch_size + rest + 1]
     parts = np.split(np.arange(ends[1]) % leaves[0].shape[0], ends[:1])
-    model, plain, noise, unsteady, ours = _trained(
-        functools.partial(_train, build, data, parts, batch_size, seed), strategy
-    )
+    train = functools.partial(_train, build, data, parts, batch_size, seed)
+    model, plain, noise, unsteady, ours = _trained(train, strategy)
     found, why, several = "", "", f"{strategy.num_replicas_in_sync} replicas"
     if unsteady:
         found, why = f"NOT CHECKED: {unsteady}", "plain Keras differs from run to run, or is no number: seed its noise"
     elif isinstance(ours, Exception):
         found, why = "REFUSED", f"{type(ours).__name__}: {' '.join(str(ours).split())[:400]}"
+    compared = [] if found else zip(plain, ours, _distances(plain, ours), noise, strict=False)
     largest = 0.0
-    for (kind, step, name, value), (*_, other), by, may in (
-        [] if found else zip(plain, ours, _distances(plain, ours), noise, strict=False)
-    ):
+    for (kind, step, name, value), (*_, other), by, may in compared:
         size = np.linalg.norm(value)
         if not by <= max(may, LIMIT * size + ROUNDING):
             figures = f": {value.item():.7g} on one device, {other.item():.7g} on {several}" if value.size == 1 else ""
-            found = f"DIFFERENT, first the {name}, by {by / size:.0e}{figures}"
-            why = _reason(
-                model, _rows(data[0], np.concatenate(parts)), batch_size // 2 or 1, kind, step in (each, 2 * each)
-            )
+            found = f"DIFFERENT, first the {name}, by {by / (size or 1):.0e}{figures}"
+            why = _reason(model, data[0], batch_size // 2 or 1, kind, step in (each, 2 * each))
             break
         if by > ROUNDING and may <= LIMIT * size:  # else it is rounding alone
             largest = max(largest, by / size)
-    said = (
-        f"{found}\nwhy: {why}"
-        if found
-        else f"THE SAME to {largest:.0e}: losses, metrics, weights, all state, predictions"
-    )
-    head = (
-        f"{type(model).__name__} on {several} against plain Keras on one device, in {model.dtype}: {2 * each} steps of "
-    )
-    tail = f"{batch_size}, two of them of {rest} and 1; {time.perf_counter() - began:.0f} s"
-    return CheckResult(not found, f"{head}{tail}\n{said}")
+    head = f"{type(model).__name__} on {several}, plain on one device: {model.dtype}, {2 * each} steps of {batch_size}"
+    same = f"THE SAME to {largest:.0e}: losses, metrics, weights, state, predictions"
+    said = f"{found}\nwhy: {why}" if found else same
+    return CheckResult(not found, f"{head}, two of {rest} and 1; {time.perf_counter() - began:.0f} s\n{said}")
 
 
 def _trained(train, strategy):
@@ -251,9 +241,7 @@ def _reason(model, x, size: int, kind: str, is_uneven: bool) -> str:
         return f"call looks at the batch's other examples, from {layer} on: a replica lacks them, compute_loss does not"
     step = {"evaluate": "test_step", "predict": "predict_step"}.get(kind, "train_step")
     if not _has_own(model, step):
-        averaged = (
-            "a layer's own state is averaged over replicas, but is no mean over examples, as a counter or a queue"
-        )
+        averaged = "replicas average a layer's own state, but it is no mean over examples, as a counter or a queue"
         return averaged if kind == KINDS[0] else "none that is known: please report it, with the model"
     mean = f"a mean of means, since {type(model).__name__}.{step} has each replica's examples, and some have fewer"
     if is_uneven or step != "train_step":
@@ -266,12 +254,12 @@ def _looks_at_others(model, x, size: int) -> str:
     layers = [layer for layer in model.layers if getattr(model, "inputs", None) and hasattr(layer, "output")]
     probe = keras.Model(model.inputs, [layer.output for layer in layers]) if layers else model
     names = [layer.name for layer in layers for _ in keras.tree.flatten(layer.output)] or itertools.repeat("the start")
-    rows = np.arange(keras.tree.flatten(x)[0].shape[0])
+    rows = np.arange(keras.tree.flatten(x)[0].shape[0])[: 16 * size]
     moments = any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers())
     with contextlib.suppress(Exception), _comparable():  # a model need not have a call
         for training in (False,) if moments else (False, True):  # which looks at the others, rightly
             call = tf.function(functools.partial(probe, training=training), autograph=False)
-            whole = keras.tree.flatten(call(x))
+            whole = keras.tree.flatten(call(_rows(x, rows)))
             for part in np.split(rows, range(size, len(rows), size)):
                 for name, of_all, own in zip(names, whole, keras.tree.flatten(call(_rows(x, part))), strict=False):
                     of_part = tf.gather(of_all, part)
