@@ -16,6 +16,7 @@ from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.cluster import is_chief, num_workers
 from keras_replicas.data import WholeBatches, begins_anywhere, row_by_row
 from keras_replicas.errors import UserError
+from keras_replicas.noise import keep_global_seed
 from keras_replicas.private import get_data_adapter
 from keras_replicas.workers import agree, exchange
 
@@ -51,6 +52,7 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
         return 0, given
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size", "class_weight")}
     callbacks = _callback_list(model, given)
+    keep_global_seed(model)
     state = checkpoints.open_fit(callbacks) if checkpoints else {}
     seeds = state.get("seeds") or {"data": model.global_seed, "noise": model.global_seed}
     seeds = exchange(seeds)[0] if _on_workers(model) else seeds

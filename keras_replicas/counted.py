@@ -67,7 +67,7 @@ class CountedSteps:
         """A step; when it is traced, or runs eagerly."""
         model = self._model
         before = {id(variable): tf.convert_to_tensor(variable.value) for variable in model._metric_variables()}
-        vars(model).update(step_loss=None)
+        model.step_loss = None
         leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
         with tf.control_dependencies(leaves):  # at the end of the data, nothing is to be counted
             logs = self._step(data)

@@ -3,6 +3,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -62,7 +63,7 @@ def _local_copies(optimizer: keras.Optimizer, variables: Iterable[keras.Variable
 
 
 @contextlib.contextmanager
-def each_row_once(optimizer: keras.Optimizer | None, dense: bool) -> Iterator[None]:
+def each_row_once(optimizer: Any, dense: bool) -> Iterator[None]:
     """While it lasts, the optimizer is given each row of a table once, or all: Keras's square rows one by one."""
 
     def once(gradient):

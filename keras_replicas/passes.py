@@ -14,14 +14,12 @@ import tensorflow as tf
 from keras_replicas.empty import (
     count_examples,
     first_input,
-    forward_pass,
     others_example,
     with_example,
-    without_added_example,
     zeros_without_examples,
 )
-from keras_replicas.losses import BatchLoss, NotCompilable, OwnState
-from keras_replicas.noise import noise_seeds, use_global_seed
+from keras_replicas.gradients import Gradients
+from keras_replicas.losses import NotCompilable
 from keras_replicas.replicas import (
     a_row_each,
     gather,
@@ -31,7 +29,7 @@ from keras_replicas.replicas import (
     replicas,
     sum_over_replicas,
 )
-from keras_replicas.state import aggregation_of, part_of_state
+from keras_replicas.state import OwnState
 
 
 class Sums(NamedTuple):
@@ -47,7 +45,7 @@ class Sums(NamedTuple):
     stop: tf.Tensor  # not 0 if this worker is to stop
 
 
-class Passes(BatchLoss):
+class Passes(Gradients):
     """The passes of the step in `step.py`."""
 
     _rows_known = True  # while a step is traced, whether static shapes tell that all replicas have rows
@@ -150,7 +148,9 @@ class Passes(BatchLoss):
         metrics = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metric_variables]
         scope, before = self._own_state(copies, number, metrics)
         weights = [copies[id(variable)] for variable in self.trainable_variables] if training else []
-        examples, after, batch = count_examples(x), (), ()
+        examples = count_examples(x)
+        after: list[tf.Tensor] = []
+        batch: tuple = ()
         with scope, tf.GradientTape() as tape:
             tape.watch(weights)
             y_pred = self._predicted(x, filled, training)
@@ -189,97 +189,6 @@ class Passes(BatchLoss):
         )
         return sums, after, batch
 
-    def _gradients_by_sums(self, tape, loss, divisor, weights, scale):
-        """Gradients of this replica's sum of a loss, times `scale`."""
-        divisor = tf.where(divisor > 0, divisor, tf.ones_like(divisor))
-        overwritten = [variable.overwrite_with_gradient for variable in self.trainable_variables]
-        if any(overwritten):  # by what depends on a gradient's size
-            self._needs_all_replicas("a model that is not quantised to float8")
-            divisor = sum_over_replicas(divisor)
-        elif not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):  # which keeps numbers small
-            divisor = tf.ones_like(divisor)
-        gradients = tape.gradient(loss, weights, tf.cast(scale, loss.dtype) / divisor)
-        return [
-            gradient if gradient is None or as_is else times(gradient, divisor)
-            for gradient, as_is in zip(gradients, overwritten, strict=False)
-        ]
-
-    def _gathered_gradients(self, tape, scope, data, y_pred, added, examples, weights, scale, training):
-        """The loss of all replicas' examples; and its gradients, of which the sum over replicas is the batch's."""
-        outputs = [leaf for leaf in keras.tree.flatten(y_pred) if leaf is not None and leaf.dtype.is_floating]
-        sources = [*outputs, *added]
-        with tf.GradientTape() as of_loss:
-            of_loss.watch([*sources, *weights])
-            loss, share = self._gathered_loss(scope, data, y_pred, added, examples, training)
-        found = of_loss.gradient(loss, [*sources, *weights], tf.cast(scale, loss.dtype))
-        pairs = [pair for pair in zip(sources, found, strict=False) if pair[1] is not None]
-        through = tape.gradient([source for source, _ in pairs], weights, [gradient for _, gradient in pairs])
-        # Every replica has all that reaches weights in another way than through its outputs, so each takes a share.
-        direct = [None if gradient is None else times(gradient, share) for gradient in found[len(sources) :]]
-        return loss, [plus(a, b) for a, b in zip(through, direct, strict=True)]
-
-    def _predicted(self, x, filled, training):
-        """The model's outputs for this replica's examples, computed from `filled`, if that is not None."""
-        has_examples, before = None if filled is None else count_examples(x) > 0, dict(vars(self))
-        inputs, options = x if filled is None else filled, {"training": training} if self._call_has_training_arg else {}
-        try:
-            with forward_pass(has_examples):
-                y_pred = self(inputs, **options)
-        except RuntimeError as error:
-            if "Mixing different tf.distribute" not in str(error):
-                raise
-            raise ValueError(
-                "call updates a tf.Variable, of which no sum over replicas is known: make it with "
-                "add_weight(..., aggregation='sum'), or 'mean' or 'only_first_replica'; or use one replica"
-            ) from None
-        noted = [n for n, value in vars(self).items() if isinstance(value, tf.Tensor) and value is not before.get(n)]
-        if noted and self._overrides("compute_loss") and replicas() > 1:
-            raise ValueError(
-                f"call sets {noted[0]}, of one replica's examples, but compute_loss is of all: return it from call, so "
-                "that it is gathered, or use add_loss in call"
-            )
-        return y_pred if filled is None else without_added_example(y_pred, has_examples)
-
-    def _copies(self):
-        return {id(variable): local_value(variable) for variable in self._model_variables()}
-
-    def _own_state(self, copies, number, metrics):
-        """The scope of a pass, with the seeds of its noise; and the values of this replica's copies before."""
-        use_global_seed(self)
-        for variable, seed in noise_seeds(self, number):
-            if is_shared(variable):
-                copies = {each: copy for each, copy in copies.items() if each != id(variable)}
-                metrics = [*metrics, (variable, seed)]
-            else:
-                copies[id(variable)].assign(seed)
-        before = {each: tf.convert_to_tensor(copy) for each, copy in copies.items()}
-        return OwnState(metrics, copies, collect_losses=True), before
-
-    def _state_sums(self, scope, before, examples, number):
-        """What this replica has of the variables that layers have updated, whose old values it puts back."""
-        if replicas() == self.accumulate == 1:
-            return {}  # the new values are right
-        indices = {id(variable): index for index, variable in enumerate(self._model_variables())}
-        is_first, state = is_first_replica() & tf.equal(number % self.accumulate, 0), {}
-        for variable in scope.changed:
-            copy, old = scope.copies[id(variable)], before[id(variable)]
-            if variable.name != "seed_generator_state":
-                new, aggregation = tf.convert_to_tensor(copy), aggregation_of(variable, self)
-                state[indices[id(variable)]] = part_of_state(aggregation, new, old, examples, is_first)
-                with tf.control_dependencies([new]):
-                    copy.assign(old)
-        return state
-
-    def _model_variables(self):
-        return [*self.trainable_variables, *self.non_trainable_variables, self.global_seed_generator.state]
-
-    def _step_number(self, slice_number):
-        """A number for each slice of each step."""
-        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        # This counts every step: `iterations` counts updates, of which `gradient_accumulation_steps` steps share one.
-        steps = 0 if optimizer is None else optimizer._iterations
-        return tf.cast(steps, tf.int64) * self.accumulate + tf.cast(slice_number, tf.int64)
-
     def _local_metrics(self):
         """This replica's values of the metrics' variables; the value of each is the sum over replicas."""
 
@@ -288,17 +197,3 @@ class Passes(BatchLoss):
             return tf.where(is_first_replica(), value, tf.zeros_like(value)) if is_shared(variable) else value
 
         return [counted_once(variable) for variable in self._metric_variables()]
-
-
-def times(gradient, factor):
-    """A gradient, multiplied by a scalar."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
-
-
-def plus(first, second):
-    """The sum of two gradients, of which either may be None."""
-    if first is None or second is None:
-        return second if first is None else first
-    return tf.convert_to_tensor(first) + tf.convert_to_tensor(second)

@@ -19,6 +19,38 @@ SAME_EVERYWHERE = {
 }
 
 
+class OwnState(keras.StatelessScope):
+    """While it lasts, layers read and update this replica's own copies of their variables, and nothing reduces.
+
+    Seeds and the variables of metrics have the values that are given, as in `keras.StatelessScope`.
+
+    Attributes:
+        given: the values at the beginning, by `id`.
+        copies: of a model's variables, by `id`.
+        changed: the variables that were updated.
+    """
+
+    def __init__(self, mapping, copies, **kwargs):
+        super().__init__(mapping, **kwargs)
+        self.given, self.copies, self.changed = dict(self.state_mapping), copies, []
+
+    def add_update(self, update):
+        """See `keras.StatelessScope`. A `tf.cond` or a loop may update a copy, not a value that is held outside."""
+        variable, value = update
+        copy = self.copies.get(id(variable))
+        if copy is None:
+            super().add_update(update)
+            return
+        copy.assign(value)
+        if not any(variable is each for each in self.changed):
+            self.changed.append(variable)
+
+    def get_current_value(self, variable):
+        """See `keras.StatelessScope`."""
+        copy = self.copies.get(id(variable))
+        return super().get_current_value(variable) if copy is None else tf.convert_to_tensor(copy)
+
+
 def aggregation_of(variable: keras.Variable, model: keras.Model) -> str:
     """What a layer's variable says of itself.
 

@@ -8,8 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_replicas.gradients import times
 from keras_replicas.optimizers import apply_summed
-from keras_replicas.passes import Passes, Sums, times
+from keras_replicas.passes import Passes, Sums
 from keras_replicas.replicas import (
     assign_sum,
     gather_over_replicas,

@@ -22,7 +22,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import warnings
 from typing import Any
 
 import keras
@@ -30,32 +29,27 @@ import numpy as np
 import tensorflow as tf
 
 from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_data
-from keras_replicas.batchnorm import take_moments_of_whole_batch
+from keras_replicas.building import Building
 from keras_replicas.counted import CountedSteps
-from keras_replicas.device_copies import do_not_tune_device_copies
-from keras_replicas.loop import StepLoop, without_tf_function
-from keras_replicas.noise import keep_global_seed
-from keras_replicas.passes import Passes
+from keras_replicas.loop import without_tf_function
 from keras_replicas.private import TensorFlowTrainer
 from keras_replicas.replicas import in_words, own_copies
 
 
-class Trainer(StepLoop):
+class Trainer(Building):
     """Replaces Keras's trainer among the bases of a `data_parallel` class; see there."""
 
-    accumulate = 1
     _steps_done = 0
     _counted: CountedSteps | None = None  # on one replica
     _last_step: int | None = None
-    _begins_anywhere = False  # whether `fit` may go on in the middle of an epoch
     _steps_in_call = 0
     _epoch_end: int | None = None  # the step, while `fit` runs and was told `steps_per_epoch`
     _test_steps_left: int | None = None  # while `evaluate` runs
-    _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
     plain_class: Any
     predict_function: Any
     _step_values: dict[str, np.ndarray] | None = None
     step_loss: tf.Tensor | None = None  # while a step is traced
+    train_function: Any
 
     @functools.wraps(TensorFlowTrainer.compile)
     def compile(self, *args, **kwargs):  # noqa: D102
@@ -73,14 +67,14 @@ class Trainer(StepLoop):
     def __reduce__(self):
         """As Keras's; an unpickled model is of the plain class, like one that is loaded from a file."""
         _, content = super().__reduce__()
-        return self.plain_class._unpickle_model, content
+        return keras.Model._unpickle_model, content
 
     @functools.wraps(TensorFlowTrainer.fit)
     def fit(self, *args, **kwargs):  # noqa: D102
-        given = inspect.signature(super().fit).bind(*args, **kwargs).arguments
+        given: dict[str, Any] = inspect.signature(super().fit).bind(*args, **kwargs).arguments
         checkpoints = checkpoints_in(given)
         step, given = begin_fit(self, given, checkpoints)
-        self._counted = self._counted if self.train_function else None
+        self._counted = None if self.train_function is None else self._counted
         self._steps_done = step - (self._counted.count() if self._counted else 0)
         self._last_step = checkpoints.max_steps if checkpoints else None
         self._fit_iterator, self._begins_anywhere = None, checkpoints is not None or step > 0
@@ -176,12 +170,6 @@ class Trainer(StepLoop):
         return keras.tree.map_structure(lambda t: t if isinstance(t, tf.RaggedTensor) else np.asarray(t), outputs)
 
     @property
-    def steps_by_keras(self):
-        """Whether Keras's own step runs: on one replica, unless something is asked for that Keras has not."""
-        ours = self.accumulate > 1 or self.mean_over != "examples" or self._overrides("update_counts", Passes)
-        return self.distribute_strategy.num_replicas_in_sync == 1 and not ours
-
-    @property
     def steps_done(self):
         """Steps of this `fit` so far, with those before it was resumed."""
         return self._steps_done + (self._counted.count() if self._counted else 0)
@@ -204,7 +192,7 @@ class Trainer(StepLoop):
     def _compute_loss(self, *args, **kwargs):
         """As Keras's; notes the loss of the step."""
         loss = super()._compute_loss(*args, **kwargs)
-        vars(self).update(step_loss=loss)
+        self.step_loss = loss
         return loss
 
     def become_data_parallel(self, accumulate: int) -> None:
@@ -234,80 +222,3 @@ class Trainer(StepLoop):
                 yield done + first, done + last, iterator
 
         epoch_iterator._enumerate_iterator = enumerate_rest
-
-    def _scope(self):
-        return self.distribute_strategy.scope()
-
-    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        """Builds from the shapes of the data; on one replica as Keras does, unless `Checkpoints` has built already."""
-        first = iterator is not None and self._fit_iterator is None
-        if first:
-            self._fit_iterator = iterator
-        goes_on = first and iterator.steps_per_epoch is not None and (self._begins_anywhere or not self.steps_by_keras)
-        if goes_on:
-            self._begin_epochs_where_they_are(iterator)
-        if self.steps_by_keras:
-            if self._has_call and not goes_on:
-                super()._maybe_symbolic_build(iterator, data_batch)
-            return
-        if iterator is not None:
-            data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)
-        self.build_for(data_batch)
-
-    def build_for(self, batch):
-        """Builds the model and its optimizer for batches like this one, of arrays or of `tf.TensorSpec`s."""
-        with self._scope():
-            if self._has_call:
-                self._symbolic_build(data_batch=batch)
-                if self.optimizer is not None and not self.optimizer.built and not hasattr(self, "inputs"):
-                    self._call_symbolically(batch)  # it may make layers in its call, and yet say that it is built
-            self._prepare()
-
-    def _call_symbolically(self, batch):
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        with self._scope():
-            self(keras.tree.map_structure(lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype.name), x))
-
-    @property
-    def _has_call(self):
-        """Whether it can be built by a call; keras.io's generative examples have a `train_step` only."""
-        return type(self).call is not keras.Model.call
-
-    def _prepare(self):
-        keep_global_seed(self)
-        if self.steps_by_keras:
-            return
-        for layer in self._flatten_layers():
-            if isinstance(layer, keras.layers.BatchNormalization):
-                take_moments_of_whole_batch(layer, self)
-            if getattr(layer, "stateful", False) and self.distribute_strategy.num_replicas_in_sync > 1:
-                raise ValueError(
-                    f"{layer.name} keeps its state from batch to batch, but a replica sees other examples in each: "
-                    "use one replica"
-                )
-        do_not_tune_device_copies()
-        self._note_losses()
-        if self.optimizer is None:
-            return
-        step = type(self).train_step
-        if step is not Trainer.train_step and "super" not in inspect.unwrap(step).__code__.co_names:
-            self._check_own_train_step()
-        if not self.optimizer.built and all(layer.built for layer in self._flatten_layers()):
-            self.optimizer.build(self.trainable_variables)
-
-    def _check_own_train_step(self):
-        if self.accumulate > 1:
-            raise ValueError(f"accumulate has no effect on {type(self).__name__}'s own train_step: leave it out")
-        if self.distribute_strategy.num_replicas_in_sync > 1:
-            warnings.warn(
-                f"{type(self).__name__}.train_step runs on each replica with its part of the batch, as under Keras: "
-                "gradients are added up, losses of Keras's are divided by the number of replicas, a mean that it takes "
-                "itself is not, and the values that it returns are averaged. What compute_loss computes is exact",
-                stacklevel=3,
-            )
-
-
-def _of_one_replica(spec):
-    """The spec of one replica's part of the data; None for what is left out."""
-    spec = getattr(spec, "_value_specs", [spec])[0]
-    return None if isinstance(spec, tf.OptionalSpec) else spec
