@@ -17,16 +17,13 @@ rounding is taken for a fault:
 import argparse
 import contextlib
 import functools
-import inspect
-import itertools
 import runpy
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import keras
 import numpy as np
@@ -34,16 +31,16 @@ import tensorflow as tf
 
 from keras_replicas.errors import UserError
 from keras_replicas.model import data_parallel
+from keras_replicas.reasons import comparable, has_own, likely_reason, rows_of
 from keras_replicas.replicas import sum_rows
 from keras_replicas.strategy import make_strategy
 from keras_replicas.trainer import Trainer
+from keras_replicas.watch import KINDS, Watch
 
 # Of Euclidean norms, relative to plain Keras's: what may differ, and by what plain Keras may differ from itself.
 LIMIT, NOISE = 1e-6, 1e-4
 ROUNDING = 1e-12  # what is only that, in float64, whatever the norm
-KINDS = ("layer state", "optimizer state", "weight")
 ROUNDED = KINDS[1:]  # of which some are nothing but rounding
-SKETCH = 4096  # numbers that are kept of a large tensor
 
 
 class CheckResult(NamedTuple):
@@ -111,7 +108,7 @@ def check(
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     if not leaves or not all(getattr(leaf, "shape", None) and leaf.shape[0] for leaf in leaves):
         raise UserError("give examples as arrays: check(build, x, y), or a function that returns (model, x, y)")
-    each, rest = max(1, steps // 2), max(1, batch_size // 2 - 1)
+    each, rest = max(1, steps // 2), max(1, batch_size - 1)
     ends = [(each - 1) * batch_size + rest, 2 * (each - 1) * batch_size + rest + 1]
     parts = np.split(np.arange(ends[1]) % leaves[0].shape[0], ends[:1])
     train = functools.partial(_train, build, data, parts, batch_size, seed)
@@ -128,7 +125,7 @@ def check(
         if not by <= max(may, LIMIT * size + ROUNDING):
             figures = f": {value.item():.7g} on one device, {other.item():.7g} on {several}" if value.size == 1 else ""
             found = f"DIFFERENT, first the {name}, by {by / (size or 1):.0e}{figures}"
-            why = _reason(model, data[0], batch_size // 2 or 1, kind, step in (each, 2 * each))
+            why = likely_reason(model, data[0], batch_size // 2 or 1, kind, step in (each, 2 * each))
             break
         if by > ROUNDING and may <= LIMIT * size:  # else it is rounding alone
             largest = max(largest, by / size)
@@ -141,7 +138,7 @@ def check(
 def _trained(train, strategy):
     """Plain Keras's model and values, what they may differ by, the first without a bound, and ours, or its error."""
     for dtype in ("float64", ""):
-        with contextlib.suppress(Exception) if dtype else contextlib.nullcontext(), _comparable(dtype):
+        with contextlib.suppress(Exception) if dtype else contextlib.nullcontext(), comparable(dtype):
             model, start, plain = train()
             for other in ("order", "seed"):  # what depends on the order may still be the same in every run
                 noise = _distances(plain, train(start, other=other)[2])
@@ -182,8 +179,8 @@ def _train(build, data, parts, batch_size, seed, start=None, strategy=None, othe
         for layer in model._flatten_layers():
             vars(layer).pop("_moments", None)  # of ours
         with contextlib.suppress(Exception):  # it has no call
-            model._symbolic_build(data_batch=tuple(_rows(data, parts[0])))
-        if model.optimizer is not None and not _has_own(model, "train_step"):
+            model._symbolic_build(data_batch=tuple(rows_of(data, parts[0])))
+        if model.optimizer is not None and not has_own(model, "train_step"):
             apply = model.optimizer.apply
             model.optimizer.apply = lambda gradients, *rest: apply(list(map(_each_row_once, gradients)), *rest)
     model.steps_per_execution = 1
@@ -191,90 +188,14 @@ def _train(build, data, parts, batch_size, seed, start=None, strategy=None, othe
     for rows in parts:
         batches = np.split(rows, range(batch_size, len(rows), batch_size))
         order = np.concatenate([random.permutation(batch) for batch in batches]) if other == "order" else rows
-        x, y, weight = _rows(data, order)
+        x, y, weight = rows_of(data, order)
         model.fit(x, y, batch_size, 1, 0, [watch], sample_weight=weight, shuffle=False)
-    x, y, weight = _rows(data, parts[0])
+    x, y, weight = rows_of(data, parts[0])
     with contextlib.suppress(NotImplementedError):  # it has no call
         watch.note("evaluate", model.evaluate(x, y, batch_size, 0, weight, return_dict=True))
         outputs = keras.tree.flatten(model.predict(x, batch_size, 0))
         watch.note("predict", {f"output {index}": output for index, output in enumerate(outputs)})
     return model, watch.start, watch.values
-
-
-class Watch(keras.callbacks.Callback):
-    """Gives a model its weights at the start, and notes what is to be compared after each step."""
-
-    def __init__(self, start):
-        super().__init__()
-        self.start, self.step = start, 0
-        self.values: list[tuple] = []  # kind, step, name, value
-
-    def note(self, kind, values):
-        """Keeps values by name; of a large one, `SKETCH` sums with random signs, whose norm is much the same."""
-        for name in sorted(values, key=lambda name: (name != "loss", name)):
-            value = np.asarray(values[name])
-            if value.size > SKETCH:
-                signs = np.random.default_rng(0).choice([-1.0, 1.0], value.size)
-                value = np.bincount(np.arange(value.size) % SKETCH, signs * value.ravel())
-            self.values.append((kind, self.step, f"{kind} {name} after step {self.step}", value))
-
-    def on_train_begin(self, logs=None):
-        """All is built by now."""
-        if self.step == 0 and self.start:
-            self.model.set_weights(self.start)
-        self.start = self.start or self.model.get_weights()
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Losses and metrics are running means."""
-        self.step += 1
-        self.note("mean", logs)
-        optimizer = getattr(self.model.optimizer, "variables", [])
-        of_kinds = self.model.non_trainable_weights, optimizer, self.model.trainable_weights
-        for kind, variables in zip(KINDS, of_kinds, strict=True):
-            for variable in variables:
-                self.note(kind, {variable.path: variable.numpy()})
-
-
-def _reason(model, x, size: int, kind: str, is_uneven: bool) -> str:
-    """The likely one."""
-    if layer := _looks_at_others(model, x, size):
-        return f"call looks at the batch's other examples, from {layer} on: a replica lacks them, compute_loss does not"
-    step = {"evaluate": "test_step", "predict": "predict_step"}.get(kind, "train_step")
-    if not _has_own(model, step):
-        averaged = "replicas average a layer's own state, but it is no mean over examples, as a counter or a queue"
-        return averaged if kind == KINDS[0] else "none that is known: please report it, with the model"
-    mean = f"a mean of means, since {type(model).__name__}.{step} has each replica's examples, and some have fewer"
-    if is_uneven or step != "train_step":
-        return f"{mean}: compute_loss has the whole batch"
-    return f"gradients are added up: divide a mean by the number of replicas. In uneven batches it is then {mean}"
-
-
-def _looks_at_others(model, x, size: int) -> str:
-    """The first layer whose outputs for `size` examples are not those that it has for all; "" if there is none."""
-    layers = [layer for layer in model.layers if getattr(model, "inputs", None) and hasattr(layer, "output")]
-    probe = keras.Model(model.inputs, [layer.output for layer in layers]) if layers else model
-    names = [layer.name for layer in layers for _ in keras.tree.flatten(layer.output)] or itertools.repeat("the start")
-    rows = np.arange(keras.tree.flatten(x)[0].shape[0])[: 16 * size]
-    moments = any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers())
-    with contextlib.suppress(Exception), _comparable():  # a model need not have a call
-        for training in (False,) if moments else (False, True):  # which looks at the others, rightly
-            call = tf.function(functools.partial(probe, training=training), autograph=False)
-            whole = keras.tree.flatten(call(_rows(x, rows)))
-            for part in np.split(rows, range(size, len(rows), size)):
-                for name, of_all, own in zip(names, whole, keras.tree.flatten(call(_rows(x, part))), strict=False):
-                    of_part = tf.gather(of_all, part)
-                    if of_part.shape != own.shape or not np.allclose(of_part, own, 1e-5, 1e-6):
-                        return name
-    return ""
-
-
-def _has_own(model, step: str) -> bool:
-    own = getattr(getattr(type(model), "plain_class", type(model)), step)
-    return own is not getattr(keras.Model, step) and "super" not in inspect.unwrap(own).__code__.co_names
-
-
-def _rows(data, rows):
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.gather(leaf, rows), data)
 
 
 def _distances(plain, other):
@@ -284,31 +205,6 @@ def _distances(plain, other):
 
 def _each_row_once(gradient):
     return sum_rows(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _of_one_example(draw, shape, **given):
-    """What `draw` draws for one example, the same in each step, for all; but weights, outside of a step, as usual."""
-    if not tf.inside_function():
-        return draw(shape=shape, **given)
-    shape = tf.convert_to_tensor(shape, tf.int32)
-    return tf.broadcast_to(draw(shape=shape[1:], **given | {"seed": (1, 2)}), shape)
-
-
-@contextlib.contextmanager
-def _comparable(dtype: str = "") -> Iterator[None]:
-    """Makes a dtype Keras's, all examples draw the same noise in every step, and dropout drop nothing."""
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    names = ("stateless_normal", "stateless_uniform", "stateless_truncated_normal")
-    drawn: dict[str, Any] = {name: functools.partial(_of_one_example, getattr(tf.random, name)) for name in names}
-    dropped = mock.patch.object(tf.nn.experimental, "stateless_dropout", lambda x, **_: x)
-    with mock.patch.multiple(tf.random, **drawn), dropped:
-        try:
-            keras.config.set_floatx(dtype or floatx)
-            keras.config.set_dtype_policy(dtype or policy)
-            yield
-        finally:
-            keras.config.set_floatx(floatx)
-            keras.config.set_dtype_policy(policy)
 
 
 def command(options: argparse.Namespace) -> int:

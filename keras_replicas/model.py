@@ -5,8 +5,9 @@ A plain Keras program becomes right on N replicas in these steps; guides/train.p
 
 1. Make the strategy: `strategy = keras_replicas.make_strategy()`.
 2. In `with strategy.scope():`, make the model, and pass it on: `model = keras_replicas.data_parallel(model)`.
-3. Give `fit` a callback `keras_replicas.Checkpoints(folder, every=100)`: killed, the program goes on where it was.
-4. For several workers, start it by `python -m keras_replicas launch --workers 2 train.py`.
+3. Check it, where the layers, losses or steps are your own: `assert keras_replicas.check(build_model, x, y)`.
+4. Give `fit` a callback `keras_replicas.Checkpoints(folder, every=100)`: killed, the program goes on where it was.
+5. For several workers, start it by `python -m keras_replicas launch --workers 2 train.py`.
 
 docs/keras-under-tf-distribute.md shows what Keras's own trainer does.
 """
@@ -38,12 +39,16 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
     What is saved or pickled is of the plain class, and so is what loads it: `data_parallel(load_model(file))`, in the
     scope, trains on with the optimizer's state.
 
+    Without a strategy and on one replica, Keras's own step runs, and the result is Keras's to the bit; but an epoch's
+    loss and rows of an `Embedding` that repeat are counted rightly, and `accumulate` has its effect.
+
     Under a strategy of N replicas, with batches of any size:
 
     - The loss that is minimised and reported is what one device would compute for the whole batch, by the loss's own
       reduction. Keras's own losses are summed by replica and divided once. For any other loss, and for a
       `compute_loss` of the class's own, every replica gathers what the others predicted, and computes the whole.
-    - A replica may have no examples: it then computes one of zeros, which does not count.
+    - A replica may have no examples: it then computes another replica's, which does not count.
+    - Outputs need a row for each example, unless all losses and metrics add up, as Keras's own do.
     - A term of `add_loss` is weighted by the replica's share of the examples. That suits a mean over examples, such as
       `activity_regularizer`, and a regulariser of weights, which is the same on all replicas.
     - Metrics are those of the whole data. Keras's own add up over replicas; any other, and a `compute_metrics` of the
@@ -51,11 +56,13 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
     - Gradients are summed before the optimizer sees them: its clipping, accumulation over steps and the rest act on
       those of the whole batch. An `Embedding` row's are summed too; Keras's optimizers would square them one by one.
     - `fit` does `steps_per_epoch` steps in an epoch, whatever `steps_per_execution` is.
-    - `BatchNormalization` takes the moments of the whole batch. Other state that a layer updates in training changes by
-      the mean over examples.
+    - `BatchNormalization` takes the moments of the whole batch. Any other layer that looks at the batch's other
+      examples sees those of its replica alone: no library can know, but `check` tells.
+    - Other state that a layer updates is what `add_weight(aggregation=...)` says: "sum" for a counter, "mean" over
+      examples for a moving average, or "only_first_replica". Without that word it is refused.
     - Dropout's noise is a function of the seed, the step and the replica.
-    - `jit_compile` compiles the forward and backward pass of each replica. It needs a single loss and metrics, all
-      Keras's own, and no `add_loss`, regulariser or `BatchNormalization`; so does `accumulate`.
+    - `jit_compile` compiles the forward and backward pass of each replica, if there is a single loss, and it and all
+      metrics are Keras's own, without `add_loss`, regulariser or `BatchNormalization`. `accumulate` needs the same.
     - A class's own `train_step` or `test_step` runs on each replica, as under Keras: gradients are added up, so a loss
       must be divided by the number of replicas, as Keras divides its own, and the values that it returns are averaged.
       A `train_step` that does so warns. A `compute_loss` needs no such care.

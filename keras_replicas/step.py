@@ -51,7 +51,8 @@ class ReplicaStep(Passes):
         if not self.trainable_variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
-        share, variables = tf.math.divide_no_nan(tf.ones_like(divisor), divisor), self.trainable_variables
+        variables = self.trainable_variables
+        share = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
         divided = {
             index: gradient if variables[index].overwrite_with_gradient else times(gradient, share)
             for index, gradient in gradients.items()

@@ -178,6 +178,7 @@ def test_a_plain_model_on_several_replicas_comes_with_a_warning(replicas, tmp_pa
     )
     with make_strategy(replicas).scope(), warnings.catch_warnings(action="error", category=UserWarning):
         ours = compiled(functional, data_parallel)
+        ours.fit(x, y, verbose=0)  # or its optimizer would have no state, and Keras would warn
         loaded = from_file(ours, tmp_path)
         loaded.predict(x, verbose=0)
         for use in uses:
