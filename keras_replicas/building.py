@@ -55,6 +55,7 @@ class Building(StepLoop):
                 if self.optimizer is not None and not self.optimizer.built and not hasattr(self, "inputs"):
                     self._call_symbolically(batch)  # it may make layers in its call, and yet say that it is built
             self._prepare()
+            self._build_optimizer()
 
     def _call_symbolically(self, batch):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -85,7 +86,11 @@ class Building(StepLoop):
         step = type(self).train_step
         if step is not StepLoop.train_step and "super" not in inspect.unwrap(step).__code__.co_names:
             self._check_own_train_step()
-        if not self.optimizer.built and all(layer.built for layer in self._flatten_layers()):
+        self._build_optimizer()
+
+    def _build_optimizer(self):
+        layers = self._flatten_layers(include_self=self._has_call)
+        if self.optimizer is not None and not self.optimizer.built and all(layer.built for layer in layers):
             self.optimizer.build(self.trainable_variables)
 
     def _check_own_train_step(self):

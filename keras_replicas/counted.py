@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_replicas.replicas import waiting_for
 from keras_replicas.step import learning_rate, own_metrics
+
+WIDTH = 64  # numbers that are kept of a step
 
 
 class CountedSteps:
@@ -28,7 +31,7 @@ class CountedSteps:
         self._done = _variable(np.int64(0))
         self._done_before = _variable(np.int64(0))
         self._names: list[str] = []
-        self._rows: tf.Variable | None = None  # one for each step of a call
+        self._rows = _variable(np.zeros([self._size, WIDTH], np.float32))  # one for each step of a call
         self._of_so_many = functools.cache(lambda steps: make_function(self._counted))
 
     def __call__(self, iterator):
@@ -57,19 +60,16 @@ class CountedSteps:
 
     def values(self) -> dict[str, np.ndarray]:
         """Of each step of the last call, by name."""
-        if self._rows is None:
-            return {}
         done = self.count()
         rows = self._rows.numpy()[np.arange(done - self.in_last_call(), done) % self._size]
-        return dict(zip(self._names, rows.T, strict=True))
+        return dict(zip(self._names, rows.T, strict=False))
 
     def _counted(self, data):
         """A step; when it is traced, or runs eagerly."""
         model = self._model
         before = {id(variable): tf.convert_to_tensor(variable.value) for variable in model._metric_variables()}
         model.step_loss = None
-        leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
-        with tf.control_dependencies(leaves):  # at the end of the data, nothing is to be counted
+        with waiting_for(() if model.jit_compile else data):  # XLA waits by itself
             logs = self._step(data)
             if model.step_loss is not None:
                 values = {"loss": model.step_loss} | learning_rate(model.optimizer)
@@ -85,12 +85,9 @@ class CountedSteps:
 
     def _note(self, values: dict[str, tf.Tensor]) -> None:
         values = {name: tf.convert_to_tensor(value) for name, value in values.items()}
-        values = {name: value for name, value in values.items() if not value.shape.rank}
-        self._names = list(values)
-        if self._rows is None:
-            with tf.init_scope():
-                self._rows = _variable(np.zeros([self._size, len(values)], np.float32))
-        row = tf.stack([tf.cast(value, tf.float32) for value in values.values()])
+        self._names = [name for name, value in values.items() if not value.shape.rank][:WIDTH]
+        row = tf.stack([tf.cast(values[name], tf.float32) for name in self._names])
+        row = tf.pad(row, [[0, WIDTH - len(self._names)]])
         self._rows.scatter_nd_update([[self._done % self._size]], [row])
 
 

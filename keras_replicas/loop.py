@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_replicas.empty import count_examples, first_input, others_example, with_example
 from keras_replicas.optimizers import each_row_once
-from keras_replicas.replicas import a_row_each, first_replica, in_words, replicas, sum_over_replicas
+from keras_replicas.replicas import a_row_each, first_replica, in_words, replicas, sum_over_replicas, waiting_for
 from keras_replicas.step import ReplicaStep, flat
 
 
@@ -29,8 +29,7 @@ class StepLoop(ReplicaStep):
     def test_step(self, data):
         """One replica's part of an evaluation step."""
         if self.steps_by_keras:
-            leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
-            with tf.control_dependencies(leaves):  # at the end of the data, nothing is to be counted
+            with waiting_for(() if self.jit_compile else data):
                 return super().test_step(data)
         return _split(self._step(data, training=False))[0]
 

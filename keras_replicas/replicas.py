@@ -236,6 +236,11 @@ def is_shared(variable: keras.Variable) -> bool:
     return not isinstance(variable._value, tf.distribute.DistributedValues)
 
 
+def waiting_for(data: Any) -> contextlib.AbstractContextManager[None]:
+    """While it lasts, operations wait for the data: at its end, when there is none, nothing is counted."""
+    return tf.control_dependencies([leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None])
+
+
 def no_strategy() -> contextlib.AbstractContextManager[None]:
     """While it lasts, Keras and TensorFlow see no strategy; nothing in it may reduce."""
     return strategy_seen()

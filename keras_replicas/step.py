@@ -18,6 +18,7 @@ from keras_replicas.replicas import (
     replicas,
     sum_over_replicas,
     sum_rows,
+    waiting_for,
 )
 from keras_replicas.state import aggregation_of, assign_state
 
@@ -32,8 +33,7 @@ class ReplicaStep(Passes):
 
         All are the same on every replica.
         """
-        leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
-        with tf.control_dependencies(leaves):  # at the end of the data, nothing is to be counted
+        with waiting_for(data):
             sums, batch = self._passes(keras.utils.unpack_x_y_sample_weight(data), training)
             total = add_up(sums._replace(stop=tf.cast(stop, tf.float32)), self.trainable_variables)
             loss = tf.math.divide_no_nan(total.loss, total.divisor)
