@@ -83,12 +83,40 @@ wait for a minute.
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from keras.src.backend import get_keras_mask, set_keras_mask  # the mask that travels with a tensor
+import keras
+import tensorflow as tf
+
+# Of each package the minor versions that all tests have passed with: see benchmarks/versions.py.
+CHECKED_VERSIONS = {"keras": "3.13, 3.14, 3.15", "tensorflow": "2.20, 2.21"}
+VERSIONS = {"keras": keras.__version__, "tensorflow": tf.__version__}  # keras-nightly is Keras too
+
+
+def check_version(package: str, version: str) -> None:
+    """Refuses a version that is older than all checked ones, and warns of a newer one."""
+    oldest, *_, newest = CHECKED_VERSIONS[package].split(", ")
+    minors = [[int(number) for number in each.split(".")[:2]] for each in (version, oldest, newest)]
+    if minors[0] < minors[1]:
+        raise ImportError(f"keras_replicas needs {package} {oldest} or newer, not {version}: pip install -U {package}")
+    if minors[0] > minors[2]:
+        advice = "run `python -m keras_replicas doctor`, and trust it"
+        warnings.warn(f"keras_replicas is checked against {package} {newest}, not {version}: {advice}", stacklevel=2)
+
+
+for _package, _version in VERSIONS.items():
+    check_version(_package, _version)
+if keras.config.backend() != "tensorflow":
+    raise RuntimeError(
+        f"keras_replicas works with Keras's TensorFlow backend, not with {keras.config.backend()}: "
+        "set the environment variable KERAS_BACKEND=tensorflow before Keras is imported"
+    )
+
 from keras.src.backend.common.global_state import set_global_attribute
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask  # the mask that travels with a tensor
+from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.losses.loss import reduce_weighted_values
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 from keras.src.trainers.data_adapters import get_data_adapter
@@ -102,7 +130,7 @@ from tensorflow.python.distribute.distribute_lib import (
 )
 from tensorflow.python.eager.context import context as eager_context  # holds the workers' key-value store
 
-CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
+TensorFlowTrainer = getattr(_trainer, "TensorFlowTrainer", None) or _trainer.Trainer  # its name from Keras 3.16 on
 
 
 @contextlib.contextmanager
