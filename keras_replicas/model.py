@@ -8,20 +8,17 @@ A plain Keras program becomes right on N replicas in these steps; guides/train.p
 3. Give `fit` a callback `keras_replicas.Checkpoints(folder, every=100)`: killed, the program goes on where it was.
 4. For several workers, start it by `python -m keras_replicas launch --workers 2 train.py`.
 
-Checked against Keras 3.15 and TensorFlow 2.21; docs/keras-under-tf-distribute.md shows what Keras's own trainer does.
+docs/keras-under-tf-distribute.md shows what Keras's own trainer does.
 """
 
 import functools
-import importlib.metadata
 import inspect
-import warnings
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.private import CHECKED_VERSIONS
 from keras_replicas.trainer import Trainer
 
 
@@ -101,7 +98,6 @@ def _with_trainer(model_class: type[keras.Model]) -> type[keras.Model]:
     """The subclass of `model_class` with our trainer; itself if it is one already."""
     if issubclass(model_class, Trainer):
         return model_class
-    _warn_outside_checked_versions()
     bases = (*_of_kerashub(model_class), model_class, Trainer)
     plain_class = getattr(model_class, "plain_class", model_class)
     ours = type(model_class.__name__, bases, _names(model_class) | {"plain_class": plain_class})
@@ -123,14 +119,3 @@ def _of_kerashub(model_class: type[keras.Model]) -> list[type]:
     from keras_replicas.kerashub import HubTask
 
     return [HubTask]
-
-
-def _warn_outside_checked_versions() -> None:
-    for package, checked in CHECKED_VERSIONS.items():
-        version = importlib.metadata.version(package)
-        if not version.startswith(checked + "."):
-            warnings.warn(
-                f"keras_replicas is checked against {package} {checked}, not {version}: "
-                "run `python -m keras_replicas doctor`, and trust it",
-                stacklevel=3,
-            )

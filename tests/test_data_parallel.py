@@ -9,7 +9,6 @@ import tensorflow as tf
 from common.model.masked_lm import BertMaskedLM
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
-from keras_replicas import model as module
 from keras_replicas.model import data_parallel
 from keras_replicas.strategy import make_strategy
 from tests.conftest import collective_strategy
@@ -193,13 +192,6 @@ def test_applied_twice_it_is_the_same():
     assert data_parallel(ours) is ours
     model = make_model(1)
     model.compile(model.optimizer, model.loss)
-
-
-def test_other_versions_are_told_of(monkeypatch):
-    monkeypatch.setitem(module.CHECKED_VERSIONS, "keras", "3.99")
-    module._with_trainer.cache_clear()
-    with pytest.warns(UserWarning, match="is checked against keras 3.99, not 3.15.*python -m keras_replicas doctor"):
-        data_parallel(keras_hub.models.BertMaskedLM)
 
 
 def test_epoch_values_are_exact_and_steps_are_their_own():
