@@ -2,7 +2,9 @@
 
 import argparse
 import importlib
+import json
 import sys
+import tomllib
 
 import pytest
 
@@ -14,10 +16,12 @@ from benchmarks import (
     scaling,
     throughput,
     trainer_tests,
+    versions,
 )
 from benchmarks import machine as machine_module
 from common.run.speed import flops_per_token
 from keras_replicas.errors import UserError
+from keras_replicas.private import CHECKED_VERSIONS
 
 
 def matmul_flops(*shapes):
@@ -59,6 +63,21 @@ def test_a_commit_is_checked_out_and_gone_again():
 def test_the_readme_says_how_many_of_keras_own_tests_pass():
     results = {way: {"passed": passed} for way, passed in zip(trainer_tests.WAYS, (9, 5, 8), strict=True)}
     assert "9 pass without a strategy; 5 of them with two replicas, 8 with ours." in trainer_tests.line(results)
+
+
+def test_the_versions_that_pip_takes_and_that_the_library_knows_are_those_measured():
+    rows = json.loads((machine_module.RESULTS / "versions.json").read_text())["rows"]
+    assert len(rows) == len(versions.ENVIRONMENTS) and not any(row["failed"] for row in rows)
+    project = tomllib.loads((machine_module.ROOT / "pyproject.toml").read_text())["project"]
+    for package, checked in CHECKED_VERSIONS.items():
+        minors = checked.split(", ")
+        assert f"{package}>={minors[0]}" in project["dependencies"]
+        assert {*minors} <= {".".join(row[package].split(".")[:2]) for row in rows}
+    assert {row["python"].rpartition(".")[0] for row in rows} == {python for python, _, _ in versions.ENVIRONMENTS}
+
+
+def test_the_tests_for_other_versions_are_there():
+    assert all((machine_module.ROOT / file).is_file() for file in versions.FILES)
 
 
 def test_every_benchmark_has_its_options():
