@@ -9,12 +9,13 @@ before the next one, as each takes about 2 GB. Any installed Python of the minor
 go to `benchmarks/results/versions.json`; `python -m benchmarks.readme` makes the table of docs/your-own-model.md.
 
 `FILES` are the tests of the library that need no recipe. Some take a model of KerasHub's, or an optimizer of `common`:
-KerasHub is whichever version pip finds for that Keras.
+KerasHub is whichever version pip finds for that Keras; of keras-nightly, keras-hub-nightly.
 """
 
 import argparse
 import datetime
 import glob
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT, machine, write_results
+from benchmarks.machine import RESULTS, ROOT, machine, write_results
 from keras_replicas.errors import UserError
 
 NIGHTLY = "nightly"
@@ -46,34 +47,45 @@ TESTED = (
     *("strategy", "trainer", "versions"),
 )
 FILES = [f"tests/test_{name}.py" for name in TESTED]
-TOOLS = ("pytest", "pytest-xdist", "keras-hub", "safetensors", "tokenizers")
+TOOLS = ("pytest", "pytest-xdist", "keras-hub", "safetensors", "scipy", "tokenizers", "tyro")
 SHOWN = ("tensorflow", "keras", "keras_hub")
 SECONDS = 1800  # for one environment's tests
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This benchmark has no options of its own."""
+    """The options of this benchmark."""
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="environments whose name has it; other rows are kept"
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Makes all environments, one after the other, prints a row for each, and writes the file."""
-    chosen, files = (ENVIRONMENTS[:1], ["tests/test_private.py"]) if arguments.quick else (ENVIRONMENTS, FILES)
-    interpreters = {python: interpreter(python) for python, _, _ in chosen}
-    rows: list[dict[str, Any]] = []
+    """Makes the environments, one after the other, writes the row of each to the file, and prints the table."""
+    files = ["tests/test_private.py"] if arguments.quick else FILES
+    chosen = {name_of(each): each for each in ENVIRONMENTS if arguments.only in name_of(each)}
+    interpreters = {python: interpreter(python) for python, _, _ in chosen.values()}
+    path = RESULTS / "versions.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
         subprocess.run([*pip, "wheel", "--no-deps", "-w", folder, str(ROOT)], check=True)
         (wheel,) = Path(folder).glob("*.whl")
-        for python, tensorflow, keras in chosen:
+        for name, (python, tensorflow, keras) in itertools.islice(chosen.items(), 1 if arguments.quick else None):
             with tempfile.TemporaryDirectory() as place:
                 subprocess.run([interpreters[python], "-m", "venv", place], check=True)
                 install(f"{place}/bin/python", str(wheel), tensorflow, keras)
-                rows.append(tested(f"{place}/bin/python", files))
-            print(json.dumps(rows[-1]), flush=True)
-    results = {"date": datetime.date.today().isoformat(), "rows": rows, "machine": machine()}
-    print(table(results))
-    if not arguments.quick:
-        write_results("versions", results)
+                rows[name] = tested(f"{place}/bin/python", files)
+            rows[name] |= {"date": datetime.date.today().isoformat(), "commit": machine()["commit"]}
+            rows = {each: rows[each] for each in map(name_of, ENVIRONMENTS) if each in rows}
+            print(name, rows[name], flush=True)
+            if not arguments.quick:
+                write_results("versions", {"rows": rows, "machine": machine()})
+    print(table({"rows": rows}))
+
+
+def name_of(environment: tuple[str, str, str]) -> str:
+    """The name of its row."""
+    return "Python {}, TensorFlow {}, Keras {}".format(*environment)
 
 
 def interpreter(python: str) -> str:
@@ -95,9 +107,9 @@ def install(python: str, wheel: str, tensorflow: str, keras: str) -> None:
     pip = [python, "-m", "pip", "-q", "--disable-pip-version-check"]
     versions = [f"tensorflow=={tensorflow}", "keras" if keras == NIGHTLY else f"keras=={keras}"]
     subprocess.run([*pip, "install", wheel, *versions, *TOOLS], check=True)
-    if keras == NIGHTLY:  # the same package by another name, which satisfies no dependency on Keras
-        subprocess.run([*pip, "uninstall", "-y", "keras"], check=True)
-        subprocess.run([*pip, "install", "--no-deps", "keras-nightly"], check=True)
+    if keras == NIGHTLY:  # the same packages by other names, which satisfy no dependency on the first
+        subprocess.run([*pip, "uninstall", "-y", "keras", "keras-hub"], check=True)
+        subprocess.run([*pip, "install", "--no-deps", "keras-nightly", "keras-hub-nightly"], check=True)
 
 
 def tested(python: str, files: list[str]) -> dict[str, Any]:
@@ -126,8 +138,9 @@ def tested(python: str, files: list[str]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """One line per environment, in Markdown, and the date."""
+    rows = results["rows"].values()
     lines = ["| Python | TensorFlow | Keras | passed | skipped | failed |", "| --- " * 6 + "|"]
-    for row in results["rows"]:
+    for row in rows:
         versions = " | ".join(row[name] for name in ("python", "tensorflow", "keras"))
         lines.append(f"| {versions} | {row['passed']} | {len(row['skipped'])} | {len(row['failed'])} |")
-    return "\n".join([*lines, "", f"Run on {results['date']}."])
+    return "\n".join([*lines, "", f"Run on {' and '.join(sorted({row['date'] for row in rows}))}."])
