@@ -47,9 +47,9 @@ TESTED = (
     *("strategy", "trainer", "versions"),
 )
 FILES = [f"tests/test_{name}.py" for name in TESTED]
-TOOLS = ("pytest", "pytest-xdist", "keras-hub", "safetensors", "scipy", "tokenizers", "tyro")
+TOOLS = ("pytest", "pytest-xdist", "keras-hub", "safetensors", "scipy", "tensorboard", "tokenizers", "tyro")
 SHOWN = ("tensorflow", "keras", "keras_hub")
-SECONDS = 1800  # for one environment's tests
+SECONDS = 3600  # for one environment's tests
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

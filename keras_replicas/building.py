@@ -13,6 +13,7 @@ from keras_replicas.device_copies import do_not_tune_device_copies
 from keras_replicas.loop import StepLoop
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.passes import Passes
+from keras_replicas.private import ACTIVITIES_ADD_UP
 
 
 class Building(StepLoop):
@@ -78,6 +79,11 @@ class Building(StepLoop):
                 raise ValueError(
                     f"{layer.name} keeps its state from batch to batch, but a replica sees other examples in each: "
                     "use one replica"
+                )
+            if ACTIVITIES_ADD_UP and layer.activity_regularizer is not None:
+                raise ValueError(
+                    f"{layer.name} has an activity_regularizer, which Keras 3.13 adds up over a replica's examples: "
+                    "install Keras 3.14 or newer, or use one replica"
                 )
         do_not_tune_device_copies()
         self._note_losses()

@@ -91,13 +91,17 @@ CHECKED_VERSIONS = {"keras": "3.13, 3.14, 3.15", "tensorflow": "2.20, 2.21"}
 VERSIONS = {"keras": keras.__version__, "tensorflow": tf.__version__}  # keras-nightly is Keras too
 
 
+def minor(version: str) -> list[int]:
+    """The first two numbers."""
+    return [int(number) for number in version.split(".")[:2]]
+
+
 def check_version(package: str, version: str) -> None:
     """Refuses a version that is older than all checked ones, and warns of a newer one."""
     oldest, *_, newest = CHECKED_VERSIONS[package].split(", ")
-    minors = [[int(number) for number in each.split(".")[:2]] for each in (version, oldest, newest)]
-    if minors[0] < minors[1]:
+    if minor(version) < minor(oldest):
         raise ImportError(f"keras_replicas needs {package} {oldest} or newer, not {version}: pip install -U {package}")
-    if minors[0] > minors[2]:
+    if minor(version) > minor(newest):
         advice = "run `python -m keras_replicas doctor`, and trust it"
         warnings.warn(f"keras_replicas is checked against {package} {newest}, not {version}: {advice}", stacklevel=2)
 
@@ -127,6 +131,7 @@ from tensorflow.python.distribute.distribute_lib import (
 from tensorflow.python.eager.context import context as eager_context  # holds the workers' key-value store
 
 TensorFlowTrainer = getattr(_trainer, "TensorFlowTrainer", None) or _trainer.Trainer  # its name from Keras 3.16 on
+ACTIVITIES_ADD_UP = minor(keras.__version__) < [3, 14]  # an activity_regularizer is a sum over examples, not a mean
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def test_a_program_with_a_new_keras_is_warned_once():
 @pytest.mark.parametrize(
     ("backend", "by"),
     [
-        ("numpy", "keras.json"),
+        ("jax", "keras.json"),
         ("jax", "a variable"),
         pytest.param("torch", "keras.json", marks=pytest.mark.slow),
         pytest.param("torch", "a variable", marks=pytest.mark.slow),
