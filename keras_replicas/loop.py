@@ -103,9 +103,10 @@ class StepLoop(ReplicaStep):
                             raise
                         break
                 values = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-            self.all_told_to_stop = bool(values.pop("stop")[-1])
+            told = values.pop("stop")
+            self.all_told_to_stop = bool(told[-1])
             logs, own = _split(values)
-            return len(next(iter(values.values()))), {name: value[-1] for name, value in logs.items()}, own
+            return len(told), {name: value[-1] for name, value in logs.items()}, own
 
         return run_steps
 

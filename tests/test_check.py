@@ -45,6 +45,15 @@ class Counter(layers.Layer):
         return x
 
 
+class Undeclared(layers.Layer):
+    """The same, without a word on what it is of several replicas."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+    call = Counter.call
+
+
 class Maximum(layers.Layer):
     def build(self, shape):
         self.top = self.add_weight(shape=(), initializer="zeros", trainable=False, name="top", aggregation="mean")
@@ -213,8 +222,10 @@ def test_what_is_another_in_each_run_cannot_be_checked():
 
 @pytest.mark.slow
 def test_what_ours_refuses_is_no_success():
-    found = check(model_of(lambda: layers.Dense(2, kernel_regularizer="l2"), jit_compile=True), X, Y, **SMALL)
-    assert not found and "REFUSED\nwhy: ValueError: jit_compile needs a single loss" in found.text
+    found = check(model_of(Undeclared), X, Y, **SMALL)
+    assert (
+        not found and "REFUSED\nwhy: ValueError: " in found.text and "add_weight(..., aggregation='sum')" in found.text
+    )
 
 
 def under_a_strategy():
