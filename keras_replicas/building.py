@@ -43,6 +43,9 @@ class Building(StepLoop):
         if self.steps_by_keras:
             if self._has_call and not goes_on:
                 super()._maybe_symbolic_build(iterator, data_batch)
+            if self._distribute_strategy:
+                with self._scope():
+                    self._build_optimizer()
             return
         if iterator is not None:
             data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)

@@ -38,12 +38,12 @@ def apply_summed(optimizer: keras.Optimizer, gradients: Sequence, variables: Seq
         raise ValueError("build the optimizer in the strategy's scope: optimizer.build(model.trainable_variables)")
     if optimizer.loss_scale_factor:  # by which Keras cannot divide rows
         gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-    with _local_copies(optimizer, variables):
+    with without_strategy(optimizer, variables):
         optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
 
 
 @contextlib.contextmanager
-def _local_copies(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]) -> Iterator[None]:
+def without_strategy(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]) -> Iterator[None]:
     """While it lasts, the optimizer and the variables are those of this replica alone, without a strategy.
 
     In a strategy, Keras asks the other replicas inside a `tf.cond`, which fails (keras-team/keras#20582). No other

@@ -15,7 +15,7 @@ from keras_replicas.replicas import local_value
 # State that is the same on all replicas: it comes of the whole batch's moments, or of weights alone.
 SAME_EVERYWHERE = {
     keras.layers.BatchNormalization: ("moving_mean", "moving_variance"),
-    keras.layers.SpectralNormalization: ("vector_u",),
+    keras.layers.SpectralNormalization: ("vector_u", "kernel"),
 }
 
 

@@ -31,7 +31,8 @@ import tensorflow as tf
 from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_data
 from keras_replicas.building import Building
 from keras_replicas.counted import CountedSteps
-from keras_replicas.loop import without_tf_function
+from keras_replicas.loop import StepLoop, without_tf_function
+from keras_replicas.optimizers import without_strategy
 from keras_replicas.private import TensorFlowTrainer
 from keras_replicas.replicas import in_words, own_copies
 
@@ -132,13 +133,21 @@ class Trainer(Building):
         return train_function if training else test_function
 
     def _with_own_copies(self, step):
-        """A step of one replica, in which Keras finds no copies of what layers update, as without a strategy."""
+        """A step of one replica, in which Keras finds no copies of variables, as without a strategy.
+
+        A `train_step` of one's own may have other optimizers, which need the copies of weights.
+        """
         if not self._distribute_strategy:
             return step
-        step = without_tf_function(step)
+        step, keras_own = without_tf_function(step), type(self).train_step is StepLoop.train_step
 
         def with_own_copies(data):
-            with own_copies([*self.non_trainable_variables, *self._metric_variables()]):
+            is_built = self.optimizer is not None and self.optimizer.built
+            if is_built and keras_own:
+                copies = without_strategy(self.optimizer, [*self.variables, *self._metric_variables()])
+            else:
+                copies = own_copies([*self.non_trainable_variables, *self._metric_variables()])
+            with copies:
                 return step(data)
 
         return with_own_copies

@@ -305,6 +305,10 @@ def float8(model_class):
     return model
 
 
+def spectral():
+    return keras.layers.SpectralNormalization(keras.layers.Dense(6))
+
+
 def one_step(model, *data):
     return model.fit(batches(*data).take(1), verbose=0).history
 
@@ -523,6 +527,7 @@ ROWS = {
         own(Flat), (IDS, IDS), loss=lambda: lambda y, p: batchwise(keras.ops.reshape(y, (-1,)), p), refused=(2, 4)
     ),
     "ragged labels, a loss of one's own": row(loss=lambda: of_ragged, data=(X,), fit=from_ragged, evaluated=False),
+    "`SpectralNormalization`": row(functional([spectral])),
     "float8, one step: its values are few, and some are rounded to the next one": row(
         float8, fit=one_step, evaluated=False, predicts=False, bound=5e-3
     ),
