@@ -70,7 +70,8 @@ class Forward(BatchLoss):
 
     def _step_number(self, slice_number):
         """A number for each slice of each step."""
-        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        optimizer = getattr(self, "optimizer", None)
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         # This counts every step: `iterations` counts updates, of which `gradient_accumulation_steps` steps share one.
         steps = 0 if optimizer is None else optimizer._iterations
         return tf.cast(steps, tf.int64) * self.accumulate + tf.cast(slice_number, tf.int64)
