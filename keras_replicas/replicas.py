@@ -56,12 +56,17 @@ def sum_over_replicas(values: Any) -> Any:
     context = replica_context()
     # Collectives need dense tensors on this replica's device.
     values = tf.nest.map_structure(lambda value: tf.identity(tf.convert_to_tensor(value)), values)
-    if replicas() == 1 or not tf.nest.flatten(values):
+    tensors = tf.nest.flatten(values)
+    if replicas() == 1 or not tensors:
         return values
-    dtypes = tf.nest.map_structure(lambda value: value.dtype, values)
-    # TensorFlow keeps int32 in host memory, from which it does not reduce.
-    values = tf.nest.map_structure(lambda value: tf.cast(value, tf.int64) if value.dtype == tf.int32 else value, values)
-    return tf.nest.map_structure(tf.cast, context.all_reduce(tf.distribute.ReduceOp.SUM, values, PACKS), dtypes)
+    # TensorFlow keeps int32 in host memory, from which it does not reduce; and it packs tensors of one dtype only.
+    sent = [tf.cast(tensor, tf.int64) if tensor.dtype == tf.int32 else tensor for tensor in tensors]
+    for dtype in sorted({tensor.dtype for tensor in sent}, key=str):
+        chosen = [index for index, tensor in enumerate(sent) if tensor.dtype == dtype]
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [sent[index] for index in chosen], PACKS)
+        for index, total in zip(chosen, reduced, strict=True):
+            sent[index] = tf.cast(total, tensors[index].dtype)
+    return tf.nest.pack_sequence_as(values, sent)
 
 
 def gather_over_replicas(values: Any) -> Any:
