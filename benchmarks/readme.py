@@ -83,9 +83,8 @@ def claims(doctor: dict, faults: list[dict], speeds: dict, beside: dict, scores:
     mrpc = {side: fine_tuning.mean_of([run["accuracy"] for run in runs]) for side, runs in scores["mrpc"].items()}
     return "\n".join(
         [
-            f"- **Exact**: {len(passed)} of the doctor's {len(doctor['checks'])} small runs on several replicas agree "
-            f"with one device to {max(passed):.0e} in float64: every loss, weight, optimizer state and prediction. "
-            "[What is exact](docs/exactness.md)",
+            f"- **Exact**: {len(passed)} of {len(doctor['checks'])} small runs on replicas agree with one device to "
+            f"{max(passed):.0e} in float64, optimizer state and predictions too. [What is exact](docs/exactness.md)",
             f"- **Fault-tolerant**: of {len(faults)} runs on two workers, killed, stopped or cut off from each other "
             f"at a random step, {same} ended with the weights of an undisturbed run, to the bit. "
             "[Fault tolerance](docs/fault-tolerance.md)",

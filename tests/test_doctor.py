@@ -30,14 +30,18 @@ def test_a_row_is_shown_once_it_is_done_and_a_failure_is_the_status(monkeypatch,
     def rows(models, counts):
         assert counts == [3] and [model.__name__ for model in models] == MODELS
         yield "first", True, "THE SAME", 1e-16
-        assert "PASS  first: THE SAME; 0 s\n" in capsys.readouterr().out
+        shown.append(capsys.readouterr().out)
         yield "second", False, "DIFFERENT", np.inf
 
+    shown = []
     monkeypatch.setattr(doctor, "rows", rows)
     monkeypatch.setattr(doctor, "make_strategy", lambda *_, **__: None)
     assert doctor.doctor(argparse.Namespace(json=False, replicas=3)) == 1
+    assert shown[0].endswith("\nPASS  first: THE SAME; 0 s\n")
     assert re.fullmatch("FAIL  second: DIFFERENT; 0 s\nFAILED, in . s\n", capsys.readouterr().out)
     assert doctor.doctor(argparse.Namespace(json=True, replicas=3)) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["passed"] and [row["largest_difference"] for row in found["checks"]] == [1e-16, None]
 
 
 @pytest.mark.parametrize(("gpus", "counts"), [(0, [2, 4]), (1, [2, 4]), (2, [2]), (3, [2]), (4, [2, 4]), (8, [2, 4])])
