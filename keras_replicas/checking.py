@@ -144,7 +144,8 @@ def check(
 def _trained(train, strategy):
     """Plain Keras's model and values, what they may differ by, the first without a bound, and ours, or its error."""
     for dtype in ("float64", ""):
-        with contextlib.suppress(Exception) if dtype else contextlib.nullcontext(), comparable(dtype):
+        tried = contextlib.suppress(Exception) if dtype else contextlib.nullcontext()
+        with tried, comparable(dtype), warnings.catch_warnings(action="ignore"):
             model, start, plain = train()
             limits = [1e300 if v[0] in ROUNDED else NOISE[dtype] * np.linalg.norm(v[3]) + ROUNDING for v in plain]
             noise = [np.inf] * len(plain)
@@ -154,8 +155,7 @@ def _trained(train, strategy):
                     noise = [by if by <= limit else new for by, limit, new in zip(noise, limits, again, strict=True)]
             unsteady = [v[2] for v, by, limit in zip(plain, noise, limits, strict=True) if not by <= limit]
             try:
-                with warnings.catch_warnings(action="ignore"):
-                    ours = train(start, strategy)[2]
+                ours = train(start, strategy)[2]
             except Exception as error:
                 if dtype:
                     raise

@@ -31,19 +31,13 @@ def causal():
     return model, tokens[:, :-1], tokens[:, 1:], (tokens[:, 1:] > 0).astype("float32")
 
 
-def classifier():
-    """Two dense layers, with dropout."""
-    x = inputs = keras.Input((8,))
-    x = keras.layers.Dropout(0.3)(keras.layers.Dense(16, "gelu")(x))
-    return compiled(keras.Model(inputs, keras.layers.Dense(3)(x))), *labelled(8)
-
-
 def batch_norm():
     """A convolution whose outputs are normalised over the batch."""
-    images = keras.Input((6, 6, 3))
+    random, images = np.random.default_rng(0), keras.Input((6, 6, 3))
     x = keras.layers.BatchNormalization()(keras.layers.Conv2D(8, 3, use_bias=False)(images))
     x = keras.layers.GlobalAveragePooling2D()(keras.activations.relu(x))
-    return compiled(keras.Model(images, keras.layers.Dense(3)(x))), *labelled(6, 6, 3)
+    model = compiled(keras.Model(images, keras.layers.Dense(3)(x)))
+    return model, random.normal(size=(EXAMPLES, 6, 6, 3)), random.integers(0, 3, EXAMPLES)
 
 
 def compiled(model, reduction="sum_over_batch_size"):
@@ -58,9 +52,3 @@ def sentences():
     random = np.random.default_rng(0)
     lengths = random.integers(4, TOKENS + 1, (EXAMPLES, 1))
     return random.integers(2, VOCABULARY, (EXAMPLES, TOKENS)) * (np.arange(TOKENS) < lengths)
-
-
-def labelled(*shape):
-    """Noise, and a class for each example."""
-    random = np.random.default_rng(0)
-    return random.normal(size=(EXAMPLES, *shape)).astype("float32"), random.integers(0, 3, EXAMPLES)
