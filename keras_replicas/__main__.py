@@ -42,7 +42,6 @@ def add_doctor_options(parser: argparse.ArgumentParser) -> None:
     """Gives a parser the doctor's options."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--replicas", type=whole(1), metavar="N", help="check N replicas, not 2 and 4")
-    parser.add_argument("--workers", type=whole(1), default=1, metavar="N", help="also check N workers")
 
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ rounding is taken for a fault:
 import argparse
 import contextlib
 import functools
+import math
 import operator
 import runpy
 import sys
@@ -50,10 +51,13 @@ class CheckResult(NamedTuple):
     Attributes:
         same: whether nothing differs.
         text: two or three lines: what was compared; by how much it differs, and what first; the likely reason.
+        difference: the largest relative one, of what is not rounding alone; or the first that is too large; infinite
+            if nothing was compared.
     """
 
     same: bool
     text: str
+    difference: float
 
     def __bool__(self) -> bool:
         return self.same
@@ -120,26 +124,28 @@ def check(
     elif isinstance(ours, Exception):
         found, why = "REFUSED", f"{type(ours).__name__}: {' '.join(str(ours).split())[:400]}"
     compared = [] if found else zip(plain, ours, _distances(plain, ours), noise, strict=False)
-    largest = 0.0
+    largest = math.inf if found else 0.0
     for (kind, step, name, value), (*_, other), by, may in compared:
         size = np.linalg.norm(value)
         if not by <= max(may, LIMIT * size + ROUNDING):
             figures = f": {value.item():.7g} on one device, {other.item():.7g} on {several}" if value.size == 1 else ""
-            found = f"DIFFERENT, first the {name}, by {by / (size or 1):.0e}{figures}"
+            largest = by / (size or 1)
+            found = f"DIFFERENT, first the {name}, by {largest:.0e}{figures}"
             why = likely_reason(model, data[0], batch_size // 2 or 1, kind, step in (each, 2 * each))
             break
-        if by > ROUNDING and may <= LIMIT * size:  # else it is rounding alone
-            largest = max(largest, by / size)
+        if may <= LIMIT * size:  # else it is rounding alone
+            largest = max(largest, by / (size + ROUNDING / LIMIT))
     head = f"{type(model).__name__} on {several}, plain on one device: {model.dtype}, {2 * each} steps of {batch_size}"
     same = f"THE SAME to {largest:.0e}: losses, metrics, weights, state, predictions"
     said = f"{found}\nwhy: {why}" if found else same
-    return CheckResult(not found, f"{head}, two of {rest} and 1; {time.perf_counter() - began:.0f} s\n{said}")
+    return CheckResult(not found, f"{head}, two of {rest} and 1; {time.perf_counter() - began:.0f} s\n{said}", largest)
 
 
 def _trained(train, strategy):
     """Plain Keras's model and values, what they may differ by, the first without a bound, and ours, or its error."""
     for dtype in ("float64", ""):
-        with contextlib.suppress(Exception) if dtype else contextlib.nullcontext(), comparable(dtype):
+        tried = contextlib.suppress(Exception) if dtype else contextlib.nullcontext()
+        with tried, comparable(dtype), warnings.catch_warnings(action="ignore"):
             model, start, plain = train()
             limits = [1e300 if v[0] in ROUNDED else NOISE[dtype] * np.linalg.norm(v[3]) + ROUNDING for v in plain]
             noise = [np.inf] * len(plain)
@@ -149,8 +155,7 @@ def _trained(train, strategy):
                     noise = [by if by <= limit else new for by, limit, new in zip(noise, limits, again, strict=True)]
             unsteady = [v[2] for v, by, limit in zip(plain, noise, limits, strict=True) if not by <= limit]
             try:
-                with warnings.catch_warnings(action="ignore"):
-                    ours = train(start, strategy)[2]
+                ours = train(start, strategy)[2]
             except Exception as error:
                 if dtype:
                     raise
@@ -182,17 +187,17 @@ def _train(build, data, parts, batch_size, seed, start=None, strategy=None, othe
         if model.optimizer is not None and not has_own(model, "train_step"):
             apply = model.optimizer.apply
             model.optimizer.apply = lambda gradients, *rest: apply(list(map(_each_row_once, gradients)), *rest)
-    model.steps_per_execution = 1
+    model.steps_per_execution, how = 1, {"batch_size": batch_size, "verbose": 0}
     watch, random = Watch(start), np.random.default_rng(seed)
     for rows in parts:
         batches = np.split(rows, range(batch_size, len(rows), batch_size))
         order = np.concatenate([random.permutation(batch) for batch in batches]) if other == "order" else rows
         x, y, weight = rows_of(data, order)
-        model.fit(x, y, batch_size, 1, 0, [watch], sample_weight=weight, shuffle=False)
+        model.fit(x, y, sample_weight=weight, shuffle=False, callbacks=[watch], **how)
     x, y, weight = rows_of(data, parts[0])
     with contextlib.suppress(NotImplementedError):  # it has no call
-        watch.note("evaluate", model.evaluate(x, y, batch_size, 0, weight, return_dict=True))
-        outputs = keras.tree.flatten(model.predict(x, batch_size, 0))
+        watch.note("evaluate", model.evaluate(x, y, sample_weight=weight, return_dict=True, **how))
+        outputs = keras.tree.flatten(model.predict(x, **how))
         watch.note("predict", {f"output {index}": output for index, output in enumerate(outputs)})
     return model, watch.start, watch.values
 

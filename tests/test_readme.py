@@ -365,7 +365,8 @@ def test_each_table_of_results_stands_on_one_page():
 
 
 def test_the_claims_are_those_of_the_results_whatever_they_are():
-    doctor = [{"measure": m, "measured": d} for m in ("loss of every step", "weights") for d in (2e-7, 3e-2, 0.0)]
+    doctor = [{"check": "a, 2 replicas", "passed": True, "largest_difference": away} for away in (2e-16, 3e-15)]
+    doctor += [doctor[0] | {"passed": False, "largest_difference": None}, doctor[0] | {"check": "interrupted"}]
     faults = [{"identical": True}, {"identical": False}, {"identical": True}]
     speeds = {"published Keras example, padded to 512": 4, "transformers, a": 10, "transformers, b": 20}
     speeds |= {"fit, one device": 90, "fit, 2 replicas": 15, "fit, 2 replicas, jit": 10}
@@ -375,7 +376,7 @@ def test_the_claims_are_those_of_the_results_whatever_they_are():
     beside = {"recipes": {"bert_mlm": {"speeds": {"fit": [16.0], "fit, jit": [9.0], "transformers, a": [20.0]}}}}
     paired = {"epochs": 7, "predictions": 9, "equal_predictions": 8}
     told = readme.claims({"checks": doctor}, faults, {"sizes": sizes}, beside, scores, paired)
-    assert "3 configurations" in told and "3.0e-02 in the loss of a step and 3.0e-02 in the weights" in told
+    assert "2 of 3 small runs" in told and "to 3e-15 in float64" in told
     assert "of 3 runs" in told and ", 2 ended with" in told
     assert (
         "`bert_mlm` trains 0.8 times as fast as transformers" in told and "3.8 times as fast as the published" in told
