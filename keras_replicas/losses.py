@@ -26,6 +26,7 @@ KERAS_OWN -= BATCHWISE | {keras.losses.Loss, keras.metrics.Metric}
 # What a subclass may define and still compute what its base class does.
 HARMLESS = {"__init__", "__doc__", "__module__", "__repr__", "get_config", "from_config"}
 HARMLESS |= {"reset_state", "result"}  # of a metric, whose variables add up
+HARMLESS |= {"__firstlineno__", "__static_attributes__"}  # which Python 3.13 gives every class
 
 
 class Noted:
