@@ -221,10 +221,10 @@ def _put_tests_in_scope(devices: list[str], outcomes: Outcomes) -> None:
 
 
 def _first_lines(report) -> str:
-    """What an error says first; the next lines too where the first is short."""
+    """What an error says first."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = [line.strip() for line in str(crash.message if crash else report.longrepr).split("\n") if line.strip()]
-    return " ".join(lines[: 1 if lines and len(lines[0]) > 40 else 4])[:300]
+    return " ".join(lines[:4])[:300]
 
 
 def _held_gib() -> float:

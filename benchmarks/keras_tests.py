@@ -99,7 +99,7 @@ def run(ways: tuple[str, ...], files: dict[str, list[str]], folder: Path, only: 
 def chunks(files: dict[str, list[str]]) -> list[dict[str, list[str]]]:
     """The files by process; the trainer's and those that set up TensorFlow anew have one each."""
     alone = [file for file in files if file == ALL_COUNT or "_reset_context" in (source() / file).read_text()]
-    rest = sorted((file for file in files if file not in alone), key=lambda file: (source() / file).stat().st_size)
+    rest = sorted((file for file in files if file not in alone), key=lambda file: -(source() / file).stat().st_size)
     together = [rest[first::CHUNKS] for first in range(CHUNKS)]
     return [{file: files[file] for file in chunk} for chunk in [*([file] for file in alone), *together] if chunk]
 
