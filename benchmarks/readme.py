@@ -19,6 +19,7 @@ from benchmarks import (
     scaling,
     techniques,
     throughput,
+    versions,
 )
 from common.run.results import report
 
@@ -203,6 +204,7 @@ MEASURED = {
     "pretraining": with_machine(pretraining.tables),
     "causal": with_machine(causal.tables),
     "conformance": with_machine(conformance.table),
+    "versions": versions.table,
 }
 
 

@@ -12,6 +12,7 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from keras_replicas.batches import Batches, distribute
+    from keras_replicas.checking import check
     from keras_replicas.checkpoints import Checkpoints
     from keras_replicas.cluster import is_chief, num_workers, worker_index
     from keras_replicas.errors import UserError
@@ -33,6 +34,7 @@ _MODULES = {
     "UserError": "errors",
     "agree": "workers",
     "apply_summed": "optimizers",
+    "check": "checking",
     "data_parallel": "model",
     "distribute": "batches",
     "exchange": "workers",

@@ -45,6 +45,14 @@ def add_doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=whole(1), default=1, metavar="N", help="also check N workers")
 
 
+def add_check_options(parser: argparse.ArgumentParser) -> None:
+    """Gives a parser the options of `check`."""
+    parser.add_argument("function", metavar="FILE:FUNCTION", help="it returns (model, x, y[, sample_weight]), compiled")
+    parser.add_argument("--batch-size", type=whole(1), default=8, metavar="N", help="of all replicas together")
+    parser.add_argument("--replicas", type=whole(1), default=2, metavar="N", help="on this machine")
+    parser.add_argument("--steps", type=whole(2), default=8, metavar="N", help="to train")
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Drops what TensorFlow's C++ code says on standard error while it is imported, and prepares Keras's import."""
@@ -64,6 +72,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_options(commands.add_parser("launch", help="run a script on several workers"), "SCRIPT")
     add_doctor_options(commands.add_parser("doctor", help="verify on this machine that training is exact"))
+    add_check_options(commands.add_parser("check", help="verify that your model trains as on one device"))
     options = parser.parse_args()
     match options.command:
         case "launch":
@@ -72,6 +81,10 @@ def main() -> int:
             with quiet():
                 from keras_replicas.doctor import doctor
             return doctor(options)
+        case "check":
+            with quiet():
+                from keras_replicas.checking import command
+            return command(options)
     print(GUIDE, end="")
     return 0
 

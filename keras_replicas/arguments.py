@@ -16,6 +16,7 @@ from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.cluster import is_chief, num_workers
 from keras_replicas.data import WholeBatches, begins_anywhere, row_by_row
 from keras_replicas.errors import UserError
+from keras_replicas.noise import keep_global_seed
 from keras_replicas.private import get_data_adapter
 from keras_replicas.workers import agree, exchange
 
@@ -41,6 +42,8 @@ def checkpoints_in(given: Arguments) -> Checkpoints | None:
 
 def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> tuple[int, Arguments]:
     """The step from which `fit` goes on, and its arguments from there."""
+    if model.steps_by_keras and checkpoints is None and not _begins_anywhere(given):
+        return 0, given
     given = _with_generators(with_validation_data(model, given), "validation_data")
     if checkpoints is None and not _is_divided_by_us(model, given.get("x")):
         given = _with_generators(given, "x")
@@ -49,6 +52,7 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
         return 0, given
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size", "class_weight")}
     callbacks = _callback_list(model, given)
+    keep_global_seed(model)
     state = checkpoints.open_fit(callbacks) if checkpoints else {}
     seeds = state.get("seeds") or {"data": model.global_seed, "noise": model.global_seed}
     seeds = exchange(seeds)[0] if _on_workers(model) else seeds
@@ -101,7 +105,7 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
 def with_divided_data(model: Any, given: Arguments) -> Arguments:
     """Arguments of `evaluate` or `predict`, in which data is divided if need be."""
     if not _is_divided_by_us(model, given.get("x")):
-        return _with_generators(given, "x")
+        return given if model.steps_by_keras else _with_generators(given, "x")
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
     batches = begins_anywhere(**data, steps=given.get("steps"))
     _check_same(model, batches)
@@ -123,6 +127,10 @@ def _is_divided_by_us(model: Any, x: Any) -> bool:
     under_strategy = model.distribute_strategy.num_replicas_in_sync > 1
     is_py_dataset = isinstance(x, keras.utils.PyDataset)
     return _on_workers(model) or hasattr(x, "iter_from_step") or (under_strategy and is_py_dataset)
+
+
+def _begins_anywhere(given: Arguments) -> bool:
+    return any(hasattr(given.get(name), "iter_from_step") for name in ("x", "validation_data"))
 
 
 def _with_generators(given: Arguments, name: str) -> Arguments:

@@ -23,7 +23,7 @@ def _moments(layer, model, inputs, mask):
     """Mean and variance for each channel, each [channels], as the layer takes them on one device."""
     if tf.distribute.in_cross_replica_context() or (replicas() == 1 and model.accumulate == 1):
         return type(layer)._moments(layer, inputs, mask)
-    model._refuse_jit_and_accumulate("a model without BatchNormalization")
+    model._needs_all_replicas("a model without BatchNormalization")
     axes = layer._reduction_axes
     if mask is None:
         weights, epsilon = tf.ones_like(inputs), 0.0

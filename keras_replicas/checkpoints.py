@@ -238,7 +238,7 @@ class Checkpoints(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         """Saves if due, and leaves if asked to; after the last step of an epoch, that waits for the epoch's end."""
         if not self.model.at_epoch_end and not self.model.stop_training:
-            self.save_if_due(self.model.steps_done, steps=len(self.model.step_values["loss"]))
+            self.save_if_due(self.model.steps_done, steps=self.model.steps_in_call)
             if self.model.all_told_to_stop:
                 self.save_and_leave(self.model.steps_done)
 

@@ -32,7 +32,7 @@ from keras_replicas.doctor_models import BATCH, EPOCHS, EVEN, Case, cases, class
 from keras_replicas.errors import UserError
 from keras_replicas.gpus import gpu_names, gpu_shares
 from keras_replicas.model import data_parallel
-from keras_replicas.private import CHECKED_VERSIONS
+from keras_replicas.private import CHECKED_VERSIONS, VERSIONS
 from keras_replicas.strategy import make_strategy
 from keras_replicas.workers import exchange
 
@@ -194,8 +194,9 @@ def describe_machine(gpus: list[str], packages: dict[str, str]) -> dict[str, str
 
 
 def _version(package: str, tested: str) -> str:
-    version = importlib.metadata.version(package)
-    return f"{version} ({'tested' if version.startswith(tested + '.') else f'NOT TESTED; tested with {tested}'})"
+    version = VERSIONS.get(package) or importlib.metadata.version(package)
+    is_tested = any(version.startswith(f"{minor}.") for minor in tested.split(", "))
+    return f"{version} ({'tested' if is_tested else f'NOT TESTED; tested with {tested}'})"
 
 
 if __name__ == "__main__":

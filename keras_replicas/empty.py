@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica without examples. A data set's last batch may leave it none: what it then computes must not count."""
+"""A replica without examples. A data set's last batch may leave it none.
+
+It then computes another replica's example, for nothing made up may reach a user's code; and what it computes does not
+count.
+"""
 
 import contextlib
 from typing import Any
@@ -8,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_replicas.private import get_keras_mask, set_keras_mask, strategy_seen
-from keras_replicas.replicas import replica_context
+from keras_replicas.replicas import gather, replica_context, replicas
 
 
 class OneReplica:
@@ -56,38 +60,51 @@ def first_input(x):
     return next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
 
 
-def with_an_example(x):
-    """This replica's inputs or, if it has none, one example of zeros: many of TensorFlow's kernels fail without one.
+def others_example(data, rows_known: bool):
+    """One row of a replica's data, for a replica that has none: many kernels fail without any. Every replica calls it.
 
-    Where the number of examples is known, this is `x` itself.
+    Args:
+        data: this replica's.
+        rows_known: whether the static shapes tell that all replicas have rows.
+
+    Returns:
+        A structure like `data`; None where no replica can be without rows, and of sparse tensors.
     """
-    dense = all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in keras.tree.flatten(x))
-    if not dense or first_input(x).shape[0]:
-        return x
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    known = replicas() == 1 or (rows_known and first_input(data).shape[0])
+    if known or any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
+        return None
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else gather(leaf[:1])[:1], data)
 
-    def filled(leaf):
+
+def with_example(data, example):
+    """This replica's data or, if it has no rows, the example."""
+    if example is None:
+        return data
+    has_rows = count_examples(data) > 0
+
+    def filled(leaf, row):
         if leaf is None:
             return None
-        shape = tf.concat([[1], tf.shape(leaf)[1:]], axis=0)
-        filled = tf.cond(tf.shape(leaf)[0] > 0, lambda: leaf, lambda: tf.zeros(shape, leaf.dtype))
-        return tf.ensure_shape(filled, [None, *leaf.shape[1:]])
+        found = tf.cond(has_rows, lambda: leaf, lambda: row)
+        return found if isinstance(leaf, tf.RaggedTensor) else tf.ensure_shape(found, [None, *leaf.shape[1:]])
 
-    return keras.tree.map_structure(filled, x)
+    return keras.tree.map_structure(filled, data, example)
 
 
-def without_added_example(y_pred, examples):
-    """The outputs and masks of the first `examples` examples, without the one that `with_an_example` adds."""
-    examples = tf.cast(examples, tf.int32)
+def without_added_example(y_pred, has_examples):
+    """The outputs and their masks; no rows of what was computed of another replica's example."""
 
-    def first(output):
+    def kept(output):
         if output is None or not output.shape.rank:
             return output
-        result, mask = output[:examples], get_keras_mask(output)
+        end = tf.where(has_examples, tf.shape(output)[0], 0)
+        result, mask = output[:end], get_keras_mask(output)
         if mask is not None:
-            set_keras_mask(result, mask[:examples])
+            set_keras_mask(result, mask[:end])
         return result
 
-    return keras.tree.map_structure(first, y_pred)
+    return keras.tree.map_structure(kept, y_pred)
 
 
 def zeros_without_examples(examples, values):

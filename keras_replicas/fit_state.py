@@ -58,9 +58,10 @@ def from_bytes(content: bytes) -> dict[str, Any]:
 
 
 def variables_of(model: Any) -> list[keras.Variable]:
-    """The variables of a model of `data_parallel` but those of its metrics."""
+    """The variables of a model of `data_parallel` but those of its metrics, and the state of Keras's global seed."""
     of_metrics = {id(variable) for variable in model._metric_variables()}
-    return [variable for variable in model.variables if id(variable) not in of_metrics]
+    variables = [variable for variable in model.variables if id(variable) not in of_metrics]
+    return [*variables, model.global_seed_generator.state]
 
 
 def facts_of(model: Any, trained_only: bool) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.empty import with_an_example
-from keras_replicas.replicas import first_replica, sum_over_replicas
+from keras_replicas.empty import count_examples, first_input, others_example, with_example
+from keras_replicas.optimizers import each_row_once
+from keras_replicas.replicas import a_row_each, first_replica, in_words, replicas, sum_over_replicas, waiting_for
 from keras_replicas.step import ReplicaStep, flat
 
 
@@ -20,16 +21,33 @@ class StepLoop(ReplicaStep):
 
     def train_step(self, data):
         """One replica's part of a training step; returns a dict of the epoch's values so far."""
+        if self.steps_by_keras:
+            with each_row_once(self.optimizer, dense=self.jit_compile):
+                return super().train_step(data)
         return _split(self._step(data, training=True))[0]
 
     def test_step(self, data):
         """One replica's part of an evaluation step."""
+        if self.steps_by_keras:
+            with waiting_for(() if self.jit_compile else data):
+                return super().test_step(data)
         return _split(self._step(data, training=False))[0]
 
     def predict_step(self, data):
         """One replica's part of a batch of predictions."""
+        if self.steps_by_keras:
+            return super().predict_step(data)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        return self._predicted(x, x if self.jit_compile else with_an_example(x), training=False)
+        example = None if self.jit_compile else others_example(x, rows_known=False)
+        filled = None if example is None else with_example(x, example)
+        number, examples = self._step_number(0), count_examples(x)
+        scope, before = self._own_state(self._copies(), number, [])
+        with scope:
+            y_pred = self._predicted(x, filled, training=False)
+        state = self._state_sums(scope, before, examples, number)
+        if state:
+            self._update_state(*sum_over_replicas((state, examples)))
+        return a_row_each(y_pred, examples) if replicas() > 1 and not self.jit_compile else y_pred
 
     def _on_replicas(self, training):
         """A function of (iterator, left) that does the steps of one call, at most `left`, unless that is None.
@@ -40,16 +58,19 @@ class StepLoop(ReplicaStep):
         strategy = self.distribute_strategy
         name = "train_step" if training else "test_step"
         step = getattr(self, name) if getattr(type(self), name) is not getattr(StepLoop, name) else None
+        step = without_tf_function(step)
 
         def replica_step(data, stop):
             data = _own(data)
             if step is None:
                 return self._step(data, stop, training)
-            logs = {name: tf.cast(value, tf.float32) for name, value in flat(step(data)).items()}
+            data = with_example(data, others_example(data, self._rows_known))
+            logs = {name: _as_log(value) for name, value in flat(step(data)).items()}
             logs, stop = sum_over_replicas((logs, stop))
             return {name: value / strategy.num_replicas_in_sync for name, value in logs.items()} | {"stop": stop}
 
-        def step_on_data(data, stop):
+        def step_on_data(data, stop, even=True):
+            self._rows_known = even and not tf.executing_eagerly()
             return first_replica(strategy, strategy.run(replica_step, args=(data, stop)))
 
         def one_step(iterator, stop):
@@ -59,6 +80,7 @@ class StepLoop(ReplicaStep):
         in_graph = tf.function(step_on_data, autograph=False, reduce_retracing=True)
         step_on_batch = step_on_data if self.run_eagerly else in_graph
 
+        @in_words()
         def run_steps(iterator, left):
             count = self.steps_per_execution if left is None else min(self.steps_per_execution, left)
             stop = tf.constant(float(self.told_to_stop))
@@ -69,7 +91,9 @@ class StepLoop(ReplicaStep):
                 for _ in range(count):
                     try:
                         if isinstance(iterator, types.GeneratorType):
-                            rows.append(_as_row(step_on_batch(self._divided(next(iterator)), stop)))
+                            batch = next(iterator)
+                            even = len(first_input(batch)) % strategy.num_replicas_in_sync == 0
+                            rows.append(_as_row(step_on_batch(self._divided(batch), stop, even)))
                         elif self.run_eagerly:
                             rows.append(_as_row(one_step(iterator, stop)))
                         else:
@@ -79,9 +103,10 @@ class StepLoop(ReplicaStep):
                             raise
                         break
                 values = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-            self.all_told_to_stop = bool(values.pop("stop")[-1])
+            told = values.pop("stop")
+            self.all_told_to_stop = bool(told[-1])
             logs, own = _split(values)
-            return len(next(iter(values.values()))), {name: value[-1] for name, value in logs.items()}, own
+            return len(told), {name: value[-1] for name, value in logs.items()}, own
 
         return run_steps
 
@@ -101,6 +126,11 @@ class StepLoop(ReplicaStep):
             return strategy.experimental_distribute_values_from_function(lambda context: part(leaf, context))
 
         return batch if replicas == 1 else keras.tree.map_structure(distributed, batch)
+
+
+def without_tf_function(step):
+    """A `train_step` without its `@tf.function`, in which no replica could wait for another, as TensorFlow does it."""
+    return tf.autograph.to_graph(step.python_function) if hasattr(step, "python_function") else step
 
 
 def _own(data):
@@ -133,6 +163,10 @@ def _as_row(values: dict) -> dict:
     return {name: np.asarray(value)[None] for name, value in values.items()}
 
 
+def _as_log(value):
+    return tf.cast(value, tf.float64 if keras.config.floatx() == "float64" else tf.float32)
+
+
 def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
     """A function of (iterator, count, stop) that does `count` steps in one call, and returns each step's values.
 
@@ -148,7 +182,7 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
     @tf.function(reduce_retracing=True, autograph=False)
     def many_steps(iterator, count, stop):
         def one_step(stop):
-            values = {name: tf.cast(value, tf.float32) for name, value in step(iterator, stop).items()}
+            values = {name: _as_log(value) for name, value in step(iterator, stop).items()}
             shapes.clear()
             shapes.update(
                 {name: value.shape if value.shape.rank else tf.TensorShape([]) for name, value in values.items()}
@@ -158,7 +192,7 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
         # The flag is an element of the loop: if the loop captured it, it would never arrive on another device.
         stops, scope = tf.fill([count], stop), tf.compat.v1.get_variable_scope()
         try:
-            return tf.map_fn(one_step, stops, fn_output_signature=tf.float32, parallel_iterations=1)
+            return tf.map_fn(one_step, stops, fn_output_signature=_as_log(0).dtype, parallel_iterations=1)
         except BaseException:
             scope.set_caching_device(None)  # `map_fn` leaves it set, and no strategy's scope could be entered again
             raise

@@ -2,6 +2,7 @@
 """A batch's loss: the sum of what each replica has, or computed from what all replicas gather; and what adds up."""
 
 import inspect
+import sys
 from typing import Any
 
 import keras
@@ -9,7 +10,6 @@ import tensorflow as tf
 
 from keras_replicas.private import (
     TensorFlowTrainer,
-    could_possibly_record,
     get_keras_mask,
     reduce_weighted_values,
 )
@@ -26,6 +26,7 @@ KERAS_OWN -= BATCHWISE | {keras.losses.Loss, keras.metrics.Metric}
 # What a subclass may define and still compute what its base class does.
 HARMLESS = {"__init__", "__doc__", "__module__", "__repr__", "get_config", "from_config"}
 HARMLESS |= {"reset_state", "result"}  # of a metric, whose variables add up
+HARMLESS |= {"__firstlineno__", "__static_attributes__"}  # which Python 3.13 gives every class
 
 
 class Noted:
@@ -56,35 +57,11 @@ class Noted:
         return loss_sum(self.loss, *notes[0])
 
 
-class Stateless(keras.StatelessScope):
-    """As Keras's, but no gradient flows through what is assigned to a variable, as with TensorFlow's variables.
-
-    Raises:
-        ValueError: when a weight is used where it gets no gradient, as in `keras.remat`, which knows only variables.
-    """
-
-    def __init__(self, mapping, trained=(), **kwargs):
-        super().__init__(mapping, **kwargs)
-        self._trained = {id(variable) for variable in trained}
-
-    def add_update(self, update):
-        """See `keras.StatelessScope`."""
-        variable, value = update
-        super().add_update((variable, tf.stop_gradient(value)))
-
-    def get_current_value(self, variable):
-        """See `keras.StatelessScope`."""
-        if id(variable) in self._trained and not could_possibly_record():
-            raise ValueError(
-                f"{variable.path} would not be trained where it is used, as in keras.remat: leave that out"
-            )
-        return super().get_current_value(variable)
-
-
 class BatchLoss(TensorFlowTrainer):
     """A model's compiled losses, `add_loss`, regularisers and metrics, for `keras_replicas.step`."""
 
     accumulate: int
+    _compiling = False  # while XLA compiles a pass
 
     def _note_losses(self):
         """Puts `Noted` in the place of each compiled loss, once they are built."""
@@ -104,38 +81,27 @@ class BatchLoss(TensorFlowTrainer):
         total, divisor = noted.sum_of(self._compile_loss, y, y_pred, sample_weight)
         return total * (1.0 if weight is None else weight), divisor
 
-    def _gathered_loss(self, values, metrics, data, y_pred, added, examples, training):
-        """The loss of all replicas' examples, computed by any code, and what that updates. Every replica computes it.
-
-        Gradients flow through this replica's outputs. Those that reach weights in another way are multiplied by its
-        share of the examples, so that the sum over replicas is the gradient of the batch's loss.
+    def _gathered_loss(self, scope, data, y_pred, added, examples, training):
+        """The loss of all replicas' examples, computed by any code. Every replica computes it.
 
         Args:
-            values: the value of each of the model's variables, by the variable, in order; the trained ones first.
-            metrics: the same of the metrics' variables.
+            scope: `OwnState`, in which it is computed, with the metrics that it may update.
             data: this replica's (x, y, sample_weight).
-            y_pred: its outputs.
+            y_pred: its outputs, through which gradients flow.
             added: its terms of `add_loss` and regularisers.
             examples: their number.
             training: whether to train, not evaluate.
 
         Returns:
-            The loss; the values of the metrics' variables after it; and the new values of other variables, by `id`.
+            The loss; and this replica's share of the examples.
         """
         x, y, sample_weight = data
         share = tf.math.divide_no_nan(examples, sum_over_replicas(examples))
-
-        @tf.custom_gradient
-        def shared(weight):
-            return tf.identity(weight), lambda gradient: tf.convert_to_tensor(gradient) * tf.cast(share, weight.dtype)
-
-        trained = len(self.trainable_variables)
-        rest = values[trained:]
-        scope = Stateless([*((variable, shared(value)) for variable, value in values[:trained]), *rest, *metrics])
         if replicas() > 1:
             x = gather(x) if self._overrides("compute_loss") else x
             y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)
-        mine = [tf.math.multiply_no_nan(term, share) for term in added]  # added up, what a mean over examples is
+        # A term is added up over replicas as if it were a mean over examples.
+        mine = [tf.math.multiply_no_nan(term, tf.cast(share, term.dtype)) for term in added]
         added = [
             term + tf.stop_gradient(total - term) for term, total in zip(mine, sum_over_replicas(mine), strict=True)
         ]
@@ -145,9 +111,7 @@ class BatchLoss(TensorFlowTrainer):
                 loss = self._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
             finally:
                 self._losses_override = []
-        after = {id(variable): scope.get_current_value(variable) for variable, _ in rest}
-        updates = {id(variable): after[id(variable)] for variable, value in rest if after[id(variable)] is not value}
-        return loss, [scope.get_current_value(variable) for variable, _ in metrics], updates
+        return loss, share
 
     def _metric_sums(self, given, after):
         """What this replica's examples add to the variables of metrics; nothing for those that track losses."""
@@ -173,8 +137,8 @@ class BatchLoss(TensorFlowTrainer):
     def _loss_trackers(self):
         return self._compile_loss.metrics if self._compile_loss is not None else []
 
-    def _overrides(self, method):
-        return getattr(type(self), method) is not getattr(TensorFlowTrainer, method)
+    def _overrides(self, method, base=TensorFlowTrainer):
+        return getattr(type(self), method) is not getattr(base, method)
 
     def _one_loss_adds_up(self):
         losses = [each.loss.loss for each in self._compiled_losses()]
@@ -186,11 +150,21 @@ class BatchLoss(TensorFlowTrainer):
         metrics = [] if self._compile_metrics is None else self._compile_metrics.metrics
         return not self._overrides("compute_metrics") and all(map(metric_adds_up, metrics))
 
-    def _refuse_jit_and_accumulate(self, needed):
+    def _needs_all_replicas(self, what):
+        """Called where the pass is no longer one of this replica alone.
+
+        Raises:
+            ValueError: when it is of a slice of a replica's examples.
+            NotCompilable: when XLA compiles it.
+        """
         if self.accumulate > 1:
-            raise ValueError(f"accumulate needs {needed}: set accumulate = 1")
-        if self.jit_compile and replicas() > 1:
-            raise ValueError(f"jit_compile needs {needed}, on several replicas: set jit_compile=False")
+            raise ValueError(f"accumulate needs {what}: set accumulate = 1")
+        if self._compiling and replicas() > 1:
+            raise NotCompilable(what)
+
+
+class NotCompilable(Exception):
+    """XLA compiles the pass of one replica, but this one asks the others."""
 
 
 def loss_adds_up(loss: keras.losses.Loss) -> bool:
@@ -209,7 +183,9 @@ def _is_keras_own(thing, function) -> bool:
     It may be of a subclass that overrides nothing but `HARMLESS` names. What others compute, nobody can know.
     """
     bases = type(thing).__mro__
-    known = next((base for base in bases if base in KERAS_OWN), None)
+    hub = sys.modules.get("keras_hub")
+    of_keras = KERAS_OWN | ({hub.metrics.Perplexity} if hub else set())
+    known = next((base for base in bases if base in of_keras), None)
     if known is None or (known in WRAPPERS and not (inspect.isfunction(function) and function in KERAS_OWN)):
         return False
     defined = {name for base in bases[: bases.index(known)] for name in vars(base)}

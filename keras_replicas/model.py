@@ -5,23 +5,21 @@ A plain Keras program becomes right on N replicas in these steps; guides/train.p
 
 1. Make the strategy: `strategy = keras_replicas.make_strategy()`.
 2. In `with strategy.scope():`, make the model, and pass it on: `model = keras_replicas.data_parallel(model)`.
-3. Give `fit` a callback `keras_replicas.Checkpoints(folder, every=100)`: killed, the program goes on where it was.
-4. For several workers, start it by `python -m keras_replicas launch --workers 2 train.py`.
+3. Check it, where the layers, losses or steps are your own: `assert keras_replicas.check(build_model, x, y)`.
+4. Give `fit` a callback `keras_replicas.Checkpoints(folder, every=100)`: killed, the program goes on where it was.
+5. For several workers, start it by `python -m keras_replicas launch --workers 2 train.py`.
 
-Checked against Keras 3.15 and TensorFlow 2.21; docs/keras-under-tf-distribute.md shows what Keras's own trainer does.
+docs/keras-under-tf-distribute.md shows what Keras's own trainer does.
 """
 
 import functools
-import importlib.metadata
 import inspect
-import warnings
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.private import CHECKED_VERSIONS
 from keras_replicas.trainer import Trainer
 
 
@@ -36,14 +34,21 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
 
     A model is any of Keras's: functional, sequential, of a class of one's own, loaded from a file, from
     `keras.applications` or `from_preset`. Its class is changed in place to a subclass with this trainer, and it is
-    returned. What is saved of it is of the plain class. A class becomes a subclass, whose models are made as before.
+    returned. A class becomes a subclass, whose models are made as before.
+
+    What is saved or pickled is of the plain class, and so is what loads it: `data_parallel(load_model(file))`, in the
+    scope, trains on with the optimizer's state.
+
+    Without a strategy and on one replica, Keras's own step runs, and the result is Keras's to the bit; but an epoch's
+    loss and rows of an `Embedding` that repeat are counted rightly, and `accumulate` has its effect.
 
     Under a strategy of N replicas, with batches of any size:
 
     - The loss that is minimised and reported is what one device would compute for the whole batch, by the loss's own
       reduction. Keras's own losses are summed by replica and divided once. For any other loss, and for a
       `compute_loss` of the class's own, every replica gathers what the others predicted, and computes the whole.
-    - A replica may have no examples: it then computes one of zeros, which does not count.
+    - A replica may have no examples: it then computes another replica's, which does not count.
+    - Outputs need a row for each example, unless all losses and metrics add up, as Keras's own do.
     - A term of `add_loss` is weighted by the replica's share of the examples. That suits a mean over examples, such as
       `activity_regularizer`, and a regulariser of weights, which is the same on all replicas.
     - Metrics are those of the whole data. Keras's own add up over replicas; any other, and a `compute_metrics` of the
@@ -51,11 +56,13 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
     - Gradients are summed before the optimizer sees them: its clipping, accumulation over steps and the rest act on
       those of the whole batch. An `Embedding` row's are summed too; Keras's optimizers would square them one by one.
     - `fit` does `steps_per_epoch` steps in an epoch, whatever `steps_per_execution` is.
-    - `BatchNormalization` takes the moments of the whole batch. Other state that a layer updates in training changes by
-      the mean over examples.
+    - `BatchNormalization` takes the moments of the whole batch. Any other layer that looks at the batch's other
+      examples sees those of its replica alone: no library can know, but `check` tells.
+    - Other state that a layer updates is what `add_weight(aggregation=...)` says: "sum" for a counter, "mean" over
+      examples for a moving average, or "only_first_replica". Without that word it is refused.
     - Dropout's noise is a function of the seed, the step and the replica.
-    - `jit_compile` compiles the forward and backward pass of each replica. It needs a single loss and metrics, all
-      Keras's own, and no `add_loss`, regulariser or `BatchNormalization`; so does `accumulate`.
+    - `jit_compile` compiles the forward and backward pass of each replica, if there is a single loss, and it and all
+      metrics are Keras's own, without `add_loss`, regulariser or `BatchNormalization`. `accumulate` needs the same.
     - A class's own `train_step` or `test_step` runs on each replica, as under Keras: gradients are added up, so a loss
       must be divided by the number of replicas, as Keras divides its own, and the values that it returns are averaged.
       A `train_step` that does so warns. A `compute_loss` needs no such care.
@@ -83,54 +90,33 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
     """
     if not isinstance(accumulate, int | np.integer) or accumulate < 1:  # type: ignore[redundant-expr]
         raise ValueError(f"accumulate must be a number of parts, 1 or more, not {accumulate!r}")
-    is_class = inspect.isclass(target) and issubclass(target, keras.Model)
-    if is_class:
-        ours = _with_trainer(target)
-        return ours if accumulate == 1 else type(ours.__name__, (ours,), _names(ours) | {"accumulate": int(accumulate)})
+    if inspect.isclass(target) and issubclass(target, keras.Model):
+        return _with_trainer(target, int(accumulate))  # type: ignore[arg-type]
     if not isinstance(target, keras.Model):
         raise TypeError(f"data_parallel takes a Keras model, or a subclass of keras.Model; got {target!r}")
     if tf.distribute.has_strategy() and target._distribute_strategy is not tf.distribute.get_strategy():
-        raise ValueError("the model was made outside this strategy's scope: make it inside, then call data_parallel")
+        raise ValueError("the model is from outside this strategy's scope: make or load it inside, then data_parallel")
     target.__class__ = _with_trainer(target.__class__)
     target.become_data_parallel(int(accumulate))
     return target
 
 
 @functools.cache
-def _with_trainer(model_class: type[keras.Model]) -> type[keras.Model]:
-    """The subclass of `model_class` with our trainer; itself if it is one already."""
-    if issubclass(model_class, Trainer):
+def _with_trainer(model_class: Any, accumulate: int = 1) -> type[keras.Model]:
+    """The subclass of `model_class` with our trainer; itself if it is one already, and has that many parts."""
+    is_ours = issubclass(model_class, Trainer)
+    if is_ours and accumulate == 1:
         return model_class
-    _warn_outside_checked_versions()
-    bases = (*_of_kerashub(model_class), model_class, Trainer)
+    bases = (model_class,) if is_ours else (model_class, Trainer)
+    if hasattr(model_class, "save_to_preset") and not is_ours:
+        from keras_replicas.kerashub import HubTask
+
+        bases = (HubTask, *bases)
+    names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}  # to be saved by
     plain_class = getattr(model_class, "plain_class", model_class)
-    ours = type(model_class.__name__, bases, _names(model_class) | {"plain_class": plain_class})
-    registered = keras.saving.get_registered_name(model_class)
+    ours = type(model_class.__name__, bases, names | {"plain_class": plain_class, "accumulate": accumulate})
+    registered = keras.saving.get_registered_name(plain_class)
     if ">" in registered:  # by `keras.saving.register_keras_serializable`
-        for each in (ours, model_class):  # the last one is what loading a file makes
+        for each in (ours, keras.saving.get_registered_object(registered)):  # the last one is what loading a file makes
             keras.saving.register_keras_serializable(*registered.split(">"))(each)
     return ours
-
-
-def _names(model_class: type) -> dict[str, Any]:
-    """Names like those of the plain class, so that what is saved is the plain class's."""
-    return {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-
-
-def _of_kerashub(model_class: type[keras.Model]) -> list[type]:
-    if not hasattr(model_class, "save_to_preset"):
-        return []
-    from keras_replicas.kerashub import HubTask
-
-    return [HubTask]
-
-
-def _warn_outside_checked_versions() -> None:
-    for package, checked in CHECKED_VERSIONS.items():
-        version = importlib.metadata.version(package)
-        if not version.startswith(checked + "."):
-            warnings.warn(
-                f"keras_replicas is checked against {package} {checked}, not {version}: "
-                "run `python -m keras_replicas doctor`, and trust it",
-                stacklevel=3,
-            )

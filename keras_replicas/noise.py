@@ -14,6 +14,7 @@ from keras_replicas.private import GLOBAL_SEED_GENERATOR, global_seed_generator,
 from keras_replicas.replicas import replica_context
 
 DRAWS = 2**16  # more than the random numbers that one layer draws in a step
+REPLICAS_APART = 2**32  # between two replicas' seeds; more than a layer's own seed
 
 
 @contextlib.contextmanager
@@ -61,8 +62,8 @@ def noise_seeds(model: keras.Model, count: tf.Tensor) -> Iterator[tuple[keras.Va
     """
     replica = tf.cast(replica_context().replica_id_in_sync_group, tf.int64)
     variables = [variable for variable in model.non_trainable_variables if variable.name == "seed_generator_state"]
-    seeds = [(variable, variable.value[0]) for variable in variables]
+    seeds = [(variable, variable.value[0] % REPLICAS_APART) for variable in variables]
     if "global_seed" in vars(model):
         seeds.append((model.global_seed_generator.state, tf.constant(model.global_seed, tf.int64)))
     for variable, seed in seeds:
-        yield variable, tf.stack([seed + replica * 2**32, tf.cast(count, tf.int64) * DRAWS])
+        yield variable, tf.stack([seed + replica * REPLICAS_APART, tf.cast(count, tf.int64) * DRAWS])

@@ -3,11 +3,12 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_replicas.replicas import local_value, no_strategy, replica_context
+from keras_replicas.replicas import no_strategy, own_copies, replica_context, unique_rows
 
 
 def apply_summed(optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence[keras.Variable]) -> None:
@@ -37,31 +38,46 @@ def apply_summed(optimizer: keras.Optimizer, gradients: Sequence, variables: Seq
         raise ValueError("build the optimizer in the strategy's scope: optimizer.build(model.trainable_variables)")
     if optimizer.loss_scale_factor:  # by which Keras cannot divide rows
         gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-    with _local_copies(optimizer, variables):
+    with without_strategy(optimizer, variables):
         optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
 
 
 @contextlib.contextmanager
-def _local_copies(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]) -> Iterator[None]:
+def without_strategy(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]) -> Iterator[None]:
     """While it lasts, the optimizer and the variables are those of this replica alone, without a strategy.
 
     In a strategy, Keras asks the other replicas inside a `tf.cond`, which fails (keras-team/keras#20582). No other
     replica sees the swap: a strategy switches between its replicas' threads at reductions only, and here is none.
     """
-    optimizers = [optimizer, *([optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else [])]
-    swapped = {id(v): v for v in [*optimizer.variables, *variables]}.values()
-    containers = [variable._value for variable in swapped]
+    optimizers = [optimizer, *getattr(optimizer, "optimizers", [])]  # of a `MultiOptimizer`
+    optimizers += [optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else []
     strategies = [each._distribution_strategy for each in optimizers]
-    copies = [local_value(variable) for variable in swapped]
-    with no_strategy():
-        for variable, copy in zip(swapped, copies, strict=True):
-            variable._value = copy
+    with own_copies([*optimizer.variables, *variables]), no_strategy():
         for each in optimizers:
             each._distribution_strategy = tf.distribute.get_strategy()
         try:
             yield
         finally:
-            for variable, container in zip(swapped, containers, strict=True):
-                variable._value = container
             for each, strategy in zip(optimizers, strategies, strict=True):
                 each._distribution_strategy = strategy
+
+
+@contextlib.contextmanager
+def each_row_once(optimizer: Any, dense: bool) -> Iterator[None]:
+    """While it lasts, the optimizer is given each row of a table once, or all: Keras's square rows one by one."""
+
+    def once(gradient):
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        return tf.convert_to_tensor(gradient) if dense else unique_rows(gradient)
+
+    def apply_gradients(pairs):
+        return type(optimizer).apply_gradients(optimizer, [(once(gradient), variable) for gradient, variable in pairs])
+
+    if optimizer is not None:
+        vars(optimizer)["apply_gradients"] = apply_gradients  # assigned as usual, it would be tracked
+    try:
+        yield
+    finally:
+        if optimizer is not None:
+            del vars(optimizer)["apply_gradients"]

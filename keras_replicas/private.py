@@ -44,10 +44,6 @@ Of a layer BatchNormalization:
 - `_moments`: replaced by moments of the whole batch; read its call
 - `_reduction_axes`: all axes but the channels'; read its build
 
-Of a layer Dense:
-
-- `_kernel`: the kernel to which LoRA's adapters are added; read Dense.kernel
-
 Of a Keras variable:
 
 - `_value`: this replica's copy takes its place in an update; read keras.Variable.value
@@ -83,12 +79,44 @@ wait for a minute.
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from keras.src.backend import get_keras_mask, set_keras_mask  # the mask that travels with a tensor
+import keras
+import tensorflow as tf
+
+# Of each package the minor versions that all tests have passed with: see benchmarks/versions.py.
+CHECKED_VERSIONS = {"keras": "3.13, 3.14, 3.15", "tensorflow": "2.20, 2.21"}
+VERSIONS = {"keras": keras.__version__, "tensorflow": tf.__version__}  # keras-nightly is Keras too
+
+
+def minor(version: str) -> list[int]:
+    """The first two numbers."""
+    return [int(number) for number in version.split(".")[:2]]
+
+
+def check_version(package: str, version: str) -> None:
+    """Refuses a version that is older than all checked ones, and warns of a newer one."""
+    oldest, *_, newest = CHECKED_VERSIONS[package].split(", ")
+    if minor(version) < minor(oldest):
+        raise ImportError(f"keras_replicas needs {package} {oldest} or newer, not {version}: pip install -U {package}")
+    if minor(version) > minor(newest):
+        advice = "run `python -m keras_replicas doctor`, and trust it"
+        warnings.warn(f"keras_replicas is checked against {package} {newest}, not {version}: {advice}", stacklevel=2)
+
+
+for _package, _version in VERSIONS.items():
+    check_version(_package, _version)
+if keras.config.backend() != "tensorflow":
+    raise RuntimeError(
+        f"keras_replicas works with Keras's TensorFlow backend, not with {keras.config.backend()}: "
+        "set the environment variable KERAS_BACKEND=tensorflow before Keras is imported"
+    )
+
 from keras.src.backend.common.global_state import set_global_attribute
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask  # the mask that travels with a tensor
+from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.losses.loss import reduce_weighted_values
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 from keras.src.trainers.data_adapters import get_data_adapter
@@ -101,9 +129,9 @@ from tensorflow.python.distribute.distribute_lib import (
     _ThreadMode,
 )
 from tensorflow.python.eager.context import context as eager_context  # holds the workers' key-value store
-from tensorflow.python.eager.record import could_possibly_record
 
-CHECKED_VERSIONS = {"keras": "3.15", "tensorflow": "2.21"}
+TensorFlowTrainer = getattr(_trainer, "TensorFlowTrainer", None) or _trainer.Trainer  # its name from Keras 3.16 on
+ACTIVITIES_ADD_UP = minor(keras.__version__) < [3, 14]  # an activity_regularizer is a sum over examples, not a mean
 
 
 @contextlib.contextmanager

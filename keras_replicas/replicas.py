@@ -2,6 +2,7 @@
 """Sums and gathers over replicas. Call them in a replica's step, that is, in what `strategy.run` runs."""
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -11,6 +12,14 @@ from keras_replicas.private import get_keras_mask, set_keras_mask, strategy_seen
 
 # Workers add up tensors of about this many bytes at once, and begin while gradients of earlier layers are computed.
 PACKS = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=2**22)
+ROWS = (
+    "an output has not one row for each example, so that those of several replicas cannot be put in order: return one "
+    "row for each, such as [batch, 2, features] for two views; or use only losses and metrics that Keras has "
+    "or whose adds_up is true; or one replica"
+)
+# What collectives, by which workers gather, do not take, and in what it travels.
+CARRIED_BY = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
+CARRIED_BY |= {tf.uint32: tf.int64, tf.bfloat16: tf.float32}
 
 
 def replicas() -> int:
@@ -62,17 +71,31 @@ def gather_over_replicas(values: Any) -> Any:
         values: a nested structure of tensors, of at least one axis. The first may have another length on each replica.
 
     Returns:
-        The same structure, in the replicas' order, the same on every replica. Dtypes are kept, but bfloat16 becomes
-        float32: TensorFlow's collectives, which workers and NCCL use, cannot gather it.
+        The same structure, in the replicas' order and in the tensors' dtypes, the same on every replica. No gradient
+        flows.
 
     Raises:
         RuntimeError: outside of a replica's step.
     """
+    context = replica_context()
 
-    def gatherable(value):
-        return tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else tf.identity(value)
+    def gathered(tensor):
+        if tensor.dtype == tf.string:
+            return _gathered_strings(tensor)
+        sent = tf.stop_gradient(tf.cast(tensor, CARRIED_BY.get(tensor.dtype, tensor.dtype)))
+        return tf.cast(context.all_gather(tf.identity(sent), axis=0), tensor.dtype)
 
-    return replica_context().all_gather(tf.nest.map_structure(gatherable, values), axis=0)
+    return tf.nest.map_structure(gathered, values)
+
+
+def _gathered_strings(strings: tf.Tensor) -> tf.Tensor:
+    """As `gather_over_replicas`, of bytes that are filled up to the longest string's length."""
+    lengths = gather_over_replicas(tf.strings.length(strings))
+    longest = tf.reduce_max(tf.concat([tf.reshape(lengths, [-1]), [1]], axis=0))
+    sent = tf.io.decode_raw(strings, tf.uint8, fixed_length=longest)
+    table = tf.constant([bytes([value]) for value in range(256)])
+    received = tf.gather(table, tf.cast(gather_over_replicas(sent), tf.int32))
+    return tf.strings.substr(tf.strings.reduce_join(received, axis=-1), tf.zeros_like(lengths), lengths)
 
 
 def first_replica(strategy: tf.distribute.Strategy, values: Any) -> Any:
@@ -92,14 +115,15 @@ def sum_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
 
     Replicas send the rows, not the table.
     """
-    rows = _each_once(rows)
+    rows = unique_rows(rows)
     if replicas() == 1:
         return rows
     values, indices = gather_over_replicas((rows.values, rows.indices))
-    return _each_once(tf.IndexedSlices(tf.cast(values, rows.dtype), indices, rows.dense_shape))
+    return unique_rows(tf.IndexedSlices(tf.cast(values, rows.dtype), indices, rows.dense_shape))
 
 
-def _each_once(rows: tf.IndexedSlices) -> tf.IndexedSlices:
+def unique_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The rows with each index once: their sum."""
     indices, slots = tf.unique(rows.indices)
     return tf.IndexedSlices(
         tf.math.unsorted_segment_sum(rows.values, slots, tf.size(indices)), indices, rows.dense_shape
@@ -107,15 +131,16 @@ def _each_once(rows: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def gather(values: Any) -> Any:
-    """The tensors of all replicas, concatenated, with their masks and in their dtypes; no gradient flows."""
+    """The tensors of all replicas, concatenated, with their masks; ragged ones too. No gradient flows."""
 
     def gathered(tensor):
         if tensor is None:
             return None
+        if isinstance(tensor, tf.RaggedTensor):
+            flat, lengths = gather_over_replicas((tensor.flat_values, tensor.nested_row_lengths()))
+            return tf.RaggedTensor.from_nested_row_lengths(flat, lengths, validate=False)
         tensor, mask = tf.convert_to_tensor(tensor), get_keras_mask(tensor)
-        sent = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor  # collectives gather no booleans
-        result = gather_over_replicas(tf.stop_gradient(sent))
-        result = tf.ensure_shape(tf.cast(result, tensor.dtype), [None, *tensor.shape[1:]])
+        result = tf.ensure_shape(gather_over_replicas(tensor), [None, *tensor.shape[1:]])
         if mask is not None:
             set_keras_mask(result, gathered(mask))
         return result
@@ -125,8 +150,6 @@ def gather(values: Any) -> Any:
 
 def gather_around(values: Any) -> Any:
     """As `gather`, but this replica's rows are the tensors themselves, through which gradients flow."""
-    if any(leaf is not None and not leaf.shape.rank for leaf in keras.tree.flatten(values)):
-        raise ValueError("an output without a batch axis is of one replica's examples: a loss of the batch needs one")
     replica = replica_context().replica_id_in_sync_group
     first = next(leaf for leaf in keras.tree.flatten(values) if leaf is not None)
     sizes = gather(tf.shape(first)[:1])
@@ -143,10 +166,58 @@ def gather_around(values: Any) -> Any:
     return keras.tree.map_structure(put, values, gather(values))
 
 
+def a_row_each(values: Any, examples: tf.Tensor) -> Any:
+    """Outputs, of which each must have one row for each of a replica's examples, or they could not be put in order.
+
+    Raises:
+        ValueError: when an output has no first axis. When it has other rows, an `InvalidArgumentError` with the
+            sentence `ROWS`, of which `in_words` makes a `ValueError`.
+    """
+
+    def checked(output):
+        if output is None:
+            return None
+        if not output.shape.rank:
+            raise ValueError(ROWS)
+        rows = output.nrows() if isinstance(output, tf.RaggedTensor) else tf.shape(output)[0]
+        same = tf.debugging.assert_equal(tf.cast(rows, tf.int32), tf.cast(examples, tf.int32), ROWS)
+        with tf.control_dependencies([same] if same is not None else []):
+            result = tf.identity(output)
+        if (mask := get_keras_mask(output)) is not None:
+            set_keras_mask(result, mask)
+        return result
+
+    return keras.tree.map_structure(checked, values)
+
+
+@contextlib.contextmanager
+def in_words() -> Iterator[None]:
+    """Raises a `ValueError` with what `a_row_each` says, without TensorFlow's list of operations."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if ROWS in error.message:
+            raise ValueError(ROWS) from None
+        raise
+
+
 def local_value(variable: keras.Variable) -> tf.Variable:
     """This replica's copy of a Keras variable; the variable itself, if there is only one."""
     value = variable._value  # not `value`, which a stateless scope replaces
     return value._get() if isinstance(value, tf.distribute.DistributedValues) else value
+
+
+@contextlib.contextmanager
+def own_copies(variables: Iterable[keras.Variable]) -> Iterator[None]:
+    """While it lasts, these variables are this replica's copies, which can be assigned anywhere, as in a `tf.cond`."""
+    swapped = {id(variable): (variable, variable._value, local_value(variable)) for variable in variables}.values()
+    for variable, _, copy in swapped:
+        variable._value = copy
+    try:
+        yield
+    finally:
+        for variable, container, _ in swapped:
+            variable._value = container
 
 
 def is_first_replica() -> tf.Tensor:
@@ -163,6 +234,11 @@ def assign_sum(variable: keras.Variable, value: tf.Tensor) -> None:
 def is_shared(variable: keras.Variable) -> bool:
     """Whether the replicas share one copy of a Keras variable, as when it was made outside the strategy's scope."""
     return not isinstance(variable._value, tf.distribute.DistributedValues)
+
+
+def waiting_for(data: Any) -> contextlib.AbstractContextManager[None]:
+    """While it lasts, operations wait for the data: at its end, when there is none, nothing is counted."""
+    return tf.control_dependencies([leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None])
 
 
 def no_strategy() -> contextlib.AbstractContextManager[None]:

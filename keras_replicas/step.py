@@ -2,13 +2,25 @@
 """One replica's part of a step of any Keras model: its passes, one sum over replicas, the update, the logs."""
 
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_replicas.gradients import times
 from keras_replicas.optimizers import apply_summed
-from keras_replicas.passes import Passes, Sums, times, wide
-from keras_replicas.replicas import assign_sum, local_value, no_strategy, sum_over_replicas, sum_rows
+from keras_replicas.passes import Passes, Sums
+from keras_replicas.replicas import (
+    assign_sum,
+    gather_over_replicas,
+    no_strategy,
+    replicas,
+    sum_over_replicas,
+    sum_rows,
+    waiting_for,
+)
+from keras_replicas.state import aggregation_of, assign_state
 
 
 class ReplicaStep(Passes):
@@ -21,19 +33,16 @@ class ReplicaStep(Passes):
 
         All are the same on every replica.
         """
-        data = keras.utils.unpack_x_y_sample_weight(data)
-        sums, batch = self._passes(data, training)
-        leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
-        with tf.control_dependencies(leaves):  # at the end of the data, nothing is to be counted
-            total = add_up(sums._replace(stop=tf.cast(stop, tf.float32)))
-        loss = tf.math.divide_no_nan(total.loss, total.divisor)
-        values = {"loss": loss}
-        if training:
-            with tf.control_dependencies([total.divisor]):  # nor by the optimizer, which counts steps
-                values["learning_rate"] = tf.cast(self.optimizer.learning_rate, tf.float32)
-                self._update_layers(total.changes, total.examples)
+        with waiting_for(data):
+            sums, batch = self._passes(keras.utils.unpack_x_y_sample_weight(data), training)
+            total = add_up(sums._replace(stop=tf.cast(stop, tf.float32)), self.trainable_variables)
+            loss = tf.math.divide_no_nan(total.loss, total.divisor)
+            values = {"loss": loss}
+            self._update_state(total.state, total.examples)
+            if training:
+                values |= learning_rate(self.optimizer)
                 self._update_weights(total.gradients, total.divisor)
-        logs, metrics = self._track(loss, total, batch)
+            logs, metrics = self._track(loss, total, batch)
         values |= metrics
         return logs | {f"step/{name}": value for name, value in values.items()} | {"stop": total.stop}
 
@@ -42,20 +51,19 @@ class ReplicaStep(Passes):
         if not self.trainable_variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
-        share = tf.math.divide_no_nan(1.0, divisor)
-        divided = {index: times(gradient, share) for index, gradient in gradients.items()}
         variables = self.trainable_variables
+        share = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
+        divided = {
+            index: gradient if variables[index].overwrite_with_gradient else times(gradient, share)
+            for index, gradient in gradients.items()
+        }
         apply_summed(self.optimizer, [divided.get(index) for index in range(len(variables))], variables)
 
-    def _update_layers(self, changes, examples):
-        """Changes this replica's copies of what layers update in training by the mean change over all examples."""
+    def _update_state(self, state, examples):
+        """Gives this replica's copies of what layers update its new value, of all replicas."""
         variables = self._model_variables()
-        for index, total in changes.items():
-            change = tf.math.divide_no_nan(total, examples)
-            variable = local_value(variables[index])
-            value = wide(tf.convert_to_tensor(variable))
-            change = change if variable.dtype.is_floating else tf.round(change)
-            variable.assign(tf.cast(value + tf.cast(change, value.dtype), variable.dtype))
+        for index, total in state.items():
+            assign_state(aggregation_of(variables[index], self), variables[index], total, examples)
 
     def _track(self, loss, total, batch):
         """Updates the metrics; returns dicts of the epoch's values so far, and of the step's own, if they add up."""
@@ -67,20 +75,40 @@ class ReplicaStep(Passes):
             logs = flat(self.get_metrics_result() if self._metrics_add_up() else self.compute_metrics(*batch))
         for variable in variables:
             assign_sum(variable, scope.get_current_value(variable))
-        if not self._metrics_add_up():
-            return logs, {}
-        of_losses = {"loss", *(tracker.name for tracker in self._loss_trackers())}
-        with no_strategy(), keras.StatelessScope(list(zip(variables, total.metrics, strict=True))):
-            metrics = flat(self.get_metrics_result())
-        return logs, {name: value for name, value in metrics.items() if name not in of_losses}
+        own = own_metrics(self, zip(variables, total.metrics, strict=True)) if self._metrics_add_up() else {}
+        return logs, own
 
 
-def add_up(sums: Sums) -> Sums:
-    """Over all replicas, in one reduction; of a table, the replicas gather rows instead."""
+def own_metrics(model: Any, added: Iterable[tuple[keras.Variable, tf.Tensor]]) -> dict[str, tf.Tensor]:
+    """A step's own metrics, without losses, from what it adds to each of their variables."""
+    with no_strategy(), keras.StatelessScope(list(added)):
+        metrics = flat(model.get_metrics_result())
+    of_losses = {"loss", *(tracker.name for tracker in model._loss_trackers())}
+    return {name: value for name, value in metrics.items() if name not in of_losses}
+
+
+def add_up(sums: Sums, variables: list[keras.Variable]) -> Sums:
+    """Over all replicas, in one reduction.
+
+    Of a table, the replicas gather rows instead. A weight that is overwritten, such as float8's largest value, is the
+    largest of all.
+    """
     rows = {index: each for index, each in sums.gradients.items() if isinstance(each, tf.IndexedSlices)}
-    dense = {index: each for index, each in sums.gradients.items() if index not in rows}
+    values = {index: each for index, each in sums.gradients.items() if variables[index].overwrite_with_gradient}
+    dense = {index: each for index, each in sums.gradients.items() if index not in rows | values}
     total = sum_over_replicas(sums._replace(gradients=dense))
-    return total._replace(gradients=total.gradients | {index: sum_rows(each) for index, each in rows.items()})
+    gradients = total.gradients | {index: sum_rows(each) for index, each in rows.items()}
+    largest = {
+        index: tf.reduce_max(gather_over_replicas(each[None]), axis=0) if replicas() > 1 else each
+        for index, each in values.items()
+    }
+    return total._replace(gradients=gradients | largest)
+
+
+def learning_rate(optimizer: keras.Optimizer) -> dict[str, tf.Tensor]:
+    """The optimizer's rate, by name; nothing for a `MultiOptimizer`, which has several, or without an optimizer."""
+    rate = getattr(optimizer, "learning_rate", None)
+    return {} if rate is None else {"learning_rate": tf.cast(rate, tf.float32)}
 
 
 def flat(logs: dict) -> dict:

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import sys
+import warnings
 
 import tensorflow as tf
 
@@ -19,13 +20,14 @@ from keras_replicas.workers import join
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from glibc's malloc.h
 IN_USE = "the devices are already in use; ask for replicas={} in a new process"
+PLAIN = "{} is a plain model, not exact on several replicas: give it to keras_replicas.data_parallel, in the scope"
 
 
 def make_strategy(replicas: int = 0, *, deterministic: bool = False) -> tf.distribute.Strategy:
     """Picks the strategy for this process, by its devices. Call it before anything else touches a device.
 
     Build and compile the model in `with strategy.scope():`. `strategy.num_replicas_in_sync` is the number of replicas
-    on all workers together.
+    on all workers together. A plain model's `fit` or `evaluate` under several of them warns: see `data_parallel`.
 
     - Several workers (by `python -m keras_replicas launch`, `TF_CONFIG`, Slurm or Kubernetes):
       `MultiWorkerMirroredStrategy` over all GPUs of each, or the first `replicas`; on CPUs, a replica for each worker.
@@ -54,7 +56,7 @@ def make_strategy(replicas: int = 0, *, deterministic: bool = False) -> tf.distr
         return _of_workers(gpus, replicas)
     if name := os.environ.get("TPU_NAME"):
         try:
-            return tf.distribute.TPUStrategy(tf.distribute.cluster_resolver.TPUClusterResolver.connect(name))
+            return _warning(tf.distribute.TPUStrategy(tf.distribute.cluster_resolver.TPUClusterResolver.connect(name)))
         except (tf.errors.OpError, ValueError, RuntimeError, OSError) as error:
             raise UserError(f"no TPU at TPU_NAME={name} ({first_line(error)}). Give another, or unset it") from error
     if len(gpus) > 1 and replicas > len(gpus):
@@ -68,7 +70,7 @@ def make_strategy(replicas: int = 0, *, deterministic: bool = False) -> tf.distr
         return _mirrored(_split(gpus[0], replicas, free * 9 // 10 // replicas))  # a tenth is for CUDA's own use
     if gpus:
         _use_only(gpus[: replicas or None])
-        return _mirrored([f"GPU:{i}" for i in range(replicas or len(gpus))], tf.distribute.NcclAllReduce())
+        return _mirrored([f"GPU:{i}" for i in range(replicas or len(gpus))], tf.distribute.NcclAllReduce)
     if (replicas or 2) >= num_cores():
         # Replicas that share cores slow each other down if each divides its operations over all of them.
         with contextlib.suppress(RuntimeError):  # TensorFlow is initialized, and keeps its threads
@@ -103,8 +105,8 @@ def _of_workers(gpus: list, replicas: int) -> tf.distribute.Strategy:
         # TensorFlow answers other workers on the threads that compute: with only one, they would wait for a step.
         with contextlib.suppress(RuntimeError):  # TensorFlow is initialized, and keeps its threads
             tf.config.threading.set_inter_op_parallelism_threads(2)
-    library = tf.distribute.experimental.CommunicationImplementation
-    return join(tf.distribute.experimental.CommunicationOptions(implementation=library.NCCL if gpus else library.RING))
+    library = "NCCL" if gpus else "RING"
+    return _warning(join(tf.distribute.experimental.CommunicationOptions(implementation=library)))
 
 
 def _use_only(gpus: list) -> None:
@@ -126,6 +128,20 @@ def _split(device, count: int, memory_mb: int | None = None) -> list[str]:
     return [f"{device.device_type}:{i}" for i in range(count)]
 
 
-def _mirrored(devices: list[str], reduce: tf.distribute.CrossDeviceOps | None = None) -> tf.distribute.MirroredStrategy:
+def _mirrored(devices: list[str], reduce: type = tf.distribute.ReductionToOneDevice) -> tf.distribute.MirroredStrategy:
     # NCCL needs a whole GPU for each replica; a sum on one device works on CPUs and on parts of a GPU too.
-    return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduce or tf.distribute.ReductionToOneDevice())
+    return _warning(tf.distribute.MirroredStrategy(devices, cross_device_ops=reduce()))
+
+
+def _warning(strategy):
+    """The strategy; one of several replicas warns when it runs a plain model's step, such as a loaded one's."""
+    run = strategy.run
+
+    def run_step(fn, *args, **kwargs):
+        if hasattr(model := getattr(fn, "__self__", None), "train_step") and not hasattr(model, "plain_class"):
+            warnings.warn(PLAIN.format(type(model).__name__), stacklevel=2)
+        return run(fn, *args, **kwargs)
+
+    if strategy.num_replicas_in_sync > 1:
+        strategy.run = run_step
+    return strategy

@@ -22,7 +22,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import warnings
 from typing import Any
 
 import keras
@@ -30,25 +29,28 @@ import numpy as np
 import tensorflow as tf
 
 from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_data
-from keras_replicas.batchnorm import take_moments_of_whole_batch
-from keras_replicas.device_copies import do_not_tune_device_copies
-from keras_replicas.loop import StepLoop
-from keras_replicas.noise import keep_global_seed
+from keras_replicas.building import Building
+from keras_replicas.counted import CountedSteps
+from keras_replicas.loop import StepLoop, without_tf_function
+from keras_replicas.optimizers import without_strategy
 from keras_replicas.private import TensorFlowTrainer
+from keras_replicas.replicas import in_words, own_copies
 
 
-class Trainer(StepLoop):
+class Trainer(Building):
     """Replaces Keras's trainer among the bases of a `data_parallel` class; see there."""
 
-    steps_done = 0
-    accumulate = 1
+    _steps_done = 0
+    _counted: CountedSteps | None = None  # on one replica
     _last_step: int | None = None
+    _steps_in_call = 0
     _epoch_end: int | None = None  # the step, while `fit` runs and was told `steps_per_epoch`
     _test_steps_left: int | None = None  # while `evaluate` runs
-    _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
     plain_class: Any
     predict_function: Any
-    step_values: dict[str, np.ndarray] | None = None
+    _step_values: dict[str, np.ndarray] | None = None
+    step_loss: tf.Tensor | None = None  # while a step is traced
+    train_function: Any
 
     @functools.wraps(TensorFlowTrainer.compile)
     def compile(self, *args, **kwargs):  # noqa: D102
@@ -66,15 +68,17 @@ class Trainer(StepLoop):
     def __reduce__(self):
         """As Keras's; an unpickled model is of the plain class, like one that is loaded from a file."""
         _, content = super().__reduce__()
-        return self.plain_class._unpickle_model, content
+        return keras.Model._unpickle_model, content
 
     @functools.wraps(TensorFlowTrainer.fit)
     def fit(self, *args, **kwargs):  # noqa: D102
-        given = inspect.signature(super().fit).bind(*args, **kwargs).arguments
+        given: dict[str, Any] = inspect.signature(super().fit).bind(*args, **kwargs).arguments
         checkpoints = checkpoints_in(given)
-        self.steps_done, given = begin_fit(self, given, checkpoints)
+        step, given = begin_fit(self, given, checkpoints)
+        self._counted = None if self.train_function is None else self._counted
+        self._steps_done = step - (self._counted.count() if self._counted else 0)
         self._last_step = checkpoints.max_steps if checkpoints else None
-        self._fit_iterator = None
+        self._fit_iterator, self._begins_anywhere = None, checkpoints is not None or step > 0
         try:
             with checkpoints.listening() if checkpoints else contextlib.nullcontext():
                 history = super().fit(**given)
@@ -104,13 +108,18 @@ class Trainer(StepLoop):
     def _make_function(self, step_function):
         """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""
         training = step_function == self.train_step
-        self._jitted = None  # it may be of another loss
+        if self.steps_by_keras:
+            step = self._with_own_copies(step_function)
+            if not training:
+                return super()._make_function(step)
+            self._counted = CountedSteps(self, super()._make_function, step)
+            return self._counted
         run_steps = self._on_replicas(training)
 
         def train_function(iterator):
             left = self._steps_left_of_epoch()
-            steps, logs, self.step_values = run_steps(iterator, left)
-            self.steps_done += steps
+            steps, logs, self._step_values = run_steps(iterator, left)
+            self._steps_done, self._steps_in_call = self._steps_done + steps, steps
             if left is not None:  # Keras counts whole calls: finite data would seem to end too soon
                 self._fit_iterator._steps_seen -= self.steps_per_execution - steps
             return logs
@@ -123,35 +132,77 @@ class Trainer(StepLoop):
 
         return train_function if training else test_function
 
+    def _with_own_copies(self, step):
+        """A step of one replica, in which Keras finds no copies of variables, as without a strategy.
+
+        A `train_step` of one's own may have other optimizers, which need the copies of weights.
+        """
+        if not self._distribute_strategy:
+            return step
+        step, keras_own = without_tf_function(step), type(self).train_step is StepLoop.train_step
+
+        def with_own_copies(data):
+            is_built = self.optimizer is not None and self.optimizer.built
+            if is_built and keras_own:
+                copies = without_strategy(self.optimizer, [*self.variables, *self._metric_variables()])
+            else:
+                copies = own_copies([*self.non_trainable_variables, *self._metric_variables()])
+            with copies:
+                return step(data)
+
+        return with_own_copies
+
     def make_predict_function(self, force=False):
         """As Keras's; a model that is not built yet is built first, for XLA."""
         if self.predict_function is not None and not force:
             return
         super().make_predict_function(force)
+        if self.steps_by_keras:
+            return
         predict = self.predict_function
         local = self.distribute_strategy.experimental_local_results
 
         def predict_function(data):
             if self.jit_compile and not all(layer.built for layer in self._flatten_layers()):
-                parts = [local(leaf)[0] for leaf in keras.tree.flatten(data[0])]
-                given = [None if part is None else keras.KerasTensor(part.shape, part.dtype) for part in parts]
-                x, _, _ = keras.utils.unpack_x_y_sample_weight(keras.tree.pack_sequence_as(data[0], given))
-                with self._scope():
-                    self(x)
-            return predict(data)
+                self._call_symbolically(keras.tree.map_structure(lambda leaf: local(leaf)[0], data[0]))
+            with in_words():
+                return predict(data)
 
         self.predict_function = predict_function
 
     def predict_on_batch(self, x):
         """As Keras's; each replica takes a part of the batch."""
+        if self.steps_by_keras:
+            return super().predict_on_batch(x)
         self.make_predict_function()
         outputs = self.predict_function([self._divided((x,))])
         return keras.tree.map_structure(lambda t: t if isinstance(t, tf.RaggedTensor) else np.asarray(t), outputs)
 
     @property
+    def steps_done(self):
+        """Steps of this `fit` so far, with those before it was resumed."""
+        return self._steps_done + (self._counted.count() if self._counted else 0)
+
+    @property
+    def steps_in_call(self):
+        """Steps since the last callback."""
+        return self._counted.in_last_call() if self._counted else self._steps_in_call
+
+    @property
+    def step_values(self):
+        """For the steps since the last callback, vectors [steps]: each step's own values, by name."""
+        return self._counted.values() if self._counted else self._step_values
+
+    @property
     def at_epoch_end(self):
         """Whether the last step of the epoch that `fit` was told the steps of is done."""
         return self.steps_done == self._epoch_end
+
+    def _compute_loss(self, *args, **kwargs):
+        """As Keras's; notes the loss of the step."""
+        loss = super()._compute_loss(*args, **kwargs)
+        self.step_loss = loss
+        return loss
 
     def become_data_parallel(self, accumulate: int) -> None:
         """Makes a model of the plain class, whose class has been changed, ready; it may be compiled already."""
@@ -180,59 +231,3 @@ class Trainer(StepLoop):
                 yield done + first, done + last, iterator
 
         epoch_iterator._enumerate_iterator = enumerate_rest
-
-    def _scope(self):
-        return self.distribute_strategy.scope()
-
-    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        """Builds from the shapes of the data."""
-        if iterator is not None:
-            if self._fit_iterator is None:
-                self._fit_iterator = iterator
-                if iterator.steps_per_epoch is not None:
-                    self._begin_epochs_where_they_are(iterator)
-            data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)
-        self.build_for(data_batch)
-
-    def build_for(self, batch):
-        """Builds the model and its optimizer for batches like this one, of arrays or of `tf.TensorSpec`s."""
-        with self._scope():
-            self._symbolic_build(data_batch=batch)
-            self._prepare()
-
-    def _prepare(self):
-        for layer in self._flatten_layers():
-            if isinstance(layer, keras.layers.BatchNormalization):
-                take_moments_of_whole_batch(layer, self)
-            if getattr(layer, "stateful", False) and self.distribute_strategy.num_replicas_in_sync > 1:
-                raise ValueError(
-                    f"{layer.name} keeps its state from batch to batch, but a replica sees other examples in each: "
-                    "use one replica"
-                )
-        do_not_tune_device_copies()
-        keep_global_seed(self)
-        self._note_losses()
-        if self.optimizer is None:
-            return
-        step = type(self).train_step
-        if step is not Trainer.train_step and "super" not in inspect.unwrap(step).__code__.co_names:
-            self._check_own_train_step()
-        if self.built and not self.optimizer.built:
-            self.optimizer.build(self.trainable_variables)
-
-    def _check_own_train_step(self):
-        if self.accumulate > 1:
-            raise ValueError(f"accumulate has no effect on {type(self).__name__}'s own train_step: leave it out")
-        if self.distribute_strategy.num_replicas_in_sync > 1:
-            warnings.warn(
-                f"{type(self).__name__}.train_step runs on each replica with its part of the batch, as under Keras: "
-                "gradients are added up, losses of Keras's are divided by the number of replicas, a mean that it takes "
-                "itself is not, and the values that it returns are averaged. What compute_loss computes is exact",
-                stacklevel=3,
-            )
-
-
-def _of_one_replica(spec):
-    """The spec of one replica's part of the data; None for what is left out."""
-    spec = getattr(spec, "_value_specs", [spec])[0]
-    return None if isinstance(spec, tf.OptionalSpec) else spec

@@ -3,7 +3,9 @@
 import argparse
 import ast
 import importlib
+import json
 import sys
+import tomllib
 
 import pytest
 
@@ -15,10 +17,12 @@ from benchmarks import (
     quality,
     scaling,
     throughput,
+    versions,
 )
 from benchmarks import machine as machine_module
 from common.run.speed import flops_per_token
 from keras_replicas.errors import UserError
+from keras_replicas.private import CHECKED_VERSIONS
 
 
 def matmul_flops(*shapes):
@@ -100,6 +104,21 @@ def test_what_ours_loses_is_told_with_its_reason():
     }
     assert report["others on 2 replicas"] == {"b.py::b": "so it is"}
     assert [report["all"][way] for way in keras_tests.WAYS] == [2, 2, 1, 2, 2, 0]
+
+
+def test_the_versions_that_pip_takes_and_that_the_library_knows_are_those_measured():
+    results = json.loads((machine_module.RESULTS / "versions.json").read_text())["rows"]
+    rows = results.values()
+    assert [*results] == [*map(versions.name_of, versions.ENVIRONMENTS)] and not any(row["failed"] for row in rows)
+    project = tomllib.loads((machine_module.ROOT / "pyproject.toml").read_text())["project"]
+    for package, checked in CHECKED_VERSIONS.items():
+        minors = checked.split(", ")
+        assert f"{package}>={minors[0]}" in project["dependencies"]
+        assert {*minors} <= {".".join(row[package].split(".")[:2]) for row in rows}
+
+
+def test_the_tests_for_other_versions_are_there():
+    assert all((machine_module.ROOT / file).is_file() for file in versions.FILES)
 
 
 def test_every_benchmark_has_its_options():

@@ -87,7 +87,11 @@ def test_every_check_passes():
 # A fault, and the check that must tell of it.
 FAULTS = {
     "gradients are divided by a little too much": (
-        ("keras_replicas/step.py", "share = tf.math.divide_no_nan(1.0, divisor)", "share = 0.999 / divisor"),
+        (
+            "keras_replicas/step.py",
+            "share = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)",
+            "share = 0.999 / divisor",
+        ),
         "masked, sgd, 4 replicas",
     ),
     "moments are of a replica's part": (

@@ -52,6 +52,7 @@ def four_gpus(monkeypatch):
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: visible.__setitem__(slice(4), devices))
     monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda devices, cross_device_ops: devices)
     monkeypatch.setattr(strategy, "join", lambda communication: visible)
+    monkeypatch.setattr(strategy, "_warning", lambda made: made)
     return visible
 
 
@@ -97,6 +98,7 @@ def test_a_worker_of_several_keeps_large_blocks_for_their_next_use(monkeypatch):
         import ctypes, resource
         from keras_replicas import strategy
         strategy.join = lambda communication: None  # which waits for the other
+        strategy._warning = lambda made: made
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         libc.free.argtypes = [ctypes.c_void_p]
@@ -155,6 +157,7 @@ def test_a_worker_with_one_core_has_a_second_thread_to_answer_others(monkeypatch
         "num_workers": lambda: 2,
         "keep_freed_memory": lambda: None,
         "join": lambda options: "joined",
+        "_warning": lambda made: made,
     }.items():
         monkeypatch.setattr(f"keras_replicas.strategy.{name}", instead)
     monkeypatch.setattr(tf.config.threading, "set_inter_op_parallelism_threads", asked.append)

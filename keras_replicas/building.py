@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds a model, its losses, metrics and optimizer before its first step, from the shapes of the data."""
+
+import inspect
+import warnings
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_replicas.batchnorm import take_moments_of_whole_batch
+from keras_replicas.device_copies import do_not_tune_device_copies
+from keras_replicas.loop import StepLoop
+from keras_replicas.noise import keep_global_seed
+from keras_replicas.passes import Passes
+from keras_replicas.private import ACTIVITIES_ADD_UP
+
+
+class Building(StepLoop):
+    """For the trainer in `trainer.py`."""
+
+    accumulate = 1
+    _begins_anywhere = False  # whether `fit` may go on in the middle of an epoch
+    _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
+
+    @property
+    def steps_by_keras(self):
+        """Whether Keras's own step runs: on one replica, unless something is asked for that Keras has not."""
+        ours = self.accumulate > 1 or self.mean_over != "examples" or self._overrides("update_counts", Passes)
+        return self.distribute_strategy.num_replicas_in_sync == 1 and not ours
+
+    def _scope(self):
+        return self.distribute_strategy.scope()
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        """Builds from the shapes of the data; on one replica as Keras does, unless `Checkpoints` has built already."""
+        first = iterator is not None and self._fit_iterator is None
+        if first:
+            self._fit_iterator = iterator
+        goes_on = first and iterator.steps_per_epoch is not None and (self._begins_anywhere or not self.steps_by_keras)
+        if goes_on:
+            self._begin_epochs_where_they_are(iterator)
+        if self.steps_by_keras:
+            if self._has_call and not goes_on:
+                super()._maybe_symbolic_build(iterator, data_batch)
+            if self._distribute_strategy:
+                with self._scope():
+                    self._build_optimizer()
+            return
+        if iterator is not None:
+            data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)
+        self.build_for(data_batch)
+
+    def build_for(self, batch):
+        """Builds the model and its optimizer for batches like this one, of arrays or of `tf.TensorSpec`s."""
+        with self._scope():
+            if self._has_call:
+                self._symbolic_build(data_batch=batch)
+                if self.optimizer is not None and not self.optimizer.built and not hasattr(self, "inputs"):
+                    self._call_symbolically(batch)  # it may make layers in its call, and yet say that it is built
+            self._prepare()
+            self._build_optimizer()
+
+    def _call_symbolically(self, batch):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with self._scope():
+            self(keras.tree.map_structure(lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype.name), x))
+
+    @property
+    def _has_call(self):
+        """Whether it can be built by a call; keras.io's generative examples have a `train_step` only."""
+        return type(self).call is not keras.Model.call
+
+    def _prepare(self):
+        if self.steps_by_keras:
+            return
+        keep_global_seed(self)
+        for layer in self._flatten_layers():
+            if isinstance(layer, keras.layers.BatchNormalization):
+                take_moments_of_whole_batch(layer, self)
+            if getattr(layer, "stateful", False) and self.distribute_strategy.num_replicas_in_sync > 1:
+                raise ValueError(
+                    f"{layer.name} keeps its state from batch to batch, but a replica sees other examples in each: "
+                    "use one replica"
+                )
+            if ACTIVITIES_ADD_UP and layer.activity_regularizer is not None:
+                raise ValueError(
+                    f"{layer.name} has an activity_regularizer, which Keras 3.13 adds up over a replica's examples: "
+                    "install Keras 3.14 or newer, or use one replica"
+                )
+        do_not_tune_device_copies()
+        self._note_losses()
+        if self.optimizer is None:
+            return
+        step = type(self).train_step
+        if step is not StepLoop.train_step and "super" not in inspect.unwrap(step).__code__.co_names:
+            self._check_own_train_step()
+        self._build_optimizer()
+
+    def _build_optimizer(self):
+        layers = self._flatten_layers(include_self=self._has_call)
+        if self.optimizer is not None and not self.optimizer.built and all(layer.built for layer in layers):
+            self.optimizer.build(self.trainable_variables)
+
+    def _check_own_train_step(self):
+        if self.accumulate > 1:
+            raise ValueError(f"accumulate has no effect on {type(self).__name__}'s own train_step: leave it out")
+        if self.distribute_strategy.num_replicas_in_sync > 1:
+            warnings.warn(
+                f"{type(self).__name__}.train_step runs on each replica with its part of the batch, as under Keras: "
+                "gradients are added up, losses of Keras's are divided by the number of replicas, a mean that it takes "
+                "itself is not, and the values that it returns are averaged. What compute_loss computes is exact",
+                stacklevel=3,
+            )
+
+
+def _of_one_replica(spec):
+    """The spec of one replica's part of the data; None for what is left out."""
+    spec = getattr(spec, "_value_specs", [spec])[0]
+    return None if isinstance(spec, tf.OptionalSpec) else spec

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers keep and update themselves, beside weights: what its value is after a step of several replicas.
+
+`add_weight(aggregation=...)` says it. "sum": changes are added up, as of a counter. "mean": the mean over examples, as
+of a moving average. "only_first_replica": as the first one has it.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_replicas.replicas import local_value
+
+# State that is the same on all replicas: it comes of the whole batch's moments, or of weights alone.
+SAME_EVERYWHERE = {
+    keras.layers.BatchNormalization: ("moving_mean", "moving_variance"),
+    keras.layers.SpectralNormalization: ("vector_u", "kernel"),
+}
+
+
+class OwnState(keras.StatelessScope):
+    """While it lasts, layers read and update this replica's own copies of their variables, and nothing reduces.
+
+    Seeds and the variables of metrics have the values that are given, as in `keras.StatelessScope`.
+
+    Attributes:
+        given: the values at the beginning, by `id`.
+        copies: of a model's variables, by `id`.
+        changed: the variables that were updated.
+    """
+
+    def __init__(self, mapping, copies, **kwargs):
+        super().__init__(mapping, **kwargs)
+        self.given, self.copies, self.changed = dict(self.state_mapping), copies, []
+
+    def add_update(self, update):
+        """See `keras.StatelessScope`. A `tf.cond` or a loop may update a copy, not a value that is held outside."""
+        variable, value = update
+        copy = self.copies.get(id(variable))
+        if copy is None:
+            super().add_update(update)
+            return
+        copy.assign(value)
+        if not any(variable is each for each in self.changed):
+            self.changed.append(variable)
+
+    def get_current_value(self, variable):
+        """See `keras.StatelessScope`."""
+        copy = self.copies.get(id(variable))
+        return super().get_current_value(variable) if copy is None else tf.convert_to_tensor(copy)
+
+
+def aggregation_of(variable: keras.Variable, model: keras.Model) -> str:
+    """What a layer's variable says of itself.
+
+    Raises:
+        ValueError: when it says nothing, and nothing is known of it.
+    """
+    for layer in model._flatten_layers():
+        for kind, names in SAME_EVERYWHERE.items():
+            if isinstance(layer, kind) and any(variable is getattr(layer, name, None) for name in names):
+                return "only_first_replica"
+    if variable.aggregation != "none":
+        return variable.aggregation
+    raise ValueError(
+        f"{variable.path} is updated in each step, from the examples that a replica has: say what its value is of all "
+        "replicas, as in add_weight(..., aggregation='sum') for a counter, 'mean' for a moving average, or "
+        "'only_first_replica'; or use one replica"
+    )
+
+
+def part_of_state(aggregation: str, new: tf.Tensor, old: tf.Tensor, examples: tf.Tensor, is_first: tf.Tensor) -> Any:
+    """What a replica has of a variable's new value, to be added up."""
+    if aggregation == "sum":
+        return new - old
+    if aggregation == "mean":
+        return _wide(new) * tf.cast(examples, _wide(new).dtype)
+    new = tf.cast(new, tf.int32) if new.dtype == tf.bool else new
+    return tf.where(is_first, new, tf.zeros_like(new))
+
+
+def assign_state(aggregation: str, variable: keras.Variable, total: tf.Tensor, examples: tf.Tensor) -> None:
+    """Gives this replica's copy of a variable what all replicas' parts add up to."""
+    copy = local_value(variable)
+    if aggregation == "sum":
+        copy.assign_add(total)
+    elif aggregation == "mean":
+        mean = total / tf.cast(examples, total.dtype)
+        copy.assign(tf.cast(mean if copy.dtype.is_floating else tf.round(mean), copy.dtype))
+    else:
+        copy.assign(tf.cast(total, copy.dtype))
+
+
+def _wide(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.float32 if value.dtype in (tf.float32, tf.float16, tf.bfloat16) else tf.float64)

@@ -1,0 +1,283 @@
+"""`check`, on models with a fault each, and on models that are right though much about them is hard to compare."""
+
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from keras_replicas import UserError, check, data_parallel, make_strategy
+from keras_replicas.__main__ import main
+from tests.conftest import MESSAGES
+
+EXAMPLES = 13
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(EXAMPLES, 4)).astype("float32")
+Y = RANDOM.integers(0, 3, EXAMPLES)
+IDS = RANDOM.integers(1, 9, (EXAMPLES, 6)) * (np.arange(6) < RANDOM.integers(2, 7, (EXAMPLES, 1)))
+SMALL = {"steps": 4, "batch_size": 4}
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def model_of(*hidden, shape=(4,), optimizer="adam", **options):
+    """What makes a model of these layers, the optimizer, which is compiled."""
+
+    def build():
+        model = keras.Sequential([keras.Input(shape), *(make() for make in hidden), layers.Dense(3)])
+        model.compile(optimizer if isinstance(optimizer, str) else optimizer(), LOSS, **options)
+        return model
+
+    return build
+
+
+class Counter(layers.Layer):
+    """Of examples."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen", aggregation="mean")
+
+    def call(self, x, training=False):
+        if training:
+            self.seen.assign_add(ops.cast(ops.shape(x)[0], self.seen.dtype))
+        return x
+
+
+class Undeclared(layers.Layer):
+    """The same, without a word on what it is of several replicas."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+    call = Counter.call
+
+
+class Maximum(layers.Layer):
+    def build(self, shape):
+        self.top = self.add_weight(shape=(), initializer="zeros", trainable=False, name="top", aggregation="mean")
+
+    def call(self, x, training=False):
+        if training:
+            self.top.assign(ops.maximum(self.top, ops.max(x)))
+        return x
+
+
+class Queue(layers.Layer):
+    """Of the last examples."""
+
+    def build(self, shape):
+        options = {"initializer": "zeros", "trainable": False, "name": "rows", "aggregation": "mean"}
+        self.rows = self.add_weight(shape=(8, shape[-1]), **options)
+
+    def call(self, x, training=False):
+        if training:
+            self.rows.assign(ops.concatenate([self.rows, x])[-8:])
+        return x
+
+
+class Centre(layers.Layer):
+    """By so little that the loss changes by about 1e-5."""
+
+    def call(self, x, training=False):
+        return x - 1e-4 * ops.mean(x, axis=0, keepdims=True)
+
+
+class CentreInTraining(Centre):
+    def call(self, x, training=False):
+        return super().call(x) if training else x
+
+
+class ToLongest(layers.Layer):
+    """A mean over as many places as the longest example of the batch has."""
+
+    def call(self, ids):
+        longest = ops.max(ops.sum(ops.cast(ids > 0, "int32"), axis=1))
+        return ops.mean(ops.one_hot(ids, 9, dtype=self.compute_dtype)[:, :longest], axis=1)
+
+
+class Negatives(layers.Layer):
+    """What each example is like among the others."""
+
+    def call(self, x):
+        return ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x)
+
+
+class Own(keras.Model):
+    """A `train_step` of its own, in Keras's way: the mean is divided by the number of replicas."""
+
+    def __init__(self, divided):
+        super().__init__()
+        self.dense, self.divided = layers.Dense(3), divided
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        replicas = self.distribute_strategy.num_replicas_in_sync
+        with tf.GradientTape() as tape:
+            mean = ops.mean(keras.losses.sparse_categorical_crossentropy(y, self(x, training=True), from_logits=True))
+            loss = mean / replicas if self.divided else mean
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": mean}
+
+
+def own(divided):
+    def build():
+        model = Own(divided)
+        model.compile("adam", LOSS)
+        return model
+
+    return build
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("build", "x", "first", "why"),
+    [
+        pytest.param(
+            own(True), X, "mean loss after step 2", "a mean of means, since Own.train_step", id="mean of means"
+        ),
+        pytest.param(
+            own(False), X, "optimizer state", "divide a mean by the number of replicas", id="undivided", marks=SLOW
+        ),
+        pytest.param(model_of(Counter), X, "layer state", "seen after step 1, by 5e-01: 4 on one", id="counter"),
+        pytest.param(model_of(Maximum), X, "layer state", "top after step 1", id="maximum", marks=SLOW),
+        pytest.param(model_of(Queue), X, "layer state", "rows after step 1", id="queue", marks=SLOW),
+        pytest.param(model_of(Centre), X, "mean loss after step 1", "other examples, from centre", id="centred"),
+        pytest.param(
+            model_of(CentreInTraining),
+            X,
+            "mean loss after step 1",
+            "from centre_in_training",
+            id="in training",
+            marks=SLOW,
+        ),
+        pytest.param(model_of(Negatives), X, "mean loss after step 1", "from negatives", id="negatives", marks=SLOW),
+        pytest.param(model_of(ToLongest, shape=(6,)), IDS, "mean loss", "from to_longest", id="longest", marks=SLOW),
+    ],
+)
+def test_a_fault_is_found_and_named(build, x, first, why):
+    found = check(build, x, Y, **SMALL)
+    assert not found and f"DIFFERENT, first the {first}" in repr(found) and why in found.text
+
+
+def attention(normalized=True):
+    """Gradients that are only rounding, of the biases of keys; noise; and tokens in several places, under Adam."""
+    ids = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(9, 8)(ids)
+    x = layers.Dropout(0.3)(x + layers.MultiHeadAttention(2, 4, dropout=0.3)(x, x))
+    x = layers.GaussianNoise(0.3)(x)
+    x = layers.BatchNormalization()(x) if normalized else x
+    model = keras.Model(ids, layers.Dense(3)(layers.Flatten()(x)))
+    model.compile("adam", LOSS, metrics=["accuracy"])
+    return model
+
+
+def single():
+    """In float32, whatever Keras is told before."""
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    return attention(normalized=False)
+
+
+def of_two():
+    first, second = keras.Input((4,), name="a"), keras.Input((6,), name="b")
+    joined = layers.Concatenate()([first, second])
+    model = keras.Model({"a": first, "b": second}, {"y": layers.Dense(3)(joined), "z": layers.Dense(1)(joined)})
+    model.compile("sgd", {"y": LOSS, "z": "mae"}, metrics={"z": ["mse"]})
+    return model, {"a": X, "b": IDS}, {"y": Y, "z": X[:, :1]}, {"y": X[:, 1] ** 2, "z": X[:, 2] ** 2}
+
+
+@pytest.mark.parametrize(
+    ("build", "data"),
+    [
+        pytest.param(attention, (IDS, Y), id="attention"),
+        pytest.param(single, (IDS, Y), id="float32", marks=SLOW),
+        pytest.param(of_two, (), id="several", marks=SLOW),
+        pytest.param(lambda: data_parallel(model_of(layers.BatchNormalization)()), (X, Y), id="of ours", marks=SLOW),
+    ],
+)
+def test_what_is_right_is_the_same(build, data):
+    before = keras.config.floatx(), keras.config.dtype_policy(), tf.random.stateless_normal
+    found = check(build, *data, **SMALL)
+    assert found and "THE SAME to" in str(found), found
+    assert before == (keras.config.floatx(), keras.config.dtype_policy(), tf.random.stateless_normal)
+
+
+class Unsteady(layers.Layer):
+    def call(self, x):
+        return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
+
+
+@pytest.mark.slow
+def test_what_is_another_in_each_run_cannot_be_checked():
+    found = check(model_of(Unsteady), X, Y, **SMALL)
+    assert not found and "NOT CHECKED: mean loss after step 1\nwhy: plain Keras differs from run to run" in found.text
+
+
+@pytest.mark.slow
+def test_what_ours_refuses_is_no_success():
+    found = check(model_of(Undeclared), X, Y, **SMALL)
+    assert (
+        not found and "REFUSED\nwhy: ValueError: " in found.text and "add_weight(..., aggregation='sum')" in found.text
+    )
+
+
+def under_a_strategy():
+    with make_strategy(2).scope():
+        return model_of()()
+
+
+@pytest.mark.parametrize(
+    ("build", "data", "told"),
+    [
+        (model_of(), (), "give examples as arrays: check(build, x, y), or a function that returns (model, x, y)"),
+        (model_of(), (X[:0], Y[:0]), "give examples as arrays"),
+        (lambda: keras.Sequential([layers.Dense(1)]), (X, Y), "must return a compiled model, or (model, x, y)"),
+        (under_a_strategy, (X, Y), "must use no strategy"),
+        (model_of(lambda: layers.Dense(2, dtype="mixed_bfloat16")), (X, Y), "half precision, too coarse to compare"),
+    ],
+    ids=["no data", "no examples", "not compiled", "strategy", "half precision"],
+)
+def test_what_cannot_be_checked_is_said_in_one_line(build, data, told):
+    with pytest.raises(UserError) as raised:
+        check(build, *data)
+    MESSAGES.append(("check", str(raised.value)))
+    assert told in str(raised.value) and "\n" not in str(raised.value)
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["keras_replicas", "check", *words])
+    return main()
+
+
+@pytest.mark.slow
+def test_the_command_line_is_the_same(tmp_path, monkeypatch, capsys):
+    test = Path(__file__)
+    file = tmp_path / "train.py"
+    file.write_text(
+        "from tests.test_check import *\n"
+        "def right(): return model_of()(), X, Y\n"
+        "def wrong(): return model_of(Centre)(), X, Y\n"
+    )
+    monkeypatch.syspath_prepend(str(test.parent.parent))
+    options = ("--steps", "4", "--batch-size", "4", "--replicas", "2")
+    assert run(monkeypatch, f"{file}:right", *options) == 0 and "THE SAME to" in capsys.readouterr().out
+    assert run(monkeypatch, f"{file}:wrong", *options) == 1 and "DIFFERENT, first the mean" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("nothing.py:f", "there is no file 'nothing.py'"), ("{file}:g", "has no function 'g'"), ("{file}", "no file ''")],
+)
+def test_a_wrong_command_line_is_said_in_one_line(words, told, tmp_path, monkeypatch):
+    file = tmp_path / "train.py"
+    file.write_text("f = 1\n")
+    with pytest.raises(UserError, match=told) as raised:
+        run(monkeypatch, words.format(file=file))
+    MESSAGES.append((f"check {words}", str(raised.value)))

@@ -1,0 +1,167 @@
+"""Without a strategy and on one replica, Keras's own step runs: to the bit what Keras computes."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_replicas import Checkpoints, StepLog, data_parallel
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(22, 4)).astype("float32")
+Y = RANDOM.integers(0, 3, 22)
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class InCond(keras.layers.Layer):
+    """Updates a maximum, from minus infinity, in a `tf.cond`, and draws noise there."""
+
+    def build(self, shape):
+        self.top = self.add_weight((), initializer=keras.initializers.Constant(-np.inf), trainable=False)
+        self.noise = keras.layers.GaussianNoise(0.1, seed=1)
+
+    def call(self, x, training=False):
+        def update():
+            self.top.assign(tf.maximum(self.top.value, tf.reduce_max(x)))
+            return self.noise(x, training=training)
+
+        return tf.cond(tf.size(x) > 0, update, lambda: x)
+
+
+class ActNorm(keras.layers.Layer):
+    """Gives a weight its first value in its first step."""
+
+    def build(self, shape):
+        self.shift = self.add_weight((4,), initializer="zeros")
+        self.begun = self.add_weight((), dtype="bool", initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        def begin():
+            self.begun.assign(True)
+            return self.shift.assign(-tf.reduce_mean(x, axis=0))
+
+        return x + tf.cond(self.begun.value | (not training), lambda: tf.identity(self.shift.value), begin)
+
+
+class OwnStep(keras.Model):
+    """A `train_step` of its own, without `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.2), keras.layers.Dense(3)])
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, self.inner(x, training=True))
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def layered(*layers, **options):
+    def build():
+        made = [layer() for layer in layers]
+        model = keras.Sequential([keras.Input((4,)), *made, keras.layers.Dense(3)])
+        model.compile("adam", LOSS, metrics=["accuracy"], **options)
+        return model
+
+    return build
+
+
+def own_step():
+    model = OwnStep()
+    model.compile("adam")
+    return model
+
+
+def dropout():
+    return keras.layers.Dropout(0.3)
+
+
+MODELS = {
+    "dropout, BatchNormalization": layered(dropout, keras.layers.BatchNormalization),
+    "several steps a call": layered(dropout, steps_per_execution=4),
+    "jit_compile": layered(dropout, jit_compile=True),
+    "run_eagerly": layered(dropout, run_eagerly=True),
+    "state and noise in a tf.cond": layered(InCond),
+    "a weight in a tf.cond": layered(ActNorm),
+    "a train_step, no call": own_step,
+}
+
+
+def trained(build, wrap, strategy=None, callbacks=(), epochs=2):
+    """History, weights and all other state."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = wrap(build())
+    history = model.fit(X, Y, 4, epochs, 0, list(callbacks), shuffle=False).history
+    return history, [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
+
+
+def assert_equal(ours, plain):
+    assert ours[0] == plain[0]
+    for mine, theirs in zip(ours[1], plain[1], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_replica_computes_what_keras_does(name, tmp_path):
+    build = MODELS[name]
+    plain = trained(build, lambda model: model)
+    assert_equal(trained(build, data_parallel), plain)
+    assert_equal(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path, every=3)]), plain)
+    assert_equal(trained(build, data_parallel, tf.distribute.MirroredStrategy(["CPU:0"])), plain)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_of_one_replica_that_was_interrupted_ends_with_the_same_bits(name, tmp_path):
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.steps_done >= 8:
+                raise KeyboardInterrupt
+
+    build = MODELS[name]
+    whole = trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "whole", every=1)])
+    with contextlib.suppress(KeyboardInterrupt):
+        trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1), Kill()])
+    assert_equal(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1)]), whole)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+def test_each_step_has_its_own_values(steps_per_execution, tmp_path):
+    log = StepLog(tmp_path)
+    trained(layered(steps_per_execution=steps_per_execution), data_parallel, callbacks=[log])
+    lines = log.begin(12)
+    model = layered()()
+    keras.utils.set_random_seed(0)
+    model = layered()()
+    for line in lines:
+        rows = slice((line["step"] - 1) % 6 * 4, (line["step"] - 1) % 6 * 4 + 4)
+        loss, accuracy = model.train_on_batch(X[rows], Y[rows])
+        model.reset_metrics()
+        assert line == pytest.approx({"step": line["step"], "loss": loss, "accuracy": accuracy, "learning_rate": 1e-3})
+
+
+def test_data_that_ends_counts_no_further_step():
+    """Keras's loss of an epoch of unknown length is too low, by a step's examples."""
+    data = tf.data.Dataset.from_tensors((X[0], Y[0])).repeat(8).filter(lambda x, y: True).batch(2, drop_remainder=True)
+    model = data_parallel(layered()())
+    model.optimizer.learning_rate = 0.0
+    expected = model.evaluate(X[:1], Y[:1], verbose=0)[0]
+    assert model.fit(data, verbose=0).history["loss"][0] == pytest.approx(expected, rel=1e-5)
+    assert model.evaluate(data, verbose=0)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_rows_of_a_table_that_repeat_are_squared_once(jit_compile):
+    model = keras.Sequential([keras.Input([2], dtype="int32"), keras.layers.Embedding(1, 1), keras.layers.Flatten()])
+    model.add(keras.layers.Dense(1, kernel_initializer="ones"))
+    optimizer = keras.optimizers.Adagrad(initial_accumulator_value=0.0)
+    model.compile(optimizer, "mae", jit_compile=jit_compile)
+    data_parallel(model).fit(np.zeros([1, 2], np.int32), np.full([1, 1], -9.0), verbose=0)
+    assert optimizer.variables[2].numpy().item() == 4

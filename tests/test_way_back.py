@@ -1,0 +1,286 @@
+"""What is saved, pickled, copied or made a preset of is plain: given to `data_parallel` again, it trains on exactly."""
+
+import copy
+import pickle
+import warnings
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_replicas.model import data_parallel
+from keras_replicas.strategy import make_strategy
+from keras_replicas.trainer import Trainer
+
+EXAMPLES, BATCH, FEATURES, LENGTH, TOKENS = 9, 4, 3, 6, 12  # two replicas: the second has no example of the last batch
+random = np.random.default_rng(0)
+X, Y = random.normal(size=(2, EXAMPLES, FEATURES)).astype(np.float32)
+IDS = random.integers(1, TOKENS, (EXAMPLES, LENGTH)).astype(np.int32)
+TEXT = {"token_ids": IDS, "padding_mask": np.arange(LENGTH) < random.integers(2, LENGTH, (EXAMPLES, 1))}
+PAIRS = TEXT | {"segment_ids": np.zeros_like(IDS)}
+MASKED = PAIRS | {"mask_positions": np.tile(np.int32([1, 3]), (EXAMPLES, 1))}
+CLASSES = IDS[:, 0] % 2
+HUB = keras_hub.models
+
+
+def functional():
+    inputs = keras.Input((FEATURES,))
+    return keras.Model(inputs, layers.Dense(FEATURES)(layers.Dense(4, "tanh")(inputs)))
+
+
+def sequential():
+    return keras.Sequential([layers.Dense(4, "tanh"), layers.Dense(FEATURES)])
+
+
+class Subclassed(keras.Model):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dense = layers.Dense(FEATURES)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+@keras.saving.register_keras_serializable("tests_of_the_way_back")
+class Registered(Subclassed):
+    pass
+
+
+@data_parallel
+@keras.saving.register_keras_serializable("tests_of_the_way_back")
+class OursRegistered(Subclassed):
+    pass
+
+
+@keras.saving.register_keras_serializable("tests_of_the_way_back")
+@data_parallel
+class RegisteredOurs(Subclassed):
+    pass
+
+
+def from_file(model, folder):
+    model.save(folder / "model.keras")
+    return keras.saving.load_model(folder / "model.keras", custom_objects={"Subclassed": Subclassed})
+
+
+def from_pickle(model, folder):
+    return pickle.loads(pickle.dumps(model))
+
+
+def from_copy(model, folder):
+    return copy.deepcopy(model)
+
+
+def compiled(make, wrap):
+    keras.utils.set_random_seed(0)
+    model = wrap(make())
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def trained(model, epochs=1):
+    """Losses and metrics by name."""
+    return model.fit(X, Y, BATCH, epochs, shuffle=False, verbose=0).history
+
+
+def what_it_is(model):
+    return [
+        *model.evaluate(X, Y, BATCH, verbose=0),
+        *model.get_weights(),
+        *(v.numpy() for v in model.optimizer.variables),
+    ]
+
+
+def assert_same(mine, theirs):
+    assert len(mine) == len(theirs)
+    for my, their in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(my, their, rtol=1e-6, atol=1e-6)
+
+
+KINDS = (functional, sequential, Subclassed, Registered, OursRegistered, RegisteredOurs)
+CASES = [
+    *((make, from_file, replicas) for make in KINDS for replicas in (1, 2)),
+    *((make, from_pickle, 2) for make in (functional, Registered)),
+    (sequential, from_copy, 2),
+]
+QUICK = [(sequential, from_file, 2), (RegisteredOurs, from_file, 2)]
+
+
+@pytest.mark.parametrize(
+    ("make", "way", "replicas"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_trained_on_it_is_as_if_nothing_had_been(make, way, replicas, tmp_path):
+    """Against plain Keras on one device without a break, with Adam's state; then with one more."""
+    plain = compiled(getattr(make, "plain_class", make), lambda model: model)
+    strategy = make_strategy(replicas)
+    with strategy.scope():
+        ours = compiled(make, data_parallel)
+    for _ in range(2):
+        assert_same(list(trained(ours).values()), list(trained(plain).values()))
+        with strategy.scope():
+            again = way(ours, tmp_path)
+            assert isinstance(again, Trainer) == (make is RegisteredOurs)  # whose registered class is ours
+            ours = data_parallel(again)
+        assert_same(what_it_is(ours), what_it_is(plain))
+    assert_same(list(trained(ours, 2).values()), list(trained(plain, 2).values()))
+    assert_same(what_it_is(ours), what_it_is(plain))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [functional, sequential])
+def test_a_clone_trains_as_plain_keras_s_does(make):
+    def outcome(wrap):
+        model = compiled(make, wrap)
+        trained(model)
+        clone = wrap(keras.models.clone_model(model))  # compiled like it
+        clone.set_weights(model.get_weights())
+        return [*trained(clone).values(), *what_it_is(clone)]
+
+    plain = outcome(lambda model: model)
+    with make_strategy(2).scope():
+        assert_same(outcome(data_parallel), plain)
+
+
+@pytest.mark.slow
+def test_weights_go_both_ways(tmp_path):
+    plain = compiled(functional, lambda model: model)
+    trained(plain)
+    with make_strategy(2).scope():
+        ours, other = compiled(functional, data_parallel), compiled(functional, data_parallel)
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    ours.load_weights(tmp_path / "plain.weights.h5")
+    assert_same(ours.evaluate(X, Y, BATCH, verbose=0), plain.evaluate(X, Y, BATCH, verbose=0))
+    trained(ours)
+    ours.save_weights(tmp_path / "ours.weights.h5")
+    for model in (plain, other):
+        model.load_weights(tmp_path / "ours.weights.h5")
+        assert_same(model.predict(X, verbose=0), ours.predict(X, verbose=0))
+
+
+def test_a_model_that_was_loaded_outside_of_the_scope_says_so(tmp_path):
+    again = from_file(compiled(functional, data_parallel), tmp_path)
+    with make_strategy(2).scope(), pytest.raises(ValueError, match="make or load it inside, then data_parallel"):
+        data_parallel(again)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_plain_model_on_several_replicas_comes_with_a_warning(replicas, tmp_path):
+    told = "Functional is a plain model, not exact on several replicas: give it to keras_replicas.data_parallel"
+    x, y = X[:8], Y[:8]  # plain Keras builds no model from uneven parts
+    uses = (
+        lambda model: model.fit(x, y, verbose=0),
+        lambda model: model.evaluate(x, y, verbose=0),
+        lambda model: model.test_on_batch(x, y),
+    )
+    with make_strategy(replicas).scope(), warnings.catch_warnings(action="error", category=UserWarning):
+        ours = compiled(functional, data_parallel)
+        ours.fit(x, y, verbose=0)  # or its optimizer would have no state, and Keras would warn
+        loaded = from_file(ours, tmp_path)
+        loaded.predict(x, verbose=0)
+        for use in uses:
+            use(ours)
+            if replicas == 1:
+                use(loaded)
+            else:
+                with pytest.warns(UserWarning, match=told):
+                    use(loaded)
+
+
+def backbone(kind=HUB.BertBackbone):
+    return kind(TOKENS, 1, 2, 8, 16, dropout=0.0, max_sequence_length=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def presets(tmp_path_factory):
+    """The folder of each, saved by KerasHub itself, and what it predicts."""
+    keras.utils.set_random_seed(1)
+    models = {
+        "mlm": (HUB.BertMaskedLM(backbone()), MASKED),
+        "classifier": (HUB.BertTextClassifier(backbone(), 3), PAIRS),
+    }
+    found = {}
+    for name, (model, x) in models.items():
+        folder = str(tmp_path_factory.mktemp(name))
+        model.save_to_preset(folder)
+        found[name] = folder, model.predict(x, verbose=0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "x"),
+    [
+        (HUB.BertMaskedLM, "mlm", MASKED),
+        (HUB.BertTextClassifier, "classifier", PAIRS),
+        (HUB.TextClassifier, "classifier", PAIRS),
+    ],
+)
+def test_a_preset_has_its_head_for_classes_and_models(kind, name, x, presets):
+    folder, predicted = presets[name]
+    with make_strategy(2).scope():
+        for make in (
+            lambda: data_parallel(kind).from_preset(folder, preprocessor=None),
+            lambda: data_parallel(kind.from_preset(folder, preprocessor=None)),
+            lambda: data_parallel(kind, accumulate=2).from_preset(folder, preprocessor=None),
+        ):
+            model = make()
+            assert isinstance(model, Trainer) and isinstance(model, kind)
+            np.testing.assert_allclose(model.predict(x, verbose=0), predicted, atol=1e-6)
+        assert model.accumulate == 2
+
+
+def test_a_new_head_is_the_plain_class_s(presets):
+    heads = []
+    for make in (HUB.TextClassifier, data_parallel(HUB.TextClassifier)):
+        keras.utils.set_random_seed(2)
+        model = make.from_preset(presets["mlm"][0], num_classes=4, preprocessor=None)
+        heads.append(model.predict(PAIRS, verbose=0))
+    assert isinstance(model, HUB.BertTextClassifier) and isinstance(model, Trainer)
+    np.testing.assert_allclose(*heads, atol=1e-6)
+
+
+def test_a_subclass_of_ours_is_made_by_its_own_init(presets):
+    class Mine(data_parallel(HUB.BertMaskedLM)):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.mine = True
+
+    assert Mine.from_preset(presets["mlm"][0], preprocessor=None).mine
+
+
+def test_a_backbone_has_presets_too(presets, tmp_path):
+    ours = data_parallel(HUB.BertBackbone).from_preset(presets["mlm"][0])
+    ours.save_to_preset(str(tmp_path))
+    again = HUB.Backbone.from_preset(str(tmp_path))
+    assert isinstance(ours, Trainer) and type(again) is HUB.BertBackbone
+    for mine, theirs in zip(again.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("quantised", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_preset_with_lora_is_the_plain_class_s(quantised, tmp_path):
+    def outcome(wrap, folder):
+        keras.utils.set_random_seed(0)
+        model = HUB.GPT2CausalLM(backbone(HUB.GPT2Backbone), preprocessor=None)
+        if quantised:
+            model.quantize("int8")
+        model.backbone.enable_lora(2)
+        model = wrap(model)
+        model.compile(
+            keras.optimizers.SGD(1.0, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
+        model.fit(TEXT, IDS, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        model.save_to_preset(folder)
+        assert isinstance(model, Trainer) == (wrap is data_parallel)
+        again = HUB.CausalLM.from_preset(folder, preprocessor=None)
+        assert type(again) is HUB.GPT2CausalLM and len(again.weights) < len(model.weights)
+        return model.predict(TEXT, verbose=0), again.predict(TEXT, verbose=0)
+
+    plain = outcome(lambda model: model, str(tmp_path / "plain"))
+    with make_strategy(2).scope():
+        ours = outcome(data_parallel, str(tmp_path / "ours"))
+    for mine, theirs in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-3 if quantised else 1e-5)
