@@ -13,7 +13,7 @@ NAMES = {
     "compare": "speed of each recipe's steps, beside another commit's",
     "scaling": "one device against 2 replicas and 2 workers, and workers over links of several speeds",
     "input": "the input pipeline alone, and how long a step waits for it",
-    "trainer_tests": "Keras's own tests of its trainer in a strategy's scope, by Keras and by ours",
+    "keras_tests": "Keras's own tests that train, by its trainer and by ours, on none, one and two replicas",
     "conformance": "each feature of Keras on 1, 2 and 4 replicas, against plain Keras on one device",
     "versions": "the library's own tests with other versions of Python, TensorFlow and Keras",
     "techniques": "what helps a small model learn: one change at a time to the defaults of bert_mlm",

@@ -11,6 +11,7 @@ from benchmarks import (
     causal,
     conformance,
     fine_tuning,
+    keras_tests,
     peers,
     pretraining,
     quality,
@@ -18,7 +19,6 @@ from benchmarks import (
     scaling,
     techniques,
     throughput,
-    trainer_tests,
     versions,
 )
 from common.run.results import report
@@ -213,7 +213,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "faults": lambda: faults_table(_faults()),
         "shards": lambda: shards_table(_results("shards")),
         "wikitext": lambda: wikitext_table(_results("wikitext-2")),
-        "trainer_tests": lambda: trainer_tests.line(_results("trainer_tests")),
+        "keras_tests": lambda: keras_tests.line(_results("keras_tests")),
         **{
             name: lambda name=name: MEASURED[name](_results(name))
             for name in MEASURED

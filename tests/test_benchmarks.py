@@ -1,6 +1,7 @@
 """The arithmetic of the benchmarks, and that they run; their figures are measured by hand, on a quiet machine."""
 
 import argparse
+import ast
 import importlib
 import json
 import sys
@@ -11,11 +12,11 @@ import pytest
 import benchmarks.input
 from benchmarks import (
     compare,
+    keras_tests,
     peers,
     quality,
     scaling,
     throughput,
-    trainer_tests,
     versions,
 )
 from benchmarks import machine as machine_module
@@ -61,8 +62,48 @@ def test_a_commit_is_checked_out_and_gone_again():
 
 
 def test_the_readme_says_how_many_of_keras_own_tests_pass():
-    results = {way: {"passed": passed} for way, passed in zip(trainer_tests.WAYS, (9, 5, 8), strict=True)}
-    assert "9 pass without a strategy; 5 of them with two replicas, 8 with ours." in trainer_tests.line(results)
+    results = {"trainer": dict(zip(keras_tests.WAYS, (9, 9, 5, 9, 9, 8), strict=True))}
+    assert "9 pass without a strategy; 5 of them with two replicas, 8 with ours." in keras_tests.line(results)
+
+
+def test_tests_that_train_are_found_by_what_they_call_and_name():
+    code = """
+def build():
+    return Model().fit(x)
+
+class Tests(TestCase):
+    def helper(self):
+        return build()
+
+    def test_trains_by_a_helper(self):
+        self.helper()
+
+    def test_of_a_layer(self):
+        self.run_layer_test(Dense)
+
+    def test_of_shapes(self):
+        assert shape(x)
+"""
+    found = keras_tests.tests_that_may_train(ast.parse(code))
+    assert found == {"test_trains_by_a_helper", "test_of_a_layer"}
+
+
+def test_what_ours_loses_is_told_with_its_reason():
+    def outcome(passed):
+        return {"outcome": "passed" if passed else "failed", "trains": True, "error": "so it is"}
+
+    passed = {"trainers/trainer_test.py::a": (1, 1, 1, 1, 1, 0), "b.py::b": (1, 1, 0, 1, 1, 0)}
+    of = {
+        way: {name: outcome(each[index]) for name, each in passed.items()} for index, way in enumerate(keras_tests.WAYS)
+    }
+    report = keras_tests.report(of)
+    assert report["lost"] == {
+        "no strategy": {},
+        "1 replica": {},
+        "2 replicas": {"trainers/trainer_test.py::a": "so it is"},
+    }
+    assert report["others on 2 replicas"] == {"b.py::b": "so it is"}
+    assert [report["all"][way] for way in keras_tests.WAYS] == [2, 2, 1, 2, 2, 0]
 
 
 def test_the_versions_that_pip_takes_and_that_the_library_knows_are_those_measured():
