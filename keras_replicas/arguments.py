@@ -17,7 +17,7 @@ from keras_replicas.cluster import is_chief, num_workers
 from keras_replicas.data import WholeBatches, begins_anywhere, row_by_row
 from keras_replicas.errors import UserError
 from keras_replicas.noise import keep_global_seed
-from keras_replicas.private import get_data_adapter
+from keras_replicas.private import get_data_adapter, train_validation_split
 from keras_replicas.workers import agree, exchange
 
 Arguments = dict[str, Any]  # by name, of one call
@@ -86,11 +86,7 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
     given = given | {"validation_batch_size": given.get("validation_batch_size") or batch_size}
     share = given.pop("validation_split", 0.0)
     if share and validation is None:
-        rows = len(keras.tree.flatten(data[0])[0])
-        first = math.floor(rows * (1 - share))
-        if not 0 < first < rows:
-            raise ValueError(f"validation_split={share} of {rows} rows leaves no rows for training or validation")
-        train, validation = _rows(data, slice(None, first)), _rows(data, slice(first, None))
+        train, validation = train_validation_split(data, share)
         given |= dict(zip(("x", "y", "sample_weight"), train, strict=True)) | {"validation_data": tuple(validation)}
     if validation is None:
         return given
@@ -161,7 +157,3 @@ def _check_same(model: Any, batches: Any) -> None:
             "is given other data than the chief: give every worker the same whole batches, of which it takes its part"
         )
         agree(batches.fingerprint(), told)
-
-
-def _rows(data: list[Any], rows: slice) -> list[Any]:
-    return [None if part is None else keras.tree.map_structure(lambda array: array[rows], part) for part in data]

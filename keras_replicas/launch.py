@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m keras_replicas launch`: starts a script's workers, shows one screen, and restarts all after one dies.
+"""`python -m keras_replicas launch`: starts a script's workers, and restarts all after one dies.
 
 Only the workers import TensorFlow.
 """
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser, script: str) -> None:
         type=Path,
         default=Path("logs"),
         metavar="DIR",
-        help="folder of each worker's log, worker-I.log (logs)",
+        help="folder of the logs, worker-I.log, of all workers but the chief (logs)",
     )
     add("script", metavar=script, nargs="?")
     add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its own options")

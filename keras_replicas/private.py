@@ -120,6 +120,7 @@ from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.losses.loss import reduce_weighted_values
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 from keras.src.trainers.data_adapters import get_data_adapter
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.distribute.distribute_lib import (

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a launch's workers: how they are started, watched and ended."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -11,7 +12,6 @@ import time
 from pathlib import Path
 
 from keras_replicas.cluster import rank
-from keras_replicas.screen import Screen
 
 TO_SAVE = 60  # seconds for workers that are asked to stop
 TO_FOLLOW = 2  # seconds for the others to end by themselves once one has failed
@@ -20,12 +20,12 @@ LAST_LINES = 5  # of a dead worker's log that are shown
 
 
 def log_of(folder: Path, rank: int) -> Path:
-    """A worker's log: a launch begins it anew, and a restart goes on."""
+    """The log of a worker but the chief: a launch begins it anew, and a restart goes on."""
     return folder / f"worker-{rank}.log"
 
 
 class Workers:
-    """Processes that run a script, each with a log; the chief's output is also shown.
+    """Processes that run a script: the chief's output is this process's own, each other one's goes to a log.
 
     Args:
         command: the script's.
@@ -36,7 +36,7 @@ class Workers:
     def __init__(self, command: list[str], logs: Path, gpus: list[str]):
         self.command, self.folder, self.gpus = command, logs, gpus
         self.processes: dict[int, subprocess.Popen] = {}
-        self.screen, self.asked_to_stop = Screen(log_of(logs, 0)), False
+        self.asked_to_stop = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, self._stop)
@@ -48,20 +48,16 @@ class Workers:
             self._start(rank(config), {"TF_CONFIG": json.dumps(config)} | visible)
 
     def _start(self, index: int, variables: dict[str, str]) -> None:
-        with log_of(self.folder, index).open("ab") as file:
-            screen_ends = () if index else self.screen.open()
-            output, errors = screen_ends or (file, file)
+        with log_of(self.folder, index).open("ab") if index else contextlib.nullcontext() as log:
             self.processes[index] = subprocess.Popen(
                 self.command,
                 env=os.environ | variables,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which asks the workers to save
                 preexec_fn=_die_with_parent,
             )
-        for end in screen_ends:
-            os.close(end)
 
     def wait(self) -> tuple[int, str, bool]:
         """Waits for the end of all: the exit status, the cause of a failure, and whether a restart may help."""
@@ -69,21 +65,19 @@ class Workers:
             self._terminate()
         while not (first := self._failed()) and not self.asked_to_stop:
             if not self._running():
-                self.screen.copy(0)
                 return 0, "", False
-            self.screen.copy(0.1)
+            time.sleep(0.1)
         one_stopped, began = any(status in STOPPED for status in first.values()), time.monotonic()
         if one_stopped and not self.asked_to_stop:
             self._terminate()
         while self._running() and time.monotonic() - began < (
             TO_SAVE if self.asked_to_stop or one_stopped else TO_FOLLOW
         ):
-            self.screen.copy(0.1)
+            time.sleep(0.1)
         failed, hanging, late = self._failed(), self._hanging(), self._running()
         for process in late:
             process.kill()
             process.wait()
-        self.screen.copy(0)
         if self.asked_to_stop and not (failed or late):  # done, in spite of the signal
             return 0, "", False
         if self.asked_to_stop or any(status in STOPPED for status in failed.values()):
@@ -99,6 +93,8 @@ class Workers:
         index = next(index for index in failed if failed[index] == status)
         if status < 0:
             return f"error: worker {index} was killed by {signal.Signals(-status).name}\n"
+        if index == 0:  # which has said why
+            return f"error: worker 0 ended with status {status}\n"
         log = log_of(self.folder, index)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
         if status == 2:

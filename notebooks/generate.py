@@ -35,8 +35,6 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from keras_replicas.screen import as_left_on_screen
-
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
@@ -198,8 +196,8 @@ def execute(notebook: nbformat.NotebookNode, timeout: int = 900) -> None:
         cell.outputs = [output for output in cell.outputs if not _is_import_log(output)]
         for output in cell.outputs:
             if output.output_type == "stream":
-                lines = output.text.encode().split(b"\n")
-                output.text = b"\n".join(map(as_left_on_screen, lines)).decode()  # a progress bar as it was at its end
+                # A progress bar as it was at its end, without colours.
+                output.text = re.sub(r"[^\n]*[\r\b]+(?=[^\n\r\b])|\r|\x1b\[[0-9;]*m", "", output.text)
 
 
 def _is_import_log(output: nbformat.NotebookNode) -> bool:
