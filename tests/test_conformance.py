@@ -509,9 +509,6 @@ ROWS = {
     "`jit_compile`, regularisers": row(functional(kernel_regularizer="l2"), jit_compile=True),
     "`jit_compile`, a loss of one's own": row(loss=lambda: batchwise, data=(X, Y), jit_compile=True),
     "`jit_compile`, a metric of one's own": row(metrics=lambda: [Largest()], jit_compile=True),
-    "`jit_compile`, KerasHub's `Perplexity`": row(
-        metrics=lambda: [keras_hub.metrics.Perplexity(from_logits=True)], data=(X, Y), jit_compile=True
-    ),
     "a `train_step` of one's own, no `call`": row(own(Autoencoder), (X[:24],), evaluated=False, predicts=False),
     "`@tf.function` on a `train_step`": row(own(Compiled), (X[:24],), evaluated=False, predicts=False),
     "layers made in the first call": row(own(Lazy)),
@@ -532,6 +529,9 @@ ROWS = {
         float8, fit=one_step, evaluated=False, predicts=False, bound=5e-3
     ),
     "`accumulate`, an argument of ours": row(data=(X[:24], Y[:24], WEIGHT[:24]), accumulate=2),
+    "`accumulate`, KerasHub's `Perplexity`": row(
+        metrics=lambda: [keras_hub.metrics.Perplexity(from_logits=True)], data=(X[:24], Y[:24]), accumulate=2
+    ),
     "`accumulate`, `BatchNormalization`": row(normalised, data=(X[:24], Y[:24]), accumulate=2, refused=(1, 2, 4)),
     "Adam": row(optimizer=lambda: keras.optimizers.Adam(0.01)),
     "`MultiOptimizer`": row(optimizer=multi_optimizer),
