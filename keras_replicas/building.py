@@ -55,9 +55,9 @@ class Building(StepLoop):
         """Builds the model and its optimizer for batches like this one, of arrays or of `tf.TensorSpec`s."""
         with self._scope():
             if self._has_call:
-                self._symbolic_build(data_batch=batch)
                 if self.optimizer is not None and not self.optimizer.built and not hasattr(self, "inputs"):
                     self._call_symbolically(batch)  # it may make layers in its call, and yet say that it is built
+                self._symbolic_build(data_batch=batch)
             self._prepare()
             self._build_optimizer()
 
@@ -99,7 +99,8 @@ class Building(StepLoop):
 
     def _build_optimizer(self):
         layers = self._flatten_layers(include_self=self._has_call)
-        if self.optimizer is not None and not self.optimizer.built and all(layer.built for layer in layers):
+        is_built = all(layer.built for layer in layers) and self.trainable_variables
+        if self.optimizer is not None and not self.optimizer.built and is_built:
             self.optimizer.build(self.trainable_variables)
 
     def _check_own_train_step(self):

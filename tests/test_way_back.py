@@ -102,7 +102,7 @@ def assert_same(mine, theirs):
 KINDS = (functional, sequential, Subclassed, Registered, OursRegistered, RegisteredOurs)
 CASES = [
     *((make, from_file, replicas) for make in KINDS for replicas in (1, 2)),
-    *((make, from_pickle, 2) for make in (functional, Registered)),
+    *((make, from_pickle, 2) for make in (functional, Registered, OursRegistered, RegisteredOurs)),
     (sequential, from_copy, 2),
 ]
 QUICK = [(sequential, from_file, 2), (RegisteredOurs, from_file, 2)]
