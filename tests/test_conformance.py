@@ -523,7 +523,12 @@ ROWS = {
         own(Flat), (IDS, IDS), loss=FlatCrossEntropy, predicts=False
     ),
     "outputs [batch x time, vocabulary], a loss that compares": row(
-        own(Flat), (IDS, IDS), loss=lambda: lambda y, p: batchwise(keras.ops.reshape(y, (-1,)), p), refused=(2, 4)
+        own(Flat),
+        (IDS, IDS),
+        loss=lambda: lambda y, p: batchwise(keras.ops.reshape(y, (-1,)), p),
+        refused=(2, 4),
+        evaluated=False,
+        predicts=False,
     ),
     "ragged labels, a loss of one's own": row(loss=lambda: of_ragged, data=(X,), fit=from_ragged, evaluated=False),
     "`SpectralNormalization`": row(functional([spectral])),
