@@ -42,9 +42,9 @@ ENVIRONMENTS = (
     ("3.13", "2.21.*", NIGHTLY),
 )
 TESTED = (
-    *("any_model", "cluster", "conformance", "data_parallel", "device_copies", "doctor", "generators", "gpus"),
-    *("gradients", "library", "noise", "optimizers", "order", "private", "rendezvous", "replicas", "resume"),
-    *("strategy", "trainer", "versions"),
+    *("any_model", "check", "cluster", "conformance", "data_parallel", "device_copies", "doctor", "generators", "gpus"),
+    *("gradients", "library", "noise", "one_replica", "optimizers", "order", "private", "rendezvous", "replicas"),
+    *("resume", "strategy", "trainer", "versions", "way_back"),
 )
 FILES = [f"tests/test_{name}.py" for name in TESTED]
 TOOLS = ("pytest", "pytest-xdist", "keras-hub", "safetensors", "scipy", "tensorboard", "tokenizers", "tyro")
