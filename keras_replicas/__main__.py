@@ -12,17 +12,6 @@ from typing import NoReturn
 from keras_replicas.errors import UserError
 from keras_replicas.launch import add_options, launch, whole
 
-GUIDE = """\
-Keras 3's fit, right on N replicas under tf.distribute, on one machine or several.
-
-  python -m keras_replicas launch --workers 2 train.py --epochs 3   run a script on two workers of this machine
-  python -m keras_replicas launch --hosts h1:8888,h2:8888 --node-rank 0 train.py   on two machines; on h2, with 1
-  python -m keras_replicas launch --workers 2 --max-restarts 3 -m package.train    a module; go on after a death
-  python -m keras_replicas doctor                                   verify on this machine that training is exact
-
---help after a command lists its options.
-"""
-
 
 class Parser(argparse.ArgumentParser):
     """Reports a wrong argument in one line."""
@@ -84,7 +73,7 @@ def main() -> int:
             with quiet():
                 from keras_replicas.checking import command
             return command(options)
-    print(GUIDE, end="")
+    parser.print_help()
     return 0
 
 

@@ -4,6 +4,7 @@
 Keras divides data itself where it does so rightly: on one machine, from the first step on.
 """
 
+import copy
 import math
 import types
 from typing import Any
@@ -47,6 +48,8 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     given = _with_generators(with_validation_data(model, given), "validation_data")
     if checkpoints is None and not _is_divided_by_us(model, given.get("x")):
         given = _with_generators(given, "x")
+        if _on_workers(model):
+            given["callbacks"] = _callback_list(model, given)
         if isinstance(given.get("x"), tf.distribute.DistributedDataset | tf.data.Dataset):
             given["shuffle"] = False  # else Keras warns that it is not shuffled
         return 0, given
@@ -104,6 +107,9 @@ def with_divided_data(model: Any, given: Arguments) -> Arguments:
         return given if model.steps_by_keras else _with_generators(given, "x")
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
     batches = begins_anywhere(**data, steps=given.get("steps"))
+    if isinstance(batches, Batches):  # outputs come in the order of the rows
+        batches = copy.copy(batches)
+        batches.shuffle = False
     _check_same(model, batches)
     return given | {"x": distribute(model.distribute_strategy, batches), "steps": given.get("steps") or len(batches)}
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.device_copies import do_not_tune_device_copies
+from keras_replicas.device_copies import do_not_tune_device_copies, untuned
 from keras_replicas.order import NO_EXAMPLE, locate, steps_per_epoch
 
 
@@ -121,11 +121,8 @@ def distribute(
         )
 
     # Parallel calls and prefetching stay as the pipeline's code sets them, and deleting an iterator does not wait.
-    no_autotune = tf.data.Options()
-    no_autotune.autotune.enabled = False
-
     def parts_from_step(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        return data.iter_from_step(step, context).with_options(no_autotune)
+        return untuned(data.iter_from_step(step, context))
 
     devices = getattr(strategy.extended, "_input_workers_devices", None)
     try:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a model, its losses, metrics and optimizer before its first step, from the shapes of the data."""
 
+import contextlib
 import inspect
 import warnings
 from typing import Any
@@ -37,12 +38,14 @@ class Building(StepLoop):
         first = iterator is not None and self._fit_iterator is None
         if first:
             self._fit_iterator = iterator
-        goes_on = first and iterator.steps_per_epoch is not None and (self._begins_anywhere or not self.steps_by_keras)
+        steps_known = first and (iterator.steps_per_epoch or (iterator.num_batches and not self.steps_by_keras))
+        goes_on = steps_known and (self._begins_anywhere or not self.steps_by_keras)
         if goes_on:
             self._begin_epochs_where_they_are(iterator)
         if self.steps_by_keras:
             if self._has_call and not goes_on:
-                super()._maybe_symbolic_build(iterator, data_batch)
+                with self._as_its_step_allows():
+                    super()._maybe_symbolic_build(iterator, data_batch)
             if self._distribute_strategy:
                 with self._scope():
                     self._build_optimizer()
@@ -55,11 +58,21 @@ class Building(StepLoop):
         """Builds the model and its optimizer for batches like this one, of arrays or of `tf.TensorSpec`s."""
         with self._scope():
             if self._has_call:
-                if self.optimizer is not None and not self.optimizer.built and not hasattr(self, "inputs"):
-                    self._call_symbolically(batch)  # it may make layers in its call, and yet say that it is built
-                self._symbolic_build(data_batch=batch)
+                with self._as_its_step_allows():
+                    if not self.trainable_variables and all(layer.built for layer in self._flatten_layers()):
+                        self._call_symbolically(batch)  # it makes layers in its call, and yet says that it is built
+                    self._symbolic_build(data_batch=batch)
             self._prepare()
             self._build_optimizer()
+
+    @contextlib.contextmanager
+    def _as_its_step_allows(self):
+        """Does without building where a `train_step` may give the model something else than the data."""
+        try:
+            yield
+        except Exception:
+            if not (self._has_own("train_step") and all(layer.built for layer in self._flatten_layers(False))):
+                raise
 
     def _call_symbolically(self, batch):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -89,12 +102,18 @@ class Building(StepLoop):
                     "install Keras 3.14 or newer, or use one replica"
                 )
         do_not_tune_device_copies()
-        self._note_losses()
         if self.optimizer is None:
             return
-        step = type(self).train_step
-        if step is not StepLoop.train_step and "super" not in inspect.unwrap(step).__code__.co_names:
-            self._check_own_train_step()
+        if self._has_own("train_step") and self.accumulate > 1:
+            raise ValueError(f"accumulate has no effect on {type(self).__name__}'s own train_step: leave it out")
+        own = [name for name in ("train_step", "test_step") if self._has_own(name)]
+        if own and self.distribute_strategy.num_replicas_in_sync > 1:
+            warnings.warn(
+                f"{type(self).__name__}.{own[0]} runs on each replica with its part of the batch, as under Keras: "
+                "gradients are added up, losses of Keras's are divided by the number of replicas, a mean that it takes "
+                "itself is not, and the values that it returns are averaged. A compute_loss in its place is exact",
+                stacklevel=1,  # one place, so that it is said once
+            )
         self._build_optimizer()
 
     def _build_optimizer(self):
@@ -103,16 +122,10 @@ class Building(StepLoop):
         if self.optimizer is not None and not self.optimizer.built and is_built:
             self.optimizer.build(self.trainable_variables)
 
-    def _check_own_train_step(self):
-        if self.accumulate > 1:
-            raise ValueError(f"accumulate has no effect on {type(self).__name__}'s own train_step: leave it out")
-        if self.distribute_strategy.num_replicas_in_sync > 1:
-            warnings.warn(
-                f"{type(self).__name__}.train_step runs on each replica with its part of the batch, as under Keras: "
-                "gradients are added up, losses of Keras's are divided by the number of replicas, a mean that it takes "
-                "itself is not, and the values that it returns are averaged. What compute_loss computes is exact",
-                stacklevel=3,
-            )
+    def _has_own(self, step):
+        """Whether the class overrides one of Keras's steps, and does not call it."""
+        own = getattr(type(self), step)
+        return own is not getattr(StepLoop, step) and "super" not in inspect.unwrap(own).__code__.co_names
 
 
 def _of_one_replica(spec):

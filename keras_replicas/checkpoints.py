@@ -35,8 +35,9 @@ class Checkpoints(keras.callbacks.Callback):
     History at once. A second `fit` of a program, with the same folder, has checkpoints of its own. Where the callback
     stands among others does not matter. It needs a model of `data_parallel`.
 
-    Saved too is the state of Keras's `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`, and of any callback
-    with the methods `state_dict()`, which returns a dict that JSON can hold, and `load_state_dict(state)`.
+    Saved too is the state of Keras's `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint` and `SwapEMAWeights`, and
+    of any callback with the methods `state_dict()`, which returns a dict that JSON can hold, and
+    `load_state_dict(state)`. A `CSVLogger` needs `append=True`, or it begins its file anew.
 
     Resumed to the bit are arrays, `Batches` and any data with `iter_from_step`; a `PyDataset` whose batches are
     functions of their numbers; a `tf.data.Dataset` that is the same in each pass, or is shuffled by a seed; a generator

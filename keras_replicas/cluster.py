@@ -17,7 +17,6 @@ LAUNCH_ID = "LAUNCH_ID"  # environment variable by which a launcher identifies w
 PORT = 8888  # of workers started by a scheduler
 JOBS = ("chief", "worker")  # in the order of their ranks
 MOST = 999_999  # of a number of workers or seconds
-WORKERS_TOLD_IN = {"TF_CONFIG", "SLURM_STEP_NUM_TASKS", "JOB_SERVICE"}  # one is set if there are several workers
 
 
 def tf_config() -> dict[str, Any]:

@@ -85,7 +85,7 @@ class CountedSteps:
 
     def _note(self, values: dict[str, tf.Tensor]) -> None:
         values = {name: tf.convert_to_tensor(value) for name, value in values.items()}
-        self._names = [name for name, value in values.items() if not value.shape.rank][:WIDTH]
+        self._names = list(values)[:WIDTH]
         row = tf.stack([tf.cast(values[name], tf.float32) for name in self._names])
         row = tf.pad(row, [[0, WIDTH - len(self._names)]])
         self._rows.scatter_nd_update([[self._done % self._size]], [row])

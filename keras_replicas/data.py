@@ -33,9 +33,13 @@ def begins_anywhere(
 
     Raises:
         TypeError: for a distributed data set, which cannot begin anywhere.
-        ValueError: where Keras would raise one, and where data without end has no number of steps.
+        ValueError: for labels or weights beside data that holds them; for data without end and a number of steps.
     """
-    if hasattr(x, "iter_from_step"):
+    begins = hasattr(x, "iter_from_step")
+    whole = begins or isinstance(x, keras.utils.PyDataset | tf.data.Dataset)
+    if whole and not (y is sample_weight is None) or begins and class_weight:
+        raise ValueError(f"a {type(x).__name__} holds y and weights itself: leave out y, sample_weight, class_weight")
+    if begins:
         return x
     if isinstance(x, tf.distribute.DistributedDataset):
         raise TypeError("a distributed data set cannot begin at a later step: give the data itself, not distributed")
@@ -120,7 +124,7 @@ class Numbered(keras.utils.PyDataset):
         self._dataset, self._seed, self._class_weight = dataset, seed, class_weight
         if not (steps or dataset.num_batches):
             raise ValueError(NEEDS_STEPS)
-        self._steps, self._first, self._epoch = steps or dataset.num_batches, 0, 0
+        self._steps, self._first, self._epoch = steps or dataset.num_batches, 0, -1
         self._promised: dict[int, Future] = {}
 
     def __len__(self):
@@ -142,7 +146,8 @@ class Numbered(keras.utils.PyDataset):
         if size is None:
             return self._dataset[step]
         while self._hooked and self._epoch < step // size:
-            self._dataset.on_epoch_end()
+            if self._epoch >= 0:
+                self._dataset.on_epoch_end()
             self._dataset.on_epoch_begin()
             self._epoch += 1
         _, numbers = locate(tf.constant([step], tf.int64), size, 1, self._seed)

@@ -19,6 +19,11 @@ def do_not_tune_device_copies() -> None:
 
 
 def _create_untuned(*args):
+    return untuned(_create(*args))
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The data set, with numbers of threads and buffers as they are set."""
     no_autotune = tf.data.Options()
     no_autotune.autotune.enabled = False
-    return _create(*args).with_options(no_autotune)
+    return dataset.with_options(no_autotune)

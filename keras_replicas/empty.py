@@ -11,8 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_replicas.private import get_keras_mask, set_keras_mask, strategy_seen
-from keras_replicas.replicas import gather, replica_context, replicas
+from keras_replicas.private import strategy_seen
+from keras_replicas.replicas import gather, map_given, replica_context, replicas, rows_changed
 
 
 class OneReplica:
@@ -74,7 +74,7 @@ def others_example(data, rows_known: bool):
     known = replicas() == 1 or (rows_known and first_input(data).shape[0])
     if known or any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
         return None
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else gather(leaf[:1])[:1], data)
+    return map_given(lambda leaf: gather(leaf[:1])[:1], data)
 
 
 def with_example(data, example):
@@ -84,31 +84,26 @@ def with_example(data, example):
     has_rows = count_examples(data) > 0
 
     def filled(leaf, row):
-        if leaf is None:
-            return None
         found = tf.cond(has_rows, lambda: leaf, lambda: row)
         return found if isinstance(leaf, tf.RaggedTensor) else tf.ensure_shape(found, [None, *leaf.shape[1:]])
 
-    return keras.tree.map_structure(filled, data, example)
+    return map_given(filled, data, example)
 
 
 def without_added_example(y_pred, has_examples):
-    """The outputs and their masks; no rows of what was computed of another replica's example."""
+    """The outputs; no rows of what was computed of another replica's example."""
 
     def kept(output):
-        if output is None or not output.shape.rank:
+        if not output.shape.rank:
             return output
         end = tf.where(has_examples, tf.shape(output)[0], 0)
-        result, mask = output[:end], get_keras_mask(output)
-        if mask is not None:
-            set_keras_mask(result, mask[:end])
-        return result
+        return rows_changed(output, lambda rows: rows[:end])
 
-    return keras.tree.map_structure(kept, y_pred)
+    return map_given(kept, y_pred)
 
 
 def zeros_without_examples(examples, values):
-    """The tensors of a structure, or zeros if there are no examples: what comes of `with_an_example` may be NaN."""
+    """The tensors of a structure, or zeros if there are no examples: what comes of `with_example` may be NaN."""
 
     def kept(value):
         if isinstance(value, tf.IndexedSlices):

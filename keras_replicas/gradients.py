@@ -5,7 +5,7 @@ import keras
 import tensorflow as tf
 
 from keras_replicas.forward import Forward
-from keras_replicas.replicas import sum_over_replicas
+from keras_replicas.replicas import logits_of, replicas, sum_over_replicas
 
 
 class Gradients(Forward):
@@ -17,9 +17,12 @@ class Gradients(Forward):
         overwritten = [variable.overwrite_with_gradient for variable in self.trainable_variables]
         if any(overwritten):  # by what depends on a gradient's size
             self._needs_all_replicas("a model that is not quantised to float8")
-            divisor = sum_over_replicas(divisor)
-        elif not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):  # which keeps numbers small
+        if not any(overwritten) and not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
             divisor = tf.ones_like(divisor)
+        elif self._compiling or self.accumulate > 1:  # as if all passes had as much
+            divisor *= replicas() * self.accumulate
+        else:  # as large as on one device, where float16 has a limit
+            divisor = sum_over_replicas(divisor)
         gradients = tape.gradient(loss, weights, tf.cast(scale, loss.dtype) / divisor)
         return [
             gradient if gradient is None or as_is else times(gradient, divisor)
@@ -29,7 +32,7 @@ class Gradients(Forward):
     def _gathered_gradients(self, tape, scope, data, y_pred, added, examples, weights, scale, training):
         """The loss of all replicas' examples; and its gradients, of which the sum over replicas is the batch's."""
         outputs = [leaf for leaf in keras.tree.flatten(y_pred) if leaf is not None and leaf.dtype.is_floating]
-        sources = [*outputs, *added]
+        sources = [*outputs, *filter(lambda logits: logits is not None, map(logits_of, outputs)), *added]
         with tf.GradientTape() as of_loss:
             of_loss.watch([*sources, *weights])
             loss, share = self._gathered_loss(scope, data, y_pred, added, examples, training)

@@ -16,13 +16,15 @@ class HubTask:
 
     def fit(self, x=None, *args, **kwargs):
         """As the task's, but does not tokenise a distributed data set, which has no method for it: ours holds ids."""
-        distributed = isinstance(x, tf.distribute.DistributedDataset) or hasattr(x, "iter_from_step")
-        return (Trainer.fit if distributed else super().fit.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
+        return (Trainer.fit if _is_of_ids(x) else super().fit.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
     def evaluate(self, x=None, *args, **kwargs):
         """See `fit`."""
-        distributed = x is None or isinstance(x, tf.distribute.DistributedDataset) or hasattr(x, "iter_from_step")
-        return (Trainer.evaluate if distributed else super().evaluate.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
+        return (Trainer.evaluate if x is None or _is_of_ids(x) else super().evaluate.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
+
+    def predict(self, x, *args, **kwargs):
+        """See `fit`."""
+        return (Trainer.predict if _is_of_ids(x) else super().predict.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
     @classmethod
     def from_preset(cls: Any, *args, **kwargs):
@@ -46,3 +48,7 @@ class HubTask:
             super().save_to_preset(*args, **kwargs)  # type: ignore[misc]
         finally:
             backbone.dtype_policy = policy
+
+
+def _is_of_ids(x: Any) -> bool:
+    return isinstance(x, tf.distribute.DistributedDataset) or hasattr(x, "iter_from_step")

@@ -10,7 +10,15 @@ import tensorflow as tf
 
 from keras_replicas.empty import count_examples, first_input, others_example, with_example
 from keras_replicas.optimizers import each_row_once
-from keras_replicas.replicas import a_row_each, first_replica, in_words, replicas, sum_over_replicas, waiting_for
+from keras_replicas.replicas import (
+    a_row_each,
+    first_replica,
+    in_words,
+    map_given,
+    replicas,
+    sum_over_replicas,
+    waiting_for,
+)
 from keras_replicas.step import ReplicaStep, flat
 
 
@@ -41,8 +49,9 @@ class StepLoop(ReplicaStep):
         example = None if self.jit_compile else others_example(x, rows_known=False)
         filled = None if example is None else with_example(x, example)
         number, examples = self._step_number(0), count_examples(x)
-        scope, before = self._own_state(self._copies(), number, [])
-        with scope:
+        metrics = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self._metric_variables()]
+        scope, before = self._own_state(self._copies(), number, metrics)
+        with scope:  # which keeps nothing of metrics that a call updates
             y_pred = self._predicted(x, filled, training=False)
         state = self._state_sums(scope, before, examples, number)
         if state:
@@ -115,17 +124,13 @@ class StepLoop(ReplicaStep):
         strategy = self.distribute_strategy
         replicas = strategy.num_replicas_in_sync
 
-        def part(leaf, context):
-            size = -(-leaf.shape[0] // replicas)
-            return leaf[context.replica_id_in_sync_group * size :][:size]
-
         def distributed(leaf):
-            if leaf is None:
-                return None
-            leaf = tf.convert_to_tensor(leaf)
-            return strategy.experimental_distribute_values_from_function(lambda context: part(leaf, context))
+            leaf, size = tf.convert_to_tensor(leaf), -(-len(leaf) // replicas)
+            return strategy.experimental_distribute_values_from_function(
+                lambda context: leaf[context.replica_id_in_sync_group * size :][:size]
+            )
 
-        return batch if replicas == 1 else keras.tree.map_structure(distributed, batch)
+        return batch if replicas == 1 else map_given(distributed, batch)
 
 
 def without_tf_function(step):
@@ -170,8 +175,8 @@ def _as_log(value):
 def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
     """A function of (iterator, count, stop) that does `count` steps in one call, and returns each step's values.
 
-    They are float32 arrays [count, ...]. Keras's own loop of several steps fails where replicas reduce with collectives
-    (`You must feed a value for placeholder`).
+    They are arrays [count, ...], float32, or float64 where that is Keras's floatx. Keras's own loop of several steps
+    fails where replicas reduce with collectives (`You must feed a value for placeholder`).
 
     Args:
         step: maps (iterator, stop) to a dict of scalars, or of tensors of known shapes. `stop` is a float that the step

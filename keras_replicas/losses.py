@@ -29,57 +29,27 @@ HARMLESS |= {"reset_state", "result"}  # of a metric, whose variables add up
 HARMLESS |= {"__firstlineno__", "__static_attributes__"}  # which Python 3.13 gives every class
 
 
-class Noted:
-    """Stands for a loss in Keras's `CompileLoss`, which finds the loss's part of y.
-
-    It is that loss, but while `sum_of` runs it only notes what it is given.
-    """
-
-    def __init__(self, loss: keras.losses.Loss):
-        self.loss = loss
-        self._notes: list[tuple] | None = None
-
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        """The loss."""
-        if self._notes is None:
-            return self.loss(y_true, y_pred, sample_weight)
-        self._notes.append((y_true, y_pred, sample_weight))
-        return tf.constant(0.0)
-
-    def sum_of(self, compile_loss, *batch) -> tuple[tf.Tensor, tf.Tensor]:
-        """The `loss_sum` of this loss's part of (y, y_pred, sample_weight)."""
-        notes: list[tuple] = []
-        self._notes = notes
-        try:
-            compile_loss(*batch)
-        finally:
-            self._notes = None
-        return loss_sum(self.loss, *notes[0])
-
-
 class BatchLoss(TensorFlowTrainer):
     """A model's compiled losses, `add_loss`, regularisers and metrics, for `keras_replicas.step`."""
 
     accumulate: int
     _compiling = False  # while XLA compiles a pass
-
-    def _note_losses(self):
-        """Puts `Noted` in the place of each compiled loss, once they are built."""
-        if self._compile_loss is not None and self._compile_loss.built:
-            self._compile_loss._flat_losses = [
-                each if isinstance(each.loss, Noted) else each._replace(loss=Noted(each.loss))
-                for each in self._compile_loss._flat_losses
-            ]
+    _compiled_without = ""
 
     def _compiled_losses(self) -> list[Any]:
-        """Keras's records of the compiled losses, each with a `Noted` `loss` and its `loss_weights`."""
-        return [] if self._compile_loss is None else self._compile_loss._flat_losses
+        """Keras's records of the compiled losses, each with its `loss` and `loss_weights`."""
+        return [] if self._compile_loss is None else self._compile_loss._flat_losses or []
 
     def _loss_by_sums(self, y, y_pred, sample_weight):
         """The sum of the only loss over this replica's examples, and this replica's part of its divisor."""
-        ((_, noted, weight, _),) = self._compiled_losses()
-        total, divisor = noted.sum_of(self._compile_loss, y, y_pred, sample_weight)
-        return total * (1.0 if weight is None else weight), divisor
+        (record,), found = self._compiled_losses(), []
+        self._compile_loss._flat_losses = [record._replace(loss=lambda *given: found.append(given) or 0.0)]
+        try:  # Keras finds the loss's part of y
+            self._compile_loss(y, y_pred, sample_weight)
+        finally:
+            self._compile_loss._flat_losses = [record]
+        total, divisor = loss_sum(record.loss, *found[0])
+        return total * (1.0 if record.loss_weights is None else record.loss_weights), divisor
 
     def _gathered_loss(self, scope, data, y_pred, added, examples, training):
         """The loss of all replicas' examples, computed by any code. Every replica computes it.
@@ -88,7 +58,7 @@ class BatchLoss(TensorFlowTrainer):
             scope: `OwnState`, in which it is computed, with the metrics that it may update.
             data: this replica's (x, y, sample_weight).
             y_pred: its outputs, through which gradients flow.
-            added: its terms of `add_loss` and regularisers.
+            added: its terms of `add_loss` and regularisers: scalars, or values for each example.
             examples: their number.
             training: whether to train, not evaluate.
 
@@ -100,8 +70,12 @@ class BatchLoss(TensorFlowTrainer):
         if replicas() > 1:
             x = gather(x) if self._overrides("compute_loss") else x
             y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)
-        # A term is added up over replicas as if it were a mean over examples.
-        mine = [tf.math.multiply_no_nan(term, tf.cast(share, term.dtype)) for term in added]
+        # Values of examples are added up; a number counts as a mean over examples.
+        shares = [tf.sign(share) if term.shape.rank else share for term in added]
+        mine = [
+            tf.math.multiply_no_nan(tf.reduce_sum(term), tf.cast(part, term.dtype))
+            for term, part in zip(added, shares, strict=True)
+        ]
         added = [
             term + tf.stop_gradient(total - term) for term, total in zip(mine, sum_over_replicas(mine), strict=True)
         ]
@@ -141,7 +115,7 @@ class BatchLoss(TensorFlowTrainer):
         return getattr(type(self), method) is not getattr(base, method)
 
     def _one_loss_adds_up(self):
-        losses = [each.loss.loss for each in self._compiled_losses()]
+        losses = [each.loss for each in self._compiled_losses()]
         if not self._overrides("compute_loss") and any(loss.reduction in (None, "none") for loss in losses):
             raise ValueError("a loss without a reduction is not a number to minimise: give it one, such as sum")
         return not self._overrides("compute_loss") and len(losses) == 1 and loss_adds_up(losses[0])
@@ -160,7 +134,8 @@ class BatchLoss(TensorFlowTrainer):
         if self.accumulate > 1:
             raise ValueError(f"accumulate needs {what}: set accumulate = 1")
         if self._compiling and replicas() > 1:
-            raise NotCompilable(what)
+            self._compiled_without = what  # not in the error, to which Keras adds words
+            raise NotCompilable
 
 
 class NotCompilable(Exception):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`keras.Model` for N replicas: `fit`, `evaluate` and the rest compute under a strategy what one device would.
 
-A plain Keras program becomes right on N replicas in these steps; guides/train.py has them all:
+A plain Keras program becomes right on N replicas in these steps; guides/train.py has the first three:
 
 1. Make the strategy: `strategy = keras_replicas.make_strategy()`.
 2. In `with strategy.scope():`, make the model, and pass it on: `model = keras_replicas.data_parallel(model)`.
-3. Check it, where the layers, losses or steps are your own: `assert keras_replicas.check(build_model, x, y)`.
-4. Give `fit` a callback `keras_replicas.Checkpoints(folder, every=100)`: killed, the program goes on where it was.
+3. Give `fit` a callback `keras_replicas.Checkpoints(folder, every=100)`: killed, the program goes on where it was.
+4. Check it, where the layers, losses or steps are your own: `assert keras_replicas.check(build_model, x, y)`.
 5. For several workers, start it by `python -m keras_replicas launch --workers 2 train.py`.
 
 docs/keras-under-tf-distribute.md shows what Keras's own trainer does.
@@ -40,7 +40,8 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
     scope, trains on with the optimizer's state.
 
     Without a strategy and on one replica, Keras's own step runs, and the result is Keras's to the bit; but an epoch's
-    loss and rows of an `Embedding` that repeat are counted rightly, and `accumulate` has its effect.
+    loss, the steps of data without a known end and rows of an `Embedding` that repeat are counted rightly, and
+    `accumulate` has its effect.
 
     Under a strategy of N replicas, with batches of any size:
 
@@ -49,8 +50,8 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
       `compute_loss` of the class's own, every replica gathers what the others predicted, and computes the whole.
     - A replica may have no examples: it then computes another replica's, which does not count.
     - Outputs need a row for each example, unless all losses and metrics add up, as Keras's own do.
-    - A term of `add_loss` is weighted by the replica's share of the examples. That suits a mean over examples, such as
-      `activity_regularizer`, and a regulariser of weights, which is the same on all replicas.
+    - `add_loss` of a value for each example adds up. A number is weighted by the replica's share of the examples: it
+      must be a mean over them, or of weights alone, as a regulariser; and an `activity_regularizer` must be a sum.
     - Metrics are those of the whole data. Keras's own add up over replicas; any other, and a `compute_metrics` of the
       class's own, sees the whole batch on every replica.
     - Gradients are summed before the optimizer sees them: its clipping, accumulation over steps and the rest act on
@@ -65,7 +66,7 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
       metrics are Keras's own, without `add_loss`, regulariser or `BatchNormalization`. `accumulate` needs the same.
     - A class's own `train_step` or `test_step` runs on each replica, as under Keras: gradients are added up, so a loss
       must be divided by the number of replicas, as Keras divides its own, and the values that it returns are averaged.
-      A `train_step` that does so warns. A `compute_loss` needs no such care.
+      It warns, unless it calls Keras's. A `compute_loss` needs no such care.
 
     `batch_size`, and the batches of a data set, are those of all replicas together. Several workers are given the same
     data, each all of it, and take their parts; what was divided by hand is refused. `predict` returns all rows on every
@@ -103,7 +104,7 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
 
 @functools.cache
 def _with_trainer(model_class: Any, accumulate: int = 1) -> type[keras.Model]:
-    """The subclass of `model_class` with our trainer; itself if it is one already, and has that many parts."""
+    """The subclass of `model_class` with our trainer; itself if it is one already, and no parts are asked for."""
     is_ours = issubclass(model_class, Trainer)
     if is_ours and accumulate == 1:
         return model_class

@@ -5,6 +5,7 @@ Keras counts up seeds kept in mirrored variables: every replica drops the same u
 """
 
 import contextlib
+import random
 from collections.abc import Iterator
 
 import keras
@@ -42,7 +43,9 @@ def keep_global_seed(model: keras.Model) -> None:
 
     Call it outside a step, in which a generator cannot be made, and `use_global_seed` inside: each thread has its own.
     """
-    generator = global_seed_generator()
+    drawn = random.getstate()
+    generator = global_seed_generator()  # which Keras may make of Python's random numbers: the next model has the same
+    random.setstate(drawn)
     seed = int(keras.ops.convert_to_numpy(generator.state)[0])  # of another strategy, maybe, when a step is traced
     vars(model).update(global_seed_generator=generator, global_seed=seed)  # assigned as usual, they would be saved
 

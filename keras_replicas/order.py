@@ -5,8 +5,8 @@ A run is a sequence of positions 0, 1, 2, ...: step k takes the positions [k * b
 the global batch size. Nothing else decides which example is at a position: not which process reads it, how many read,
 or how often the run was interrupted. So every step holds the same examples for any number of replicas.
 
-An epoch has steps_per_epoch(examples, batch) steps. If the last one is partial, it is padded with example -1, which
-must have weight 0. So every batch has the same shape on every replica.
+An epoch has steps_per_epoch(examples, batch) steps. If the last one is partial, it is padded with example -1: where a
+function makes batches, so that every one has the same shape, it must have weight 0; of arrays, it is left out.
 """
 
 import tensorflow as tf

@@ -26,6 +26,7 @@ from keras_replicas.replicas import (
     is_first_replica,
     is_shared,
     local_value,
+    map_given,
     replicas,
     sum_over_replicas,
 )
@@ -41,7 +42,7 @@ class Sums(NamedTuple):
     examples: tf.Tensor  # their number
     metrics: list[tf.Tensor]  # what the batch adds to each variable of the metrics
     metrics_before: list[tf.Tensor]  # what this replica holds of these variables
-    state: dict[int, tf.Tensor]  # of each other variable that layers update, by its index; see `add_up_state`
+    state: dict[int, tf.Tensor]  # of each other variable that layers update, by its index; see `state.py`
     stop: tf.Tensor  # not 0 if this worker is to stop
 
 
@@ -81,7 +82,7 @@ class Passes(Gradients):
         is_first = is_first_replica()
         if not by_sums:  # all replicas hold the same
             before = [tf.where(is_first, value, tf.zeros_like(value)) for value in after or before]
-        if [each.loss.loss.reduction for each in self._compiled_losses()] == ["sum"]:  # nothing divides it
+        if [each.loss.reduction for each in self._compiled_losses()] == ["sum"]:  # nothing divides it
             sums = sums._replace(divisor=tf.cast(is_first, sums.divisor.dtype))
         return sums._replace(metrics_before=before), batch
 
@@ -93,7 +94,8 @@ class Passes(Gradients):
             self._compiling = True
             try:
                 return compiled(*arguments)
-            except NotCompilable as needed:
+            except NotCompilable:
+                needed = self._compiled_without
                 warnings.warn(f"jit_compile has no effect on several replicas without {needed}", stacklevel=2)
             finally:
                 self._compiling = False
@@ -108,14 +110,11 @@ class Passes(Gradients):
         if (first_input(data[0]).shape[0] or 0) % self.accumulate:
             raise ValueError(wrong)
         with tf.control_dependencies([tf.debugging.assert_equal(size % self.accumulate, 0, wrong)]):
-            slices = keras.tree.map_structure(
-                lambda t: None if t is None else tf.reshape(t, [self.accumulate, -1, *tf.unstack(tf.shape(t))[1:]]),
-                data,
-            )
+            slices = map_given(lambda t: tf.reshape(t, [self.accumulate, -1, *tf.unstack(tf.shape(t))[1:]]), data)
 
         @tf.function(autograph=False)
         def numbered_pass(number):
-            sums, *rest = one_pass(number, keras.tree.map_structure(lambda t: None if t is None else t[number], slices))
+            sums, *rest = one_pass(number, map_given(lambda t: t[number], slices))
             dense = {index: tf.convert_to_tensor(gradient) for index, gradient in sums.gradients.items()}
             return sums._replace(gradients=dense), *rest
 
@@ -157,7 +156,9 @@ class Passes(Gradients):
             self.update_counts(x, y, sample_weight)
             if self._compile_metrics is not None and self._metrics_add_up():
                 self._compile_metrics.update_state(y, y_pred, sample_weight)
-            added = [tf.cast(tf.reduce_sum(term), keras.config.floatx()) for term in self.losses]
+            rows = first_input(x if filled is None else filled).shape[0]
+            added = [term if term.shape[:1] == [rows] else tf.reduce_sum(term) for term in self.losses]
+            added = [tf.cast(term, keras.config.floatx()) for term in added]
             by_sums = self._one_loss_adds_up() and not added
             if replicas() > 1 and not (by_sums and self._metrics_add_up()):
                 y_pred = a_row_each(y_pred, examples)

@@ -22,7 +22,7 @@ Of a model:
 
 Of a compiled model's losses:
 
-- `_flat_losses`: where `Noted` stands for each loss; read CompileLoss in compile_utils.py
+- `_flat_losses`: the compiled losses, one of which steps aside while Keras finds its part of y; read CompileLoss
 
 Of a loss of a function:
 

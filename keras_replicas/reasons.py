@@ -19,9 +19,13 @@ def likely_reason(model, x, size: int, kind: str, is_uneven: bool) -> str:
     if layer := _looks_at_others(model, x, size):
         return f"call looks at the batch's other examples, from {layer} on: a replica lacks them, compute_loss does not"
     step = {"evaluate": "test_step", "predict": "predict_step"}.get(kind, "train_step")
+    if kind != "layer state" and model.losses:
+        return "add_loss or a regulariser: a number counts as a mean over examples; for a sum, add one for each example"
     if not has_own(model, step):
         averaged = "replicas average a layer's own state, but it is no mean over examples, as a counter or a queue"
-        return averaged if kind == "layer state" else "none that is known: please report it, with the model"
+        own = f"{step} looks at the batch's other examples before it calls Keras's: a replica lacks them"
+        none = "none that is known: please report it, with the model"
+        return averaged if kind == "layer state" else own if overrides(model, step) else none
     mean = f"a mean of means, since {type(model).__name__}.{step} has each replica's examples, and some have fewer"
     if is_uneven or step != "train_step":
         return f"{mean}: compute_loss has the whole batch"
@@ -47,10 +51,15 @@ def _looks_at_others(model, x, size: int) -> str:
     return ""
 
 
+def overrides(model, step: str) -> bool:
+    """Whether a model's class overrides a step of Keras's."""
+    return getattr(type(model), step) is not getattr(keras.Model, step)
+
+
 def has_own(model, step: str) -> bool:
-    """Whether a model's class overrides a step of Keras's without calling it."""
-    own = getattr(getattr(type(model), "plain_class", type(model)), step)
-    return own is not getattr(keras.Model, step) and "super" not in inspect.unwrap(own).__code__.co_names
+    """Whether it does so without calling Keras's."""
+    own = inspect.unwrap(getattr(type(model), step))
+    return overrides(model, step) and "super" not in own.__code__.co_names
 
 
 def rows_of(data, rows):

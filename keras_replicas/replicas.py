@@ -2,7 +2,7 @@
 """Sums and gathers over replicas. Call them in a replica's step, that is, in what `strategy.run` runs."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -20,6 +20,12 @@ ROWS = (
 # What collectives, by which workers gather, do not take, and in what it travels.
 CARRIED_BY = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
 CARRIED_BY |= {tf.uint32: tf.int64, tf.bfloat16: tf.float32}
+ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
+
+
+def map_given(function: Callable, *structures: Any) -> Any:
+    """As `keras.tree.map_structure`, but None, which stands for what is left out, stays None."""
+    return keras.tree.map_structure(lambda first, *rest: None if first is None else function(first, *rest), *structures)
 
 
 def replicas() -> int:
@@ -139,8 +145,6 @@ def gather(values: Any) -> Any:
     """The tensors of all replicas, concatenated, with their masks; ragged ones too. No gradient flows."""
 
     def gathered(tensor):
-        if tensor is None:
-            return None
         if isinstance(tensor, tf.RaggedTensor):
             flat, lengths = gather_over_replicas((tensor.flat_values, tensor.nested_row_lengths()))
             return tf.RaggedTensor.from_nested_row_lengths(flat, lengths, validate=False)
@@ -150,7 +154,7 @@ def gather(values: Any) -> Any:
             set_keras_mask(result, gathered(mask))
         return result
 
-    return keras.tree.map_structure(gathered, values)
+    return map_given(gathered, values)
 
 
 def gather_around(values: Any) -> Any:
@@ -160,15 +164,11 @@ def gather_around(values: Any) -> Any:
     sizes = gather(tf.shape(first)[:1])
     start, end = tf.reduce_sum(sizes[:replica]), tf.reduce_sum(sizes[: replica + 1])
 
-    def put(tensor, gathered):
-        if tensor is None:
-            return None
-        result = tf.concat([gathered[:start], tensor, gathered[end:]], axis=0)
-        if (mask := get_keras_mask(gathered)) is not None:
-            set_keras_mask(result, mask)
-        return result
+    def around(mine):
+        everyones = gather(mine)
+        return tf.concat([everyones[:start], mine, everyones[end:]], axis=0)
 
-    return keras.tree.map_structure(put, values, gather(values))
+    return map_given(lambda tensor: rows_changed(tensor, around), values)
 
 
 def a_row_each(values: Any, examples: tf.Tensor) -> Any:
@@ -180,19 +180,41 @@ def a_row_each(values: Any, examples: tf.Tensor) -> Any:
     """
 
     def checked(output):
-        if output is None:
-            return None
         if not output.shape.rank:
             raise ValueError(ROWS)
         rows = output.nrows() if isinstance(output, tf.RaggedTensor) else tf.shape(output)[0]
         same = tf.debugging.assert_equal(tf.cast(rows, tf.int32), tf.cast(examples, tf.int32), ROWS)
         with tf.control_dependencies([same] if same is not None else []):
-            result = tf.identity(output)
-        if (mask := get_keras_mask(output)) is not None:
-            set_keras_mask(result, mask)
-        return result
+            return rows_changed(output, tf.identity)
 
-    return keras.tree.map_structure(checked, values)
+    return map_given(checked, values)
+
+
+def rows_changed(output: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    """An output whose rows are changed, and what Keras keeps with it: its mask, and logits, of which losses are taken.
+
+    Of softmax and sigmoid, Keras's losses take the logits: those that Keras's own keep, or the operation's input.
+    """
+    if (kind := _activation(output)) and not hasattr(output, "_keras_logits"):
+        result = ACTIVATIONS[kind](change(output.op.inputs[0]))
+    else:
+        result = change(output)
+    if hasattr(output, "_keras_logits"):
+        result._keras_logits = change(output._keras_logits)
+    if (mask := get_keras_mask(output)) is not None:
+        set_keras_mask(result, change(mask))
+    return result
+
+
+def logits_of(output: tf.Tensor) -> tf.Tensor | None:
+    """The logits of which Keras's losses are taken, for softmax and sigmoid; None for others."""
+    return getattr(output, "_keras_logits", output.op.inputs[0] if _activation(output) else None)
+
+
+def _activation(output: tf.Tensor) -> str:
+    """The operation whose output it is, if that is one of `ACTIVATIONS`."""
+    kind = output.op.type if tf.is_symbolic_tensor(output) else ""
+    return kind if kind in ACTIVATIONS else ""
 
 
 @contextlib.contextmanager

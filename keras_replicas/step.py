@@ -47,7 +47,7 @@ class ReplicaStep(Passes):
         return logs | {f"step/{name}": value for name, value in values.items()} | {"stop": total.stop}
 
     def _update_weights(self, gradients, divisor):
-        """The optimizer's update. Here, and nowhere else, gradients are divided."""
+        """The optimizer's update, by gradients that are divided here, once."""
         if not self.trainable_variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
@@ -80,11 +80,15 @@ class ReplicaStep(Passes):
 
 
 def own_metrics(model: Any, added: Iterable[tuple[keras.Variable, tf.Tensor]]) -> dict[str, tf.Tensor]:
-    """A step's own metrics, without losses, from what it adds to each of their variables."""
+    """A step's own metrics, without losses and vectors, from what it adds to each of their variables."""
     with no_strategy(), keras.StatelessScope(list(added)):
         metrics = flat(model.get_metrics_result())
     of_losses = {"loss", *(tracker.name for tracker in model._loss_trackers())}
-    return {name: value for name, value in metrics.items() if name not in of_losses}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name not in of_losses and not tf.convert_to_tensor(value).shape.rank
+    }
 
 
 def add_up(sums: Sums, variables: list[keras.Variable]) -> Sums:

@@ -14,7 +14,7 @@ import warnings
 import tensorflow as tf
 
 from keras_replicas.cluster import num_workers
-from keras_replicas.errors import UserError, first_line
+from keras_replicas.errors import UserError
 from keras_replicas.gpus import free_memory
 from keras_replicas.workers import join
 
@@ -48,6 +48,8 @@ def make_strategy(replicas: int = 0, *, deterministic: bool = False) -> tf.distr
             there is no TPU at `TPU_NAME`; when a worker has not joined in time (300 s, `JOIN_TIMEOUT`), this one's port
             is in use, or `TF_CONFIG` is malformed.
     """
+    if replicas < 0:
+        raise UserError(f"replicas must be a number of them, or 0, not {replicas}")
     if deterministic:
         tf.config.experimental.enable_tensor_float_32_execution(False)
         tf.config.experimental.enable_op_determinism()
@@ -58,7 +60,9 @@ def make_strategy(replicas: int = 0, *, deterministic: bool = False) -> tf.distr
         try:
             return _warning(tf.distribute.TPUStrategy(tf.distribute.cluster_resolver.TPUClusterResolver.connect(name)))
         except (tf.errors.OpError, ValueError, RuntimeError, OSError) as error:
-            raise UserError(f"no TPU at TPU_NAME={name} ({first_line(error)}). Give another, or unset it") from error
+            raise UserError(
+                f"no TPU at TPU_NAME={name} ({str(error).splitlines()[0]}). Give another, or unset it"
+            ) from error
     if len(gpus) > 1 and replicas > len(gpus):
         raise UserError(
             f"this machine has {len(gpus)} GPUs, too few for replicas={replicas}; only a single one is split"

@@ -32,6 +32,7 @@ from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_dat
 from keras_replicas.building import Building
 from keras_replicas.counted import CountedSteps
 from keras_replicas.loop import StepLoop, without_tf_function
+from keras_replicas.noise import keep_global_seed
 from keras_replicas.optimizers import without_strategy
 from keras_replicas.private import TensorFlowTrainer
 from keras_replicas.replicas import in_words, own_copies
@@ -159,6 +160,9 @@ class Trainer(Building):
         super().make_predict_function(force)
         if self.steps_by_keras:
             return
+        if not self.compiled:
+            with self._scope():
+                keep_global_seed(self)
         predict = self.predict_function
         local = self.distribute_strategy.experimental_local_results
 
@@ -221,12 +225,14 @@ class Trainer(Building):
 
         An epoch may also end sooner, with the data; the next one has all its steps again.
         """
-        enumerate_whole, steps = epoch_iterator._enumerate_iterator, epoch_iterator.steps_per_epoch
+        enumerate_whole = epoch_iterator._enumerate_iterator
+        steps = epoch_iterator.steps_per_epoch or epoch_iterator.num_batches
 
         def enumerate_rest():
             done = self.steps_done % steps if self._epoch_end is None else 0
             self._epoch_end = min(self.steps_done - done + steps, self._last_step or sys.maxsize)
-            epoch_iterator.steps_per_epoch = self._epoch_end - self.steps_done
+            if epoch_iterator.steps_per_epoch:
+                epoch_iterator.steps_per_epoch = self._epoch_end - self.steps_done
             for first, last, iterator in enumerate_whole():
                 yield done + first, done + last, iterator
 

@@ -2,6 +2,7 @@
 
 import pickle
 import warnings
+from random import getstate
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.model import data_parallel
 from keras_replicas.noise import noise_seeds
 from keras_replicas.strategy import make_strategy
@@ -92,6 +94,36 @@ def a_mask_on_the_outputs(kind):
     return np.arange(3 * EXAMPLES).reshape(EXAMPLES, 3) % 4, model
 
 
+def saturated(activation, loss):
+    """Of softmax and sigmoid, Keras's losses take the logits: probabilities would be cut off."""
+
+    def make(kind):
+        model = kind([keras.Input((3,)), layers.Rescaling(50.0), layers.Dense(3), layers.Activation(activation)])
+        model.compile(keras.optimizers.SGD(0.01), loss)
+        return X, model
+
+    make.__name__ = f"a saturated {activation.__name__}, {getattr(loss, '__name__', loss)}"
+    return make
+
+
+def of_own(y, predicted):
+    return keras.losses.categorical_crossentropy(y, predicted)
+
+
+class Added(layers.Layer):
+    """Adds a value for each example, whose sum Keras takes."""
+
+    def call(self, x):
+        self.add_loss(0.1 * ops.sum(ops.square(x), axis=-1, keepdims=True))
+        return x
+
+
+def a_value_for_each_example_added(kind):
+    model = dense(kind, layers.Dense(2), Added())
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return X, model
+
+
 class OfLarge(keras.losses.MeanSquaredError):
     """Over the large labels: a mean of its own, though of Keras's class."""
 
@@ -158,7 +190,9 @@ class Counting(layers.Layer):
     """Of steps, from a number that float32 cannot tell from the next."""
 
     def build(self, shape):
-        self.calls = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
+        self.calls = self.add_weight(
+            shape=(), dtype="int64", initializer="zeros", trainable=False, aggregation="only_first_replica"
+        )
         self.calls.assign(10**12 + 1)
 
     def call(self, x, training=False):
@@ -198,6 +232,10 @@ def an_optimizer_with_its_own_apply_gradients(kind):
         (a_metric_of_whole_numbers_with_two_results, keras.Sequential),
         (a_loss_and_a_metric_over_the_batch_axis, keras.Sequential),
         (a_layer_that_counts, keras.Sequential),
+        *((saturated(tf.nn.softmax, loss), keras.Sequential) for loss in ("categorical_crossentropy", of_own)),
+        *((saturated(ops.softmax, loss), keras.Sequential) for loss in ("categorical_crossentropy", of_own)),
+        *((saturated(of, "binary_crossentropy"), keras.Sequential) for of in (tf.nn.sigmoid, ops.sigmoid)),
+        (a_value_for_each_example_added, keras.Sequential),
         (a_loss_with_state, None),
         (an_optimizer_with_its_own_apply_gradients, keras.Sequential),
     ],
@@ -327,7 +365,7 @@ class WithAScalar(Drifting):
     ("make", "told"),
     [
         (lambda: data_parallel(Noting)(), "call sets noted, of one replica's examples"),
-        (lambda: data_parallel(WithAScalar)(), "an output without a batch axis"),
+        (lambda: data_parallel(WithAScalar)(), "an output has not one row for each example"),
         (lambda: dense(data_parallel(keras.Sequential)), "a loss without a reduction"),
     ],
 )
@@ -379,6 +417,10 @@ def test_a_train_step_of_its_own_comes_with_a_warning():
         def train_step(self, data):
             return {"loss": ops.mean(data[0])}
 
+    class Scored(Registered):
+        def test_step(self, data):
+            return {"loss": ops.mean(data[0])}
+
     class Wrapped(Registered):
         def train_step(self, data):
             return super().train_step(data)
@@ -386,8 +428,67 @@ def test_a_train_step_of_its_own_comes_with_a_warning():
     with make_strategy(2).scope():
         with pytest.warns(UserWarning, match="Own.train_step runs on each replica"):
             data_parallel(Own)().compile("sgd", "mse")
+        with pytest.warns(UserWarning, match="Scored.test_step runs on each replica"):
+            data_parallel(Scored)().compile("sgd", "mse")
         with warnings.catch_warnings(action="error", category=UserWarning):
             data_parallel(Wrapped)().compile("sgd", "mse")
         model = data_parallel(Own, accumulate=2)()
         with pytest.raises(ValueError, match="accumulate has no effect on Own's own train_step"):
             model.compile("sgd", "mse")
+
+
+def test_predictions_need_no_compile():
+    keras.utils.set_random_seed(0)
+    with make_strategy(2).scope():
+        model = data_parallel(dense(keras.Sequential))
+    outputs = model.predict(X, BATCH, verbose=0)
+    np.testing.assert_allclose(outputs, X @ model.get_weights()[0], atol=1e-6)
+    np.testing.assert_allclose(model.predict_on_batch(X[:3]), outputs[:3], atol=1e-6)
+
+
+class Measured(layers.Layer):
+    """Has a metric, which its call updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean(name="mean")
+
+    def call(self, x):
+        self.mean.update_state(x)
+        return x
+
+
+def test_predictions_do_not_count_in_a_metric_that_a_call_updates():
+    with make_strategy(2).scope():
+        model = data_parallel(dense(keras.Sequential, Measured()))
+        model.compile("sgd", "mse")
+    model.evaluate(X, Y, BATCH, verbose=0)
+    before = model.get_metrics_result()["mean"]
+    model.predict(X[:1], BATCH, verbose=0)
+    assert model.get_metrics_result()["mean"] == before != 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_it_draws_none_of_pythons_random_numbers(replicas, tmp_path):
+    """From which the next model's weights would be."""
+    keras.utils.clear_session()
+    with make_strategy(replicas).scope():
+        model = dense(keras.Sequential)
+        before = getstate()
+        data_parallel(model).compile("sgd", "mse")
+    model.fit(X, Y, BATCH, verbose=0, callbacks=[Checkpoints(tmp_path)])
+    assert getstate() == before
+
+
+def test_a_step_that_takes_other_data_than_the_model_needs_no_build():
+    class Pairs(keras.Model):
+        def train_step(self, data):
+            return {"loss": ops.mean(self(data[:, 0]) - self(data[:, 1]))}
+
+    for replicas in (1, 2):
+        with make_strategy(replicas).scope():
+            inputs = keras.Input((3,))
+            model = data_parallel(Pairs(inputs, layers.Dense(1)(inputs)))
+            model.compile("sgd")
+        history = model.fit(np.stack([X, X], axis=1), batch_size=BATCH, verbose=0).history
+        assert history == {"loss": [0.0]}

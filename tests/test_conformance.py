@@ -211,6 +211,21 @@ class Lazy(keras.Model):
         return y
 
 
+def saturated(model_class):
+    """Keras's losses take a softmax's logits: of large ones, probabilities would be cut off."""
+    inputs = keras.Input((FEATURES,))
+    outputs = keras.layers.Dense(CLASSES, activation="softmax")(keras.layers.Rescaling(50.0)(inputs))
+    return model_class(inputs, outputs)
+
+
+class Adding(keras.layers.Layer):
+    """Adds a value for each example."""
+
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.sum(keras.ops.square(x), axis=-1, keepdims=True))
+        return x
+
+
 class State(keras.layers.Layer):
     """What a layer may keep: a count of examples, from more than float32 can count, which `evaluate` changes too."""
 
@@ -481,10 +496,14 @@ ROWS = {
     "regularisers of weights and activities": row(
         functional(kernel_regularizer="l2", activity_regularizer="l1"), refused=(2, 4) if ACTIVITIES_ADD_UP else ()
     ),
+    "`add_loss` of a value for each example": row(functional([Adding])),
     "constraints": row(functional(kernel_constraint=keras.constraints.MaxNorm(0.5))),
     "`BatchNormalization`": row(normalised),
     "`LayerNormalization`, `UnitNormalization`": row(
         functional([keras.layers.LayerNormalization, keras.layers.UnitNormalization])
+    ),
+    "`softmax` outputs of large logits": row(
+        saturated, (X, ONE_HOT), loss=lambda: "categorical_crossentropy", optimizer=sgd()
     ),
     "frozen layers": row(frozen),
     "LoRA": row(lora),

@@ -52,9 +52,12 @@ class Numbered(keras.utils.PyDataset):
 
 
 class Turned(Numbered):
-    """After each epoch, labels are 100 more."""
+    """After each epoch, labels are 100 more; when the first begins, 1000."""
 
     epochs = 0
+
+    def on_epoch_begin(self):
+        self.epochs = self.epochs or 10
 
     def on_epoch_end(self):
         self.epochs += 1
@@ -85,7 +88,7 @@ def test_threads_of_a_py_dataset_go_on_over_epochs(length):
 
 
 def test_what_a_py_dataset_does_between_epochs_is_done():
-    np.testing.assert_allclose(labels_seen(Turned(3)), [0, 1, 2, 100, 101, 102, 200, 201, 202])
+    np.testing.assert_allclose(labels_seen(Turned(3)), [1000, 1001, 1002, 1100, 1101, 1102, 1200, 1201, 1202])
 
 
 @pytest.mark.parametrize("eagerly", [False, True])
@@ -116,6 +119,25 @@ def test_the_optimizer_counts_no_step_beyond_the_data(steps_per_execution):
     with make_strategy(2).scope():
         model = data_parallel(keras.Sequential)([keras.layers.Dense(1)])
         model.compile("adam", "mse", steps_per_execution=steps_per_execution)
-    x = np.ones((20, 1), np.float32)
-    model.fit(x, x, 4, epochs=3, verbose=0)
+    x, calls = np.ones((20, 1), np.float32), []
+    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: calls.append(model.steps_in_call))
+    model.fit(x, x, 4, epochs=3, verbose=0, callbacks=[keep])
+    assert calls == ([1] * 15 if steps_per_execution == 1 else [3, 2] * 3)
     assert model.steps_done == model.optimizer.iterations.numpy() == 15
+
+
+def test_predictions_of_batches_are_in_the_order_of_the_rows():
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")]))
+    x = np.arange(20, dtype=np.float32)[:, None]
+    np.testing.assert_array_equal(model.predict(Batches(x, 4), verbose=0), x)
+
+
+@pytest.mark.parametrize("given", ["y", "sample_weight", "class_weight"])
+def test_labels_and_weights_beside_data_that_holds_them_are_refused(given):
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential([keras.layers.Dense(1)]))
+        model.compile("sgd", "mse")
+    x = np.ones((4, 1), np.float32)
+    with pytest.raises(ValueError, match="a Batches holds y and weights itself: leave out y, sample_weight, class_wei"):
+        model.fit(Batches((x, x), 4), verbose=0, **{given: {0: 2.0} if given == "class_weight" else x})

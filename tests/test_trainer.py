@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_replicas import Batches, Checkpoints, checkpoints, data_parallel, make_strategy
+from keras_replicas import Batches, Checkpoints, StepLog, checkpoints, data_parallel, make_strategy
 from keras_replicas.losses import loss_adds_up, metric_adds_up
 
 X = np.random.default_rng(0).normal(size=(56, 3)).astype(np.float32)
@@ -55,6 +55,17 @@ def test_it_ends_where_it_is_told_to(tmp_path):
     assert heard[:6] == ["epoch 0", *steps, "evaluated"]
     assert heard[-4:] == ["epoch 2", (0, 9, False), (1, 10, True), "evaluated"]
     assert len(history["loss"]) == 3
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_steps_own_values_are_numbers(replicas, tmp_path):
+    """An F1 score is a vector, which a line of the log has no place for."""
+    with make_strategy(replicas).scope():
+        model = keras.Sequential([keras.layers.Dense(2, activation="softmax")])
+        model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score()])
+        data_parallel(model)
+    model.fit(X[:8], np.eye(2)[[0, 1] * 4], 4, callbacks=[StepLog(tmp_path)], verbose=0)
+    assert model.step_values.keys() == {"loss", "learning_rate"}
 
 
 def test_nothing_is_said_of_the_order_of_a_data_set():
