@@ -42,8 +42,13 @@ class BatchLoss(TensorFlowTrainer):
 
     def _loss_by_sums(self, y, y_pred, sample_weight):
         """The sum of the only loss over this replica's examples, and this replica's part of its divisor."""
-        (record,), found = self._compiled_losses(), []
-        self._compile_loss._flat_losses = [record._replace(loss=lambda *given: found.append(given) or 0.0)]
+        (record,), found = self._compiled_losses(), list[tuple]()
+
+        def note(*given):
+            found.append(given)
+            return 0.0
+
+        self._compile_loss._flat_losses = [record._replace(loss=note)]
         try:  # Keras finds the loss's part of y
             self._compile_loss(y, y_pred, sample_weight)
         finally:
