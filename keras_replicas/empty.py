@@ -11,8 +11,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_replicas.outputs import rows_changed
 from keras_replicas.private import strategy_seen
-from keras_replicas.replicas import gather, map_given, replica_context, replicas, rows_changed
+from keras_replicas.replicas import gather, map_given, replica_context, replicas
 
 
 class OneReplica:

@@ -5,7 +5,8 @@ import keras
 import tensorflow as tf
 
 from keras_replicas.forward import Forward
-from keras_replicas.replicas import logits_of, replicas, sum_over_replicas
+from keras_replicas.outputs import logits_of
+from keras_replicas.replicas import replicas, sum_over_replicas
 
 
 class Gradients(Forward):

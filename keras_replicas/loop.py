@@ -10,15 +10,8 @@ import tensorflow as tf
 
 from keras_replicas.empty import count_examples, first_input, others_example, with_example
 from keras_replicas.optimizers import each_row_once
-from keras_replicas.replicas import (
-    a_row_each,
-    first_replica,
-    in_words,
-    map_given,
-    replicas,
-    sum_over_replicas,
-    waiting_for,
-)
+from keras_replicas.outputs import a_row_each, in_words
+from keras_replicas.replicas import first_replica, map_given, replicas, sum_over_replicas, waiting_for
 from keras_replicas.step import ReplicaStep, flat
 
 

@@ -20,8 +20,8 @@ from keras_replicas.empty import (
 )
 from keras_replicas.gradients import Gradients
 from keras_replicas.losses import NotCompilable
+from keras_replicas.outputs import a_row_each
 from keras_replicas.replicas import (
-    a_row_each,
     gather,
     is_first_replica,
     is_shared,

@@ -48,6 +48,10 @@ Of a Keras variable:
 
 - `_value`: this replica's copy takes its place in an update; read keras.Variable.value
 
+Of an output of softmax or sigmoid:
+
+- `_keras_logits`: of which losses are taken; read _get_logits in keras/src/backend/tensorflow/nn.py
+
 Of an optimizer:
 
 - `_distribution_strategy`: none in an update; read keras/src/backend/tensorflow/optimizer.py

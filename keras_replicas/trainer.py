@@ -34,8 +34,9 @@ from keras_replicas.counted import CountedSteps
 from keras_replicas.loop import StepLoop, without_tf_function
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.optimizers import without_strategy
+from keras_replicas.outputs import in_words
 from keras_replicas.private import TensorFlowTrainer
-from keras_replicas.replicas import in_words, own_copies
+from keras_replicas.replicas import own_copies
 
 
 class Trainer(Building):

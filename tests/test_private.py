@@ -160,6 +160,7 @@ OWNERS = {
     "a layer BatchNormalization": lambda: compiled()[0].layers[1],
     "a layer Dense": lambda: compiled()[0].layers[0],
     "a Keras variable": lambda: compiled()[0].layers[0].kernel,
+    "an output of softmax or sigmoid": lambda: keras.ops.softmax(np.ones([1, 2], np.float32)),
     "an optimizer": lambda: compiled()[0].optimizer,
     "a callback SwapEMAWeights": keras.callbacks.SwapEMAWeights,
     "a mirrored strategy, by its attribute extended": lambda: make_strategy(2).extended,
