@@ -34,7 +34,7 @@ class Building(StepLoop):
         return self.distribute_strategy.scope()
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        """Builds from the shapes of the data; on one replica as Keras does, unless `Checkpoints` has built already."""
+        """Builds from the shapes of the data; without a strategy nothing, as Keras."""
         first = iterator is not None and self._fit_iterator is None
         if first:
             self._fit_iterator = iterator
@@ -42,13 +42,7 @@ class Building(StepLoop):
         goes_on = steps_known and (self._begins_anywhere or not self.steps_by_keras)
         if goes_on:
             self._begin_epochs_where_they_are(iterator)
-        if self.steps_by_keras:
-            if self._has_call and not goes_on:
-                with self._as_its_step_allows():
-                    super()._maybe_symbolic_build(iterator, data_batch)
-            if self._distribute_strategy:
-                with self._scope():
-                    self._build_optimizer()
+        if self.steps_by_keras and not self._distribute_strategy:
             return
         if iterator is not None:
             data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_replicas.empty import count_examples, first_input, others_example, with_example
 from keras_replicas.optimizers import each_row_once
 from keras_replicas.outputs import a_row_each, in_words
-from keras_replicas.replicas import first_replica, map_given, replicas, sum_over_replicas, waiting_for
+from keras_replicas.replicas import first_replica, map_given, own_copies, replicas, sum_over_replicas, waiting_for
 from keras_replicas.step import ReplicaStep, flat
 
 
@@ -37,7 +37,8 @@ class StepLoop(ReplicaStep):
     def predict_step(self, data):
         """One replica's part of a batch of predictions."""
         if self.steps_by_keras:
-            return super().predict_step(data)
+            with own_copies(self.non_trainable_variables):
+                return super().predict_step(data)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         example = None if self.jit_compile else others_example(x, rows_known=False)
         filled = None if example is None else with_example(x, example)

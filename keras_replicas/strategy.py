@@ -142,7 +142,8 @@ def _warning(strategy):
     run = strategy.run
 
     def run_step(fn, *args, **kwargs):
-        if hasattr(model := getattr(fn, "__self__", None), "train_step") and not hasattr(model, "plain_class"):
+        model = getattr(fn, "__self__", None)
+        if hasattr(model, "train_step") and not hasattr(model, "plain_class"):
             warnings.warn(PLAIN.format(type(model).__name__), stacklevel=2)
         return run(fn, *args, **kwargs)
 

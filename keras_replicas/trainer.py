@@ -64,6 +64,8 @@ class Trainer(Building):
         """As Keras's, which would mistake this `compile` for a user's own."""
         if type(self).compile is Trainer.compile:
             self.compile(**keras.saving.deserialize_keras_object(config))
+            with self._scope():
+                self._build_optimizer()  # whose state may be loaded next
         else:
             super().compile_from_config(config)
 

@@ -503,7 +503,7 @@ ROWS = {
         functional([keras.layers.LayerNormalization, keras.layers.UnitNormalization])
     ),
     "`softmax` outputs of large logits": row(
-        saturated, (X, ONE_HOT), loss=lambda: "categorical_crossentropy", optimizer=sgd()
+        saturated, (X, ONE_HOT), loss=lambda: "categorical_crossentropy", optimizer=sgd(), bound=3e-6
     ),
     "frozen layers": row(frozen),
     "LoRA": row(lora),
@@ -561,7 +561,7 @@ ROWS = {
     "`accumulate`, `BatchNormalization`": row(normalised, data=(X[:24], Y[:24]), accumulate=2, refused=(1, 2, 4)),
     "Adam": row(optimizer=lambda: keras.optimizers.Adam(0.01)),
     "`MultiOptimizer`": row(optimizer=multi_optimizer),
-    "Muon": row(optimizer=lambda: keras.optimizers.Muon(0.01)),
+    "Muon": row(optimizer=lambda: keras.optimizers.Muon(0.01), bound=3e-6),
     "`weight_decay`": row(optimizer=sgd(weight_decay=0.1)),
     "`clipnorm`": row(optimizer=sgd(clipnorm=0.01)),
     "`global_clipnorm`": row(optimizer=sgd(global_clipnorm=0.01)),

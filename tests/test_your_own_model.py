@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs/your-own-model.md").read_text()
 
 @pytest.mark.slow
 def test_its_program_learns_and_its_file_loads_without_the_library(tmp_path):
-    (program,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    program = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0]
     assert len([line for line in program.splitlines() if line]) <= 25
     words = [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r})\n{program}"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's outputs on several replicas: rows that are put in order, with what Keras keeps with them."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_replicas.private import get_keras_mask, set_keras_mask
+from keras_replicas.replicas import gather, map_given, replica_context
+
+ROWS = (
+    "an output has not one row for each example, so that those of several replicas cannot be put in order: return one "
+    "row for each, such as [batch, 2, features] for two views; or use only losses and metrics that Keras has "
+    "or whose adds_up is true; or one replica"
+)
+ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
+
+
+def gather_around(values: Any) -> Any:
+    """As `gather`, but this replica's rows are the tensors themselves, through which gradients flow."""
+    replica = replica_context().replica_id_in_sync_group
+    first = next(leaf for leaf in keras.tree.flatten(values) if leaf is not None)
+    sizes = gather(tf.shape(first)[:1])
+    start, end = tf.reduce_sum(sizes[:replica]), tf.reduce_sum(sizes[: replica + 1])
+
+    def around(mine):
+        everyones = gather(mine)
+        return tf.concat([everyones[:start], mine, everyones[end:]], axis=0)
+
+    return map_given(lambda tensor: rows_changed(tensor, around), values)
+
+
+def a_row_each(values: Any, examples: tf.Tensor) -> Any:
+    """Outputs, of which each must have one row for each of a replica's examples, or they could not be put in order.
+
+    Raises:
+        ValueError: when an output has no first axis. When it has other rows, an `InvalidArgumentError` with the
+            sentence `ROWS`, of which `in_words` makes a `ValueError`.
+    """
+
+    def checked(output):
+        if not output.shape.rank:
+            raise ValueError(ROWS)
+        rows = output.nrows() if isinstance(output, tf.RaggedTensor) else tf.shape(output)[0]
+        same = tf.debugging.assert_equal(tf.cast(rows, tf.int32), tf.cast(examples, tf.int32), ROWS)
+        with tf.control_dependencies([same] if same is not None else []):
+            return rows_changed(output, tf.identity)
+
+    return map_given(checked, values)
+
+
+def rows_changed(output: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    """An output whose rows are changed, and what Keras keeps with it: its mask, and logits, of which losses are taken.
+
+    Of softmax and sigmoid, Keras's losses take the logits: those that Keras's own keep, or the operation's input.
+    """
+    if (kind := _activation(output)) and not hasattr(output, "_keras_logits"):
+        result = ACTIVATIONS[kind](change(output.op.inputs[0]))
+    else:
+        result = change(output)
+    if hasattr(output, "_keras_logits"):
+        result._keras_logits = change(output._keras_logits)
+    if (mask := get_keras_mask(output)) is not None:
+        set_keras_mask(result, change(mask))
+    return result
+
+
+def logits_of(output: tf.Tensor) -> tf.Tensor | None:
+    """The logits of which Keras's losses are taken, for softmax and sigmoid; None for others."""
+    return getattr(output, "_keras_logits", output.op.inputs[0] if _activation(output) else None)
+
+
+def _activation(output: tf.Tensor) -> str:
+    """The operation whose output it is, if that is one of `ACTIVATIONS`."""
+    kind = getattr(getattr(output, "op", None), "type", "")  # an eager or ragged one has none
+    return kind if kind in ACTIVATIONS else ""
+
+
+@contextlib.contextmanager
+def in_words() -> Iterator[None]:
+    """Raises a `ValueError` with what `a_row_each` says, without TensorFlow's list of operations."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if ROWS in error.message:
+            raise ValueError(ROWS) from None
+        raise
