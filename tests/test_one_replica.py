@@ -142,7 +142,7 @@ def test_each_step_has_its_own_values(steps_per_execution, tmp_path):
     model = layered()()
     for line in lines:
         rows = slice((line["step"] - 1) % 6 * 4, (line["step"] - 1) % 6 * 4 + 4)
-        loss, accuracy = model.train_on_batch(X[rows], Y[rows])
+        loss, accuracy = map(float, model.train_on_batch(X[rows], Y[rows]))
         model.reset_metrics()
         assert line == pytest.approx({"step": line["step"], "loss": loss, "accuracy": accuracy, "learning_rate": 1e-3})
 
