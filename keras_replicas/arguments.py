@@ -43,7 +43,8 @@ def checkpoints_in(given: Arguments) -> Checkpoints | None:
 
 def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> tuple[int, Arguments]:
     """The step from which `fit` goes on, and its arguments from there."""
-    if model.steps_by_keras and checkpoints is None and not _begins_anywhere(given):
+    ours = _begins_anywhere(given) or _is_divided_by_us(model, given.get("x"))
+    if model.steps_by_keras and checkpoints is None and not ours:
         return 0, given
     given = _with_generators(with_validation_data(model, given), "validation_data")
     if checkpoints is None and not _is_divided_by_us(model, given.get("x")):
@@ -122,13 +123,14 @@ def _is_divided_by_us(model: Any, x: Any) -> bool:
     """Whether this data is divided by `distribute`.
 
     Several workers must read the same. Of a `PyDataset` under a strategy, Keras stops the threads after each epoch, and
-    fails where one has already read into the next (`Iterator called after on_epoch_end`).
+    fails where one has already read into the next (`Iterator called after on_epoch_end`); on one replica that may be
+    where the data has no end.
     """
     if isinstance(x, tf.distribute.DistributedDataset):
         return False
-    under_strategy = model.distribute_strategy.num_replicas_in_sync > 1
-    is_py_dataset = isinstance(x, keras.utils.PyDataset)
-    return _on_workers(model) or hasattr(x, "iter_from_step") or (under_strategy and is_py_dataset)
+    by_keras = not isinstance(x, keras.utils.PyDataset) or not model._distribute_strategy
+    by_keras = by_keras or (model.steps_by_keras and x.num_batches is not None)
+    return _on_workers(model) or hasattr(x, "iter_from_step") or not by_keras
 
 
 def _begins_anywhere(given: Arguments) -> bool:

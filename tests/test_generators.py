@@ -82,9 +82,9 @@ def labels_seen(dataset, strategy=None, **options):
     return losses
 
 
-@pytest.mark.parametrize("length", [None, 12])
-def test_threads_of_a_py_dataset_go_on_over_epochs(length):
-    np.testing.assert_allclose(labels_seen(Numbered(length), steps_per_epoch=4), range(12))
+@pytest.mark.parametrize(("length", "replicas"), [(None, 1), (None, 2), (12, 2)])
+def test_threads_of_a_py_dataset_go_on_over_epochs(length, replicas):
+    np.testing.assert_allclose(labels_seen(Numbered(length), make_strategy(replicas), steps_per_epoch=4), range(12))
 
 
 def test_what_a_py_dataset_does_between_epochs_is_done():
