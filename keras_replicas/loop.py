@@ -44,7 +44,7 @@ class StepLoop(ReplicaStep):
         filled = None if example is None else with_example(x, example)
         number, examples = self._step_number(0), count_examples(x)
         metrics = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self._metric_variables()]
-        scope, before = self._own_state(self._copies(), number, metrics)
+        scope, before = self._own_state(self._copies(), None, metrics)
         with scope:  # which keeps nothing of metrics that a call updates
             y_pred = self._predicted(x, filled, training=False)
         state = self._state_sums(scope, before, examples, number)

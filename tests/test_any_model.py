@@ -492,3 +492,19 @@ def test_a_step_that_takes_other_data_than_the_model_needs_no_build():
             model.compile("sgd")
         history = model.fit(np.stack([X, X], axis=1), batch_size=BATCH, verbose=0).history
         assert history == {"loss": [0.0]}
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_predictions_draw_other_noise_for_each_row_and_each_time(seed):
+    class Noisy(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.generator = seed and keras.random.SeedGenerator(seed)
+
+        def call(self, x):
+            return keras.random.normal(ops.shape(x), seed=self.generator)
+
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential([keras.Input((2,)), Noisy()]))
+    drawn = [model.predict(np.zeros((6, 2)), batch_size=2, verbose=0) for _ in range(2)]
+    assert len(np.unique(drawn)) == 24
