@@ -23,7 +23,7 @@ def gather_around(values: Any) -> Any:
     """As `gather`, but this replica's rows are the tensors themselves, through which gradients flow."""
     replica = replica_context().replica_id_in_sync_group
     first = next(leaf for leaf in keras.tree.flatten(values) if leaf is not None)
-    sizes = gather(tf.shape(first)[:1])
+    sizes = gather((first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0])[None])
     start, end = tf.reduce_sum(sizes[:replica]), tf.reduce_sum(sizes[: replica + 1])
 
     def around(mine):
