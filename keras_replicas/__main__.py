@@ -56,7 +56,7 @@ def quiet() -> Iterator[None]:
 
 def main() -> int:
     """Reads the command line, does what it says, and returns the exit status."""
-    parser = Parser(prog="python -m keras_replicas", description="Without a command it prints a short guide.")
+    parser = Parser(prog="python -m keras_replicas", description="Keras 3's fit, right on N replicas.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_options(commands.add_parser("launch", help="run a script on several workers"), "SCRIPT")
     add_doctor_options(commands.add_parser("doctor", help="verify on this machine that training is exact"))

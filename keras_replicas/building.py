@@ -96,7 +96,7 @@ class Building(StepLoop):
                     "install Keras 3.14 or newer, or use one replica"
                 )
         do_not_tune_device_copies()
-        if self.optimizer is None:
+        if not self.compiled or self.optimizer is None:
             return
         if self._has_own("train_step") and self.accumulate > 1:
             raise ValueError(f"accumulate has no effect on {type(self).__name__}'s own train_step: leave it out")

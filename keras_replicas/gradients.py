@@ -16,9 +16,10 @@ class Gradients(Forward):
         """Gradients of this replica's sum of a loss, times `scale`."""
         divisor = tf.where(divisor > 0, divisor, tf.ones_like(divisor))
         overwritten = [variable.overwrite_with_gradient for variable in self.trainable_variables]
-        if any(overwritten):  # by what depends on a gradient's size
+        float8 = any(overwritten)  # by what depends on a gradient's size
+        if float8:
             self._needs_all_replicas("a model that is not quantised to float8")
-        if not any(overwritten) and not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+        if not float8 and not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
             divisor = tf.ones_like(divisor)
         elif self._compiling or self.accumulate > 1:  # as if all passes had as much
             divisor *= replicas() * self.accumulate

@@ -57,11 +57,12 @@ def rows_changed(output: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) ->
 
     Of softmax and sigmoid, Keras's losses take the logits: those that Keras's own keep, or the operation's input.
     """
-    if (kind := _activation(output)) and not hasattr(output, "_keras_logits"):
+    kept = hasattr(output, "_keras_logits")
+    if not kept and (kind := _activation(output)):
         result = ACTIVATIONS[kind](change(output.op.inputs[0]))
     else:
         result = change(output)
-    if hasattr(output, "_keras_logits"):
+    if kept:
         result._keras_logits = change(output._keras_logits)
     if (mask := get_keras_mask(output)) is not None:
         set_keras_mask(result, change(mask))

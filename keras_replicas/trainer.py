@@ -32,7 +32,6 @@ from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_dat
 from keras_replicas.building import Building
 from keras_replicas.counted import CountedSteps
 from keras_replicas.loop import StepLoop, without_tf_function
-from keras_replicas.noise import keep_global_seed
 from keras_replicas.optimizers import without_strategy
 from keras_replicas.outputs import in_words
 from keras_replicas.private import TensorFlowTrainer
@@ -165,7 +164,7 @@ class Trainer(Building):
             return
         if not self.compiled:
             with self._scope():
-                keep_global_seed(self)
+                self._prepare()
         predict = self.predict_function
         local = self.distribute_strategy.experimental_local_results
 

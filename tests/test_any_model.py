@@ -489,7 +489,7 @@ def test_a_step_that_takes_other_data_than_the_model_needs_no_build():
         with make_strategy(replicas).scope():
             inputs = keras.Input((3,))
             model = data_parallel(Pairs(inputs, layers.Dense(1)(inputs)))
-            model.compile("sgd")
+            model.compile("sgd", "mse")
         history = model.fit(np.stack([X, X], axis=1), batch_size=BATCH, verbose=0).history
         assert history == {"loss": [0.0]}
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from common.model.masked_lm import BertMaskedLM
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
+from keras_replicas.batches import Batches
 from keras_replicas.model import data_parallel
 from keras_replicas.strategy import make_strategy
 from tests.conftest import collective_strategy
@@ -185,6 +186,12 @@ def test_steps_of_one_call_keep_their_own_values():
     for name in values[0][0]:
         ours, theirs = ([value for call in log for value in call[name]] for log in values)
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_a_kerashub_task_predicts_batches_in_the_order_of_the_rows():
+    x, *_ = examples(6)
+    model = make_model(2)
+    np.testing.assert_allclose(model.predict(Batches(x, 4), verbose=0), model.predict_on_batch(x), rtol=1e-5, atol=1e-6)
 
 
 def test_applied_twice_it_is_the_same():

@@ -31,6 +31,8 @@ def test_replicas_that_share_cores_take_one_thread_each(cores, replicas, threads
 
 
 def test_more_than_can_be_split_now():
+    with pytest.raises(UserError, match="replicas must be a number of them, or 0, not -1"):
+        make_strategy(-1)
     with pytest.raises(UserError, match="ask for replicas=8 in a new process"):
         make_strategy(8)
 
