@@ -55,7 +55,7 @@ class Outcomes:
         items[:] = [
             item
             for item in items
-            if names[item] not in done and self.only in names[item] and self.chosen(names[item], item.name)
+            if names[item] not in done and re.search(self.only, names[item]) and self.chosen(names[item], item.name)
         ]
 
     @pytest.hookimpl(wrapper=True)

@@ -39,7 +39,6 @@ OTHER_BACKENDS = ("backend/jax/", "backend/torch/", "backend/numpy/", "backend/o
 STRATEGIES = ("no strategy", "1 replica", "2 replicas")
 WAYS = tuple(f"{whose}, {strategy}" for whose in ("keras", "ours") for strategy in STRATEGIES)
 TWO = WAYS[-1]
-PASSED_AT_LEAST = 157  # of the trainer's file by the last way, without PyTorch; tests/test_keras_trainer.py holds it
 CHUNKS = 5  # of the files of each way, but for those that have a process each
 # Why tests that Keras's trainer passes do not pass with ours, by parts of their names.
 REASONS = {
@@ -180,7 +179,7 @@ def line(results: dict[str, Any]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--only", default="", help="only tests with this in their name; nothing is kept")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only tests whose name matches; nothing is kept")
     parser.add_argument("--folder", type=Path, help="where outcomes are kept; the same command goes on")
     parser.add_argument("--processes", type=int, default=len(cores()), help="at a time")
 
