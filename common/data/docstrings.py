@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from common.files import cached_file
+from ..files import cached
 
 PACKAGES = ("keras", "keras_hub", "numpy")
 HELD_OUT = 10  # one module in this many is for validation
@@ -28,7 +28,7 @@ def docstring_file() -> Path:
     def write(path: Path) -> None:
         path.write_text(json.dumps(_prose_by_split()), encoding="utf-8")
 
-    return cached_file("docstrings.json", [*versions, Path(__file__).read_text(encoding="utf-8")], write)
+    return cached("docstrings.json", [*versions, Path(__file__).read_text(encoding="utf-8")], write)
 
 
 def _texts_by_module() -> Iterator[tuple[str, Iterable[str]]]:
