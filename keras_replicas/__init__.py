@@ -28,26 +28,24 @@ if TYPE_CHECKING:
 
 # Where each public name is defined.
 _MODULES = {
-    "Batches": "batches",
-    "Checkpoints": "checkpoints",
-    "StepLog": "log",
-    "UserError": "errors",
-    "agree": "workers",
-    "apply_summed": "optimizers",
-    "check": "checking",
-    "data_parallel": "model",
-    "distribute": "batches",
-    "exchange": "workers",
-    "first_replica": "replicas",
-    "gather_over_replicas": "replicas",
-    "is_chief": "cluster",
-    "locate": "order",
-    "make_strategy": "strategy",
-    "noise_of_step": "noise",
-    "num_workers": "cluster",
-    "steps_in_one_call": "loop",
-    "sum_over_replicas": "replicas",
-    "worker_index": "cluster",
+    name: module
+    for module, names in {
+        "batches": ["Batches", "distribute"],
+        "checking": ["check"],
+        "checkpoints": ["Checkpoints"],
+        "cluster": ["is_chief", "num_workers", "worker_index"],
+        "errors": ["UserError"],
+        "log": ["StepLog"],
+        "loop": ["steps_in_one_call"],
+        "model": ["data_parallel"],
+        "noise": ["noise_of_step"],
+        "optimizers": ["apply_summed"],
+        "order": ["locate"],
+        "replicas": ["first_replica", "gather_over_replicas", "sum_over_replicas"],
+        "strategy": ["make_strategy"],
+        "workers": ["agree", "exchange"],
+    }.items()
+    for name in names
 }
 __all__ = list(_MODULES)  # noqa: PLE0605
 

@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from keras_replicas.batchnorm import take_moments_of_whole_batch
 from keras_replicas.device_copies import do_not_tune_device_copies
@@ -125,4 +124,4 @@ class Building(StepLoop):
 def _of_one_replica(spec):
     """The spec of one replica's part of the data; None for what is left out."""
     spec = getattr(spec, "_value_specs", [spec])[0]
-    return None if isinstance(spec, tf.OptionalSpec) else spec
+    return spec if hasattr(spec, "shape") else None  # an optional, or TensorFlow's spec of None

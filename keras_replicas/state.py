@@ -12,9 +12,10 @@ import tensorflow as tf
 
 from keras_replicas.replicas import local_value
 
+MOMENTS = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
 # State that is the same on all replicas: it comes of the whole batch's moments, or of weights alone.
 SAME_EVERYWHERE = {
-    keras.layers.BatchNormalization: ("moving_mean", "moving_variance"),
+    keras.layers.BatchNormalization: MOMENTS,
     keras.layers.SpectralNormalization: ("vector_u", "kernel"),
 }
 

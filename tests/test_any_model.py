@@ -13,6 +13,7 @@ from keras import layers, ops
 from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.model import data_parallel
 from keras_replicas.noise import noise_seeds
+from keras_replicas.private import minor
 from keras_replicas.strategy import make_strategy
 
 pytestmark = pytest.mark.slow  # test_data_parallel.py and test_conformance.py have shorter ones
@@ -40,6 +41,12 @@ def images(kind):
     model = kind([keras.Input(IMAGES.shape[1:]), *convolutions, layers.GlobalAveragePooling2D(), layers.Dense(3)])
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return IMAGES, model
+
+
+def a_renormalised_batch(kind):
+    model = dense(kind, layers.BatchNormalization(renorm=True))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return X, model
 
 
 def images_in_a_sequence(kind):
@@ -222,6 +229,7 @@ def an_optimizer_with_its_own_apply_gradients(kind):
     ("make", "base"),
     [
         (images, keras.Sequential),
+        *([(a_renormalised_batch, keras.Sequential)] if minor(keras.__version__) >= [3, 15] else []),
         (images_in_a_sequence, keras.Sequential),
         (a_loss_in_a_layer, keras.Model),
         (a_loss_as_metric, keras.Sequential),

@@ -13,6 +13,7 @@ def test_keras_own_tests_pass_on_two_replicas(tmp_path):
     """Minutes in one process: models of all kinds are compiled again and again."""
     run((TWO,), {ALL_COUNT: []}, tmp_path, QUICKER)
     ended = outcomes(TWO, tmp_path)
-    failed = {name: of["error"] for name, of in ended.items() if of["outcome"] == "failed" and "torch" not in of["error"]}
-    assert all("steps_per_epoch_match_multi_epoch" in name for name in failed), failed  # see `REASONS`
+    errors = {name: of["error"] for name, of in ended.items() if of["outcome"] == "failed"}
+    known = ("steps_per_epoch_match_multi_epoch", "torch")  # see `REASONS`; and PyTorch is not installed
+    assert all(any(word in name + error for word in known) for name, error in errors.items()), errors
     assert sum(of["outcome"] == "passed" for of in ended.values()) > 135
