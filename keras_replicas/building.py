@@ -12,7 +12,6 @@ from keras_replicas.batchnorm import take_moments_of_whole_batch
 from keras_replicas.device_copies import do_not_tune_device_copies
 from keras_replicas.loop import StepLoop
 from keras_replicas.noise import keep_global_seed
-from keras_replicas.passes import Passes
 from keras_replicas.private import ACTIVITIES_ADD_UP
 
 
@@ -26,7 +25,7 @@ class Building(StepLoop):
     @property
     def steps_by_keras(self):
         """Whether Keras's own step runs: on one replica, unless something is asked for that Keras has not."""
-        ours = self.accumulate > 1 or self.mean_over != "examples" or self._overrides("update_counts", Passes)
+        ours = self.accumulate > 1 or self.mean_over != "examples"
         return self.distribute_strategy.num_replicas_in_sync == 1 and not ours
 
     def _scope(self):

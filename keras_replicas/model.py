@@ -23,7 +23,7 @@ import tensorflow as tf
 from keras_replicas.trainer import Trainer
 
 
-def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
+def data_parallel(target: Any, *, accumulate: int = 1, mean_over: str = "examples") -> Any:
     """Makes a Keras model, or a class of them, compute on N replicas what one device would.
 
     Call it inside the strategy's scope, in which the model was made, before or after `compile`:
@@ -76,13 +76,17 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
         target: a Keras model, or a subclass of `keras.Model`.
         accumulate: gradient accumulation: in how many parts each replica computes its part of a batch, one after the
             other, to save memory. It must divide that part. The batch stays the same.
+        mean_over: the mean loss of an epoch, and of `evaluate`, weights each batch by its "examples", as Keras does, or
+            by the "labels", or the sum of their weights, by which the loss's reduction divides: it is then the mean
+            over all labels, whatever the batches.
 
     Returns:
         The model that was given, or a class.
 
     Raises:
         TypeError: when `target` is neither a model nor a class of models.
-        ValueError: when a model was made outside the scope in which it is given, or `accumulate` is below 1.
+        ValueError: when a model was made outside the scope in which it is given, `accumulate` is below 1, or
+            `mean_over` is another word.
 
     Attributes of a model, while `fit` runs:
         steps_done: steps of this `fit` so far, with those before it was resumed.
@@ -91,22 +95,24 @@ def data_parallel(target: Any, *, accumulate: int = 1) -> Any:
     """
     if not isinstance(accumulate, int | np.integer) or accumulate < 1:  # type: ignore[redundant-expr]
         raise ValueError(f"accumulate must be a number of parts, 1 or more, not {accumulate!r}")
+    if mean_over not in ("examples", "labels"):
+        raise ValueError(f"mean_over must be 'examples' or 'labels', not {mean_over!r}")
     if inspect.isclass(target) and issubclass(target, keras.Model):
-        return _with_trainer(target, int(accumulate))  # type: ignore[arg-type]
+        return _with_trainer(target, int(accumulate), mean_over)  # type: ignore[arg-type]
     if not isinstance(target, keras.Model):
         raise TypeError(f"data_parallel takes a Keras model, or a subclass of keras.Model; got {target!r}")
     if tf.distribute.has_strategy() and target._distribute_strategy is not tf.distribute.get_strategy():
         raise ValueError("the model is from outside this strategy's scope: make or load it inside, then data_parallel")
     target.__class__ = _with_trainer(target.__class__)
-    target.become_data_parallel(int(accumulate))
+    target.become_data_parallel(int(accumulate), mean_over)
     return target
 
 
 @functools.cache
-def _with_trainer(model_class: Any, accumulate: int = 1) -> type[keras.Model]:
-    """The subclass of `model_class` with our trainer; itself if it is one already, and no parts are asked for."""
+def _with_trainer(model_class: Any, accumulate: int = 1, mean_over: str = "examples") -> type[keras.Model]:
+    """The subclass of `model_class` with our trainer; itself if it is one already, and nothing else is asked for."""
     is_ours = issubclass(model_class, Trainer)
-    if is_ours and accumulate == 1:
+    if is_ours and accumulate == 1 and mean_over == "examples":
         return model_class
     bases = (model_class,) if is_ours else (model_class, Trainer)
     if hasattr(model_class, "save_to_preset") and not is_ours:
@@ -115,7 +121,8 @@ def _with_trainer(model_class: Any, accumulate: int = 1) -> type[keras.Model]:
         bases = (HubTask, *bases)
     names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}  # to be saved by
     plain_class = getattr(model_class, "plain_class", model_class)
-    ours = type(model_class.__name__, bases, names | {"plain_class": plain_class, "accumulate": accumulate})
+    ours = type(model_class.__name__, bases, names | {"plain_class": plain_class})
+    ours.accumulate, ours.mean_over = accumulate, mean_over  # type: ignore[attr-defined]
     registered = keras.saving.get_registered_name(plain_class)
     if ">" in registered:  # by `keras.saving.register_keras_serializable`
         for each in (ours, keras.saving.get_registered_object(registered)):  # the last one is what loading a file makes

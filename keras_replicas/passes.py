@@ -51,9 +51,6 @@ class Passes(Gradients):
 
     _rows_known = True  # while a step is traced, whether static shapes tell that all replicas have rows
 
-    def update_counts(self, x, y, sample_weight):
-        """Override this to update a class's own metrics that add up, from a replica's examples."""
-
     def _passes(self, data, training):
         """This replica's `Sums`, and the gathered batch if metrics need it, else ()."""
         before = self._local_metrics()
@@ -153,7 +150,6 @@ class Passes(Gradients):
         with scope, tf.GradientTape() as tape:
             tape.watch(weights)
             y_pred = self._predicted(x, filled, training)
-            self.update_counts(x, y, sample_weight)
             if self._compile_metrics is not None and self._metrics_add_up():
                 self._compile_metrics.update_state(y, y_pred, sample_weight)
             rows = first_input(x if filled is None else filled).shape[0]

@@ -26,7 +26,7 @@ from keras_replicas.state import aggregation_of, assign_state
 class ReplicaStep(Passes):
     """The step that `trainer.py` runs."""
 
-    mean_over = "examples"  # a step's weight in the epoch's loss; with "values", it is the divisor of the step's loss
+    mean_over = "examples"  # a step's weight in the epoch's loss; with "labels", it is the divisor of the step's loss
 
     def _step(self, data, stop=0.0, training=False):
         """One replica's part of a step: a dict of running values, the step's own values as `step/...`, and `stop`.
@@ -67,7 +67,7 @@ class ReplicaStep(Passes):
 
     def _track(self, loss, total, batch):
         """Updates the metrics; returns dicts of the epoch's values so far, and of the step's own, if they add up."""
-        variables, weight = self._metric_variables(), total.divisor if self.mean_over == "values" else total.examples
+        variables, weight = self._metric_variables(), total.divisor if self.mean_over == "labels" else total.examples
         now = [before + added for before, added in zip(total.metrics_before, total.metrics, strict=True)]
         with no_strategy(), keras.StatelessScope(list(zip(variables, now, strict=True))) as scope:
             if self._loss_tracker is not None:

@@ -210,9 +210,9 @@ class Trainer(Building):
         self.step_loss = loss
         return loss
 
-    def become_data_parallel(self, accumulate: int) -> None:
+    def become_data_parallel(self, accumulate: int, mean_over: str) -> None:
         """Makes a model of the plain class, whose class has been changed, ready; it may be compiled already."""
-        self.accumulate = accumulate
+        self.accumulate, self.mean_over = accumulate, mean_over
         if self.compiled:
             self.train_function = self.test_function = self.predict_function = None
             with self._scope():

@@ -1,80 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masked-language-model inputs and labels, by BERT's rule (Devlin et al. 2018, arXiv:1810.04805, section 3.1)."""
 
-from dataclasses import dataclass
-
+import keras_hub
 import tensorflow as tf
-
-from common.data.byte_pairs import Vocabulary, special_ids
-from common.data.wordpiece import WordPieces
 
 EVALUATION_RATE = 0.15  # BERT's, whatever the rate in training, so that any two models' losses can be compared
 
 
-@dataclass(frozen=True)
-class MaskingRule:
-    """Which tokens are masked, and how."""
-
-    vocabulary_size: int  # ids from which a random token is drawn
-    mask_id: int
-    pad_id: int
-    never_masked: tuple[int, ...]  # ids: padding, start, end, and unknown words, from which nothing is learned
-    segments: bool = True  # whether the model takes segment ids, as BERT does
-
-    @classmethod
-    def of(cls, vocabulary: Vocabulary) -> "MaskingRule":
-        """The rule for a model with this vocabulary: BERT, or RoBERTa, which has no segments."""
-        ids = special_ids(vocabulary)
-        mask_id = ids.pop("mask")
-        segments = isinstance(vocabulary, WordPieces)
-        return cls(len(vocabulary.pieces), mask_id, ids["pad"], tuple(ids.values()), segments)
-
-
-def mask_tokens(ids: tf.Tensor, seeds: tf.Tensor, rule: MaskingRule, rate: float = EVALUATION_RATE):
-    """Chooses tokens, hides them, and keeps them as labels.
+def mask_tokens(
+    ids: tf.Tensor, is_token: tf.Tensor, seeds: tf.Tensor, tokenizer: keras_hub.models.Tokenizer, rate: float
+):
+    """Puts a start token before each text and an end token after it, chooses tokens, hides them, and keeps them as labels.
 
     Of the chosen tokens, 80 % become [MASK], 10 % become a random token, and 10 % stay. Of the n tokens in a sequence
-    that may be chosen, round(rate * n) are, at least one. A sequence's masks are a pure function of its tokens and its
-    seed, regardless of padding.
+    that may be chosen, round(rate * n) are, at least one. Unknown words may not: from them, nothing is learned. A
+    sequence's masks are a pure function of its tokens and its seed, regardless of padding.
 
     Args:
-        ids: int32 [batch, length], padded with `rule.pad_id`.
+        ids, is_token: texts, int32 and bool [batch, length], without start and end; see `rows.Rows.read`.
         seeds: int64 [batch, 2], from `mask_seeds`.
-        rule: which tokens are masked, and how.
+        tokenizer: BERT's or RoBERTa's.
         rate: fraction of a sequence's tokens that are chosen.
 
     Returns:
-        `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM` with slots = round(rate * length), at least one:
-        x has int32 `token_ids`, `padding_mask` and, for BERT, `segment_ids` [batch, length], and `mask_positions`
-        [batch, slots]; y is the chosen tokens' ids, int32 [batch, slots]; sample_weight is 1.0 for a chosen token and
-        0.0 for an unused slot.
+        `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM` with slots = round(rate * (length + 2)), at least
+        one: x has int32 `token_ids`, `padding_mask` and, for BERT, `segment_ids` [batch, length + 2], and
+        `mask_positions` [batch, slots]; y is the chosen tokens' ids, int32 [batch, slots]; sample_weight is 1.0 for a
+        chosen token and 0.0 for an unused slot.
     """
-    length = tf.shape(ids)[1]
+    may_be_chosen = tf.pad(is_token & (ids != unknown_id(tokenizer)), [[0, 0], [1, 1]])
+    ids = tf.pad(tf.where(is_token, ids, tokenizer.pad_token_id), [[0, 0], [1, 1]])
+    length, count = tf.shape(ids)[1], tf.reduce_sum(tf.cast(is_token, tf.int32), axis=1, keepdims=True)
+    place = tf.range(length)
+    ids = tf.where(place == 0, tokenizer.start_token_id, tf.where(place == count + 1, tokenizer.end_token_id, ids))
+    is_token = (place < count + 2) & (count > 0)
+    ids = tf.where(is_token, ids, tokenizer.pad_token_id)
+
     slots = tf.maximum(_round(rate * tf.cast(length, tf.float32)), 1)
     # A position's numbers must not depend on the length: a sequence is padded according to its neighbours in the batch.
     noise = tf.reshape(uniform_noise(seeds, 3 * length), [-1, length, 3])
     priority, choice, replacement = tf.unstack(noise, axis=2)
 
-    may_be_chosen = tf.reduce_all(ids[..., None] != tf.constant(rule.never_masked), axis=-1)
     candidates = tf.reduce_sum(tf.cast(may_be_chosen, tf.int32), axis=1)
     chosen = tf.minimum(tf.maximum(_round(rate * tf.cast(candidates, tf.float32)), 1), candidates)
     order = tf.argsort(tf.where(may_be_chosen, priority, 2.0), axis=1)[:, :slots]  # the chosen come first
     used = tf.range(slots) < chosen[:, None]
     positions = tf.where(used, order, 0)
-    labels = tf.where(used, tf.gather(ids, positions, batch_dims=1), rule.pad_id)
+    labels = tf.where(used, tf.gather(ids, positions, batch_dims=1), tokenizer.pad_token_id)
 
     how = tf.gather(choice, order, batch_dims=1)
-    random_ids = tf.cast(tf.gather(replacement, order, batch_dims=1) * rule.vocabulary_size, tf.int32)
-    hidden = tf.where(how < 0.8, rule.mask_id, tf.where(how < 0.9, random_ids, labels))
+    random_ids = tf.cast(tf.gather(replacement, order, batch_dims=1) * tokenizer.vocabulary_size(), tf.int32)
+    hidden = tf.where(how < 0.8, tokenizer.mask_token_id, tf.where(how < 0.9, random_ids, labels))
     # An unused slot writes to position `length`, which is cut off.
     rows = tf.broadcast_to(tf.range(tf.shape(ids)[0])[:, None], tf.shape(order))
     target = tf.stack([rows, tf.where(used, order, length)], axis=-1)
     token_ids = tf.tensor_scatter_nd_update(tf.pad(ids, [[0, 0], [0, 1]]), target, hidden)[:, :length]
 
-    x = {"token_ids": token_ids, "padding_mask": tf.cast(ids != rule.pad_id, tf.int32), "mask_positions": positions}
-    if rule.segments:
+    x = {"token_ids": token_ids, "padding_mask": tf.cast(is_token, tf.int32), "mask_positions": positions}
+    if isinstance(tokenizer, keras_hub.models.BertTokenizer):
         x["segment_ids"] = tf.zeros_like(ids)
     return x, labels, tf.cast(used, tf.float32)
+
+
+def unknown_id(tokenizer: keras_hub.models.Tokenizer) -> int:
+    """The id that stands for unknown words."""
+    return tokenizer.token_to_id(getattr(tokenizer, "oov_token", "<unk>"))
 
 
 def mask_seeds(seed: int, epochs: tf.Tensor | None, examples: tf.Tensor) -> tf.Tensor:

@@ -3,15 +3,17 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
+import keras_hub
 import numpy as np
 
-from common.data.byte_pairs import Vocabulary, count_characters, special_ids
-from common.scores.entries import entry
+WHITE_SPACE = "ĠĊĉč"  # in GPT-2's alphabet of 256 letters, one for each byte
+NO_FIRST_BYTE = {*map(chr, range(161, 192)), *map(chr, range(290, 324))}  # of a character in UTF-8, there
 
 
 def language_model_scores(
-    split: str, scores: dict[str, float], batches: Iterable[tuple], counts: np.ndarray, vocabulary: Vocabulary
+    split: str, scores: dict[str, float], batches: Iterable[tuple], counts: np.ndarray, tokenizer: Any
 ) -> dict[str, float]:
     """Entries `val_loss` (for the split `validation`), `val_perplexity` and so on; losses in nats per token.
 
@@ -23,21 +25,21 @@ def language_model_scores(
         split: the split that was evaluated.
         scores: the model's scores on it, with its `loss` and `accuracy`.
         batches: those of the evaluation, (x, y, sample_weight); the ids in y with a weight are the tokens to predict.
-        counts: see `unigram_loss`.
-        vocabulary: the vocabulary of the ids.
+        counts: how often each id occurs in training, [vocabulary size].
+        tokenizer: KerasHub's tokenizer of the ids.
     """
     targets = np.concatenate([np.asarray(y)[np.asarray(weight) > 0] for _, y, weight in batches])
     own = {
         "loss": scores["loss"],
         "accuracy": scores["accuracy"],
-        "perplexity": perplexity(scores["loss"]),
-        "bits_per_character": scores["loss"] / math.log(2) / np.mean(np.array(count_characters(vocabulary))[targets]),
-        "unigram_loss": unigram_loss(counts, targets, special_ids(vocabulary).values()),
+        "perplexity": math.exp(min(scores["loss"], 700)),
+        "bits_per_character": scores["loss"] / math.log(2) / np.mean(_characters(tokenizer)[targets]),
+        "unigram_loss": unigram_loss(counts, targets),
     }
     return {entry(split, name): float(value) for name, value in own.items()}
 
 
-def unigram_loss(counts: np.ndarray, targets: np.ndarray, never_targets: Iterable[int] = ()) -> float:
+def unigram_loss(counts: np.ndarray, targets: np.ndarray) -> float:
     """The unigram baseline: mean loss, in nats per token, of predicting each token by its frequency in training.
 
     This is what the best model without context would reach; a language model has learned nothing until it is below.
@@ -45,24 +47,21 @@ def unigram_loss(counts: np.ndarray, targets: np.ndarray, never_targets: Iterabl
     occurs in training has a finite loss (Laplace; Jurafsky and Martin, "Speech and Language Processing", chapter 3).
 
     Args:
-        counts: how often each id occurs in training, [vocabulary size]; see `count_ids`.
+        counts: how often each id occurs in training, [vocabulary size].
         targets: ids to predict, a vector.
-        never_targets: ids that are not counted in training, because they are never targets: padding and the like.
     """
-    counts = np.array(counts)
-    counts[list(never_targets)] = 0
     log_probability = np.log((counts + 1) / (counts.sum() + len(counts)))
     return float(-log_probability[targets].mean())
 
 
-def count_ids(sequences: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
-    """How often each id of a vocabulary occurs in sequences, ids [sequences, length]; int64 [vocabulary size]."""
-    counts = np.zeros(len(vocabulary.pieces), np.int64)
-    for start in range(0, len(sequences), 4096):
-        counts += np.bincount(np.ravel(sequences[start : start + 4096]), minlength=len(counts))
-    return counts
+def entry(split: str, name: str) -> str:
+    """The name of an entry of `results.json`: `val_loss` for the split `validation` and the name `loss`."""
+    return f"{'val' if split == 'validation' else split}_{name}"
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss), with the loss in nats per token; infinity if it overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
+def _characters(tokenizer: Any) -> np.ndarray:
+    """How many characters each id stands for, without white space; for a special token, those of its name."""
+    pieces = [tokenizer.id_to_token(number) for number in range(tokenizer.vocabulary_size())]
+    if isinstance(tokenizer, keras_hub.models.BertTokenizer):
+        return np.array([len(piece.removeprefix("##")) for piece in pieces])
+    return np.array([sum(letter not in {*WHITE_SPACE} | NO_FIRST_BYTE for letter in piece) for piece in pieces])

@@ -5,43 +5,44 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-OptimizerName = Literal["adamw", "muon", "sgd"]
 HEADS = ["logits", "mlm_head"]  # in the paths of the output layers of KerasHub's tasks
 STACK = 2**23  # about how many numbers a stack of kernels has; a step takes several times its memory
+# RoBERTa's (Liu et al. 2019, arXiv:1907.11692), stable at high rates.
+ROBERTA = {"beta_2": 0.98, "epsilon": 1e-6}
+NOT_DECAYED = ["bias", "gamma", "beta"]
 
 
-def make_optimizer(
-    name: OptimizerName, schedule, weight_decay: float, clip_norm: float = 0.0
-) -> keras.optimizers.Optimizer:
-    """An optimizer whose weight decay spares biases and norms. Call it inside the strategy's scope.
-
-    AdamW has RoBERTa's beta_2 and epsilon (Liu et al. 2019, arXiv:1907.11692), stable at high rates; Muon trains the
-    kernels of hidden layers as whole matrices, and the rest with that AdamW (Jordan et al. 2024); SGD has a momentum
-    of 0.9.
+def adamw(schedule, weight_decay: float = 0.01) -> keras.optimizers.Optimizer:
+    """AdamW with RoBERTa's settings, whose weight decay spares biases and norms. Call it in the strategy's scope.
 
     Args:
-        name: which one.
         schedule: a schedule of the learning rate, or a number.
         weight_decay: fraction of each weight that a step subtracts, times the learning rate.
-        clip_norm: global norm to which the gradient is clipped; 0 for none.
     """
-    clip = {"global_clipnorm": clip_norm or None}
-    match name:
-        case "adamw":
-            optimizer = AdamW(schedule, weight_decay=weight_decay, beta_2=0.98, epsilon=1e-6, **clip)
-        case "muon":
-            # What AdamW trains, embeddings above all, learns with lower rates than Muon's kernels.
-            adam = {"adam_lr_ratio": 0.4, "adam_weight_decay": weight_decay, "adam_beta_2": 0.98, "epsilon": 1e-6}
-            optimizer = Muon(schedule, weight_decay=weight_decay, exclude_layers=HEADS, **adam, **clip)
-        case "sgd":
-            optimizer = keras.optimizers.SGD(schedule, weight_decay=weight_decay, momentum=0.9, **clip)
-    optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+    optimizer = AdamW(schedule, weight_decay=weight_decay, **ROBERTA)
+    optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
+    return optimizer
+
+
+def muon(schedule, weight_decay: float = 0.01, clip_norm: float = 1.0) -> keras.optimizers.Optimizer:
+    """Muon for the kernels of hidden layers, and the above AdamW for the rest. Call it in the strategy's scope.
+
+    What AdamW trains, embeddings above all, learns with 0.4 times the rate.
+
+    Args:
+        schedule, weight_decay: see `adamw`.
+        clip_norm: global norm to which the gradient is clipped, as BERT's and GPT-3's.
+    """
+    adam = {"adam_lr_ratio": 0.4, "adam_weight_decay": weight_decay, "adam_beta_2": 0.98, "epsilon": 1e-6}
+    optimizer = Muon(
+        schedule, weight_decay=weight_decay, exclude_layers=HEADS, global_clipnorm=clip_norm, **adam
+    )
+    optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
     return optimizer
 
 

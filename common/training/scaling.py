@@ -14,27 +14,14 @@ The learning rate follows one of these rules:
 """
 
 import math
-from typing import Literal, NamedTuple
-
-ScalingRule = Literal["linear", "sqrt", "none"]
-LearningRateScaling = Literal["auto", ScalingRule]
+from typing import Literal
 
 
-class Scaled(NamedTuple):
-    """Batch size per replica, global batch size, and peak learning rate."""
-
-    batch_size: int
-    global_batch_size: int
-    learning_rate: float = 0.0
-
-
-def scaling_rule(asked: LearningRateScaling, optimizer: str) -> ScalingRule:
-    """The rule that was asked for; for `auto`, the optimizer's: linear for `sgd`, the square root for any other."""
-    if asked == "auto":
-        return "linear" if optimizer == "sgd" else "sqrt"
-    return asked
-
-
-def learning_rate_factor(rule: ScalingRule, num_replicas: int) -> float:
-    """The factor by which to multiply a learning rate chosen for one replica, to train on `num_replicas`."""
-    return {"linear": float(num_replicas), "sqrt": math.sqrt(num_replicas), "none": 1.0}[rule]
+def scale(
+    batch_size: int, learning_rate: float, replicas: int, rule: Literal["sqrt", "linear", "none"]
+) -> tuple[int, float]:
+    """The batch size of all replicas together, and the learning rate for it, from those of one replica."""
+    factor = {"linear": float(replicas), "sqrt": math.sqrt(replicas), "none": 1.0}[rule]
+    print(f"global batch: {batch_size} examples x {replicas} replica(s) = {batch_size * replicas}")
+    print(f"peak learning rate: {learning_rate * factor:g}, {rule} scaling of {learning_rate:g}", flush=True)
+    return batch_size * replicas, learning_rate * factor

@@ -7,31 +7,24 @@ from keras import ops
 
 @keras.saving.register_keras_serializable(package="recipes")
 class WarmUpPolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
-    """Linear warm-up to `peak` over `warmup_steps`, then Keras's `PolynomialDecay` to zero.
+    """Linear warm-up to `peak`, then Keras's `PolynomialDecay` to zero.
 
-    Step s (from 0) of the warm-up has peak * (s + 1) / (warmup_steps + 1), so that no step is spent at rate zero and
-    the warm-up meets the decay, which starts with `peak` at step `warmup_steps` and would be zero at `total_steps`.
-    Warm-up and linear decay are BERT's (Devlin et al. 2018, arXiv:1810.04805, appendix A.2).
+    Of W warm-up steps, step s (from 0) has peak * (s + 1) / (W + 1), so that no step is spent at rate zero and the
+    warm-up meets the decay, which starts with `peak` at step W and would be zero at `total_steps`. Warm-up and linear
+    decay are BERT's (Devlin et al. 2018, arXiv:1810.04805, appendix A.2).
 
     Args:
         peak: peak learning rate.
-        warmup_steps: steps before the peak; 0 for none.
         total_steps: steps of the whole run.
+        warmup: fraction of all steps that are warm-up, below 1.
         power: of the decay; 1: linear.
-
-    Raises:
-        ValueError: when the warm-up leaves no step for the decay.
     """
 
-    def __init__(self, peak: float, warmup_steps: int, total_steps: int, power: float = 1.0):
-        if not 0 <= warmup_steps < total_steps:
-            raise ValueError(f"warmup_steps must be in [0, total_steps); got {warmup_steps} of {total_steps}")
-        self.peak = peak
-        self.warmup_steps = warmup_steps
-        self.total_steps = total_steps
-        self.power = power
+    def __init__(self, peak: float, total_steps: int, warmup: float = 0.1, power: float = 1.0):
+        self.peak, self.total_steps, self.warmup, self.power = peak, total_steps, warmup, power
+        self.warmup_steps = min(int(warmup * total_steps), total_steps - 1)
         self.decay = keras.optimizers.schedules.PolynomialDecay(
-            peak, decay_steps=total_steps - warmup_steps, end_learning_rate=0.0, power=power
+            peak, decay_steps=total_steps - self.warmup_steps, end_learning_rate=0.0, power=power
         )
 
     def __call__(self, step):
@@ -43,4 +36,4 @@ class WarmUpPolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self):
         """The constructor's arguments."""
-        return {name: getattr(self, name) for name in ("peak", "warmup_steps", "total_steps", "power")}
+        return {name: getattr(self, name) for name in ("peak", "total_steps", "warmup", "power")}

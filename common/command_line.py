@@ -11,67 +11,30 @@ import io
 import logging
 import os
 import re
-import select
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
-from common.run.options import FIRST
 from keras_replicas import UserError
+
+from .options import FIRST, marks_of, option
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Config = TypeVar("Config", bound="DataclassInstance")
-ctrl_c_pressed = False  # so that a run can report what stopped it: Ctrl-C raises SIGTERM
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 
 
-@contextlib.contextmanager
-def quiet_without_reader() -> Iterator[None]:
-    """Exits silently, as on SIGPIPE, when the reader of the output has gone: `... --help | head`.
-
-    SIGPIPE itself would also end the process at a socket whose other end has closed. If standard output is closed,
-    output is dropped; characters that its encoding lacks are printed as `?`.
-
-    Raises:
-        SystemExit: 141 when the reader has gone; 1, after one line on standard error, when the disk is full.
-    """
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()  # here, not at the interpreter's end
-    except BrokenPipeError:
-        left = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
-        if not left:
-            raise
-        for stream in left:
-            _drop(stream)
-        raise SystemExit(128 + signal.SIGPIPE) from None
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _drop(sys.stdout)
-        advice = "Free some space and give the same command again: a run resumes from its last checkpoint"
-        print(f"error: {error}. {advice}", file=sys.stderr)
-        raise SystemExit(1) from None
-
-
-@quiet_without_reader()
 def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] | None = None) -> Config:
     """Reads a recipe's options from the command line.
 
-    `--help` lists the options of `FIRST` first, and the others in a box of their own, each with its default.
+    `--help` lists the options marked `FIRST` first, and the others in a box of their own, each with its default.
 
     Args:
         config_class: a dataclass with one field per option; `batch_size` becomes `--batch-size`.
@@ -84,14 +47,16 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
     """
     if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in a script's background
         signal.signal(signal.SIGINT, _ask_to_stop)
-    stderr = io.StringIO()
+    stderr, marks = io.StringIO(), marks_of(config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class)}
-    first = {name: fields.pop(name) for name in FIRST if name in fields}
-    more = {name: field for name, field in fields.items() if name in config_class.__annotations__} | fields  # own first
-    boxes = {"first": Annotated[_part(config_class, first), tyro.conf.arg(name="")], "more": _part(config_class, more)}
+    own_first = sorted(fields, key=lambda name: name not in config_class.__annotations__)
+    first, more = ([n for n in own_first if (FIRST in marks[n]) == is_first] for is_first in (True, False))
+    parts = {"first": first, "more": more}
+    boxes = {name: _part(config_class, {each: fields[each] for each in part}) for name, part in parts.items()}
+    boxes["first"] = Annotated[boxes["first"], tyro.conf.arg(name="")]
     in_boxes: Any = dataclasses.make_dataclass("Options", boxes.items())  # tyro writes "more options" above the second
     try:
-        with contextlib.redirect_stderr(stderr):
+        with contextlib.redirect_stderr(stderr), until_reader_leaves():
             found, unknown = tyro.cli(
                 in_boxes,
                 prog=Path(sys.argv[0]).stem,  # the recipe's name, for `run` and for the file itself
@@ -101,28 +66,18 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
             )
         if unknown:
-            options = " ".join("--" + name.replace("_", "-") for name in (first | more))
-            raise UserError(f"unknown option {unknown[0]}. The options are: {options}")
+            raise UserError(f"unknown option {unknown[0]}. The options are: {' '.join(map(option, first + more))}")
         if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
             raise UserError(f"the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND")
         return config_class(**vars(found.first), **vars(found.more))
     except UserError as error:
         fail(error)
     except SystemExit as exit_:
-        if not exit_.code:  # 0 after --help, None after a completion script
+        if not exit_.code or exit_.code == 128 + signal.SIGPIPE:  # None after a completion script
             raise
         fail(_first_paragraph(stderr.getvalue()))
 
 
-class _Printing(logging.Handler):
-    """Prints messages as they are."""
-
-    def emit(self, record):
-        """Prints one, on a line of its own: a progress bar may be in the last one."""
-        print(f"\n{record.getMessage()}", flush=True)
-
-
-@quiet_without_reader()
 def run(main: Callable[[Config], None], config: Config) -> None:
     """Calls `main(config)`, and turns expected errors into a message and an exit status.
 
@@ -134,9 +89,16 @@ def run(main: Callable[[Config], None], config: Config) -> None:
     logger.propagate = False
     logger.addHandler(_Printing())
     try:
-        main(config)
+        with until_reader_leaves():
+            main(config)
     except UserError as error:
         fail(error)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        advice = "Free some space and give the same command again: a run resumes from its last checkpoint"
+        print(f"error: {error}. {advice}", file=sys.stderr)
+        raise SystemExit(1) from None
     except Exception as error:
         # TensorFlow's message has the whole graph, and the user made no mistake. A worker that hung gets errors of
         # other types from the workers that gave it up, saying that they have restarted.
@@ -147,6 +109,29 @@ def run(main: Callable[[Config], None], config: Config) -> None:
         sys.stdout.flush()
         print(f"error: lost another worker. {' '.join(told)}", file=sys.stderr, flush=True)
         os._exit(1)  # a regular exit waits for the lost worker for some 20 seconds, and keeps the port and the lock
+
+
+@contextlib.contextmanager
+def until_reader_leaves() -> Iterator[None]:
+    """Exits with status 141 and no message, as on SIGPIPE, when the reader of the output is gone, as in `... | head`.
+
+    SIGPIPE itself would also end the process at a socket whose other end has closed. If standard output is closed,
+    output is dropped; characters that its encoding lacks are printed as `?`.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # here, not at the interpreter's end
+    except BrokenPipeError:
+        for stream in (sys.stdout, sys.stderr):  # the interpreter would report at exit what it cannot write
+            with contextlib.suppress(OSError):  # it is no file
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def fail(message: object) -> NoReturn:
@@ -177,29 +162,19 @@ def quiet_stderr() -> Iterator[None]:
             os.close(stderr)
 
 
-def verbosity() -> int:
-    """The `verbose` of `fit`: 1, a progress bar, on a terminal and in a notebook; 2, one line per epoch, elsewhere."""
-    return 1 if sys.stdout.isatty() or type(sys.stdout).__module__.startswith("ipykernel.") else 2
+class _Printing(logging.Handler):
+    """Prints messages as they are."""
+
+    def emit(self, record):
+        """Prints one, on a line of its own: a progress bar may be in the last one."""
+        print(f"\n{record.getMessage()}", flush=True)
 
 
 def _ask_to_stop(*_: object) -> None:
-    global ctrl_c_pressed
-    ctrl_c_pressed = True
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if callable(signal.getsignal(signal.SIGTERM)):  # else there is nothing to save
         os.write(2, b"\nSaving a checkpoint, then stopping. Press Ctrl-C again to quit at once.\n")
     signal.raise_signal(signal.SIGTERM)
-
-
-def _drop(stream: TextIO) -> None:
-    """Discards a stream's pending output: the interpreter would report at exit that it cannot write it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _has_no_reader(stream: TextIO) -> bool:
-    poll = select.poll()
-    poll.register(stream, 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _part(config_class: type, fields: dict[str, dataclasses.Field]) -> Any:

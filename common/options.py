@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that the recipes share. What is said of an option stands at its field: its bounds, and the marks below."""
+
+import dataclasses
+import enum
+import math
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from keras_replicas import UserError
+
+MOST = 2**31 - 1
+
+
+class Mark(enum.Enum):
+    """What may stand in the `Annotated` of an option."""
+
+    FIRST = "`--help` shows it before the others"
+    FREE = "it does not change what is computed: a resumed run may have another value"
+    INPUT = "a file or folder that is read: it must not lie in the run's folder, which `--overwrite` moves aside"
+
+
+FIRST, FREE, INPUT = Mark
+
+
+class Bounds(NamedTuple):
+    """The least and the greatest value of a number, or None for the default."""
+
+    least: float
+    most: float
+
+
+Count = Annotated[int, Bounds(1, MOST)]
+Share = Annotated[float, Bounds(0, 1 - 2**-53)]
+Rate = Annotated[float | None, Bounds(0, 1e9)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of every recipe; its `Config` adds its own, among them `workdir` and `batch_size`.
+
+    Raises:
+        UserError: when a value is out of its bounds, or an input lies in the run's folder.
+    """
+
+    # 0: all GPUs, or the CPU split in 2; N: N GPUs, or a single GPU or the CPU split in N
+    replicas: Annotated[int, Bounds(0, 2**10), FIRST, FREE] = 0
+    lr_scaling: Literal["sqrt", "linear", "none"] = "sqrt"  # learning rate by the number of replicas
+    max_steps: Annotated[int, Bounds(0, MOST)] = 0  # stop after this many steps; 0: no limit
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"  # Keras's dtype policy
+    deterministic: bool = False  # on GPUs: bit-reproducible runs, and float32 without TF32; slower
+    seed: Annotated[int, Bounds(0, 2**32 - 1)] = 0  # of weights, data order, masks and dropout
+    checkpoint_every: Annotated[Count, FREE] = 100  # steps between checkpoints, from which an interrupted run resumes
+    # start afresh in a workdir that holds a run, which is moved aside; if interrupted, the same command resumes
+    overwrite: Annotated[bool, FIRST, FREE] = False
+    dry_run: Annotated[bool, FIRST, FREE] = False  # print the plan, and the memory of three steps; write nothing
+
+    def __post_init__(self):
+        for name, marks in marks_of(type(self)).items():
+            value = getattr(self, name)
+            bounds = next((mark for mark in marks if isinstance(mark, Bounds)), None)
+            if bounds and value is not None and not bounds.least <= value <= bounds.most:
+                at = f"at least {bounds.least:g}" if value < bounds.least else f"at most {bounds.most:g}"
+                raise UserError(f"{option(name)} must be {at if math.isfinite(value) else 'finite'}; got {value}")
+            if value == "" and not getattr(type(self), name):  # the default is a path: this would be another folder
+                continue
+            if value == "":
+                raise UserError(f"{option(name)} is empty: name one, or leave it out")
+            if INPUT in marks and _lies_in(str(value), self.workdir):  # type: ignore[attr-defined]
+                raise UserError(f"{option(name)} {value} lies in the run's folder, which --overwrite moves aside")
+
+    def fixed(self) -> dict[str, Any]:
+        """The options that must be the same when the run is resumed."""
+        return {name: getattr(self, name) for name, marks in marks_of(type(self)).items() if FREE not in marks}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitOptions(RunOptions):
+    """Options of recipes that train with Keras's `fit`."""
+
+    # gradient accumulation: parts of a replica's batch, to save memory; the batch stays
+    accumulate: Annotated[Count, FREE] = 1
+    jit: Annotated[bool, FREE] = False  # compile each replica's forward and backward pass with XLA
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.batch_size % self.accumulate:  # type: ignore[attr-defined]
+            raise UserError(f"--accumulate {self.accumulate} must divide the batch of a replica")
+
+
+def marks_of(options: type) -> dict[str, tuple[Any, ...]]:
+    """What stands in the `Annotated` of each option, by its name."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(options)}
+
+
+def option(name: str) -> str:
+    """An option as it stands on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def _lies_in(value: str, workdir: str) -> bool:
+    path, folder = Path(value).resolve(), Path(workdir).resolve()
+    return "://" not in value and path.exists() and folder.is_dir() and path.is_relative_to(folder)

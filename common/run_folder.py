@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run is a folder: opened by one process at a time, and resumed only with the options that started it."""
+
+import datetime
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import keras_replicas
+from keras_replicas import UserError, agree, exchange, is_chief
+
+from .files import read_json, write_json
+
+Result = TypeVar("Result")
+LAUNCH_ID = "LAUNCH_ID"  # environment variable by which a launcher identifies the workers that it restarts
+PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # their versions may change what is computed
+
+
+class Run:
+    """An open run; see `open_run`. At the end of its `with`, others may open it.
+
+    Attributes:
+        folder: where it keeps its files.
+        results: the content of `results.json`; None while the run is not complete.
+    """
+
+    def __init__(self, folder: Path, saved: dict[str, Any], lock: TextIO | None = None):
+        self.folder, self._saved, self._lock = folder, saved, lock
+        self.results = read_json(folder / "results.json")
+
+    def keep(self, name: str, value: Any) -> Any:
+        """Records a value, which JSON must hold, and returns it; a resumed run returns what its start recorded."""
+        if name not in self._saved["kept"]:
+            self._saved["kept"][name] = value
+            if self._lock:
+                write_json(self.folder / "config.json", self._saved)
+        return self._saved["kept"][name]
+
+    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Writes `results.json`, which makes the run complete, and returns it; {} for workers other than the chief."""
+        if is_chief():
+            write_json(self.folder / "results.json", results)
+        return results if is_chief() else {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._lock:
+            self._lock.close()
+
+
+def open_run(folder: str | None, options: Mapping[str, Any], *, overwrite: bool = False) -> Run:
+    """Starts a run in a folder, or opens the one that was started there, to be resumed.
+
+    All workers call it. The chief opens the run, and holds a lock on it.
+
+    Args:
+        folder: created if missing; None for a run that writes nothing, such as a dry one.
+        options: of the run, which JSON must hold; they are kept in `config.json`, and must be the same to resume it.
+        overwrite: whether to move a run that is there aside, with its folder, and start afresh; but not one that was
+            interrupted and has the same options, nor one that the same launcher started: these are resumed.
+
+    Raises:
+        UserError: on all workers, when they have different options, packages or code; when the folder cannot be
+            written, holds files but no run, or is open in another process; when its run was started with other options;
+            when the workers do not share it.
+    """
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    agree(dict(options) | versions | {"code": _checksum_of_code()}, "was started differently from the chief")
+    if folder is None:
+        return Run(Path(os.devnull), {"kept": {}})
+    place = Path(folder)
+    run = chief_alone(lambda: _open(place, dict(options), overwrite))
+    lock = place / ".lock"
+    tokens = exchange({"token": lock.read_text() if lock.is_file() else None})
+    for index, theirs in enumerate(tokens):
+        if theirs != tokens[0]:
+            raise UserError(f"worker {index} does not see the chief's folder {folder}: use a shared file system")
+    run = run or Run(place, read_json(place / "config.json") or {"kept": {}})
+    if run.results and is_chief():
+        print(f"The run in {folder} is complete; --overwrite starts afresh.", flush=True)
+    return run
+
+
+def chief_alone(work: Callable[[], Result]) -> Result | None:
+    """Has the chief alone do some work, and returns its result; the other workers wait, and get None.
+
+    Raises:
+        UserError: on every worker, when the chief's work raised it.
+    """
+    result, error = None, None
+    if is_chief():
+        try:
+            result = work()
+        except UserError as refused:
+            error = str(refused)
+    exchange({"error": error})
+    return result
+
+
+def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
+    launch = os.environ.get(LAUNCH_ID)
+    try:
+        files = {path for path in folder.rglob("[!.]*") if path.is_file() and path.suffix != ".log"}
+        begun = files - {folder / "config.json"}  # if nothing came of it, a run with other options may begin
+        saved = (read_json(folder / "config.json") or {}) if begun else {}
+        if begun and "kept" not in saved:
+            raise UserError(f"{folder} holds files, but no run: give another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _locked(folder)
+        resumes = saved.get("options") == options and not (folder / "results.json").exists()
+        if saved and overwrite and not resumes and not (launch and saved["launch"] == launch):
+            aside = folder.with_name(f"{folder.name}.old-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
+            folder.rename(aside)
+            print(f"The old run is now in {aside}; delete it when you no longer need it.", flush=True)
+            for log in aside.rglob("*.log") if launch else ():  # the launcher is writing them
+                (folder / log.relative_to(aside)).parent.mkdir(parents=True, exist_ok=True)
+                log.rename(folder / log.relative_to(aside))
+            folder.mkdir(exist_ok=True)
+            lock, saved = _locked(folder), {}
+        known = saved.get("options", options)
+        if different := [name for name in {**known, **options} if known.get(name) != options.get(name)]:
+            shown = ", ".join(f"{name} {known.get(name)!r}, not {options.get(name)!r}" for name in different)
+            raise UserError(f"{folder} holds a run with other options: {shown}. Give another folder, or --overwrite")
+        saved = {"options": options, "launch": launch, "kept": saved.get("kept", {})}
+        write_json(folder / "config.json", saved)
+        return Run(folder, saved, lock)
+    except OSError as error:
+        raise UserError(f"cannot write to the folder {folder} ({error.strerror}): give another") from error
+
+
+def _locked(folder: Path) -> TextIO:
+    """The folder's lock, holding a token that tells workers that they see the same file."""
+    lock = (folder / ".lock").open("a+", errors="replace")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is running in {folder}: wait for it, or give another folder") from None
+    lock.truncate(0)
+    lock.write(uuid.uuid4().hex)
+    lock.flush()
+    return lock
+
+
+def _checksum_of_code() -> str:
+    """A hash of what workers run: the library, these helpers, and the program."""
+    folders = Path(keras_replicas.__file__).parent, Path(__file__).parent
+    files = [*sorted(file for folder in folders for file in folder.rglob("*.py")), Path(sys.argv[0])]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()[:12]
