@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keras_replicas import UserError
+
 from .docstrings import docstring_file
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
@@ -50,7 +52,7 @@ def open_corpus(corpus: str) -> Corpus:
               by a hash of its text, is held out for validation.
 
     Raises:
-        ValueError: when it is none of these, or cannot be fetched; by a stream, when it is not UTF-8 text.
+        UserError: when it is none of these, or cannot be fetched; by a stream, when it is not UTF-8 text.
     """
     path = Path(corpus)
     if corpus == "docstrings":
@@ -61,38 +63,38 @@ def open_corpus(corpus: str) -> Corpus:
     if (path / WIKITEXT_FILES["train"]).is_file():
         files = {split: path / name for split, name in WIKITEXT_FILES.items() if (path / name).is_file()}
         if "validation" not in files:
-            raise ValueError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
+            raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
         splits = {split: functools.partial(_articles, functools.partial(read_text, [f])) for split, f in files.items()}
         return Corpus(splits, _checksum(files.values()))
     if path.is_file() or path.is_dir():
         texts = [path] if path.is_file() else sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not texts:
-            raise ValueError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
+            raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
         paragraphs = functools.partial(read_text, texts, sample_by="paragraph")
         return Corpus(_held_out(functools.partial(_in_pieces, paragraphs)), _checksum(texts))
     names = ", ".join(NAMES)
-    raise ValueError(f"the corpus {corpus} is neither {names}, hf://user/name, nor an existing file or folder")
+    raise UserError(f"the corpus {corpus} is neither {names}, hf://user/name, nor an existing file or folder")
 
 
 def from_hub(function: str, name: str, *configuration: str, **options: Any) -> Any:
     """What a function of the `datasets` library, such as `load_dataset`, returns for a data set on the Hub.
 
     Raises:
-        ValueError: when it cannot be fetched.
+        UserError: when it cannot be fetched.
     """
     import datasets  # not above: it takes a second
 
     try:
         return getattr(datasets, function)(name, *configuration, **options)
     except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
-        raise ValueError(
+        raise UserError(
             f"cannot fetch {name} from the Hugging Face Hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
             "Without a network, download its files elsewhere, and give their folder"
         ) from error
 
 
 def read_text(files: list[Path], sample_by: str = "line") -> Iterator[str]:
-    """The lines, or paragraphs, of UTF-8 files. Raises a `ValueError` that names the file and the line of what is not."""
+    """The lines, or paragraphs, of UTF-8 files. Raises a `UserError` that names the file and the line of what is not."""
     import datasets
 
     paths = [str(file.absolute()) for file in files]
@@ -106,10 +108,10 @@ def read_text(files: list[Path], sample_by: str = "line") -> Iterator[str]:
         for file in files:
             for number, line in enumerate(file.open("rb"), start=1):
                 if b"\0" in line or "\ufffd" in line.decode("utf-8", errors="replace"):
-                    raise ValueError(f"{file}, line {number} is not UTF-8 text; convert it first") from error
+                    raise UserError(f"{file}, line {number} is not UTF-8 text; convert it first") from error
         raise
     except OSError as error:
-        raise ValueError(f"cannot read {error.filename}: {error.strerror}") from error
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def _from_hub(corpus: str) -> Corpus:
@@ -119,13 +121,13 @@ def _from_hub(corpus: str) -> Corpus:
         parts = corpus.removeprefix(HUB).split("/")
         local = corpus.removeprefix(HUB).startswith(("/", "."))  # a folder that the library reads
         if not local and (len(parts) not in (2, 3) or not all(parts)):
-            raise ValueError(f"the corpus {corpus} must be {HUB}user/name or {HUB}user/name/configuration")
+            raise UserError(f"the corpus {corpus} must be {HUB}user/name or {HUB}user/name/configuration")
         name = ["/".join(parts)] if local else ["/".join(parts[:2]), *parts[2:]]
     builder = from_hub("load_dataset_builder", *name)
     fingerprint = f"{builder.config_id} {builder.hash}"  # a hash of the commit on the Hub
     rows = from_hub("load_dataset", *name, streaming=corpus not in NAMES)
     if "train" not in rows:
-        raise ValueError(f"{corpus} has no split train; it has {', '.join(rows)}")
+        raise UserError(f"{corpus} has no split train; it has {', '.join(rows)}")
     texts = {split: functools.partial(_column, corpus, rows[split]) for split in SPLITS if split in rows}
     read = _articles if corpus in NAMES else _in_pieces
     splits: dict[str, Documents] = {split: functools.partial(read, text) for split, text in texts.items()}
@@ -135,7 +137,7 @@ def _from_hub(corpus: str) -> Corpus:
 def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         if not isinstance(row.get("text"), str):
-            raise ValueError(f"{corpus} has no column text; it has {', '.join(row)}")
+            raise UserError(f"{corpus} has no column text; it has {', '.join(row)}")
         yield row["text"]
 
 

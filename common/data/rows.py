@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 from tqdm import tqdm
 
-from keras_replicas import Batches
+from keras_replicas import Batches, UserError
 
 from ..files import cached, read_json, write_json
 from .corpora import Corpus
@@ -151,7 +151,7 @@ def write_rows(
         facts: what the rows are of, which JSON must hold, for the manifest.
 
     Raises:
-        ValueError: when a split but `test` has no rows.
+        UserError: when a split but `test` has no rows.
         OSError: when the disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def write_rows(
         if number or split != "test":
             counts[split] = {"rows": number, "tokens": tokens, "checksum": checksum}
         if not number and split != "test":
-            raise ValueError(f"no text is left for {split}: give more")
+            raise UserError(f"no text is left for {split}: give more")
     tokenizer.save_to_preset(str(folder / "tokenizer"))
     write_json(folder / "manifest.json", {"facts": facts, "length": length, "splits": counts})
 
@@ -200,7 +200,7 @@ def corpus_rows(
         folder: where they are kept, which may be remote, such as `gs://bucket/rows`; empty for this machine's cache.
 
     Raises:
-        ValueError: as `write_rows` and `open_rows`; when the folder has rows of something else.
+        UserError: as `write_rows` and `open_rows`; when the folder has rows of something else.
     """
     facts = {"corpus": corpus.fingerprint, "tokenizer": fingerprint(tokenizer), "pack": pack}
     facts |= {"before": list(before), "after": list(after), "overlap": overlap}
@@ -223,7 +223,7 @@ def corpus_rows(
         _copy(str(made), folder)
     found = json.loads(_answered(tf.io.gfile.GFile, manifest).read())
     if (found["facts"], found["length"]) != (facts, length):
-        raise ValueError(f"{folder} has rows of another corpus, tokenizer or length: give another folder")
+        raise UserError(f"{folder} has rows of another corpus, tokenizer or length: give another folder")
     return open_rows(folder)
 
 
@@ -231,7 +231,7 @@ def open_rows(folder: str) -> dict[str, Rows]:
     """The rows of each split in a folder that `write_rows` has filled. A remote one is copied to the cache first.
 
     Raises:
-        ValueError: when there are none, or they are damaged, or cannot be read.
+        UserError: when there are none, or they are damaged, or cannot be read.
     """
     if "://" in folder:
         manifest = _answered(tf.io.gfile.GFile, f"{folder}/manifest.json").read()
@@ -244,10 +244,18 @@ def open_rows(folder: str) -> dict[str, Rows]:
             for path in _shards(Path(folder), split, facts["rows"], length):
                 checksum = _checksum(path, checksum)
             if checksum != facts["checksum"]:
-                raise ValueError(f"the rows of {split} in {folder} are damaged: remove the folder")
+                raise UserError(f"the rows of {split} in {folder} are damaged: remove the folder")
         return {split: Rows(Path(folder), split, length, facts) for split, facts in splits.items()}
     except (TypeError, KeyError, OSError) as error:
-        raise ValueError(f"{folder} has no rows of text, or not all of them ({error!r})") from error
+        raise UserError(f"{folder} has no rows of text, or not all of them ({error!r})") from error
+
+
+def rows_tokenizer(folder: str) -> keras_hub.models.Tokenizer:
+    """The tokenizer of the rows in a folder. Raises a `UserError` when there is none."""
+    try:
+        return keras_hub.models.Tokenizer.from_preset(f"{folder}/tokenizer")
+    except (ValueError, OSError) as error:
+        raise UserError(f"{folder} has no rows of text with their tokenizer: give another folder") from error
 
 
 def fingerprint(tokenizer: keras_hub.models.Tokenizer) -> str:
@@ -290,8 +298,8 @@ def _copy(source: str, target: str) -> None:
 
 
 def _answered(operation: Callable, path: str) -> Any:
-    """What an operation of `tf.io.gfile` returns; a `ValueError` when the file system does not answer."""
+    """What an operation of `tf.io.gfile` returns; a `UserError` when the file system does not answer."""
     try:
         return operation(path)
     except tf.errors.OpError as error:
-        raise ValueError(f"cannot use {path} ({error.message.splitlines()[0]}): give another folder") from error
+        raise UserError(f"cannot use {path} ({error.message.splitlines()[0]}): give another folder") from error

@@ -14,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from keras_replicas import UserError
+
 from ..files import cached
 from .corpora import Documents
 
@@ -70,14 +72,14 @@ def load_wordpieces(path: str | Path) -> keras_hub.models.BertTokenizer:
     stripped of accents.
 
     Raises:
-        ValueError: when the file cannot be read, or lacks one of BERT's special tokens.
+        UserError: when the file cannot be read, or lacks one of BERT's special tokens.
     """
     try:
         pieces = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the vocabulary {path}: {error}") from error
+        raise UserError(f"cannot read the vocabulary {path}: {error}") from error
     if missing := [token for token in WORDPIECE_TOKENS if token not in pieces]:
-        raise ValueError(f"the vocabulary {path} lacks {' '.join(missing)}; give a BERT WordPiece file")
+        raise UserError(f"the vocabulary {path} lacks {' '.join(missing)}; give a BERT WordPiece file")
     uncased = all(piece == piece.lower() for piece in pieces if not piece.startswith("["))
     return keras_hub.models.BertTokenizer(pieces, lowercase=uncased, strip_accents=uncased)
 

@@ -8,8 +8,9 @@ from typing import Any
 import keras_hub
 import numpy as np
 
-WHITE_SPACE = "ĠĊĉč"  # in GPT-2's alphabet of 256 letters, one for each byte
-NO_FIRST_BYTE = {*map(chr, range(161, 192)), *map(chr, range(290, 324))}  # of a character in UTF-8, there
+# In a vocabulary of byte pairs, whose alphabet has a letter for each byte, those of white space, and of the bytes of a
+# UTF-8 character after its first; and SentencePiece's letter for a space.
+NOT_COUNTED = {*"ĠĊĉč", *map(chr, range(161, 192)), *map(chr, range(290, 324)), "\u2581"}
 
 
 def language_model_scores(
@@ -64,4 +65,4 @@ def _characters(tokenizer: Any) -> np.ndarray:
     pieces = [tokenizer.id_to_token(number) for number in range(tokenizer.vocabulary_size())]
     if isinstance(tokenizer, keras_hub.models.BertTokenizer):
         return np.array([len(piece.removeprefix("##")) for piece in pieces])
-    return np.array([sum(letter not in {*WHITE_SPACE} | NO_FIRST_BYTE for letter in piece) for piece in pieces])
+    return np.array([sum(letter not in NOT_COUNTED for letter in piece) for piece in pieces])
