@@ -6,9 +6,6 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from common.model.generate import causal_lm_for_generation, continuations, make_sampler
-from keras_replicas import UserError
-
-MOST = 2**31 - 1  # the largest seed that KerasHub's samplers take
 
 
 def generate(
@@ -23,18 +20,13 @@ def generate(
         tokens: the most tokens to add.
 
     Raises:
-        UserError: when there is no such preset, a value is out of range, or a prompt is longer than the model takes.
+        ValueError: when there is no such preset, a value is out of range, or a prompt is longer than the model takes.
     """
     if tokens < 1:
-        raise UserError(f"--tokens must be at least 1; got {tokens}")
-    if not 0 <= seed <= MOST:
-        raise UserError(f"--seed must be at least 0, and at most {MOST}; got {seed}")
+        raise ValueError(f"the number of tokens to add must be at least 1; got {tokens}")
     if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
-        raise UserError("a prompt is not text that UTF-8 can encode")
-    tf.get_logger().setLevel("ERROR")  # else it warns that each length of a prompt is traced
+        raise ValueError("a prompt is not text that UTF-8 can encode")
     draw = make_sampler(sampler, k, p, temperature, seed)
-    model = causal_lm_for_generation(preset)
-    if sampler == "top-k" and k > (size := model.backbone.vocabulary_size):
-        raise UserError(f"--top-k {k} is more than the {size} tokens of the vocabulary")
-    for text in continuations(model, prompts, draw, tokens):
+    tf.get_logger().setLevel("ERROR")  # else it warns that each length of a prompt is traced
+    for text in continuations(causal_lm_for_generation(preset), prompts, draw, tokens):
         print(text)

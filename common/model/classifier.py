@@ -1,146 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text classifiers: of any family that KerasHub has one for, from a preset, or a BERT from a size."""
+"""Text classifiers, uncompiled: of any family that KerasHub has one for, from a preset, or a BERT from a size."""
 
-import contextlib
-import functools
 import math
 from pathlib import Path
 
 import keras
 import keras_hub
-import numpy as np
 
-from common.data.byte_pairs import Vocabulary
-from common.data.text_batches import EncodedTexts
-from common.files import write_json
-from common.model.backbones import backbone_from_size, from_preset
-from common.model.counts import counting
-from common.model.huggingface import encoder_variables, in_huggingface_form, read_vocabulary, read_weights
-from common.model.lora import enable_lora
-from common.model.preset_files import load_json, task_class
-from common.model.saving import keras_tokenizer, save_task
-from keras_replicas import UserError, is_chief
+from keras_replicas import is_chief
 
-
-@functools.cache
-def classifier_class(kind: type[keras_hub.models.TextClassifier]) -> type[keras_hub.models.TextClassifier]:
-    """A family's class, such as `BertTextClassifier`, for N replicas."""
-    return counting(kind)
+from ..files import write_json
+from .huggingface import preset_tokenizer, read_weights
+from .presets import backbone_from_size, enable_lora, from_preset, huggingface_type
+from .saving import save_task
 
 
 def make_preprocessor(
-    preset: str, vocabulary: Vocabulary | None, seq_length: int
+    preset: str, tokenizer: keras_hub.models.Tokenizer | None, seq_length: int
 ) -> keras_hub.models.TextClassifierPreprocessor:
-    """A classifier's preprocessor, for `seq_length` tokens: a preset's own, or BERT's for a vocabulary.
+    """A classifier's preprocessor, for `seq_length` tokens: a preset's own, or BERT's for a tokenizer of word pieces.
 
     Raises:
-        UserError: when there is no such preset, it cannot be fetched, or KerasHub has no classifier of its kind.
+        ValueError: when there is no such preset, it cannot be fetched, or KerasHub has no classifier of its kind.
     """
-    if preset and not _is_huggingface_bert(preset):
-        classifier_kind(preset)
+    if preset and huggingface_type(preset) != "bert":
         return from_preset(keras_hub.models.TextClassifierPreprocessor, preset, sequence_length=seq_length)
-    tokenizer = keras_tokenizer(vocabulary or read_vocabulary(preset))
+    tokenizer = preset_tokenizer(preset) if preset else tokenizer
     return keras_hub.models.BertTextClassifierPreprocessor(tokenizer, sequence_length=seq_length)
 
 
 def make_classifier(
-    preset: str, size: str, data: EncodedTexts, dropout: float, lora_rank: int | None = None
+    preset: str,
+    size: str,
+    preprocessor: keras_hub.models.TextClassifierPreprocessor,
+    num_classes: int,
+    initial_output: float = 0.0,
+    dropout: float = 0.1,
+    lora_rank: int | None = None,
 ) -> keras_hub.models.TextClassifier:
     """A text classifier: a randomly initialized head on a preset's encoder or, without a preset, a BERT from a size.
 
     Call it inside the strategy's scope.
 
     Args:
-        preset: a KerasHub name, or a folder or `hf://` in KerasHub's or Hugging Face's format; or empty.
+        preset: a KerasHub name, or a folder or `hf://` in KerasHub's or Hugging Face's form; or empty.
         size: a size of `sizes.py`, if there is no preset.
-        data: the data that it is for.
+        preprocessor: the model's preprocessor.
+        num_classes: outputs of the head: one for each class; for regression, 1.
+        initial_output: what they begin at, for a random example. For regression, the mean of the training labels:
+            AdamW would need many steps to get there.
         dropout: dropout of the encoder and the head.
-        lora_rank: rank of adapters (Hu et al. 2021, arXiv:2106.09685) for the attention's query and value kernels. Only
-            these, their layers' biases, the pooler and the head are then trained; 0 to train all weights.
-
-    The head has an output for each class. For regression it has a single one, which begins at the mean of the training
-    labels: AdamW would need many steps to get there.
+        lora_rank: rank of adapters for the attention's query and value kernels. Only these, the pooler and the head are
+            then trained; 0 to train all weights.
 
     Raises:
-        UserError: when there is no such preset, it cannot be fetched, or KerasHub has no classifier of its kind.
+        ValueError: when there is no such preset, it cannot be fetched, it has too few positions, or KerasHub has no
+            classifier of its kind, or one that does not tell tokens from padding.
     """
-    if preset:
-        backbone = _backbone_from_preset(preset, dropout)
+    models, length, bert = keras_hub.models, preprocessor.sequence_length, huggingface_type(preset) == "bert"
+    if bert:
+        backbone = from_preset(models.BertBackbone, preset, dropout=dropout, load_weights=False)
+        if not read_weights(backbone, preset) and is_chief():
+            print(f"The preset {preset} has no pooler: it begins with random weights, as the head does.", flush=True)
+    elif preset:
+        backbone = from_preset(models.Backbone, preset, dropout=dropout)
     else:
-        pieces = data.preprocessor.tokenizer.vocabulary_size()
-        backbone = backbone_from_size(
-            keras_hub.models.BertBackbone, size, pieces, dropout, data.preprocessor.sequence_length
-        )
-    length, positions = data.preprocessor.sequence_length, getattr(backbone, "max_sequence_length", math.inf)
-    if length > positions:
-        raise UserError(f"--seq-length {length} is more than the {positions} positions of the preset {preset}")
+        tokens = preprocessor.tokenizer.vocabulary_size()
+        backbone = backbone_from_size(models.BertBackbone, size, tokens, dropout, length)
+    if "padding_mask" not in backbone.input:
+        raise ValueError(f"the preset {preset} is a {type(backbone).__name__}, which has no padding mask; give a BERT")
+    if length > (positions := getattr(backbone, "max_sequence_length", math.inf)):
+        raise ValueError(f"{length} tokens are more than the {positions} positions of the preset {preset}")
     if lora_rank:
         enable_lora(backbone, lora_rank)
         for layer in backbone.layers:
             if layer.name == "pooled_dense":  # a part of the head, which BERT and ALBERT have in the backbone
                 layer.trainable = True
-    kind = task_class(keras_hub.models.TextClassifier, type(backbone))
-    model = classifier_class(kind)(backbone, len(data.texts.classes) or 1, dropout=dropout, compile=False)
+    options = {"backbone": backbone, "preprocessor": preprocessor, "num_classes": num_classes, "dropout": dropout}
+    if preset and not bert:
+        kind = models.TextClassifier
+        model = from_preset(kind, preset, load_weights=False, activation=None, compile=False, **options)
+    else:
+        model = models.BertTextClassifier(**options, compile=False)
     model.output_dense.dtype_policy = keras.DTypePolicy("float32")  # bfloat16 has no number between 256 and 258
-    _classify_by_first_token(backbone)
-    if not data.texts.classes:
-        model.output_dense.bias.assign([np.mean(data.texts.splits["train"].labels or [])])
+    model.output_dense.bias.assign([initial_output] * num_classes)
     return model
 
 
-def save_classifier(model: keras_hub.models.TextClassifier, data: EncodedTexts, folder: Path) -> None:
-    """As `save_task`, with the names of the classes and the number of texts that it takes in `labels.json`."""
-    save_task(model, data.preprocessor, folder)
+def save_classifier(model: keras_hub.models.TextClassifier, classes: list[str], texts: int, folder: Path) -> None:
+    """Saves a classifier as `save_task` does, and what its inputs and outputs are in `labels.json`.
+
+    Args:
+        model: a model with its preprocessor.
+        classes: names of the classes, in the order of its outputs; empty for regression.
+        texts: number of texts that make an example, 1 or 2.
+        folder: see `save_task`.
+    """
+    save_task(model, model.preprocessor, folder)
     if is_chief():
-        texts = len(data.texts.splits["train"].texts[0])
-        write_json(folder / "labels.json", {"classes": data.texts.classes, "texts": texts})
-
-
-def classifier_kind(preset: str) -> type[keras_hub.models.TextClassifier]:
-    """KerasHub's class of classifiers for a preset, such as `BertTextClassifier`.
-
-    Raises:
-        UserError: when there is no such preset, it cannot be fetched, or KerasHub has no such class, or one that does
-            not tell tokens from padding.
-    """
-    kind = from_preset(keras_hub.models.Backbone, preset, load_weights=False)
-    with contextlib.suppress(ValueError):
-        if "padding_mask" in kind.input:
-            return task_class(keras_hub.models.TextClassifier, type(kind))
-    raise UserError(
-        f"the preset {preset} is a {type(kind).__name__}, for which KerasHub has no text classifier with a padding "
-        "mask. Give an encoder, such as BERT, RoBERTa, DistilBERT, ALBERT or DeBERTaV3"
-    )
-
-
-def _backbone_from_preset(preset: str, dropout: float) -> keras_hub.models.Backbone:
-    if not _is_huggingface_bert(preset):
-        return from_preset(keras_hub.models.Backbone, preset, dropout=dropout)
-    # KerasHub's own converter needs a pooler, and the file vocab.txt.
-    backbone = from_preset(keras_hub.models.BertBackbone, preset, dropout=dropout, load_weights=False)
-    if not read_weights(encoder_variables(backbone), preset) and is_chief():
-        print(f"The preset {preset} has no pooler: it begins with random weights, as the head does.", flush=True)
-    return backbone
-
-
-def _classify_by_first_token(backbone: keras_hub.models.Backbone) -> None:
-    """Makes a backbone's last layer compute only the first token's output, which is all that a classifier reads.
-
-    The layers of BERT, RoBERTa and DistilBERT allow that: with six of them, it saves an eighth of the work.
-    """
-    layers = getattr(backbone, "transformer_layers", [])
-    if layers and type(layers[-1]) is keras_hub.layers.TransformerEncoder and not layers[-1].normalize_first:
-        layers[-1].call = functools.partial(_first_output, layers[-1])
-
-
-def _first_output(layer: keras_hub.layers.TransformerEncoder, inputs, padding_mask, training=None):
-    """As `TransformerEncoder.call`, for the first token only: [batch size, 1, width]."""
-    first, mask = inputs[:, :1], padding_mask[:, None, :]
-    attended = layer._self_attention_layer(query=first, value=inputs, attention_mask=mask, training=training)
-    x = layer._self_attention_layer_norm(first + layer._self_attention_dropout(attended, training=training))
-    inner = layer._feedforward_output_dense(layer._feedforward_intermediate_dense(x))
-    return layer._feedforward_layer_norm(x + layer._feedforward_dropout(inner, training=training))
-
-
-def _is_huggingface_bert(preset: str) -> bool:
-    return in_huggingface_form(preset) and load_json(preset)["model_type"] == "bert"
+        write_json(folder / "labels.json", {"classes": classes, "texts": texts})

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exports a BERT masked language model to Hugging Face transformers.
+"""Exports a BERT masked language model, or a causal language model, to Hugging Face transformers.
+
+KerasHub exports causal models itself, of the families GPT-2, Llama 3, Mistral, Qwen and Gemma. A GPT-2 is the same there
+up to rounding. Its tokenizer is written here: it splits a text as KerasHub's does, not by GPT-2's own pattern, and
+begins it with an end token, as KerasHub's preprocessor does.
 
 KerasHub's BERT differs in its head from every BERT of transformers. Its encoder has the tanh form of gelu and its head
 the exact one; the head's norm has an epsilon of 1e-5 and all others 1e-12. A `config.json` has one `hidden_act` and one
@@ -9,47 +13,81 @@ with the exact gelu, by 5e-3 and 2e-4. Nothing else differs: with both corrected
 Published checkpoints have the exact gelu, so their encoder is off by as much here, as it is in KerasHub.
 """
 
-import functools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras_hub
 import numpy as np
-from safetensors.numpy import save
-from tokenizers import processors
+from safetensors.numpy import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from common.data.wordpiece import WordPieces
-from common.files import UNFINISHED
-from common.model.huggingface import masked_lm_variables, one_line, require_head
-from common.model.preset_files import load_json
-from keras_replicas import UserError
+from ..data.vocabulary import SPLIT, UNKNOWN, _wordpiece_tokenizer
+from .huggingface import huggingface_weights
+from .presets import from_preset, load_json, one_line, require_head
 
 
-def export_bert(preset: str, folder: Path) -> None:
-    """Writes a folder that `transformers.pipeline("fill-mask", folder)` loads. It is written atomically.
+def export(preset: str, folder: Path) -> str:
+    """Writes a folder that transformers loads, complete or not at all.
 
     Args:
-        preset: the KerasHub preset of a BERT masked language model: a name, or a folder made by `save_to_preset`.
+        preset: what KerasHub saved of a `BertMaskedLM` or a causal language model: a name, or a folder.
         folder: destination; it must be empty or not exist.
 
+    Returns:
+        The task for which `transformers.pipeline(task, folder)` loads it: `fill-mask` or `text-generation`.
+
     Raises:
-        UserError: when the preset is not one, or the folder cannot be written.
+        ValueError: when the preset is neither, its family is not exported, or the folder cannot be written.
     """
-    require_new(folder)
-    require_head(preset, "BertMaskedLM")
-    with one_line(f"cannot load {preset} as a BertMaskedLM that KerasHub saved"):
-        model = keras_hub.models.BertMaskedLM.from_preset(preset, dtype="float32", compile=False)
-        tokenizer = keras_hub.models.BertTokenizer.from_preset(preset)
-    vocabulary = WordPieces(tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents)
-    write_folder(folder, functools.partial(_write, model, vocabulary))
+    folder = folder.resolve()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} already exists; give a new folder")
+    with one_line(f"cannot load {preset} as a model that KerasHub saved"):
+        kind = load_json(preset, "task.json")["class_name"]
+    bert, task = kind == "BertMaskedLM", getattr(keras_hub.models, kind, object)
+    if not bert and not issubclass(task, keras_hub.models.CausalLM):
+        raise ValueError(f"cannot export {preset}, a {kind}: give a BertMaskedLM or a causal language model")
+    if bert:
+        require_head(preset, kind)
+    model = from_preset(task, preset, dtype="float32", compile=False)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        with one_line(f"cannot write {folder}"):
+            unfinished.mkdir(parents=True)
+            (_write_bert if bert else _write_causal)(model, unfinished)
+            # safetensors makes a file that only its owner can read.
+            shutil.copymode(unfinished / "config.json", unfinished / "model.safetensors")
+            os.replace(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return "fill-mask" if bert else "text-generation"
 
 
-def _write(model: keras_hub.models.BertMaskedLM, vocabulary: WordPieces, folder: Path) -> None:
-    backbone, variables = model.backbone, masked_lm_variables(model)
+def _write_causal(model: keras_hub.models.CausalLM, folder: Path) -> None:
+    model.export_to_transformers(str(folder))
+    tokenizer = model.preprocessor.tokenizer
+    if not isinstance(tokenizer, keras_hub.models.GPT2Tokenizer):
+        return
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    _write_json(
+        folder / "config.json", config | {"architectures": ["GPT2LMHeadModel"]}
+    )  # KerasHub's loader asks for it
+    merges = [tuple(merge.split(" ")) for merge in tokenizer.merges if not merge.startswith("#version")]
+    own, end = Tokenizer(models.BPE(dict(tokenizer.vocabulary), merges)), tokenizer.end_token
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    own.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"), to_bytes])
+    own.decoder = decoders.ByteLevel()
+    own.add_special_tokens([end])
+    own.post_processor = processors.TemplateProcessing(f"{end} $0", special_tokens=[(end, tokenizer.end_token_id)])
+    _write_tokenizer(own, folder, model, bos_token=end, eos_token=end, unk_token=end)
+
+
+def _write_bert(model: keras_hub.models.BertMaskedLM, folder: Path) -> None:
+    backbone, tokenizer, variables = model.backbone, model.preprocessor.tokenizer, huggingface_weights(model)
     tensors = {}
     for name, variable in variables.items():
         tensor = np.array(variable)
@@ -57,9 +95,7 @@ def _write(model: keras_hub.models.BertMaskedLM, vocabulary: WordPieces, folder:
             outputs = variables[name.replace(".weight", ".bias")]
             tensor = np.ascontiguousarray(tensor.reshape(-1, math.prod(outputs.shape)).T)
         tensors[name] = tensor.ravel() if name.endswith(".bias") else tensor
-    # The library's own save_file makes a file that only its owner can read.
-    (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
-
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["BertForMaskedLM"],
         "model_type": "bert",
@@ -74,54 +110,29 @@ def _write(model: keras_hub.models.BertMaskedLM, vocabulary: WordPieces, folder:
         "attention_probs_dropout_prob": backbone.dropout,
         "hidden_act": "gelu_pytorch_tanh",
         "layer_norm_eps": 1e-12,
-        "pad_token_id": vocabulary.pieces.index(vocabulary.special.pad),
+        "pad_token_id": tokenizer.pad_token_id,
         "dtype": "float32",
     }
-    special = vocabulary.special
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is; BertTokenizer makes its own
-        "pad_token": special.pad,
-        "unk_token": special.unknown,
-        "cls_token": special.start,
-        "sep_token": special.end,
-        "mask_token": special.mask,
-        "do_lower_case": vocabulary.lowercase,
-        "strip_accents": vocabulary.strip_accents,
-        "model_max_length": backbone.max_sequence_length,
-    }
-    for name, entries in {"config.json": config, "tokenizer_config.json": tokenizer_config}.items():
-        (folder / name).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
-    (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in vocabulary.pieces), encoding="utf-8")
-    tokenizer = vocabulary.tokenizer()
-    tokenizer.add_special_tokens([*special])
-    tokenizer.post_processor = processors.BertProcessing(
-        *((token, vocabulary.pieces.index(token)) for token in (special.end, special.start))
-    )
+    _write_json(folder / "config.json", config)
+    pieces = tokenizer.get_vocabulary()
+    (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    own = _wordpiece_tokenizer(models.WordPiece(ids, unk_token=UNKNOWN), tokenizer.lowercase, tokenizer.strip_accents)
+    own.decoder = decoders.WordPiece()
+    ends = {"cls_token": tokenizer.cls_token, "sep_token": tokenizer.sep_token}
+    special = {"pad_token": tokenizer.pad_token, "unk_token": UNKNOWN, "mask_token": tokenizer.mask_token} | ends
+    own.add_special_tokens([*special.values()])
+    own.post_processor = processors.BertProcessing(*((token, ids[token]) for token in reversed(ends.values())))
+    form = {"do_lower_case": tokenizer.lowercase, "strip_accents": tokenizer.strip_accents}
+    _write_tokenizer(own, folder, model, **special, **form)
+
+
+def _write_tokenizer(tokenizer: Tokenizer, folder: Path, model: keras_hub.models.Task, **settings) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
+    # The class takes tokenizer.json as it is; those of BERT and GPT-2 make their own.
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.backbone.max_sequence_length}
+    _write_json(folder / "tokenizer_config.json", settings)
 
 
-def task_class(preset: str) -> str:
-    """The name of a preset's task, such as `GPT2CausalLM`; empty if it has none, or there is no such preset."""
-    try:
-        return load_json(preset, "task.json")["class_name"]
-    except (ValueError, OSError, RuntimeError, KeyError):
-        return ""
-
-
-def require_new(folder: Path) -> None:
-    """Raises a `UserError` unless a folder is empty, or does not exist."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder.resolve()} already exists; give a new folder")
-
-
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Makes a new folder that `write` fills, complete or not at all. Raises a `UserError` if it cannot be written."""
-    folder = folder.resolve()
-    unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
-    try:
-        with one_line(f"cannot write {folder}"):
-            unfinished.mkdir(parents=True)
-            write(unfinished)
-            os.replace(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
+import keras_hub
 import numpy as np
 
-from common.data.byte_pairs import Vocabulary, special_ids
-from common.data.wordpiece import WordPieces
-from common.model.huggingface import in_huggingface_form, require_head
-from common.model.masked_lm import masked_lm_from_preset, preset_vocabulary
-from keras_replicas import UserError
+from ..data.vocabulary import encode
+from .huggingface import preset_tokenizer
+from .masked_lm import masked_lm_from_preset
+from .presets import huggingface_type, require_head
 
 SENTENCES = (  # to try out a model of the default text
     "Returns a [MASK] with the same shape as the input.",
@@ -20,72 +20,64 @@ SENTENCES = (  # to try out a model of the default text
 )
 
 
-def fill_mask(model: keras.Model, vocabulary: Vocabulary, sentence: str, top: int = 5) -> list[list[dict[str, Any]]]:
-    """The likeliest tokens for each mask of a sentence, with the entries of Hugging Face's `fill-mask` pipeline.
+def fill_mask(
+    model: keras_hub.models.MaskedLM, tokenizer: keras_hub.models.Tokenizer, sentence: str, top: int = 5
+) -> list[list[dict[str, Any]]]:
+    """The likeliest tokens for each mask of a sentence.
 
     Args:
-        model, vocabulary: a `BertMaskedLM` or `RobertaMaskedLM`, and the vocabulary it was trained with.
+        model, tokenizer: a `BertMaskedLM` or `RobertaMaskedLM`, and the tokenizer it was trained with.
         sentence: text with one or more masks: `[MASK]`, or the model's own, such as `<mask>`.
         top: number of guesses for each mask.
 
     Returns:
-        For each mask in order, its guesses, the likeliest first: `score`, its probability; `token`, its id;
-        `token_str`, its text; and the `sequence` with the guess in the mask's place.
+        For each mask, its guesses, the likeliest first: `score`, its probability; `token`, its id; `token_str`, its
+        text; and `sequence`, the sentence with the guess in the mask's place.
 
     Raises:
-        UserError: when there is no mask, or the sentence is longer than the model's positions.
+        ValueError: when there is no mask, or the sentence is longer than the model's positions.
     """
-    tokenizer, special = vocabulary.tokenizer(), vocabulary.special
-    *before, last = sentence.replace(WordPieces.special.mask, special.mask).split(special.mask)
+    texts = sentence.replace("[MASK]", tokenizer.mask_token).split(tokenizer.mask_token)
     # A mask is a word with the space before it, as in RoBERTa's own tokenizer; BERT's ignores spaces.
-    parts = [tokenizer.encode(part, add_special_tokens=False).ids for part in [*map(str.rstrip, before), last]]
-    id_of = special_ids(vocabulary)
-    ids, positions = [id_of["start"], *parts[0]], []
-    for part in parts[1:]:
+    first, *others = encode([*map(str.rstrip, texts[:-1]), texts[-1]], tokenizer)
+    ids, positions = [tokenizer.start_token_id, *first], []
+    for part in others:
         positions.append(len(ids))
-        ids += [id_of["mask"], *part]
-    ids.append(id_of["end"])
+        ids += [tokenizer.mask_token_id, *part]
+    ids.append(tokenizer.end_token_id)
     if not positions:
-        raise UserError(f"no {special.mask} in {sentence!r}; put one in place of a word to predict")
+        raise ValueError(f"no {tokenizer.mask_token} in {sentence!r}; put one in place of a word to predict")
     if len(ids) > model.backbone.max_sequence_length:
-        raise UserError(f"the sentence has {len(ids)} tokens; the model takes {model.backbone.max_sequence_length}")
-    inputs = {
-        "token_ids": np.array([ids], np.int32),
-        "segment_ids": np.zeros((1, len(ids)), np.int32),
-        "padding_mask": np.ones((1, len(ids)), np.int32),
-        "mask_positions": np.array([positions], np.int32),
-    }
+        raise ValueError(f"the sentence has {len(ids)} tokens; the model takes {model.backbone.max_sequence_length}")
+    row = np.array([ids], np.int32)
+    inputs = {"token_ids": row, "segment_ids": 0 * row, "padding_mask": 0 * row + 1}
+    inputs["mask_positions"] = np.array([positions], np.int32)
     logits = model({name: inputs[name] for name in model.input}, training=False)[0]
-    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
-
-    def guess(position: int, token: int, score: float) -> dict[str, Any]:
-        filled = [*ids[:position], token, *ids[position + 1 :]]
-        if len(positions) == 1:  # otherwise the other masks are shown
-            filled = [piece for piece in filled if piece not in id_of.values()]
-        return {
-            "score": float(score),
-            "token": int(token),
-            "token_str": tokenizer.decode([token]),
-            "sequence": tokenizer.decode(filled, skip_special_tokens=False),
-        }
-
-    return [
-        [guess(position, token, scores[token]) for token in np.argsort(-scores)[:top]]
-        for position, scores in zip(positions, probabilities, strict=True)
-    ]
+    spaced = isinstance(tokenizer, keras_hub.models.RobertaTokenizer)  # its tokens bring the space before a word
+    found = []
+    for number, scores in enumerate(keras.ops.convert_to_numpy(keras.ops.softmax(logits)), start=1):
+        before, after = (tokenizer.mask_token.join(part) for part in (texts[:number], texts[number:]))
+        guesses = []
+        for token in np.argsort(-scores)[:top].tolist():
+            word = tokenizer.detokenize([token])
+            joined = spaced or word.startswith("##")
+            filled = (before.rstrip() if joined else before) + (word if spaced else word.removeprefix("##")) + after
+            guesses.append({"score": float(scores[token]), "token": token, "token_str": word, "sequence": filled})
+        found.append(guesses)
+    return found
 
 
-def print_filled_masks(preset: str, sentences: Iterable[str] = SENTENCES, top: int = 5) -> None:
+def print_filled_masks(preset: str, sentences: Iterable[str] = SENTENCES) -> None:
     """Prints sentences with the likeliest tokens for their masks, according to the model saved in a preset.
 
     Raises:
-        UserError: as `fill_mask`, and when there is no such preset, or it lacks the masked-language-model head.
+        ValueError: as `fill_mask`, and when there is no such preset, or it lacks the masked language model's head.
     """
-    if not in_huggingface_form(preset):
+    if not huggingface_type(preset):
         require_head(preset, "BertMaskedLM", "RobertaMaskedLM")
-    model, vocabulary = masked_lm_from_preset(preset, dtype="float32"), preset_vocabulary(preset)
+    model, tokenizer = masked_lm_from_preset(preset, dtype="float32"), preset_tokenizer(preset)
     for sentence in sentences:
         print(f"\n{sentence}")
-        for guesses in fill_mask(model, vocabulary, sentence, top):
+        for guesses in fill_mask(model, tokenizer, sentence):
             for guess in guesses:
                 print("    {score:.3f} {token:>6} {token_str:16} {sequence}".format_map(guess))

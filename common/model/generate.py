@@ -2,16 +2,13 @@
 """Continues texts with a causal language model, using KerasHub's samplers and its cache."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import keras_hub
 import numpy as np
 import tensorflow as tf
 
-from common.model.backbones import from_preset
-from keras_replicas import UserError
-
-TOKENS = 40  # in a continuation
+from .presets import from_preset
 
 
 def make_sampler(
@@ -25,83 +22,67 @@ def make_sampler(
             or `random`, one of all.
         k, p: see `name`.
         temperature: divides the logits: below 1, what is likely becomes likelier.
-        seed: seed of the draws.
+        seed: seed of the draws, at least 0 and below 2^31.
 
     Raises:
-        UserError: when there is no such sampler, or a value is out of range.
+        ValueError: when there is no such sampler, or a value is out of range.
     """
-    samplers = keras_hub.samplers
     if not 1e-6 <= temperature < math.inf:  # in float32, logits cannot be divided by less
-        raise UserError(f"--temperature must be at least 1e-6, and finite; got {temperature:g}")
-    if k < 1:
-        raise UserError(f"--top-k must be at least 1; got {k}")
-    if not 0 < p <= 1:
-        raise UserError(f"--top-p must be above 0, and at most 1; got {p:g}")
+        raise ValueError(f"the temperature must be at least 1e-6, and finite; got {temperature:g}")
+    if k < 1 or not 0 < p <= 1 or not 0 <= seed < 2**31:
+        raise ValueError(f"k is 1 or more, p above 0 and at most 1, a seed 0 to 2^31 - 1; got {k}, {p:g} and {seed}")
+    drawn, samplers = {"seed": seed, "temperature": temperature}, keras_hub.samplers
     match name:
         case "greedy":
             return samplers.GreedySampler()
         case "top-k":
-            return samplers.TopKSampler(k, seed=seed, temperature=temperature)
+            return samplers.TopKSampler(k, **drawn)
         case "top-p":
-            return samplers.TopPSampler(p, seed=seed, temperature=temperature)
+            return samplers.TopPSampler(p, **drawn)
         case "random":
-            return samplers.RandomSampler(seed=seed, temperature=temperature)
-    raise UserError(f"--sampler must be greedy, top-k, top-p or random; got {name}")
+            return samplers.RandomSampler(**drawn)
+    raise ValueError(f"the sampler must be greedy, top-k, top-p or random; got {name}")
 
 
 def continuations(
-    model: keras_hub.models.CausalLM, prompts: Sequence[str], sampler: keras_hub.samplers.Sampler, tokens: int = TOKENS
-) -> list[str]:
+    model: keras_hub.models.CausalLM, prompts: Sequence[str], sampler: keras_hub.samplers.Sampler, tokens: int = 40
+) -> Iterator[str]:
     """The prompts, each followed by what the model adds, up to its end token or `tokens` tokens.
 
     The sampler starts afresh for each: a prompt gives the same text each time, whatever the other prompts.
 
     Raises:
-        UserError: when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`;
-            when the model's logits are not finite, and the sampler draws.
+        ValueError: when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`;
+            when the k of `top-k` exceeds the vocabulary; when the model's logits are not finite, and the sampler draws.
     """
+    if getattr(sampler, "k", 1) > (size := model.backbone.vocabulary_size):
+        raise ValueError(f"the k of top-k, {sampler.k}, is more than the {size} tokens of the vocabulary")
     if model.sampler is not sampler:  # `compile` would do so too, but lose what is compiled for training
         model.sampler, model.generate_function = sampler, None
-    return [_continuation(model, prompt, sampler, tokens) for prompt in prompts]
-
-
-def _continuation(
-    model: keras_hub.models.CausalLM, prompt: str, sampler: keras_hub.samplers.Sampler, tokens: int
-) -> str:
     room = model.preprocessor.sequence_length
-    length = int(np.sum(model.preprocessor.generate_preprocess([prompt], room + 1)["padding_mask"]))
-    if not length:
-        raise UserError("the prompt is empty, and the model has no start token to begin with: give a text")
-    if length >= room:
-        raise UserError(f"the prompt has at least {length} tokens; the model takes {room}, with those it adds")
-    for state in sampler.variables:
-        state.assign([sampler.seed, 0])
-    try:
-        return model.generate([prompt], max_length=min(length + tokens, room))[0]
-    except tf.errors.InvalidArgumentError as error:  # a draw from probabilities that are NaN
-        raise UserError("the model has diverged: its logits are not finite, and so it writes nothing") from error
+    for prompt in prompts:
+        length = int(np.sum(model.preprocessor.generate_preprocess([prompt], room + 1)["padding_mask"]))
+        if not 0 < length < room:
+            raise ValueError(f"the prompt has {length} tokens or more; give 1 to {room - 1}, with those added {room}")
+        for state in sampler.variables:
+            state.assign([sampler.seed, 0])
+        try:
+            yield model.generate([prompt], max_length=min(length + tokens, room))[0]
+        except tf.errors.InvalidArgumentError as error:  # a draw from probabilities that are NaN
+            raise ValueError("the model has diverged: its logits are not finite, and so it writes nothing") from error
 
 
 def causal_lm_for_generation(preset: str) -> keras_hub.models.CausalLM:
-    """A preset's model, in float32.
-
-    Raises:
-        UserError: when there is no such preset of a causal language model, or it cannot be fetched.
-    """
+    """A preset's model, in float32; a ValueError when there is none of a causal language model, or it cannot be had."""
     model = from_preset(keras_hub.models.CausalLM, preset, dtype="float32", compile=False)
     model.compile(jit_compile=False)  # XLA would take longer to compile than to write a text
     return model
 
 
 def print_continuations(preset: str, prompts: Sequence[str]) -> None:
-    """Prints texts as the model saved in a preset continues them, with `top-k`; or, in one line, why it cannot.
-
-    Raises:
-        UserError: when there is no such preset.
-    """
-    model = causal_lm_for_generation(preset)
+    """Prints texts as the model saved in a preset continues them, with `top-k`; or, in one line, why it cannot."""
     try:
-        for text in continuations(model, prompts, make_sampler()):
+        for text in continuations(causal_lm_for_generation(preset), prompts, make_sampler()):
             print(f"\n{text}")
-    except UserError as error:
+    except ValueError as error:
         print(f"\n{error}")

@@ -1,158 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uploads a run's models to the Hugging Face Hub, in the background while it trains."""
+"""Uploads a run's models to the Hugging Face Hub, while it trains and at its end; and their model cards."""
 
+import atexit
 import os
 import shlex
 import shutil
+import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import huggingface_hub
 import keras
-from huggingface_hub.utils import disable_progress_bars, logging
+from huggingface_hub import ModelCard, ModelCardData
 
-from common.files import PRESET
-from common.model.model_card import Kind, snapshot_card
-from keras_replicas import UserError, is_chief
+from keras_replicas import is_chief
 
-KEEP = 3
-GRACE = 10  # seconds that a process has for an orderly end while an upload hangs
+OWN = ("*.json", "*.h5", "assets/*", "README.md")  # a preset's files, not one that the user has put there
+TASKS = {"fill-mask": "MaskedLM", "text-generation": "CausalLM", "text-classification": "TextClassifier"}
 
 
 class Publish(keras.callbacks.Callback):
-    """Saves a snapshot at each epoch's end during `fit`, and uploads it in a thread while training continues.
+    """Saves a snapshot at each epoch's end during `fit`, and uploads it in the background; then `finish` the model.
 
-    It needs a model of `data_parallel`, which counts its steps. One upload runs at a time; of the snapshots made
-    meanwhile, the latest waits. A failed upload is reported in one line, and does not stop the run. Of several workers,
-    only the chief saves and uploads.
-
-    It is a context manager around `fit` and everything after it: at its exit it uploads the preset in `preset/`. After
-    an error, the process exits soon, even if an upload hangs.
+    An upload is a process of its own, `hf upload`: it ends with this one, even if it hangs. While one runs, no other
+    snapshot is made. A failed upload is a line, and does not stop the run. Only the chief saves and uploads.
 
     Args:
         uri: `hf://user/name`; empty for no snapshots and no uploads.
         public: whether a new repository is public rather than private. An existing one keeps its visibility.
-        workdir: the run's folder, which keeps the last three snapshots, in `snapshots/step-<n>/`.
-        save: `save(folder, card=text)` writes the model as a preset, with a `README.md`, to a folder, which it creates.
-        kind: the model's kind, for the snapshots' cards.
+        folder: where the last snapshot is.
+        save: `save(folder)` writes the model as a preset to a folder, which it creates.
+        patience: seconds for which `finish` waits.
     """
 
-    def __init__(self, uri: str, public: bool, workdir: Path, save: Callable[..., None], kind: Kind):
+    def __init__(self, uri: str, public: bool, folder: Path, save: Callable[[Path], Any], patience: float = 1800):
         super().__init__()
-        self.kind = kind
-        self.public = public
-        self.uri = uri if is_chief() else ""
-        self.folder, self.preset = workdir / "snapshots", workdir / "preset"
-        self._save = save
-        self._waiting: Path | None = None
-        self._uploading: Path | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: str | None = None
-        if self.uri:  # progress bars and retry messages would mix with those of training
-            disable_progress_bars()
-            logging.set_verbosity_error()
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Uploads the waiting snapshot, once the previous upload has ended."""
-        self._upload_waiting()
+        self.uri, self.folder, self.save, self.patience = uri if is_chief() else "", folder, save, patience
+        self.visibility = "--no-private" if public else "--private"
+        self.upload: subprocess.Popen[str] | None = None
+        atexit.register(self._stop)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Saves a snapshot, and uploads it now or later. A full disk is reported."""
-        if not self.uri:
+        """Saves a snapshot, and begins to upload it. A full disk is reported."""
+        if not self.uri or (self.upload and self.upload.poll() is None):
             return
+        if why := self._failure(0):
+            print(f"\nA snapshot was not uploaded ({why}); the next one is tried.", flush=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        told = f"A snapshot after epoch {epoch + 1} of a model that is still training: the finished one replaces it."
         try:
-            self._waiting = self._save_snapshot(logs or {})
+            self.save(self.folder)
+            (self.folder / "README.md").write_text(card(self.uri, "", told, logs or {}), encoding="utf-8")
         except OSError as error:
-            print(f"\nThe snapshot of step {self.model.steps_done} could not be written ({error}).", flush=True)
-        self._upload_waiting()
-        self._remove_old()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            print(f"\nThe snapshot of epoch {epoch + 1} could not be written ({error}).", flush=True)
+        else:
+            self._start(self.folder)
 
     def finish(self, preset: Path) -> None:
-        """Waits for the current upload, then uploads this folder's preset. A failure is reported, not raised."""
+        """Uploads this preset in the place of a snapshot, and waits for it. A failure is reported, not raised."""
         if not self.uri:
             return
+        self._stop()
         print(f"\nuploading to {self.uri}", flush=True)
-        self._waiting = preset  # in the place of a snapshot
-        if self._thread:
-            self._thread.join()
-        self._upload_waiting()
-        if self._thread:
-            self._thread.join()
-        if self._failure:
-            private = "" if self.public else " --private"
-            print(
-                f"The run is complete, but not uploaded ({self._failure}). To try again:\n"
-                f"    hf upload {self.uri.removeprefix('hf://')} {shlex.quote(str(preset))}{private}",
-                flush=True,
-            )
+        words = self._start(preset)
+        if why := self._failure(self.patience):
+            print(f"The run is complete, but not uploaded ({why}). To try again:\n    hf {words}", flush=True)
 
-    def __enter__(self):
-        return self
+    def _start(self, folder: Path) -> str:
+        words = ["upload", self.uri.removeprefix("hf://"), str(folder), self.visibility]
+        own = [word for pattern in OWN for word in ("--include", pattern)]
+        hf = [sys.executable, "-m", "huggingface_hub.cli.hf", *words, *own, "--quiet"]
+        quiet = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        self.upload = subprocess.Popen(hf, **pipes, env=quiet, text=True)
+        return shlex.join(words)
 
-    def __exit__(self, kind, error, trace):
+    def _failure(self, seconds: float) -> str:
+        """Why the last upload failed, for which it waits so long; empty if it did not."""
+        if not self.upload:
+            return ""
         try:
-            if error is None:
-                self.finish(self.preset)
-        except BaseException as late:
-            self._leave_soon(late)
-            raise
-        if error:
-            self._leave_soon(error)
+            lines = self.upload.communicate(timeout=seconds)[1].splitlines()
+        except subprocess.TimeoutExpired:
+            self._stop()
+            return f"no answer in {seconds:g} s"
+        errors = [line for line in lines if "Error" in line and not line.startswith(" ")]
+        return (errors or [f"exit status {self.upload.returncode}"])[-1] if self.upload.returncode else ""
 
-    def _leave_soon(self, error: BaseException) -> None:
-        if self._thread and self._thread.is_alive():
-            # At its exit, Python waits for the threads of any pool, and huggingface_hub, if it does without Xet, sends
-            # files from one: Python would wait for them as long as the Hub does not answer.
-            status = error.code if isinstance(error, SystemExit) else 2 if isinstance(error, UserError) else 1
-            threading.Thread(target=_leave_after_grace, args=(status,), daemon=True).start()
-
-    def _save_snapshot(self, logs: dict[str, float]) -> Path:
-        step = self.model.steps_done
-        unfinished, whole = self.folder / "unfinished", self.folder / f"step-{step}"
-        self.folder.mkdir(exist_ok=True)
-        for folder in (unfinished, whole):  # left by a process that was killed
-            shutil.rmtree(folder, ignore_errors=True)
-        self._save(unfinished, card=snapshot_card(self.kind, self.uri, step, logs))
-        return unfinished.rename(whole)
-
-    def _remove_old(self) -> None:
-        folders = [folder for folder in self.folder.glob("step-*") if folder.name.removeprefix("step-").isdecimal()]
-        for folder in sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))[:-KEEP]:
-            if folder != self._uploading:
-                shutil.rmtree(folder)
-
-    def _upload_waiting(self) -> None:
-        if self._thread and not self._thread.is_alive():
-            if self._failure:
-                print(
-                    f"\n{self._uploading} was not uploaded ({self._failure}); it is retried at the end of the run.",
-                    flush=True,
-                )
-            self._thread = self._uploading = None
-        if self._waiting and not self._thread:
-            self._uploading, self._waiting = self._waiting, None
-            self._failure = "stopped"
-            self._thread = threading.Thread(target=self._upload, args=(self._uploading,), daemon=True)
-            self._thread.start()
-
-    def _upload(self, folder: Path) -> None:
-        repository = self.uri.removeprefix("hf://")
-        try:
-            # Not by KerasHub's upload_preset, which makes a public repository, and overwrites our card with its own.
-            huggingface_hub.create_repo(repository, private=not self.public, exist_ok=True)
-            # Only our own files, not one that the user has put there.
-            own = [*PRESET, "assets/*", "README.md"]
-            huggingface_hub.upload_folder(repo_id=repository, folder_path=folder, allow_patterns=own)
-            self._failure = None
-        except Exception as error:  # whatever it is, training continues
-            self._failure = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    def _stop(self) -> None:
+        if self.upload and self.upload.poll() is None:
+            self.upload.kill()
+            self.upload.wait()
 
 
-def _leave_after_grace(status: int) -> None:
-    time.sleep(GRACE)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+def card(uri: str, task: str, summary: str, values: dict[str, Any]) -> str:
+    """A model card, the `README.md` of a preset.
+
+    Args:
+        uri: where the model is: `hf://user/name`, or its folder in that of a run.
+        task: the Hub's name for what it does: `fill-mask`, `text-generation`, `text-classification`; empty for none.
+        summary: the first paragraph.
+        values: what a table tells of it: losses and their baselines, steps, data, versions. Of a path, which is
+            private, it has the last part only.
+    """
+    data = ModelCardData(library_name="keras-hub", pipeline_tag=task or None, tags=["keras"])
+    name = Path(uri).name if uri.startswith("hf://") else Path(uri).absolute().parent.name
+    table = "".join(f"| {name.replace('_', ' ')} | {_told(value)} |\n" for name, value in values.items())
+    text = f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{summary}\n\n| | |\n| --- | --- |\n{table}"
+    if task:
+        text += f"""
+Losses are in nats per label. A model below a baseline has learned more from the context than it. It repeats the errors
+and biases of its data: it is for learning and for comparing trainings, not for decisions, or texts of another kind.
+
+```python
+import keras_hub  # where the repository is private, after `hf auth login`
+
+model = keras_hub.models.{TASKS[task]}.from_preset("{uri}")
+```
+"""
+    return str(ModelCard(text))
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_told(each)}" for name, each in value.items())
+    if isinstance(value, str) and not value.startswith("hf://"):
+        return Path(value).name
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

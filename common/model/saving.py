@@ -9,16 +9,9 @@ from pathlib import Path
 
 import keras_hub
 
-from common.data.byte_pairs import Vocabulary
-from common.data.wordpiece import WordPieces
 from keras_replicas import is_chief
 
-
-def save_preset(
-    model: keras_hub.models.Task, vocabulary: Vocabulary, seq_length: int, folder: Path, card: str = ""
-) -> None:
-    """As `save_task`, with the model's usual preprocessor."""
-    save_task(model, model.preprocessor_cls(keras_tokenizer(vocabulary), sequence_length=seq_length), folder, card)
+ADAPTERS = "adapters.lora.h5"
 
 
 def save_task(
@@ -26,7 +19,14 @@ def save_task(
 ) -> None:
     """Saves a preset that KerasHub loads without this project, including the preprocessor; only the chief saves.
 
-    A `card`, if given, becomes its `README.md`.
+    Adapters are merged into their kernels. By themselves, they are beside these in `adapters.lora.h5`, to be loaded by
+    `backbone.load_lora_weights` into the backbone that they adapt.
+
+    Args:
+        model: the model.
+        preprocessor: the model's preprocessor.
+        folder: the preset's folder, whose parent must exist.
+        card: what its `README.md` says; empty for none.
 
     Raises:
         OSError: `ENOSPC`, before anything is written, when the disk has no room (h5py would crash the process).
@@ -38,15 +38,7 @@ def save_task(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     model.preprocessor = preprocessor
     model.save_to_preset(str(folder))
+    if any(weight.name.startswith("lora_") for weight in model.weights):
+        model.backbone.save_lora_weights(str(folder / ADAPTERS))
     if card:
         (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def keras_tokenizer(vocabulary: Vocabulary) -> keras_hub.models.Tokenizer:
-    """KerasHub's tokenizer for a vocabulary."""
-    if isinstance(vocabulary, WordPieces):
-        return keras_hub.models.BertTokenizer(
-            vocabulary.pieces, lowercase=vocabulary.lowercase, strip_accents=vocabulary.strip_accents
-        )
-    ids = {piece: index for index, piece in enumerate(vocabulary.pieces)}
-    return keras_hub.models.RobertaTokenizer(ids, vocabulary.merges)

@@ -6,9 +6,6 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from common.data.wordpiece import load_wordpieces
-from keras_replicas import UserError
-
 # Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
 # arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.
 SIZES = {
@@ -34,79 +31,43 @@ def dimensions(size: str) -> dict[str, int]:
         size: a name of `SIZES` or `GPT2_SIZES`, or a JSON file with these four, as KerasHub's backbones name them.
 
     Raises:
-        UserError: when it is neither.
+        ValueError: when it is neither.
     """
     if sizes := (SIZES | GPT2_SIZES).get(size):
         num_layers, width = sizes
         return dict(zip(DIMENSIONS, (num_layers, width // 64, width, 4 * width), strict=True))
     try:
         given = json.loads(Path(size).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {size} is neither {', '.join(SIZES)}, nor a JSON file ({error})") from error
-    if (
-        not isinstance(given, dict)
-        or set(given) != set(DIMENSIONS)
-        or not all(isinstance(n, int) and n > 0 for n in given.values())
-    ):
-        raise UserError(f"{size} must have exactly these keys, with positive integers: {', '.join(DIMENSIONS)}")
-    if given["hidden_dim"] % given["num_heads"]:
-        raise UserError(f"{size}: hidden_dim {given['hidden_dim']} is not divisible by num_heads {given['num_heads']}")
+        whole = set(given) == set(DIMENSIONS) and all(isinstance(n, int) and n > 0 for n in given.values())
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"the size {size} is neither {', '.join(SIZES)}, nor a JSON file ({error})") from error
+    if not whole or given["hidden_dim"] % given["num_heads"]:
+        keys = ", ".join(DIMENSIONS)
+        raise ValueError(f"{size} must have exactly {keys}: integers above 0, hidden_dim a multiple of num_heads")
     return given
 
 
-def check_model(preset: str, size: str | None, seq_length: int, vocabulary: str = "") -> None:
-    """Checks where a model comes from: a preset, or a size and a vocabulary.
+def check_model(preset: str, size: str | None, seq_length: int) -> None:
+    """Checks where a model comes from: a preset or a size.
 
     Raises:
-        UserError: when both are given, there is no such size or vocabulary, or the preset, if it is a folder, is
-            not of a language model or has too few positions for the sequences.
+        ValueError: when both are given, there is no such size, or the preset, if it is a folder, is not of a language
+            model or has too few positions for `seq_length` tokens.
     """
-    if preset and (size or vocabulary):
-        both = "--model" if size else "--vocabulary"
-        raise UserError(f"--preset brings its own model and vocabulary: leave out {both}, or --preset")
-    if vocabulary:
-        load_wordpieces(vocabulary)
-    if preset and Path(preset).is_dir():
-        _check_preset_folder(Path(preset), seq_length)
     if size:
         dimensions(size)
-
-
-def check_vocabulary_size(architecture: str, size: int) -> None:
-    """Raises a `UserError` when a vocabulary has no room for its mandatory tokens."""
-    if architecture == "roberta" and size < 261:
-        raise UserError(f"--vocabulary-size must be at least 261: 256 bytes, 5 special tokens; got {size}")
-
-
-def check_lora(rank: int | None, preset: str) -> None:
-    """Raises a `UserError` when adapters are asked for, by their rank, without a preset to adapt."""
-    if rank and not preset:
-        raise UserError("--lora-rank adapts the weights of a preset: give --preset, or leave it out")
-
-
-def _check_preset_folder(folder: Path, seq_length: int) -> None:
+    if preset and size:
+        raise ValueError(f"a preset brings its own model: leave out the size {size}, or the preset {preset}")
+    if not Path(preset or "hf://").is_dir():
+        return
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if "model_type" in settings:  # Hugging Face's form
-            positions = settings.get("max_position_embeddings") or settings["n_positions"]  # GPT-2's name for it
-            vocabulary_size = settings["vocab_size"]
-        else:
-            config = settings["config"]  # decoders without position embeddings have no limit there
-            positions, vocabulary_size = config.get("max_sequence_length", math.inf), config["vocabulary_size"]
+        settings = json.loads(Path(preset, "config.json").read_text(encoding="utf-8"))
+        if "model_type" in settings:  # Hugging Face's form, where GPT-2 has its own name for it
+            positions = settings.get("max_position_embeddings") or settings["n_positions"]
+        else:  # decoders without position embeddings have no limit there
+            positions = settings["config"].get("max_sequence_length", math.inf)
         too_long = seq_length > positions
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{folder} is not a preset of a language model; give a folder made by save_to_preset"
-        ) from error
+        raise ValueError(f"{preset} is no preset of a language model; give a folder made by save_to_preset") from error
     if too_long:
-        raise UserError(f"--seq-length {seq_length} is more than the {positions} positions of the preset {folder}")
-    kind = settings.get("model_type", "keras")
-    files = {"bert": ("tokenizer.json", "vocab.txt"), "keras": ("tokenizer.json",)}.get(kind)
-    if files and not any((folder / name).is_file() for name in files):
-        raise UserError(f"the preset {folder} has no {' or '.join(files)}, the tokenizer its model was trained with")
-    words = folder / "assets/tokenizer/vocabulary.txt"
-    if words.is_file() and (found := len(words.read_text(encoding="utf-8").splitlines())) != vocabulary_size:
-        raise UserError(
-            f"{words} has {found} tokens, but the preset's model has a vocabulary size of {vocabulary_size}: "
-            "they do not belong together"
-        )
+        raise ValueError(f"{seq_length} tokens are more than the {positions} positions of the preset {preset}")
