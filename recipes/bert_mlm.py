@@ -49,7 +49,7 @@ class Config(FitOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        check_model(self.preset, self.model, self.seq_length, self.vocabulary)
+        check_model(self.preset, self.model, self.seq_length)
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
@@ -65,7 +65,7 @@ from common.data.rows import Rows, corpus_rows
 from common.data.vocabulary import load_wordpieces, train_wordpieces
 from common.log import RunLog, one_epoch
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
-from common.model.presets import preset_tokenizer
+from common.model.huggingface import preset_tokenizer
 from common.model.saving import save_task
 from common.report import print_plan, report
 from common.run_folder import open_run
@@ -152,7 +152,7 @@ def train_and_evaluate(config: Config) -> dict:
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
             results |= language_model_scores(split, scores, one_epoch(part), counts, tokenizer)
-        save_task(model, tokenizer, config.seq_length, run.folder / "preset")
+        save_task(model, model.preprocessor_cls(tokenizer, sequence_length=config.seq_length), run.folder / "preset")
         return run.finish(results)
 
 
