@@ -4,9 +4,10 @@ import base64
 import hashlib
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from huggingface_hub import constants, hf_api
+from huggingface_hub import constants
 
 URI, REPOSITORY = "hf://someone/some-bert", "someone/some-bert"
 
@@ -17,6 +18,7 @@ class StandIn(ThreadingHTTPServer):
     Attributes:
         commits: after each commit, all files by name.
         failures: requests to make the repository that are answered by status 500.
+        silent: whether those are not answered at all.
         public: whether the repository is, as its first request said; None before that.
     """
 
@@ -26,6 +28,7 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.commits, self.objects, self.failures, self.public = [], {}, 0, None
+        self.silent = False
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
@@ -41,6 +44,8 @@ class Answer(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         model = f"models/{REPOSITORY}"
         if path == "repos/create":
+            while hub.silent:
+                time.sleep(0.01)
             hub.failures -= 1
             status = 500 if hub.failures >= 0 else 200 if hub.public is None else 409
             if status == 200:
@@ -98,10 +103,10 @@ def digest(content):
 
 
 def use(url, monkeypatch):
-    """Turns this process's huggingface_hub, which has read its environment already, to another Hub."""
+    """Turns this process's huggingface_hub, which has read its environment, and those it starts to another Hub."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(hf_api.api, "endpoint", url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", "hf_token")
+    values = {"HF_ENDPOINT": url, "HF_TOKEN": "hf_token", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)

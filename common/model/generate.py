@@ -55,7 +55,7 @@ def continuations(
         ValueError: when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`;
             when the k of `top-k` exceeds the vocabulary; when the model's logits are not finite, and the sampler draws.
     """
-    if getattr(sampler, "k", 1) > (size := model.backbone.vocabulary_size):
+    if (getattr(sampler, "k", None) or 1) > (size := model.backbone.vocabulary_size):
         raise ValueError(f"the k of top-k, {sampler.k}, is more than the {size} tokens of the vocabulary")
     if model.sampler is not sampler:  # `compile` would do so too, but lose what is compiled for training
         model.sampler, model.generate_function = sampler, None
