@@ -104,7 +104,9 @@ def test_what_is_written_is_read_back_to_the_bit(preset, exported, tokenizer, tm
         check_model(exported, None, 513)
     for sentence in SENTENCES[:2]:
         assert fill_mask(after, tokenizer, sentence) == fill_mask(before, tokenizer, sentence)
-    assert_same_weights(models.BertBackbone.from_preset(exported), before.backbone)  # by KerasHub's own converter
+    by_keras_hub = models.BertTextClassifier.from_preset(exported, num_classes=2)  # by its own converter
+    assert_same_weights(by_keras_hub.backbone, before.backbone)
+    assert by_keras_hub.preprocessor.tokenizer.get_vocabulary() == tokenizer.get_vocabulary()
     modes = {path.stat().st_mode & 0o777 for path in Path(exported).iterdir()}
     assert len(modes) == 1 and modes.pop() & 0o400
     for lowercase, strip_accents in ((False, False), (True, False), (False, True)):
