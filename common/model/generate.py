@@ -21,27 +21,19 @@ def make_sampler(
             `top-p`, one of the fewest that together have a probability of p (Holtzman et al. 2019, arXiv:1904.09751);
             or `random`, one of all.
         k, p: see `name`.
-        temperature: divides the logits: below 1, what is likely becomes likelier.
-        seed: seed of the draws, at least 0 and below 2^31.
+        temperature, seed: the first divides the logits: below 1, what is likely becomes likelier.
 
-    Raises:
-        ValueError: when there is no such sampler, or a value is out of range.
+    Raises a ValueError when there is no such sampler, or a value is out of range.
     """
     if not 1e-6 <= temperature < math.inf:  # in float32, logits cannot be divided by less
         raise ValueError(f"the temperature must be at least 1e-6, and finite; got {temperature:g}")
     if k < 1 or not 0 < p <= 1 or not 0 <= seed < 2**31:
         raise ValueError(f"k is 1 or more, p above 0 and at most 1, a seed 0 to 2^31 - 1; got {k}, {p:g} and {seed}")
-    drawn, samplers = {"seed": seed, "temperature": temperature}, keras_hub.samplers
-    match name:
-        case "greedy":
-            return samplers.GreedySampler()
-        case "top-k":
-            return samplers.TopKSampler(k, **drawn)
-        case "top-p":
-            return samplers.TopPSampler(p, **drawn)
-        case "random":
-            return samplers.RandomSampler(**drawn)
-    raise ValueError(f"the sampler must be greedy, top-k, top-p or random; got {name}")
+    drawn = {"seed": seed, "temperature": temperature}
+    own = {"greedy": {}, "top-k": {"k": k, **drawn}, "top-p": {"p": p, **drawn}, "random": drawn}
+    if name not in own:
+        raise ValueError(f"the sampler must be {', '.join(own)}; got {name}")
+    return keras_hub.samplers.get({"class_name": name.replace("-", "_"), "config": own[name]})
 
 
 def continuations(
@@ -53,9 +45,9 @@ def continuations(
 
     Raises:
         ValueError: when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`;
-            when the k of `top-k` exceeds the vocabulary; when the model's logits are not finite, and the sampler draws.
+            when k exceeds the vocabulary; when the model's logits are not finite, and the sampler draws.
     """
-    if getattr(sampler, "k", 1) > (size := model.backbone.vocabulary_size):
+    if (getattr(sampler, "k", None) or 1) > (size := model.backbone.vocabulary_size):
         raise ValueError(f"the k of top-k, {sampler.k}, is more than the {size} tokens of the vocabulary")
     if model.sampler is not sampler:  # `compile` would do so too, but lose what is compiled for training
         model.sampler, model.generate_function = sampler, None
