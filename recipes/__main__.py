@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.run.command_line import fail, quiet_stderr, quiet_without_reader
+
 from keras_replicas import UserError
 from keras_replicas.__main__ import add_doctor_options
 from keras_replicas.launch import add_options, launch
@@ -162,8 +163,9 @@ def main() -> None:
             generate(preset, arguments.prompts, *draws, arguments.tokens)
         case "export":
             with quiet_stderr():
-                from common.model.export import export_bert, task_class
                 from common.model.export_gpt2 import export_gpt2
+
+                from common.model.export import export_bert, task_class
             gpt2 = task_class(arguments.preset) == "GPT2CausalLM"
             (export_gpt2 if gpt2 else export_bert)(arguments.preset, arguments.destination)
             print(f"{arguments.destination}: {' '.join(sorted(path.name for path in arguments.destination.iterdir()))}")

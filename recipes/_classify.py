@@ -10,14 +10,14 @@ from typing import TextIO
 import keras_hub
 import numpy as np
 import tensorflow as tf
+from common.model.backbones import from_preset
+from common.model.preset_files import get_file
 
 from common.data.glue import column_names
 from common.data.labelled import LabelledTexts, to_examples
 from common.data.tables import Row, read_rows
 from common.data.text_batches import EncodedTexts
-from common.model.backbones import from_preset
 from common.model.huggingface import one_line
-from common.model.preset_files import get_file
 from common.scores.classification import predict_outputs
 from common.training.scaling import Scaled
 from keras_replicas import UserError

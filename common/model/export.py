@@ -24,6 +24,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from keras_replicas import UserError
+
 from ..data.vocabulary import SPLIT, UNKNOWN
 from ..files import write_json
 from .huggingface import huggingface_weights
@@ -48,16 +50,16 @@ def export(preset: str, folder: Path) -> str:
         The task for which `transformers.pipeline(task, folder)` loads it: `fill-mask` or `text-generation`.
 
     Raises:
-        ValueError: when the preset is neither, its family is not exported, or the folder cannot be written.
+        UserError: when the preset is neither, its family is not exported, or the folder cannot be written.
     """
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} already exists; give a new folder")
+        raise UserError(f"{folder} already exists; give a new folder")
     with one_line(f"cannot load {preset} as a model that KerasHub saved"):
         kind = load_json(preset, "task.json")["class_name"]
     bert, task = kind == "BertMaskedLM", getattr(keras_hub.models, kind, object)
     if not bert and not issubclass(task, keras_hub.models.CausalLM):
-        raise ValueError(f"cannot export {preset}, a {kind}: give a BertMaskedLM or a causal language model")
+        raise UserError(f"cannot export {preset}, a {kind}: give a BertMaskedLM or a causal language model")
     if bert:
         require_head(preset, kind)
     model = from_preset(task, preset, dtype="float32", compile=False)
