@@ -60,7 +60,7 @@ class EncodedTexts:
         examples come in their own order, and nothing else does, so that `predict` returns a row for each. Of a split
         without labels, a batch is (x,). `batch_size` is of all replicas together.
 
-        A replica's part of x has the `inputs`, int32 [examples, length]: a multiple of 32 that holds its longest text.
+        x has the `inputs`, int32 [examples, length]: a multiple of 32 tokens that holds the longest text of the batch.
         """
         labels, kind = self.texts.splits[split].labels, np.int32 if self.texts.classes else np.float32
         numbers = None if labels is None else np.array(labels, kind)
@@ -86,11 +86,8 @@ class TextBatches(Batches):
     """What `EncodedTexts.batches` returns."""
 
     def __init__(self, inputs: dict, pad: int, labels: np.ndarray | None, batch_size: int, shuffle_seed: int | None):
-        def in_order(_, examples):
-            return self._read(tf.boolean_mask(examples, examples >= 0))
-
         ids, shuffle = inputs["token_ids"], shuffle_seed is not None
-        super().__init__(in_order, batch_size, size=len(ids), shuffle=shuffle, seed=shuffle_seed or 0)
+        super().__init__(self._read, batch_size, size=len(ids), shuffle=shuffle, seed=shuffle_seed or 0)
         self._checksum = zlib.crc32(b"" if labels is None else labels.data, zlib.crc32(ids.data))
         # Up to the last token that is no padding: a text may contain the name of the padding token.
         lengths = (np.arange(1, ids.shape[1] + 1) * (ids != pad)).max(axis=1)
@@ -103,19 +100,19 @@ class TextBatches(Batches):
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """The parts, for the replicas of an input pipeline, of the batches from that step on, without end."""
-        if not self.shuffle:
-            return super().iter_from_step(step, context)
         replicas, here = context.num_replicas_in_sync, context.num_replicas_in_sync // context.num_input_pipelines
         steps, part, first = len(self), -(-self.batch_size // replicas), context.input_pipeline_id * here
 
         def parts(epoch):
-            missing = [[0, 0], [0, part * replicas - self.batch_size]]
-            whole = tf.reshape(tf.pad(self._steps(epoch), missing, constant_values=-1), [steps, replicas, part])
-            return tf.reshape(whole[:, first : first + here], [steps * here, part])
+            examples = self._steps(epoch)
+            longest = tf.repeat(tf.reduce_max(self._lengths_of(examples), axis=1), here)
+            whole = tf.pad(examples, [[0, 0], [0, part * replicas - self.batch_size]], constant_values=-1)
+            own = tf.reshape(whole, [steps, replicas, part])[:, first : first + here]
+            return tf.reshape(own, [steps * here, part]), longest
 
         epochs = tf.data.Dataset.range(step // steps, tf.int64.max)
-        rows = epochs.map(parts).prefetch(1).unbatch().skip(step % steps * here)
-        return rows.map(self._read, num_parallel_calls=2).prefetch(8)
+        own = epochs.map(parts).prefetch(1).unbatch().skip(step % steps * here)
+        return own.map(self._read, num_parallel_calls=2).prefetch(8)
 
     def fingerprint(self) -> dict[str, Any]:
         """Facts that must be the same on all workers, and from a run's beginning to its end."""
@@ -123,21 +120,24 @@ class TextBatches(Batches):
 
     def _steps(self, epoch: tf.Tensor) -> tf.Tensor:
         """The examples of each of an epoch's steps, int64 [steps, batch size]; -1 where there is none."""
-        steps = len(self)
+        steps, seed = len(self), self.seed if self.shuffle else None
         places = tf.range(steps * self.batch_size, dtype=tf.int64)
-        _, examples = locate(epoch * len(places) + places, self.size, self.batch_size, self.seed)
+        _, examples = locate(epoch * len(places) + places, self.size, self.batch_size, seed)
+        if not self.shuffle:
+            return tf.reshape(examples, [steps, self.batch_size])
         group = places // (min(GROUP, max(1, steps // 4)) * self.batch_size)
-        longest = tf.reduce_max(self._lengths)
-        in_groups = tf.argsort(group * (longest + 1) + self._lengths_of(examples), stable=True)
-        _, order = locate(epoch * steps + tf.range(steps, dtype=tf.int64), steps, 1, self.seed)
-        return tf.gather(tf.reshape(tf.gather(examples, in_groups), [steps, self.batch_size]), order)
+        in_groups = group * (tf.reduce_max(self._lengths) + 1) + self._lengths_of(examples)
+        by_length = tf.gather(examples, tf.argsort(in_groups, stable=True))
+        _, order = locate(epoch * steps + tf.range(steps, dtype=tf.int64), steps, 1, seed)
+        return tf.gather(tf.reshape(by_length, [steps, self.batch_size]), order)
 
     def _lengths_of(self, examples: tf.Tensor) -> tf.Tensor:
         return tf.where(examples < 0, np.int64(0), tf.gather(self._lengths, tf.maximum(examples, 0)))
 
-    def _read(self, examples: tf.Tensor) -> tuple:
+    def _read(self, examples: tf.Tensor, longest: tf.Tensor) -> tuple:
+        if not self.shuffle:
+            examples = tf.boolean_mask(examples, examples >= 0)
         rows, exists = tf.maximum(examples, 0), examples >= 0
-        longest = tf.reduce_max(tf.concat([[1], self._lengths_of(examples)], axis=0))
         length = tf.minimum(-(-longest // 32) * 32, self._inputs["token_ids"].shape[1])
         x = {name: tf.cast(tf.gather(values, rows)[:, :length], tf.int32) for name, values in self._inputs.items()}
         x = {name: tf.where(exists[:, None], values, 0) for name, values in x.items()}

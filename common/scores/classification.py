@@ -22,11 +22,7 @@ from keras_replicas import is_chief
 
 from ..data.labelled import LabelledTexts
 from ..data.vocabulary import encode
-
-
-def entry(split: str, name: str) -> str:
-    """The name of an entry in `results.json`: `val_loss` for the split `validation` and the name `loss`."""
-    return f"{'val' if split == 'validation' else split}_{name}"
+from .entries import entry
 
 
 def scores_of(texts: LabelledTexts, split: str, outputs: np.ndarray) -> dict[str, float]:
