@@ -106,7 +106,7 @@ def test_each_epoch_has_every_example_once_alike_for_any_replicas_and_from_any_s
     first, second = sum(whole[:steps], []), sum(whole[steps:], [])
     assert sorted(first) == sorted(second) == [*range(number)] and first != second
     assert whole != [labels_of(step) for step in parts(data.batches("train", batch, 8), 0, 2 * steps)]
-    for start in range(0, 2 * steps, 3):
+    for start in (1, steps + 1):  # in the middle of each epoch
         divided = parts(batches, start, 2 * steps - start, replicas)
         assert [sorted(labels_of(step)) for step in divided] == [sorted(step) for step in whole[start:]]
     for x, y, weight in [part for step in divided for part in step]:
@@ -140,15 +140,15 @@ def test_an_example_has_other_company_in_the_next_epoch(orders):
     assert len(pairs[0] & pairs[1]) / len(pairs[0]) < 0.25
 
 
-@pytest.mark.parametrize("batch", [8, 7])
-def test_predict_gives_a_row_for_each_example_in_the_splits_order(batch):
+def test_predict_gives_a_row_for_each_example_in_the_splits_order():
+    """With 8 in a batch, the last one leaves a replica without examples; 7 are not the same for each."""
     data = encoded(sentences(33, 70), 64, [0, 1] * 16 + [1])
     keras.utils.set_random_seed(0)
     size = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8, "max_sequence_length": 64}
     plain = HUB.BertTextClassifier(HUB.BertBackbone(len(PIECES), **size), 2, preprocessor=None)
     expected = plain({name: values.astype("int32") for name, values in data.inputs["train"].items()})
     losses = []
-    for replicas in (1, 2, 4):
+    for replicas, batch in ((1, 8), (2, 8), (2, 7)):
         with make_strategy(replicas).scope():
             model = keras.models.clone_model(plain)
             model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
@@ -158,16 +158,16 @@ def test_predict_gives_a_row_for_each_example_in_the_splits_order(batch):
         for batches in (own_order, shuffled):
             np.testing.assert_allclose(model.predict(batches, verbose=0), expected, atol=1e-5)
         losses += [model.evaluate(batches, verbose=0) for batches in (own_order, shuffled)]
-        model.fit(shuffled, validation_data=own_order, verbose=0)
-    assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
+    np.testing.assert_allclose(losses, [losses[0]] * 6, rtol=1e-5)
+    model.fit(shuffled, validation_data=own_order, verbose=0)
 
 
 def test_workers_with_other_texts_or_labels_are_told_apart():
     def told(text, label):
         return encoded([text, "dog"], 8, [label, 1], classes=()).batches("train", 2).fingerprint()
 
-    assert told("cat", 0.5) == told("cat", 0.5)
-    assert len({str(told(*one)) for one in [("cat", 0.5), ("cat", 0.25), ("old cat", 0.5)]}) == 3
+    facts = [str(told(*one)) for one in [("cat", 0.5), ("cat", 0.25), ("old cat", 0.5), ("cat", 0.5)]]
+    assert len({*facts}) == 3 and facts[0] == facts[3]
 
 
 def test_numbers_are_labels_as_they_are():

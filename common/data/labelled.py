@@ -117,8 +117,9 @@ def open_examples(
     if "validation" not in tables:
         whole, tables = tables["train"], {"train": [], "validation": []}
         for number, (where, row) in enumerate(whole):
-            held_out = zlib.crc32("\n".join(str(row.get(name)) for name in facts.texts).encode()) % HELD_OUT == 0
-            tables["validation" if held_out else "train"].append((where, {"index": number} | row))
+            texts = "\n".join(str(_value(where, row, name)) for name in facts.texts)
+            split = "train" if zlib.crc32(texts.encode()) % HELD_OUT else "validation"
+            tables[split].append((where, {"index": number} | row))
     splits = {}
     for split, rows in tables.items():
         if not rows:
