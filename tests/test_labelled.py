@@ -6,13 +6,14 @@ import pytest
 
 from common.data import labelled
 from common.data.labelled import HELD_OUT, TASKS, column_names, open_examples
+from common.data.roles import role_pairs
 from common.scores.entries import METRICS
 
 # In GLUE's own form: a byte-order mark, and quotation marks that stand for themselves, also alone at a field's start.
 MRPC = {
     "train.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
-    "1\t10\t11\tIt doesn 't fit .\t\" It does not fit .\n"
-    '0\t12\t13\t"\tHis wife said , " No .\n',
+    "1\t10\t11\tIt doesn 't fit .\t\" It does .\n"
+    '0\t12\t13\t"\tShe said , " No .\n',
     "dev.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t14\t15\tA\u2028b .\tNA\n",
     "test.tsv": "\ufeffindex\t#1 ID\t#2 ID\t#1 String\t#2 String\n7\t16\t17\tD .\tE .\n8\t18\t19\tF .\tG .\n",
 }
@@ -41,7 +42,7 @@ FILES = {"mrpc": MRPC, "sst2": SST2, "cola": COLA, "rte": RTE, "qnli": QNLI, "st
 # For each task: names of predictions of the test split, classes, texts and labels of training, labels of validation.
 BINARY, ENTAILMENT = ["0", "1"], ["entailment", "not_entailment"]
 READ = {
-    "mrpc": ("MRPC.tsv", BINARY, ["It doesn 't fit .", '" It does not fit .', '"', 'His wife said , " No .'], [1, 0], [1]),
+    "mrpc": ("MRPC.tsv", BINARY, ["It doesn 't fit .", '" It does .', '"', 'She said , " No .'], [1, 0], [1]),
     "sst2": ("SST-2.tsv", BINARY, ['a " gorgeous film ', "dull "], [1, 0], [0]),
     "cola": ("CoLA.tsv", BINARY, ['Sheila said " yes .', '"They slept John .'], [1, 0], [1]),
     "rte": ("RTE.tsv", ENTAILMENT, ['"A" b.', "B.", "C.", '"D.'], [1, 0], [0]),
@@ -132,9 +133,8 @@ def test_a_tenth_of_a_single_file_is_held_out(tmp_path):
 
 def test_roles():
     found = open_examples("roles")
-    assert found.classes == ["0", "1"] and list(found.splits) == ["train", "validation"]
-    assert all(len(texts) == 2 for examples in found.splits.values() for texts in examples.texts)
-    assert found.splits["train"].labels[:4] == [1, 0, 1, 0]
+    assert found.classes == ["0", "1"] and found.splits["train"].labels[:4] == [1, 0, 1, 0]
+    assert found.splits["validation"].texts == [pair[:2] for pair in role_pairs()["validation"]]
 
 
 def test_numbers_of_ones_own(tmp_path):
@@ -151,19 +151,15 @@ FOLDERS = [
     ("sst2", {"train.tsv": None}, "has no train.tsv"),
     ("sst2", {"dev.tsv": None}, "has no dev.tsv or validation.tsv"),
     ("sst2", {"validation.tsv": ""}, "has both dev.tsv and validation.tsv; keep only one"),
-    ("sst2", {"dev.tsv": " \n\n"}, "the split validation has no examples"),
     ("sst2", {"dev.tsv": "sentence\tlabel\n"}, "the split validation has no examples"),
     ("sst2", {"dev.tsv": "text\tlabel\nA\t1\n"}, "dev.tsv, line 2 has no column sentence; it has text, label"),
     ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\nB\n"}, "dev.tsv, line 3: not one field for each column"),
-    ("sst2", {"dev.tsv": "sentence\tlabel\nA\tB\t1\n"}, "dev.tsv, line 2: not one field for each column"),
     ("sst2", {"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "or two columns of one name: sentence, label, label"),
     ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\nB\t2\n"}, 'dev.tsv, line 3: the label must be one of 0, 1; got "2"'),
     ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\n" + "B\t\n"}, 'line 3: the label must be one of 0, 1; got ""'),
     ("sst2", {"dev.tsv": b"sentence\tlabel\nA\t1\ncaf\xe9 \t1\n"}, "dev.tsv, line 3: 'utf-8' codec can't decode"),
     ("sst2", {"train.tsv": "sentence\tlabel\nA\t1\nB\t1\n"}, "all labels of the split train are the same"),
     ("sst2", {"train.tsv": "sentence\nA\nB\n"}, "train.tsv, line 2 has no column label; it has sentence"),
-    ("sst2", {"test.tsv": "index\ttext\n0\tA\n"}, "test.tsv, line 2 has no column sentence; it has index, text"),
-    ("cola", {"dev.tsv": "gj04\t1\t\tA .\nB .\t1\n"}, "dev.tsv, line 2: not one field for each column"),
     ("cola", {"dev.tsv": "a\tlabel\tb\tsentence\n"}, 'dev.tsv, line 1: the label must be one of 0, 1; got "label"'),
     ("stsb", {"dev.tsv": STSB["dev.tsv"].replace("0.250", "alike")}, "line 2: the label must be a number from -1e12"),
 ]  # fmt: skip
@@ -198,8 +194,6 @@ OWN_FILES = [
     ("a.csv", 'text,label\nA,0\n"B" C,1\n', "a.csv, line 3: ',' expected after '\"'"),
     ("a.csv", 'text,label\n"A\nB",0\nC\n', "a.csv, line 4: not one field for each column"),
     ("a.csv", "text,label\nGood, really,1\n", "a.csv, line 2: not one field for each column"),
-    ("a.csv", "text,name\nA,0\n", "a.csv, line 2 has no column label; it has text, name"),
-    ("a.csv", "text,label\n", "the split train has no examples"),
     ("a.csv", "text,label\nA,0\nB,1\n", "the split validation has no examples"),
     ("a.csv", 'text,label\nA,"0\n1"\n', 'a.csv, line 3: a label must be a text of one line or an integer; got "0\\n1"'),
     ("a.csv", "text,label\nA,0\nB,\n", 'a.csv, line 3: a label must be a text of one line or an integer; got ""'),
@@ -229,12 +223,9 @@ def test_labels_that_training_does_not_have(tmp_path):
     ("arguments", "message"),
     [
         (("own",), "the task own needs a file or folder, and the names of its columns"),
-        (("own", "f.csv", "text"), "the task own needs a file or folder, and the names of its columns"),
         (("own", "f.csv", "a,b,c", "label"), "must be one name, or two with a comma between them; got 'a,b,c'"),
         (("own", "f.csv", "a,", "label"), "must be one name, or two with a comma between them"),
         (("own", "missing.csv", "text", "label"), "cannot read missing.csv: No such file or directory"),
-        (("mrpc", "missing"), "missing has no train.tsv"),
-        (("mrpc", "f", "text", "label"), "only the task own has columns to choose"),
         (("stsb", "", "", "", True), "only the task own has columns to choose, and regression"),
         (("roles", "f"), "the task roles makes its own texts: leave out the data"),
         (("mrpc",), "cannot fetch nyu-mll/glue from the Hugging Face Hub"),

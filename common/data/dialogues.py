@@ -74,13 +74,13 @@ def _dialogues(path: Path) -> Iterator[Dialogue]:
 def _messages(where: str, messages: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{where}: messages must be a list of objects, each with a role and a content")
-    if not any(message.get("role") == "assistant" for message in messages):
-        raise ValueError(f"{where}: no message has the role assistant, so that there is nothing to learn")
     for message in messages:
         if (role := message.get("role")) not in ROLES:
             got = shortened([repr(role)])
             raise ValueError(f"{where}: a message's role must be one of {', '.join(ROLES)}; got {got}")
         yield role, _text(f"{where}: a message's content", message.get("content"))
+    if all(message["role"] != "assistant" for message in messages):
+        raise ValueError(f"{where}: no message has the role assistant, so that there is nothing to learn")
 
 
 def _text(what: str, value: Any) -> str:
