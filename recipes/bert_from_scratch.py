@@ -161,7 +161,8 @@ def train_and_evaluate(config: Config) -> dict:
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
             results |= language_model_scores(split, scores, one_epoch(part), counts, tokenizer)
-        save(run.folder / "preset", card=card(config.push_to or str(run.folder), "fill-mask", "A masked language model.", results))
+        told = card(config.push_to or str(run.folder), "fill-mask", "A masked language model.", results)
+        save(run.folder / "preset", card=told)
         publish.finish(run.folder / "preset")
         return run.finish(results)
 

@@ -75,10 +75,10 @@ from common.data.rows import Rows, corpus_rows, open_rows, rows_tokenizer
 from common.data.vocabulary import train_byte_pairs
 from common.log import RunLog, one_epoch
 from common.model.causal_lm import make_causal_lm, make_preprocessor
-from common.model.generate import Samples
-from common.model.publish import Publish
+from common.model.generate import print_continuations
+from common.model.publish import Publish, card
 from common.model.saving import save_task
-from common.report import print_plan
+from common.report import print_plan, report
 from common.run_folder import open_run
 from common.samples import Samples, beginnings
 from common.scores.language_model import language_model_scores
@@ -94,9 +94,12 @@ def make_datasets(config: Config) -> tuple[keras_hub.models.CausalLMPreprocessor
     make = functools.partial(make_preprocessor, config.preset, seq_length=config.seq_length)
     if config.data and not is_dialogues(config.data):
         return make(rows_tokenizer(config.data)), open_rows(config.data)
-    dialogues = read_dialogues(config.data) if config.data else {}
-    corpus = said_in(dialogues) if config.data else open_corpus(config.corpus)
-    texts, source = corpus.splits["train"], corpus.fingerprint
+    if config.data:
+        dialogues = read_dialogues(config.data)
+        texts, source = said_in(dialogues)["train"], repr(dialogues)
+    else:
+        corpus = open_corpus(config.corpus)
+        texts, source = corpus.splits["train"], corpus.fingerprint
     preprocessor = make(None if config.preset else train_byte_pairs(texts, source, config.vocabulary_size))
     tokenizer, length = preprocessor.tokenizer, config.seq_length + 1
     if config.data:
@@ -170,7 +173,8 @@ def train_and_evaluate(config: Config) -> dict:
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
             results |= language_model_scores(split, scores, one_epoch(part), counts, tokenizer)
-        save(run.folder / "preset", card=card(config.push_to or str(run.folder), "text-generation", "A causal language model.", results))
+        told = card(config.push_to or str(run.folder), "text-generation", "A causal language model.", results)
+        save(run.folder / "preset", card=told)
         publish.finish(run.folder / "preset")
         return run.finish(results)
 

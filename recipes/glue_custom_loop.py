@@ -42,10 +42,10 @@ with quiet_stderr():
     import numpy as np
     import tensorflow as tf
 
-from common.data.examples import EncodedTexts
 from tqdm import tqdm
 
 import keras_replicas as kr
+from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
 from common.log import RunLog

@@ -41,7 +41,6 @@ with quiet_stderr():
     import keras
 
 from common.data.examples import EncodedTexts
-
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
 from common.log import RunLog
