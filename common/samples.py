@@ -21,7 +21,9 @@ def beginnings(rows: Rows, tokenizer: keras_hub.models.Tokenizer, count: int = 3
     ids, _, is_label = (part.numpy() for part in rows.read(tf.range(min(count, len(rows)), dtype=tf.int64)))
     for row, labels in zip(ids, is_label, strict=True):
         end = min(int(labels[1:].argmax()) + 1, rows.length // 2)  # the first token is no label, or a start token
-        text = [int(number) for number in row[: end if end > 1 else TOKENS] if number not in tokenizer.special_token_ids]
+        text = [
+            int(number) for number in row[: end if end > 1 else TOKENS] if number not in tokenizer.special_token_ids
+        ]
         texts += [tokenizer.detokenize(text)] if text else []
     return texts
 

@@ -91,7 +91,9 @@ def test_replicas_do_not_change_what_is_computed(name, options, tmp_path):
     shared = {"lr_scaling": "none", "max_steps": 0, "epochs": 1}
     found = []
     for replicas in (1, 2, 3) if name == "bert_mlm" else (1, 2):
-        of = options(name, workdir=str(tmp_path / str(replicas)), replicas=replicas, batch_size=24 // replicas, **shared)
+        of = options(
+            name, workdir=str(tmp_path / str(replicas)), replicas=replicas, batch_size=24 // replicas, **shared
+        )
         found.append(train(name, of))
         assert found[-1]["replicas"] == replicas and found[-1]["global_batch_size"] == 24
         np.testing.assert_allclose(losses_of(tmp_path / str(replicas)), losses_of(tmp_path / "1"), rtol=2e-5)
@@ -119,7 +121,11 @@ def test_what_a_run_leaves(name, options, tmp_path, capsys):
     results = train(name, of)
     workdir = tmp_path / "run"
     saved = json.loads((workdir / "results.json").read_text())
-    assert saved == json.loads(json.dumps(results)) and saved["recipe"] == name and saved["config"]["workdir"] == str(workdir)
+    assert (
+        saved == json.loads(json.dumps(results))
+        and saved["recipe"] == name
+        and saved["config"]["workdir"] == str(workdir)
+    )
     for entry in ("replicas", "workers", "global_batch_size", "steps", "seconds", "tokens_per_second", "train_loss"):
         assert saved[entry] > 0, entry
     assert saved["resumed_from_step"] is None and 0 <= saved["padding_fraction"] < 1 and saved["versions"]["keras"]
@@ -153,7 +159,13 @@ def test_what_a_run_leaves(name, options, tmp_path, capsys):
 def test_a_dry_run_prints_the_plan_and_writes_nothing(name, options, tmp_path, capsys):
     assert train(name, options(name, dry_run=True)) == {}
     said = capsys.readouterr().out
-    for expected in ("parameters in float32", "9 steps", "learning rate by step", "'s input:", "peak memory in the first 3"):
+    for expected in (
+        "parameters in float32",
+        "9 steps",
+        "learning rate by step",
+        "'s input:",
+        "peak memory in the first 3",
+    ):
         assert expected in said, said
     assert not (tmp_path / "run").exists()
 
@@ -162,14 +174,18 @@ def test_it_goes_on_from_its_own_preset(options, tmp_path):
     first = train("bert_mlm", options("bert_mlm", max_steps=40, learning_rate=5e-3))
     preset = {"preset": str(tmp_path / "run/preset"), "model": None, "workdir": str(tmp_path / "next")}
     assert train("bert_mlm", options("bert_mlm", **preset))["val_loss"] < first["val_loss"] + 0.05
-    assert json.loads((tmp_path / "next/results.json").read_text())["learning_rate"]["peak"] == pytest.approx(1e-3 * 2**0.5)
+    assert json.loads((tmp_path / "next/results.json").read_text())["learning_rate"]["peak"] == pytest.approx(
+        1e-3 * 2**0.5
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sent"), [*((name, signal.SIGKILL) for name in (*LANGUAGE_MODELS, *OF_TEXTS)), ("bert_mlm", signal.SIGTERM), ("glue_controller", signal.SIGTERM), ("glue_custom_loop", signal.SIGTERM)])  # fmt: skip
 def test_a_run_that_was_stopped_ends_with_the_same_bits(name, sent, options, tmp_path):
     """Stopped in a process of its own, at any step; it goes on in this one, with dropout."""
-    of = options(name, max_steps=60, epochs=9, dropout=0.1, **({"steps_per_loop": 3} if name == "glue_controller" else {}))
+    of = options(
+        name, max_steps=60, epochs=9, dropout=0.1, **({"steps_per_loop": 3} if name == "glue_controller" else {})
+    )
     train(name, of | {"workdir": str(tmp_path / "whole")})
     begun = subprocess.Popen(command(name, of), cwd=ROOT, stdout=subprocess.DEVNULL)
     while begun.poll() is None and len(lines_of(of["workdir"])) < 21:

@@ -60,7 +60,7 @@ class EncodedTexts:
         examples come in their own order, and nothing else does, so that `predict` returns a row for each. Of a split
         without labels, a batch is (x,). `batch_size` is of all replicas together.
 
-        x has the `inputs`, int32 [examples, length]: a multiple of 32 tokens that holds the longest text of the batch.
+        x has the `inputs`, int32 [examples, length]: a multiple of 8 tokens that holds the longest text of the batch.
         """
         labels, kind = self.texts.splits[split].labels, np.int32 if self.texts.classes else np.float32
         numbers = None if labels is None else np.array(labels, kind)
@@ -138,7 +138,7 @@ class TextBatches(Batches):
         if not self.shuffle:
             examples = tf.boolean_mask(examples, examples >= 0)
         rows, exists = tf.maximum(examples, 0), examples >= 0
-        length = tf.minimum(-(-longest // 32) * 32, self._inputs["token_ids"].shape[1])
+        length = tf.minimum(-(-longest // 8) * 8, self._inputs["token_ids"].shape[1])
         x = {name: tf.cast(tf.gather(values, rows)[:, :length], tf.int32) for name, values in self._inputs.items()}
         x = {name: tf.where(exists[:, None], values, 0) for name, values in x.items()}
         if self._labels is None:

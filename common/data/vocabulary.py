@@ -122,7 +122,9 @@ def encode(texts: Iterable[str], tokenizer: keras_hub.models.Tokenizer) -> Itera
     running: collections.deque[Future] = collections.deque()
     texts, cores = iter(texts), os.cpu_count() or 1
     with ThreadPoolExecutor(cores) as threads:
-        while group := [text.replace(UNKNOWN, NO_PIECE) for text in itertools.islice(texts, TEXTS_AT_ONCE)]:
+        while group := [*itertools.islice(texts, TEXTS_AT_ONCE)]:
+            if isinstance(tokenizer, keras_hub.models.BertTokenizer):
+                group = [text.replace(UNKNOWN, NO_PIECE) for text in group]
             running.append(threads.submit(call, group))
             if len(running) > cores:  # so that few texts are in memory
                 yield from _vectors(running.popleft().result())
