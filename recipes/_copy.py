@@ -36,9 +36,9 @@ def copy_recipe(name: str, folder: str, vendor: bool = False, helpers: str = "co
             parents = [parent for parent in path.parents if os.path.lexists(parent) and not parent.is_dir()]
             if parents or (os.path.lexists(path) and not (path.is_file() and path.read_bytes() == content)):
                 raise UserError(f"{[path, *parents][-1]} is in the way: move it, or copy to another folder")
-        for path in [path for path in files if not path.exists()]:
+        for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(files[path])
+            path.write_bytes(content)
     except OSError as error:
         raise UserError(f"cannot copy to {folder}: {error}") from None
     print(*files, f"\nIn {folder}:\n  pip install -r requirements.txt\n  python {name}.py", sep="\n")
@@ -74,7 +74,7 @@ def modules_used(page: Path) -> list[Path]:
     """The modules of `common` that a page imports, anywhere in it, directly or through another of them."""
     finder = ModuleFinder([str(ROOT)], excludes=["keras_replicas"])
     finder.run_script(str(page))
-    paths = [Path(module.__file__) for module in finder.modules.values() if module.__file__]
+    paths = [Path(file) for module in finder.modules.values() if (file := vars(module)["__file__"])]
     return sorted(path for path in paths if path != page and path.name != "__init__.py")
 
 

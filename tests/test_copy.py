@@ -1,12 +1,10 @@
 """`cp`: a page and the helpers that it reaches, which run where this project is not."""
 
-import ast
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -24,28 +22,18 @@ def files_in(folder):
 
 
 def alone(folder, *words, path=""):
-    """Runs Python in a folder with the installed packages, but not this project."""
+    """Runs Python in a folder with the installed packages, but not this project: -S, if its install is editable."""
     site = next(path for path in sys.path if path.endswith("site-packages"))
-    command = [sys.executable, "-S", *words]  # -S leaves out what an editable install adds
-    environment = os.environ | {"PYTHONPATH": f"{site}:{path}" if path else site}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": f"{site}:{path}"}
+    return subprocess.run([sys.executable, "-S", *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def imported(tmp_path_factory):
-    """What Python says when it imports the pages of a folder in which all recipes are, with helpers of another name."""
-    folder = tmp_path_factory.mktemp("copies")
-    for name in recipes():
-        copy_recipe(name, str(folder), vendor=True, helpers="helpers")
-    code = "import importlib, sys\nfor name in sys.argv[1:]:\n  try: print(name, importlib.import_module(name).Config)\n"
-    code += "  except ImportError as error: print(name, error)\nprint('foreign', {'common', 'recipes'} & {*sys.modules})"
-    return dict(line.split(maxsplit=1) for line in alone(folder, "-c", code, *recipes()).stdout.splitlines())
-
-
-@pytest.mark.parametrize("name", recipes())
-def test_all_that_a_copied_page_imports_is_there(name, imported, request):
-    request.applymarker(pytest.mark.xfail(name in UNFINISHED, reason="unfinished", strict=True))
-    assert (imported[name], imported["foreign"]) == (f"<class '{name}.Config'>", "set()")
+def test_all_recipes_can_be_in_one_folder_and_what_they_import_is_there(tmp_path):
+    for name in (*recipes(), "bert_mlm"):
+        copy_recipe(name, str(tmp_path), vendor=True, helpers="helpers")
+    code = "import sys\nfor name in sys.argv[1:]:\n  try: print(__import__(name).Config)\n"
+    said = alone(tmp_path, "-c", f"{code}  except ImportError as error: print(error)", *recipes()).stdout
+    assert {name for name in recipes() if f"<class '{name}.Config'>" in said} == {*recipes()} - UNFINISHED, said
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -53,103 +41,89 @@ def test_a_copied_page_is_a_script_that_names_what_is_there(name, tmp_path):
     copy_recipe(name, str(tmp_path))
     page = (tmp_path / f"{name}.py").read_text()
     (head,) = re.findall(r"(?m)^# /// script\n((?:#(?:| .*)\n)+?)# ///$", page)  # as in PEP 723
-    assert tomllib.loads(re.sub("(?m)^# ?", "", head)) == {
-        "requires-python": PROJECT["requires-python"],
-        "dependencies": (tmp_path / "requirements.txt").read_text().splitlines(),
-    }
-    assert f"\n    python {name}.py --" in ast.get_docstring(ast.parse(page), clean=False)
+    head = tomllib.loads(re.sub("(?m)^# ?", "", head))
+    assert head["requires-python"] == PROJECT["requires-python"]
+    assert head["dependencies"] == (tmp_path / "requirements.txt").read_text().splitlines()
+    assert f"\n    python {name}.py --" in page
     assert f"\nimport {name} as recipe\n" in (tmp_path / f"test_{name}.py").read_text()
     assert not [path for path, text in files_in(tmp_path).items() if b"-m recipes" in text or b"recipes/" in text]
     assert (tmp_path / "common/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
-# Python files, and their lines.
+# Now: bert_mlm 24 files, 2,564 lines; bert_from_scratch 26, 2,723; causal_lm 28, 2,968; those of texts about 34, 3,300.
 @pytest.mark.parametrize("name", recipes())
 def test_a_copy_is_small(name, tmp_path):
     copy_recipe(name, str(tmp_path))
-    files, lines = (16, 1_700) if name == "bert_mlm" else (20, 2_200)
     sizes = [len(path.read_text().splitlines()) for path in tmp_path.rglob("*.py")]
+    files, lines = (16, 1_700) if name == "bert_mlm" else (20, 2_200)
     assert len(sizes) <= files and sum(sizes) <= lines, (len(sizes), sum(sizes))
 
 
-def test_a_vendored_copy_holds_the_library_and_a_second_recipe_leaves_what_is_there(tmp_path, capsys):
+def test_a_vendored_copy_holds_the_library_and_lists_all_packages(tmp_path, capsys):
     copy_recipe("bert_mlm", str(tmp_path), vendor=True)
     library = files_in(ROOT / "keras_replicas")
     assert files_in(tmp_path / "keras_replicas") == {path: library[path] for path in library if ".pyc" not in path}
     packages = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["recipes"]]
     assert (tmp_path / "requirements.txt").read_text().splitlines() == packages
     assert {str(tmp_path / path) for path in files_in(tmp_path)} <= {*capsys.readouterr().out.splitlines()}
-    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
-    for name in ("bert_mlm", "causal_lm"):
-        copy_recipe(name, str(tmp_path), vendor=True)
-    assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
 @pytest.mark.parametrize("name", ["common/files.py", "keras_replicas/model.py", "common", "test_bert_mlm.py/", ""])
 def test_a_file_in_the_way_is_named_and_nothing_is_written(name, tmp_path):
     mine = tmp_path / "mine" / name
     mine.parent.mkdir(parents=True, exist_ok=True)
-    mine.mkdir() if name.endswith("/") else mine.symlink_to("nowhere")
+    mine.mkdir() if name.endswith("/") else mine.write_text("mine")
     with pytest.raises(UserError, match=re.escape(f"{mine} is in the way: move it, or copy to another folder")):
         copy_recipe("bert_mlm", str(tmp_path / "mine"), vendor=True)
-    assert not files_in(tmp_path)
+    assert {*files_in(tmp_path).values()} <= {b"mine"}
 
 
-@pytest.mark.parametrize("name", ["a/b", "class", "json", "keras", "bert_mlm", "keras_replicas", ""])
-def test_helpers_are_not_called_so(name, tmp_path):
-    with pytest.raises(UserError, match=f"--as {name}: give a name that Python can import"):
-        copy_recipe("bert_mlm", str(tmp_path), helpers=name)
-
-
-@pytest.mark.parametrize(("folder", "told"), [("", "give the name of a folder"), ("/proc/mine", "cannot copy to /proc/")])
-def test_it_is_told_that_nothing_can_be_written_there(folder, told):
+@pytest.mark.parametrize(
+    ("folder", "helpers", "told"),
+    [("", "common", "give the name of a folder"), ("/proc/mine", "common", "cannot copy to /proc/mine: ")]
+    + [("mine", name, f"--as {name}: give a") for name in ("a/b", "class", "json", "keras", "bert_mlm", "")],
+)
+def test_why_it_cannot_be_copied_is_told(folder, helpers, told):
     with pytest.raises(UserError, match=told):
-        copy_recipe("bert_mlm", folder)
+        copy_recipe("bert_mlm", folder, helpers=helpers)
 
 
 def test_a_copy_depends_on_the_library_where_this_clone_is_from(tmp_path, monkeypatch):
-    def git(folder, *words):
-        command = ["git", "-C", folder, "-c", "user.name=nobody", "-c", "user.email=nobody@example.com", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    def git(folder, words):
+        command = ["git", "-c", "user.name=nobody", "-c", "user.email=nobody@example.com", *words.split()]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
-    (tmp_path / "its own/recipes").mkdir(parents=True)
-    ours = tmp_path / "its own"
+    (ours := tmp_path / "its own").joinpath("recipes").mkdir(parents=True)
     (ours / "recipes/_copy.py").touch()
     monkeypatch.setattr(_copy, "ROOT", ours)
-    assert requirements(vendor=False) == [here := f"keras-replicas[recipes] @ file://{tmp_path}/its%20own"]
-    git(tmp_path, "init", "-q")  # somebody else's repository, which it only lies in
-    git(tmp_path, "remote", "add", "origin", "https://example.com/another.git")
-    assert requirements(vendor=False) == [here]
-    git(ours, "init", "-q")
-    git(ours, "add", "-A")
-    git(ours, "commit", "-qm", "all")
-    git(ours, "remote", "add", "origin", "https://me:secret@example.com/our.git")
-    where = f"git+https://example.com/our.git@{git(ours, 'rev-parse', 'HEAD')}"
-    assert requirements(vendor=False) == [f"keras-replicas[recipes] @ {where}"]
-    for remote, address in {
+    git(tmp_path, "init -q")  # somebody else's repository, which it only lies in
+    git(tmp_path, "remote add origin https://example.com/another.git")
+    for words in ("init -q", "add -A", "commit -qm all", "remote add origin https://me:secret@example.com/our.git"):
+        assert requirements(vendor=False) == [f"keras-replicas[recipes] @ file://{tmp_path}/its%20own"]
+        git(ours, words)
+    address = f"git+https://example.com/our.git@{git(ours, 'rev-parse HEAD')}"
+    assert requirements(vendor=False) == [f"keras-replicas[recipes] @ {address}"]
+
+
+def test_pip_takes_the_address_of_any_remote():
+    addresses = {
         "https://example.com/a/b.git?token=secret": "https://example.com/a/b.git",
         "git@example.com:a/b.git": "ssh://git@example.com/a/b.git",
         "host:/a/b.git": "ssh://host/a/b.git",
         "ssh://git@example.com:22/a/b.git": "ssh://git@example.com:22/a/b.git",
-        "/srv/a b.git": "file://localhost/srv/a%20b.git",
-        "file:///srv/b.git": "file://localhost/srv/b.git",
-        "../b.git": f"file://localhost{tmp_path}/b.git",
-    }.items():
-        assert pip_address(remote) == address
+        "file:///srv/a b.git": "file://localhost/srv/a%20b.git",
+        "../b.git": f"file://localhost{ROOT.resolve().parent}/b.git",
+    }
+    assert {remote: pip_address(remote) for remote in addresses} == addresses
 
 
 @pytest.mark.slow
 def test_a_copy_runs_alone_and_its_test_finds_a_fault(tmp_path):
-    outside, vendored, copy = (tmp_path / name for name in ("outside", "vendored", "copy"))
-    copy_recipe("bert_mlm", str(vendored), vendor=True, helpers="helpers")
+    copy_recipe("bert_mlm", str(vendored := tmp_path / "vendored"), vendor=True, helpers="helpers")
     done = alone(vendored, "test_bert_mlm.py")
     assert done.stdout.endswith("\npassed: two replicas compute what one does\n"), done.stderr
-    copy_recipe("bert_mlm", str(copy))
-    outside.mkdir()
-    (outside / "keras_replicas").symlink_to(ROOT / "keras_replicas")
-    assert "\n    python bert_mlm.py " in alone(copy, "bert_mlm.py", "--help", path=outside).stdout
-    with (copy / "common/training/scaling.py").open("a") as file:
-        file.write("\n\nright = scale\n\n\ndef scale(batch_size, rate, replicas, rule):\n")
-        file.write("    return batch_size * replicas, rate * (1 + 1e-3 * replicas)\n")
-    done = alone(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", path=outside)
+    copy_recipe("bert_mlm", str(copy := tmp_path / "copy"))
+    right = (fault := copy / "common/training/scaling.py").read_text()
+    fault.write_text(right.replace("learning_rate * factor\n", "learning_rate * factor * (1 + replicas / 1000)\n"))
+    done = alone(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", path=vendored)  # its library
     assert "Not equal to tolerance" in done.stdout and "1 failed" in done.stdout, done.stdout
