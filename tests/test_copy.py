@@ -14,7 +14,7 @@ from recipes._copy import PROJECT, copy_recipe, pip_address, requirements
 from recipes._names import recipes
 from tests.conftest import ROOT
 
-UNFINISHED = {*recipes()} - {"bert_mlm"}  # pages that import what is gone
+UNFINISHED = {"glue_controller", "glue_custom_loop", "text_classifier"}  # what they import is not all there yet
 
 
 def files_in(folder):
@@ -32,7 +32,7 @@ def test_all_recipes_can_be_in_one_folder_and_what_they_import_is_there(tmp_path
     for name in (*recipes(), "bert_mlm"):
         copy_recipe(name, str(tmp_path), vendor=True, helpers="helpers")
     code = "import sys\nfor name in sys.argv[1:]:\n  try: print(__import__(name).Config)\n"
-    said = alone(tmp_path, "-c", f"{code}  except ImportError as error: print(error)", *recipes()).stdout
+    said = alone(tmp_path, "-c", f"{code}  except Exception as error: print(repr(error))", *recipes()).stdout
     assert {name for name in recipes() if f"<class '{name}.Config'>" in said} == {*recipes()} - UNFINISHED, said
 
 
@@ -50,7 +50,8 @@ def test_a_copied_page_is_a_script_that_names_what_is_there(name, tmp_path):
     assert (tmp_path / "common/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
-# Now: bert_mlm 24 files, 2,564 lines; bert_from_scratch 26, 2,723; causal_lm 28, 2,968; those of texts about 34, 3,300.
+# Now: bert_mlm 24 files, 2,576 lines; bert_from_scratch 26, 2,741; causal_lm 29, 2,981; text_classifier 28, 2,777;
+# glue_custom_loop 28, 2,822; glue_controller 29, 3,035.
 @pytest.mark.parametrize("name", recipes())
 def test_a_copy_is_small(name, tmp_path):
     copy_recipe(name, str(tmp_path))
