@@ -23,7 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from common.command_line import parse, quiet_stderr
+from common.command_line import parse, quiet_stderr, run
 from common.model.push_target import check_push_to
 from common.model.sizes import CausalSize, check_model
 from common.options import FIRST, FREE, INPUT, Bounds, Count, FitOptions, Rate, Share

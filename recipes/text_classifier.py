@@ -69,7 +69,7 @@ def build_model(config: Config, data: EncodedTexts, schedule=0.0) -> keras.Model
     model = make_classifier(*of, dropout=config.dropout, lora_rank=config.lora_rank)
     loss = CrossEntropy() if classes else keras.losses.MeanSquaredError()
     metrics = ["accuracy"] if classes else []
-    model.compile(adamw(schedule), loss, weighted_metrics=metrics, jit_compile=config.jit)
+    model.compile(adamw(schedule), loss, metrics=[], weighted_metrics=metrics, jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate)
 
 
