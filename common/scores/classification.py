@@ -22,7 +22,7 @@ from keras_replicas import is_chief
 
 from ..data.labelled import LabelledTexts
 from ..data.vocabulary import encode
-from .entries import entry
+from .language_model import entry
 
 
 def scores_of(texts: LabelledTexts, split: str, outputs: np.ndarray) -> dict[str, float]:
