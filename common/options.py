@@ -70,9 +70,14 @@ class RunOptions:
             if INPUT in marks and _lies_in(str(value), self.workdir):  # type: ignore[attr-defined]
                 raise UserError(f"{option(name)} {value} lies in the run's folder, which --overwrite moves aside")
 
-    def fixed(self) -> dict[str, Any]:
-        """The options that must be the same when the run is resumed."""
-        return {name: getattr(self, name) for name, marks in marks_of(type(self)).items() if FREE not in marks}
+    def fixed(self, recipe: str) -> dict[str, Any]:
+        """What must be the same when the run is resumed: the recipe, and the options that are not `FREE`."""
+        fixed = {name: getattr(self, name) for name, marks in marks_of(type(self)).items() if FREE not in marks}
+        return {"recipe": recipe} | fixed
+
+    def folder(self) -> str | None:
+        """Where the run is; None if it writes nothing."""
+        return None if self.dry_run else self.workdir  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +92,20 @@ class FitOptions(RunOptions):
         super().__post_init__()
         if self.batch_size % self.accumulate:  # type: ignore[attr-defined]
             raise UserError(f"--accumulate {self.accumulate} must divide the batch of a replica")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModelOptions(FitOptions):
+    """Options of recipes that train a language model."""
+
+    # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder
+    corpus: Annotated[str, FIRST, INPUT] = "docstrings"
+    seq_length: Annotated[int, Bounds(3, 2**16)] = 64  # tokens per sequence
+    batch_size: Annotated[Count, FIRST] = 16  # sequences per replica in a step
+    learning_rate: Annotated[Rate, FIRST] = None  # peak for one replica; default: 5e-3, or 1e-4 from a preset
+    warmup: Share = 0.1  # fraction of all steps that are warm-up
+    dropout: Share = 0.0  # the papers' is 0.1; with few epochs, a model learns more without
+    epochs: Annotated[Count, FIRST] = 3
 
 
 def marks_of(options: type) -> dict[str, tuple[Any, ...]]:

@@ -25,18 +25,16 @@ from typing import Annotated, Literal
 from common.command_line import parse, quiet_stderr, run
 from common.model.push_target import check_push_to
 from common.model.sizes import check_model
-from common.options import FIRST, FREE, INPUT, Bounds, Count, FitOptions, Share
+from common.options import FIRST, FREE, Bounds, LanguageModelOptions
 
 
 @dataclass(frozen=True)
-class Config(FitOptions):
+class Config(LanguageModelOptions):
     """The options of `bert_from_scratch`, in addition to those of every recipe."""
 
     workdir: Annotated[str, FIRST, FREE] = (
         "runs/bert_from_scratch"  # work directory: results, logs, checkpoints, preset
     )
-    # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder
-    corpus: Annotated[str, FIRST, INPUT] = "docstrings"
     data: Annotated[str, FIRST, FREE] = (
         ""  # folder of the tokenizer and the shards, local or gs://; empty: in the workdir
     )
@@ -44,13 +42,7 @@ class Config(FitOptions):
     vocabulary_size: Annotated[int, Bounds(261, 2**20)] = 4096  # tokens in the vocabulary
     # nano | tiny | mini | small | medium | base | large, or a JSON file
     model: Annotated[str, FIRST] = "tiny"
-    seq_length: Annotated[int, Bounds(3, 2**16)] = 64  # tokens per sequence
     mask_rate: Annotated[float, Bounds(0.01, 0.99)] = 0.3  # fraction of tokens masked in training; 0.15 in validation
-    batch_size: Annotated[Count, FIRST] = 16  # sequences per replica in a step
-    learning_rate: Annotated[float, Bounds(0, 1e9), FIRST] = 5e-3  # peak for one replica
-    warmup: Share = 0.1  # fraction of all steps that are warm-up
-    dropout: Share = 0.0  # the papers' is 0.1; with few epochs, a model learns more without
-    epochs: Annotated[Count, FIRST] = 3
     push_to: Annotated[str, FREE] = ""  # hf://user/name: upload the model after each epoch, in the background
     push_public: Annotated[bool, FREE] = False  # if it is new there, it is public
 
@@ -121,17 +113,15 @@ def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, deterministic=config.deterministic)
-    options = {"recipe": "bert_from_scratch"} | config.fixed()
-    with open_run(None if config.dry_run else config.workdir, options, overwrite=config.overwrite) as run:
+    with open_run(config.folder(), config.fixed("bert_from_scratch"), overwrite=config.overwrite) as run:
         if run.results:
             return run.results
         keras.utils.set_random_seed(config.seed)
         keras.config.set_dtype_policy(config.precision)
         replicas = strategy.num_replicas_in_sync
+        rate = config.learning_rate or 5e-3
         # A run that is resumed keeps them, whatever the number of replicas now.
-        batch_size, rate = run.keep(
-            "scaled", scale(config.batch_size, config.learning_rate, replicas, config.lr_scaling)
-        )
+        batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
 
         tokenizer, rows = make_datasets(config)
         batches = {part: masked_batches(config, tokenizer, rows[part], batch_size, part == "train") for part in rows}
@@ -145,9 +135,8 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, tokenizer)
 
         log = RunLog(run.folder, train)
-        checkpoints = Checkpoints(
-            run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True
-        )
+        saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
+        checkpoints = Checkpoints(run.folder / "checkpoints", **saving)
         preprocessor = model.preprocessor_cls(tokenizer, sequence_length=config.seq_length)
         save = functools.partial(save_task, model, preprocessor)
         publish = Publish(config.push_to, config.push_public, run.folder / "snapshot", save)

@@ -23,16 +23,14 @@ from typing import Annotated, Literal
 
 from common.command_line import parse, quiet_stderr, run
 from common.model.sizes import Size, check_model
-from common.options import FIRST, FREE, INPUT, Bounds, Count, FitOptions, Rate, Share
+from common.options import FIRST, FREE, INPUT, Bounds, LanguageModelOptions
 
 
 @dataclass(frozen=True)
-class Config(FitOptions):
+class Config(LanguageModelOptions):
     """The options of `bert_mlm`, in addition to those of every recipe."""
 
     workdir: Annotated[str, FIRST, FREE] = "runs/bert_mlm"  # work directory: results, logs, checkpoints, preset
-    # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder
-    corpus: Annotated[str, FIRST, INPUT] = "docstrings"
     # KerasHub name, or folder made by save_to_preset, to start from; empty: random weights
     preset: Annotated[str, FIRST, INPUT] = ""
     model: Annotated[Size | None, FIRST] = (
@@ -40,14 +38,8 @@ class Config(FitOptions):
     )
     vocabulary: Annotated[str, INPUT] = ""  # WordPiece file, one word piece per line; empty: trained on the corpus
     vocabulary_size: Annotated[int, Bounds(100, 2**20)] = 4096  # word pieces in a trained vocabulary
-    seq_length: Annotated[int, Bounds(3, 2**16)] = 64  # tokens per sequence
     pack: Literal["full", "none"] = "full"  # full: no padding; none: one line per sequence, padded within its batch
     mask_rate: Annotated[float, Bounds(0.01, 0.99)] = 0.3  # fraction of tokens masked in training; 0.15 in validation
-    batch_size: Annotated[Count, FIRST] = 16  # sequences per replica in a step
-    learning_rate: Annotated[Rate, FIRST] = None  # peak for one replica; default: 5e-3, or 1e-4 from a preset
-    warmup: Share = 0.1  # fraction of all steps that are warm-up
-    dropout: Share = 0.0  # BERT's is 0.1; with few epochs, a model learns more without
-    epochs: Annotated[Count, FIRST] = 3
 
     def __post_init__(self):
         super().__post_init__()
@@ -117,8 +109,7 @@ def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, deterministic=config.deterministic)
-    options = {"recipe": "bert_mlm"} | config.fixed()
-    with open_run(None if config.dry_run else config.workdir, options, overwrite=config.overwrite) as run:
+    with open_run(config.folder(), config.fixed("bert_mlm"), overwrite=config.overwrite) as run:
         if run.results:
             return run.results
         keras.utils.set_random_seed(config.seed)
@@ -140,9 +131,8 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, tokenizer)
 
         log = RunLog(run.folder, train)
-        checkpoints = Checkpoints(
-            run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True
-        )
+        saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
+        checkpoints = Checkpoints(run.folder / "checkpoints", **saving)
         board = keras.callbacks.TensorBoard(run.folder / "tensorboard")
         model.fit(
             train, epochs=config.epochs, validation_data=batches["validation"], callbacks=[log, board, checkpoints]

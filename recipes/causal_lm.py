@@ -26,16 +26,14 @@ from typing import Annotated
 from common.command_line import parse, quiet_stderr, run
 from common.model.push_target import check_push_to
 from common.model.sizes import CausalSize, check_model
-from common.options import FIRST, FREE, INPUT, Bounds, Count, FitOptions, Rate, Share
+from common.options import FIRST, FREE, INPUT, Bounds, LanguageModelOptions
 
 
 @dataclass(frozen=True)
-class Config(FitOptions):
+class Config(LanguageModelOptions):
     """The options of `causal_lm`, in addition to those of every recipe."""
 
     workdir: Annotated[str, FIRST, FREE] = "runs/causal_lm"  # work directory: results, logs, checkpoints, preset
-    # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder
-    corpus: Annotated[str, FIRST, INPUT] = "docstrings"
     # in place of the corpus: .jsonl of prompts with answers, or a folder of rows that bert_from_scratch has written
     data: Annotated[str, FIRST, INPUT] = ""
     # KerasHub name, or folder made by save_to_preset, to start from; empty: random weights
@@ -45,12 +43,6 @@ class Config(FitOptions):
     # GPT-2's size, with random weights; default: tiny, unless a preset is given
     model: Annotated[CausalSize | None, FIRST] = None
     vocabulary_size: Annotated[int, Bounds(261, 2**20)] = 4096  # byte pairs in a trained vocabulary
-    seq_length: Annotated[int, Bounds(3, 2**16)] = 64  # tokens per sequence
-    batch_size: Annotated[Count, FIRST] = 16  # sequences per replica in a step
-    learning_rate: Annotated[Rate, FIRST] = None  # peak for one replica; default: 5e-3, or 1e-4 from a preset
-    warmup: Share = 0.1  # fraction of all steps that are warm-up
-    dropout: Share = 0.0  # GPT-2's is 0.1; with few epochs, a model learns more without
-    epochs: Annotated[Count, FIRST] = 3
     push_to: Annotated[str, FREE] = ""  # hf://user/name: upload the model after each epoch, in the background
     push_public: Annotated[bool, FREE] = False  # if it is new there, it is public
 
@@ -77,10 +69,10 @@ from common.log import RunLog, one_epoch
 from common.model.causal_lm import make_causal_lm, make_preprocessor
 from common.model.generate import print_continuations
 from common.model.publish import Publish, card
+from common.model.samples import Samples, beginnings
 from common.model.saving import save_task
 from common.report import print_plan, report
 from common.run_folder import open_run
-from common.samples import Samples, beginnings
 from common.scores.language_model import language_model_scores
 from common.training.losses import CrossEntropy
 from common.training.optimizers import muon
@@ -131,8 +123,7 @@ def build_model(config: Config, preprocessor: keras_hub.models.CausalLMPreproces
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, deterministic=config.deterministic)
-    options = {"recipe": "causal_lm"} | config.fixed()
-    with open_run(None if config.dry_run else config.workdir, options, overwrite=config.overwrite) as run:
+    with open_run(config.folder(), config.fixed("causal_lm"), overwrite=config.overwrite) as run:
         if run.results:
             return run.results
         keras.utils.set_random_seed(config.seed)
@@ -155,13 +146,8 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, tokenizer)
 
         log = RunLog(run.folder, train)
-        checkpoints = Checkpoints(
-            run.folder / "checkpoints",
-            every=config.checkpoint_every,
-            max_steps=total_steps,
-            trained_only=bool(config.lora_rank),
-            exit_on_sigterm=True,
-        )
+        saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
+        checkpoints = Checkpoints(run.folder / "checkpoints", trained_only=bool(config.lora_rank), **saving)
         save, texts = functools.partial(save_task, model, preprocessor), beginnings(rows["validation"], tokenizer)
         publish = Publish(config.push_to, config.push_public, run.folder / "snapshot", save)
         callbacks = [log, Samples(log.board, texts), publish, checkpoints]

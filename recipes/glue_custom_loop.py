@@ -21,8 +21,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from common.classifier_options import ClassifierOptions
 from common.command_line import parse, quiet_stderr, run
+from common.model.classifier_options import ClassifierOptions
 from common.options import FIRST, FREE
 
 
@@ -76,8 +76,7 @@ def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
     strategy = kr.make_strategy(config.replicas, deterministic=config.deterministic)  # (1) the devices
     replicas = strategy.num_replicas_in_sync
-    options = {"recipe": "glue_custom_loop"} | config.fixed()
-    with open_run(config.workdir, options, overwrite=config.overwrite) as run:
+    with open_run(config.folder(), config.fixed("glue_custom_loop"), overwrite=config.overwrite) as run:
         if run.results:
             return run.results
         keras.utils.set_random_seed(config.seed)

@@ -21,8 +21,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from common.classifier_options import ClassifierOptions
 from common.command_line import parse, quiet_stderr, run
+from common.model.classifier_options import ClassifierOptions
 from common.options import FIRST, FREE, FitOptions
 
 
@@ -77,8 +77,7 @@ def build_model(config: Config, data: EncodedTexts, schedule=0.0) -> keras.Model
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, deterministic=config.deterministic)
-    options = {"recipe": "text_classifier"} | config.fixed()
-    with open_run(None if config.dry_run else config.workdir, options, overwrite=config.overwrite) as run:
+    with open_run(config.folder(), config.fixed("text_classifier"), overwrite=config.overwrite) as run:
         if run.results:
             return run.results
         keras.utils.set_random_seed(config.seed)
@@ -99,9 +98,8 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, data.preprocessor.tokenizer)
 
         log = RunLog(run.folder, train)
-        checkpoints = Checkpoints(
-            run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True
-        )
+        saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
+        checkpoints = Checkpoints(run.folder / "checkpoints", **saving)
         model.fit(train, epochs=config.epochs, validation_data=validation, callbacks=[log, checkpoints])
 
         results = {"recipe": "text_classifier", "global_batch_size": batch_size, "config": asdict(config)}

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from keras_replicas import UserError, is_chief
 
-from .data.rows import Rows
-from .model.generate import continuations, make_sampler
+from ..data.rows import Rows
+from .generate import continuations, make_sampler
 
 TOKENS = 4  # of a row that has no prompt
 
