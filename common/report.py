@@ -77,7 +77,10 @@ def _language_model_rows(results: dict[str, Any], split: str, name: str) -> list
     return [
         (f"{name} loss", f"{loss:.3f}, perplexity {results[f'{split}_perplexity']:.1f}"),
         *(
-            (f"  {kind} baseline", f"{of:.3f}: the model is {abs(of - loss):.3f} nats {'better' if loss < of else 'worse'}")
+            (
+                f"  {kind} baseline",
+                f"{of:.3f}: the model is {abs(of - loss):.3f} nats {'better' if loss < of else 'worse'}",
+            )
             for kind, of in baselines.items()
             if of is not None
         ),
@@ -91,7 +94,9 @@ def _task_rows(results: dict[str, Any], split: str, name: str) -> list[tuple[str
         """The metrics that begin so, such as `68.4%, F1 0.812`."""
         found = [metric for metric in METRICS if f"{prefix}_{metric}" in results]
         texts = [f"{results[f'{prefix}_{each}']:{'.1%' if each == 'accuracy' else '.3f'}}" for each in found]
-        return ", ".join([*texts[:1], *(f"{METRICS[each]} {text}" for each, text in zip(found[1:], texts[1:], strict=True))])
+        return ", ".join(
+            [*texts[:1], *(f"{METRICS[each]} {text}" for each, text in zip(found[1:], texts[1:], strict=True))]
+        )
 
     main = next(title for metric, title in METRICS.items() if f"{split}_{metric}" in results)
     baselines = [(f"  {title} baseline", shown(f"{split}_{each}")) for each, title in BASELINES.items()]
@@ -119,7 +124,9 @@ def print_plan(model: keras.Model, train: Any, schedule: Callable, total_steps: 
     """
     x, y, weight = next(iter(one_epoch(train)))
     print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}")
-    print(f"{total_steps:,} steps, {len(train):,} in an epoch; in the first, {int(tf.reduce_sum(x['padding_mask'])):,} tokens")
+    print(
+        f"{total_steps:,} steps, {len(train):,} in an epoch; in the first, {int(tf.reduce_sum(x['padding_mask'])):,} tokens"
+    )
     rates = {step: float(schedule(step)) for step in sorted({round(i / 10 * (total_steps - 1)) for i in range(11)})}
     print("learning rate by step:")
     for step, rate in rates.items():

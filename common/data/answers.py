@@ -46,9 +46,13 @@ def answer_rows(
             rows = [row[:length] for row in _encoded(part, tokenizer)]
             splits[split] = [row for row in rows if (row >= 0).any()]
             if lost := len(rows) - len(splits[split]):
-                print(f"{split}: {lost} of {len(rows)} prompts leave no room for an answer, and are left out", flush=True)
+                print(
+                    f"{split}: {lost} of {len(rows)} prompts leave no room for an answer, and are left out", flush=True
+                )
             if not splits[split]:
-                raise UserError(f"{split}: no prompt leaves room for an answer in {length - 1} tokens: take longer rows")
+                raise UserError(
+                    f"{split}: no prompt leaves room for an answer in {length - 1} tokens: take longer rows"
+                )
         write_rows(path, splits, length, tokenizer, {})
 
     return open_rows(str(cached("answers", [json.dumps([dialogues, fingerprint(tokenizer), length])], write)))

@@ -53,7 +53,9 @@ class Rows:
         with tf.device("CPU"):  # of a file, this is a tensor in memory that is mapped to it
             for path in self._paths:
                 shape = [path.stat().st_size // self._size, self._size]
-                self._shards.append(tf.raw_ops.ImmutableConst(dtype=tf.uint8, shape=shape, memory_region_name=str(path.resolve())))
+                self._shards.append(
+                    tf.raw_ops.ImmutableConst(dtype=tf.uint8, shape=shape, memory_region_name=str(path.resolve()))
+                )
 
     def __len__(self):
         return self._rows

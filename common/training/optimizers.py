@@ -39,9 +39,7 @@ def muon(schedule, weight_decay: float = 0.01, clip_norm: float = 1.0) -> keras.
         clip_norm: global norm to which the gradient is clipped, as BERT's and GPT-3's.
     """
     adam = {"adam_lr_ratio": 0.4, "adam_weight_decay": weight_decay, "adam_beta_2": 0.98, "epsilon": 1e-6}
-    optimizer = Muon(
-        schedule, weight_decay=weight_decay, exclude_layers=HEADS, global_clipnorm=clip_norm, **adam
-    )
+    optimizer = Muon(schedule, weight_decay=weight_decay, exclude_layers=HEADS, global_clipnorm=clip_norm, **adam)
     optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
     return optimizer
 
