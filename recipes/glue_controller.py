@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tune BERT on labelled sentences or pairs of them, data-parallel, driven by a Controller as in Orbit.
+"""Fine-tune BERT on labelled sentences or pairs of them, data-parallel, with a Controller.
 
     python -m recipes run glue_controller                          # generated pairs, no network needed
     python -m recipes run glue_controller --task mrpc --preset bert_base_en_uncased --batch-size 16
@@ -7,11 +7,11 @@
 
 Time: 1 min on 2 cores. Metric: GLUE's for the task, on the validation split, against a bag-of-words baseline.
 
-A Trainer defines a training step, an Evaluator an evaluation; the Controller alternates between them, logs and saves
-checkpoints. The recipe `glue_custom_loop` is the same job as one explicit loop.
+A Trainer says what a step is, an Evaluator how to evaluate, and the Controller does the rest, as in Orbit: loops of many
+steps in one call, checkpoints, summaries, and an action when a score is better than ever. The recipe `glue_custom_loop`
+is the same job in one explicit loop.
 """
 
-import functools
 import os
 import sys
 
@@ -19,18 +19,21 @@ import sys
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off the screen
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
-from common.run.classifier_options import ClassifierOptions
-from common.run.command_line import parse, quiet_stderr, run
+from common.classifier_options import ClassifierOptions
+from common.command_line import parse, quiet_stderr, run
+from common.options import FIRST, FREE, Count
 
 
 @dataclass(frozen=True)
 class Config(ClassifierOptions):
     """The options of `glue_controller`, in addition to those of every recipe."""
 
-    workdir: str = "runs/glue_controller"  # work directory: results, logs, checkpoints, preset
-    steps_per_loop: int = 50  # maximum steps per call, after which the Controller logs
+    # work directory: results, logs, checkpoints, preset, predictions; best/ has the model with the best score
+    workdir: Annotated[str, FIRST, FREE] = "runs/glue_controller"
+    steps_per_loop: Annotated[Count, FREE] = 100  # steps in one call, at most
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
@@ -41,142 +44,149 @@ with quiet_stderr():
     import numpy as np
     import tensorflow as tf
 
-
 import keras_replicas as kr
-from common.data.glue import open_examples
-from common.data.text_batches import EncodedTexts, in_order
-from common.data.wordpiece import train_wordpieces
-from common.model.backbones import model_width
+from common.data.examples import EncodedTexts
+from common.data.labelled import open_examples
+from common.data.vocabulary import train_wordpieces
+from common.log import RunLog
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.run.best import when_best
-from common.run.controller import Controller, Evaluator, Trainer
-from common.run.results import report, training_results
-from common.run.runs import RecipeRun
-from common.run.speed import model_flops
-from common.run.step_log import RunLog
-from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
-from common.training.explicit_step import batch_sums, means_of
+from common.report import report
+from common.run_folder import open_run
+from common.scores.classification import classifier_results, scores_of, write_predictions
+from common.training.controller import Controller, Evaluator, Trainer, when_best
 from common.training.losses import CrossEntropy
-from common.training.optimizers import make_optimizer
+from common.training.optimizers import adamw
+from common.training.scaling import scale
 from common.training.schedules import WarmUpPolynomialDecay
 
 
 def make_datasets(config: Config) -> EncodedTexts:
-    """The texts of each split, and their token ids."""
+    """The texts of each split, and the model's inputs for them."""
     texts = open_examples(config.task, config.data, config.text_columns, config.label_column, config.regression)
-    documents = functools.partial(map, " ".join, texts.splits["train"].texts)
-    vocabulary = None if config.preset else train_wordpieces(documents, config.vocabulary_size)
-    return EncodedTexts.of(texts, make_preprocessor(config.preset, vocabulary, config.seq_length))
+    words = None if config.preset else train_wordpieces(texts.documents, texts.fingerprint, config.vocabulary_size)
+    return EncodedTexts(texts, make_preprocessor(config.preset, words, config.seq_length))
 
 
-def build_model(config: Config, data: EncodedTexts, schedule) -> keras.Model:
-    """A compiled text classifier. Call it inside the strategy's scope."""
-    model = make_classifier(config.preset, config.model or "tiny", data, config.dropout, config.lora_rank)
-    # The loss is a sum: a step divides it, once, by the number of labels in the whole batch.
-    loss = CrossEntropy() if data.texts.classes else keras.losses.MeanSquaredError("sum")
-    model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), loss)
-    return model
+def build_model(config: Config, data: EncodedTexts) -> keras.Model:
+    """A text classifier, or for regression one with a single output. Call it inside the strategy's scope."""
+    of = (config.preset, config.model or "tiny", data.preprocessor, len(data.texts.classes) or 1, data.texts.mean_label)
+    return make_classifier(*of, dropout=config.dropout, lora_rank=config.lora_rank)
 
 
 class GlueTrainer(Trainer):
     """A step: the gradient of the batch's mean loss, over all replicas, is applied."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, model: keras.Model, dataset, log: RunLog):
-        super().__init__(dataset)
-        self.strategy, self.model, self.log = strategy, model, log
+    def __init__(self, strategy, data, model: keras.Model, optimizer, log: RunLog, classes: list[str]):
+        super().__init__(strategy, data)
+        self.model, self.optimizer, self.log = model, optimizer, log
+        # A sum: a step divides it, once, by the weights of the whole batch.
+        self.loss_sum = CrossEntropy("sum") if classes else keras.losses.MeanSquaredError("sum")
+
+    def begin(self, step: int) -> None:
+        """Opens the log, too."""
+        super().begin(step)
+        self.log.begin(step)
 
     def train_step(self, iterator) -> dict[str, tf.Tensor]:
-        """See `Trainer`."""
+        """Does a step on every replica, and returns its loss and learning rate."""
         return kr.first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
 
-    def train_loop_end(self, values: dict[str, np.ndarray], seconds: float) -> dict[str, float]:
-        """See `Trainer`."""
-        return self.log.record(values, seconds)
+    def train(self, num_steps: int) -> dict[str, float]:
+        """Runs a loop of steps; the time since the last one does not count."""
+        self.log.start_clock()
+        return super().train(num_steps)
+
+    def train_loop_end(self, values: dict[str, np.ndarray]) -> dict[str, float]:
+        """Writes a line for each step, and returns the means."""
+        self.log.write(values)
+        return super().train_loop_end(values)
 
     def _replica_step(self, x, y, weight):
-        model, optimizer = self.model, self.model.optimizer
+        model, optimizer = self.model, self.optimizer
         with kr.noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:
-            logits = model(x, training=True)
-            sums = batch_sums(x, y, weight, logits, model.compute_loss(x, y, logits, weight))
-            loss = optimizer.scale_loss(sums["loss"])
-        gradients, sums = kr.sum_over_replicas((tape.gradient(loss, model.trainable_variables), sums))
+            loss = self.loss_sum(y, model(x, training=True), weight)
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        gradients, loss, total = kr.sum_over_replicas((gradients, loss, tf.reduce_sum(weight)))
         learning_rate = tf.identity(optimizer.learning_rate)
-        # Divided once, by the labels of the whole batch: replicas may have different numbers of them.
-        gradients = [gradient / sums["labels"] for gradient in gradients]
+        # Divided once, by the weights of the whole batch: replicas may have different numbers of examples.
+        gradients = [None if gradient is None else gradient / total for gradient in gradients]
         kr.apply_summed(optimizer, gradients, model.trainable_variables)
-        return means_of(sums) | {"learning_rate": learning_rate}
+        return {"loss": loss / total, "learning_rate": learning_rate}
 
 
 class GlueEvaluator(Evaluator):
-    """The logits of every example of a split, once, and their scores."""
+    """The logits of every example of a split, in its order, and their scores."""
 
-    def __init__(self, strategy, model: keras.Model, data: EncodedTexts, split: str, scaled):
-        steps = data.steps(split, scaled)
-        super().__init__(kr.distribute(strategy, data.stream(split, scaled, labelled=False)), steps)
-        self.strategy, self.model, self.data, self.split = strategy, model, data, split
+    def __init__(self, strategy, data: EncodedTexts, split: str, batch_size: int, model: keras.Model):
+        super().__init__(strategy, data.batches(split, batch_size))
+        self.model, self.texts, self.split = model, data.texts, split
 
     def eval_step(self, iterator):
-        """See `Evaluator`."""
-        return kr.first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
+        """Returns the rows of all replicas."""
+        x, *_ = next(iterator)
+        return kr.first_replica(self.strategy, self.strategy.run(self._replica_step, args=(x,)))
 
     def eval_end(self, outputs) -> dict[str, float]:
-        """See `Evaluator`."""
-        self.logits = in_order(outputs, self.data.sizes()[self.split])
-        draw_confusion(self.data.texts, self.split, self.logits)
-        return scores_of(self.data.texts, self.split, self.logits)
+        """Keeps the logits, and returns the split's scores."""
+        self.logits = np.concatenate(outputs)
+        return scores_of(self.texts, self.split, self.logits)
 
-    def _replica_step(self, x, examples):
-        return kr.gather_over_replicas((examples, self.model(x, training=False)))
+    def _replica_step(self, x):
+        return kr.gather_over_replicas(self.model(x, training=False))
 
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
     strategy = kr.make_strategy(config.replicas, deterministic=config.deterministic)
-    run = RecipeRun("glue_controller", config)
-    if run.results:
-        return run.results
-    run.configure_keras(config, width := model_width(config.preset, config.model or "tiny"))
-    scaled = run.scale(config, strategy.num_replicas_in_sync, config.peak_rate(width), "adamw")
+    replicas = strategy.num_replicas_in_sync
+    options = {"recipe": "glue_controller"} | config.fixed()
+    with open_run(config.workdir, options, overwrite=config.overwrite) as run:
+        if run.results:
+            return run.results
+        keras.utils.set_random_seed(config.seed)
+        keras.config.set_dtype_policy(config.precision)
+        rate = config.learning_rate or (5e-5 if config.preset else 5e-4)
+        # A run that is resumed keeps them, whatever the number of replicas now.
+        batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
 
-    data = make_datasets(config)
-    run.check_data(data.sizes(), data.checksums())
+        data = make_datasets(config)
+        train = data.batches("train", batch_size, config.seed)
+        total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
 
-    steps = data.steps("train", scaled)  # per epoch
-    total_steps = min(steps * config.epochs, config.max_steps or sys.maxsize)
-    schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
+        with strategy.scope():
+            model = build_model(config, data)
+            optimizer = adamw(WarmUpPolynomialDecay(rate, total_steps))
+            optimizer.build(model.trainable_variables)
 
-    with strategy.scope():
-        model = build_model(config, data, schedule)
+        log = RunLog(run.folder, train)
+        splits = [split for split in data.sizes() if split != "train"]
+        evaluators = {split: GlueEvaluator(strategy, data, split, batch_size, model) for split in splits}
+        saved, texts = {"model": model, "optimizer": optimizer}, data.texts
+        best = when_best(
+            f"val_{texts.metrics[0]}",
+            lambda *_: save_classifier(model, texts.classes, texts.columns, run.folder / "best"),
+            run.folder,
+        )
+        controller = Controller(
+            GlueTrainer(strategy, train, model, optimizer, log, texts.classes),
+            evaluators["validation"],
+            kr.Checkpoints(run.folder / "checkpoints", every=config.checkpoint_every, **saved),
+            steps_per_loop=config.steps_per_loop,
+            summary_dir=run.folder / "tensorboard",
+            eval_actions=[best],
+        )
+        controller.train_and_evaluate(total_steps, eval_interval=len(train))
 
-    saved = {"model": model, "optimizer": model.optimizer}
-    checkpoints = kr.Checkpoints(run.workdir / "checkpoints", every=config.checkpoint_every, **saved)
-    log = RunLog(run.workdir, steps, model_flops(model, config))
-    log.begin(checkpoints.restore())
-    log.announce(model, total_steps)
-
-    batches = kr.distribute(strategy, data.stream("train", scaled, config.seed), log.step)
-    evaluators = {part: GlueEvaluator(strategy, model, data, part, scaled) for part in data.sizes() if part != "train"}
-    save, metric = functools.partial(save_classifier, model, data), f"val_{data.texts.metrics[0]}"
-    controller = Controller(
-        trainer=GlueTrainer(strategy, model, batches, log),
-        evaluator=evaluators["validation"],
-        steps_per_loop=config.steps_per_loop,
-        global_step=log.step,
-        checkpoint_manager=checkpoints,
-        summary_dir=run.workdir / "tensorboard",
-        eval_actions=[when_best(metric, lambda *_: save(run.workdir / "best"), run.workdir)],
-    )
-    controller.train_and_evaluate(total_steps, eval_interval=steps)
-
-    if "test" in evaluators:
-        evaluators["test"].evaluate()
-    logits = {split: evaluator.logits for split, evaluator in evaluators.items()}
-    results = training_results("glue_controller", config, strategy, scaled.global_batch_size, log)
-    results |= classifier_results(data.texts, logits, data.preprocessor.tokenizer)
-
-    write_all_predictions(run.workdir / "predictions", data.texts, logits)
-    save(run.workdir / "preset")
-    return run.finish(results)
+        if "test" in evaluators:
+            evaluators["test"].evaluate()
+        outputs = {split: evaluator.logits for split, evaluator in evaluators.items()}
+        results = {"recipe": "glue_controller", "global_batch_size": batch_size, "config": asdict(config)}
+        results |= log.results(replicas)
+        write_predictions(run.folder / "predictions", texts, outputs)
+        save_classifier(model, texts.classes, texts.columns, run.folder / "preset")
+        results |= classifier_results(texts, outputs, data.preprocessor.tokenizer)
+        return run.finish(results)
 
 
 def main(config: Config) -> None:

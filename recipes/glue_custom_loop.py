@@ -11,26 +11,27 @@ Time: 1 min on 2 cores. Metric: GLUE's for the task, on the validation split, ag
 `glue_controller` is the same job, driven by a Controller.
 """
 
-import functools
 import os
 import sys
-import time
 
 # These must be set before the first import of Keras and TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off the screen
 
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
-from common.run.classifier_options import ClassifierOptions
-from common.run.command_line import parse, quiet_stderr, run, verbosity
+from common.classifier_options import ClassifierOptions
+from common.command_line import parse, quiet_stderr, run
+from common.options import FIRST, FREE
 
 
 @dataclass(frozen=True)
 class Config(ClassifierOptions):
     """The options of `glue_custom_loop`, in addition to those of every recipe."""
 
-    workdir: str = "runs/glue_custom_loop"  # work directory: results, logs, checkpoints, preset
+    # work directory: results, logs, checkpoints, preset, predictions
+    workdir: Annotated[str, FIRST, FREE] = "runs/glue_custom_loop"
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
@@ -44,127 +45,117 @@ with quiet_stderr():
 from tqdm import tqdm
 
 import keras_replicas as kr
-from common.data.glue import open_examples
-from common.data.text_batches import EncodedTexts, in_order
-from common.data.wordpiece import train_wordpieces
-from common.model.backbones import model_width
+from common.data.examples import EncodedTexts
+from common.data.labelled import open_examples
+from common.data.vocabulary import train_wordpieces
+from common.log import RunLog
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.run.results import report, training_results
-from common.run.runs import RecipeRun
-from common.run.speed import model_flops
-from common.run.step_log import RunLog, open_board
-from common.scores.classification import classifier_results, draw_confusion, scores_of, write_all_predictions
-from common.training.explicit_step import batch_sums, means_of
+from common.report import report
+from common.run_folder import open_run
+from common.scores.classification import classifier_results, scores_of, write_predictions
 from common.training.losses import CrossEntropy
-from common.training.optimizers import make_optimizer
+from common.training.optimizers import adamw
+from common.training.scaling import scale
 from common.training.schedules import WarmUpPolynomialDecay
 
 
 def make_datasets(config: Config) -> EncodedTexts:
-    """The texts of each split, and their token ids."""
+    """The texts of each split, and the model's inputs for them."""
     texts = open_examples(config.task, config.data, config.text_columns, config.label_column, config.regression)
-    documents = functools.partial(map, " ".join, texts.splits["train"].texts)
-    vocabulary = None if config.preset else train_wordpieces(documents, config.vocabulary_size)
-    return EncodedTexts.of(texts, make_preprocessor(config.preset, vocabulary, config.seq_length))
+    words = None if config.preset else train_wordpieces(texts.documents, texts.fingerprint, config.vocabulary_size)
+    return EncodedTexts(texts, make_preprocessor(config.preset, words, config.seq_length))
 
 
-def build_model(config: Config, data: EncodedTexts, schedule) -> keras.Model:
-    """A compiled text classifier. Call it inside the strategy's scope."""
-    model = make_classifier(config.preset, config.model or "tiny", data, config.dropout, config.lora_rank)
-    # The loss is a sum: a step divides it, once, by the number of labels in the whole batch.
-    loss = CrossEntropy() if data.texts.classes else keras.losses.MeanSquaredError("sum")
-    model.compile(make_optimizer("adamw", schedule, weight_decay=0.01), loss)
-    return model
+def build_model(config: Config, data: EncodedTexts) -> keras.Model:
+    """A text classifier, or for regression one with a single output. Call it inside the strategy's scope."""
+    of = (config.preset, config.model or "tiny", data.preprocessor, len(data.texts.classes) or 1, data.texts.mean_label)
+    return make_classifier(*of, dropout=config.dropout, lora_rank=config.lora_rank)
 
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
     strategy = kr.make_strategy(config.replicas, deterministic=config.deterministic)  # (1) the devices
-    run = RecipeRun("glue_custom_loop", config)
-    if run.results:
-        return run.results
-    width = model_width(config.preset, config.model or "tiny")
-    run.configure_keras(config, width)
-    scaled = run.scale(config, strategy.num_replicas_in_sync, config.peak_rate(width), "adamw")
+    replicas = strategy.num_replicas_in_sync
+    options = {"recipe": "glue_custom_loop"} | config.fixed()
+    with open_run(config.workdir, options, overwrite=config.overwrite) as run:
+        if run.results:
+            return run.results
+        keras.utils.set_random_seed(config.seed)
+        keras.config.set_dtype_policy(config.precision)
+        rate = config.learning_rate or (5e-5 if config.preset else 5e-4)
+        # A run that is resumed keeps them, whatever the number of replicas now.
+        batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
 
-    data = make_datasets(config)
-    run.check_data(data.sizes(), data.checksums())
+        data = make_datasets(config)
+        train = data.batches("train", batch_size, config.seed)
+        total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
 
-    epoch_steps = data.steps("train", scaled)
-    total_steps = min(epoch_steps * config.epochs, config.max_steps or sys.maxsize)
-    schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
+        with strategy.scope():  # (2) a copy of every variable for each replica
+            model = build_model(config, data)
+            optimizer = adamw(WarmUpPolynomialDecay(rate, total_steps))
+            optimizer.build(model.trainable_variables)
+        # A sum: a step divides it, once, by the weights of the whole batch.
+        loss_sum = CrossEntropy("sum") if data.texts.classes else keras.losses.MeanSquaredError("sum")
 
-    with strategy.scope():  # (2) a copy of every variable for each replica
-        model = build_model(config, data, schedule)
-    optimizer = model.optimizer
+        @tf.function(reduce_retracing=True)  # batches have many lengths
+        def train_step(batch, stop):
+            def replica_step(x, y, weight):
+                with kr.noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:  # (3) its own noise
+                    loss = loss_sum(y, model(x, training=True), weight)
+                    scaled = optimizer.scale_loss(loss)
+                gradients = tape.gradient(scaled, model.trainable_variables)
+                values = {"loss": loss, "weight": tf.reduce_sum(weight), "stop": stop}
+                gradients, values = kr.sum_over_replicas((gradients, values))  # (4) of the whole batch
+                learning_rate, total = tf.identity(optimizer.learning_rate), values.pop("weight")
+                gradients = [None if gradient is None else gradient / total for gradient in gradients]
+                kr.apply_summed(optimizer, gradients, model.trainable_variables)
+                return {"loss": values["loss"] / total, "learning_rate": learning_rate, "stop": values["stop"]}
 
-    @tf.function(reduce_retracing=True)  # batches have many lengths
-    def train_step(batch, stop):
-        def replica_step(x, y, weight):
-            with kr.noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:  # (3) a replica's own noise
-                logits = model(x, training=True)
-                sums = batch_sums(x, y, weight, logits, model.compute_loss(x, y, logits, weight))
-                loss = optimizer.scale_loss(sums["loss"])
-            gradients = tape.gradient(loss, model.trainable_variables)
-            gradients, sums = kr.sum_over_replicas((gradients, sums | {"stop": stop}))  # (4) of the whole batch
-            learning_rate = tf.identity(optimizer.learning_rate)
-            gradients = [gradient / sums["labels"] for gradient in gradients]
-            kr.apply_summed(optimizer, gradients, model.trainable_variables)
-            return means_of(sums) | {"learning_rate": learning_rate}
+            return kr.first_replica(strategy, strategy.run(replica_step, args=batch))  # (5) on every replica
 
-        return kr.first_replica(strategy, strategy.run(replica_step, args=batch))  # (5) on every replica
+        @tf.function(reduce_retracing=True)
+        def predict_step(x):
+            def replica_step(x):
+                return kr.gather_over_replicas(model(x, training=False))  # (6) the rows of all replicas
 
-    @tf.function(reduce_retracing=True)  # batches have many lengths
-    def predict_step(batch):
-        def replica_step(x, examples):
-            return kr.gather_over_replicas((examples, model(x, training=False)))  # (6) of every replica
+            return kr.first_replica(strategy, strategy.run(replica_step, args=(x,)))  # (7) on every replica
 
-        return kr.first_replica(strategy, strategy.run(replica_step, args=batch))  # (7) on every replica
+        def predict(split: str) -> np.ndarray:
+            batches = data.batches(split, batch_size)
+            found = zip(range(len(batches)), kr.distribute(strategy, batches), strict=False)
+            return np.concatenate([predict_step(batch[0]) for _, batch in found])
 
-    def predict(split: str) -> np.ndarray:
-        batches = kr.distribute(strategy, data.stream(split, scaled, labelled=False))
-        return in_order(map(predict_step, batches), data.sizes()[split])
+        log = RunLog(run.folder, train)
+        saved = {"model": model, "optimizer": optimizer}
+        checkpoints = kr.Checkpoints(run.folder / "checkpoints", every=config.checkpoint_every, **saved)
+        first = checkpoints.restore()
+        log.begin(first)
+        bar = tqdm(range(first, total_steps), "steps", total_steps, initial=first, disable=not sys.stdout.isatty())
+        with checkpoints:
+            for step, batch in zip(bar, kr.distribute(strategy, train, first), strict=False):  # (8) each replica's part
+                log.start_clock()
+                values = train_step(batch, tf.constant(float(checkpoints.told_to_stop)))
+                values = {name: np.array([value]) for name, value in values.items()}
+                stop = values.pop("stop")[0]
+                log.write(values)
+                if log.step % len(train) == 0 or log.step == total_steps:
+                    scores = scores_of(data.texts, "validation", predict("validation"))
+                    bar.write(f"step {log.step}: " + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+                    with log.board.as_default(step=log.step):
+                        for name, value in scores.items():
+                            tf.summary.scalar(f"validation/{name}", value)
+                checkpoints.save_if_due(step + 1)
+                if stop:
+                    checkpoints.save_and_leave(step + 1)
+            checkpoints.save(total_steps)
 
-    board = open_board(run.workdir, asdict(config), 0)
-    saved = {"model": model, "optimizer": optimizer}
-    checkpoints = kr.Checkpoints(run.workdir / "checkpoints", every=config.checkpoint_every, **saved)
-    log = RunLog(run.workdir, epoch_steps, model_flops(model, config))
-    log.begin(checkpoints.restore())
-    log.announce(model, total_steps)
-    steps = range(log.step, total_steps)
-    batches = kr.distribute(strategy, data.stream("train", scaled, config.seed), log.step)
-
-    bar = tqdm(total=total_steps, initial=log.step, unit="step", file=sys.stdout, disable=verbosity() == 2)
-    with checkpoints, board.as_default():
-        began = time.perf_counter()
-        for _, batch in zip(steps, batches, strict=False):  # (8) each replica gets its part
-            values = train_step(batch, tf.constant(float(checkpoints.told_to_stop)))
-            values = {name: np.ravel(value) for name, value in values.items()}
-            shown = log.record(values, time.perf_counter() - began)
-            for name, value in shown.items():
-                tf.summary.scalar(f"train/{name}", value, step=log.step)
-            bar.set_postfix(loss=f"{shown['loss']:.3f}", learning_rate=f"{shown['learning_rate']:.1e}")
-            bar.update(len(values["loss"]))
-            if log.step % epoch_steps == 0 or log.step == total_steps:
-                val_logits = predict("validation")
-                for name, value in scores_of(data.texts, "validation", val_logits).items():
-                    bar.write(f"step {log.step}: {name} {value:.4f}")
-                    tf.summary.scalar(f"validation/{name}", value, step=log.step)
-                draw_confusion(data.texts, "validation", val_logits, log.step)
-            checkpoints.save_if_due(log.step, len(values["loss"]))
-            if values["stop"][-1]:
-                checkpoints.save_and_leave(log.step)
-            began = time.perf_counter()
-        checkpoints.save(log.step)
-    bar.close()
-
-    logits = {split: predict(split) for split in data.sizes() if split != "train"}
-    results = training_results("glue_custom_loop", config, strategy, scaled.global_batch_size, log)
-    results |= classifier_results(data.texts, logits, data.preprocessor.tokenizer)
-
-    write_all_predictions(run.workdir / "predictions", data.texts, logits)
-    save_classifier(model, data, run.workdir / "preset")
-    return run.finish(results)
+        outputs = {split: predict(split) for split in data.sizes() if split != "train"}
+        results = {"recipe": "glue_custom_loop", "global_batch_size": batch_size, "config": asdict(config)}
+        results |= log.results(replicas)
+        write_predictions(run.folder / "predictions", data.texts, outputs)
+        save_classifier(model, data.texts.classes, data.texts.columns, run.folder / "preset")
+        results |= classifier_results(data.texts, outputs, data.preprocessor.tokenizer)
+        return run.finish(results)
 
 
 def main(config: Config) -> None:

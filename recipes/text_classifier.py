@@ -11,7 +11,6 @@ The model is of any family that KerasHub has a text classifier for, such as BERT
 DeBERTaV3, with its own tokenizer. Examples of similar length share a batch, so that little of it is padding.
 """
 
-import functools
 import os
 import sys
 
@@ -20,17 +19,19 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off the screen
 
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
-from common.run.classifier_options import ClassifierOptions
-from common.run.command_line import parse, quiet_stderr, run, verbosity
-from common.run.options import FitOptions
+from common.classifier_options import ClassifierOptions
+from common.command_line import parse, quiet_stderr, run
+from common.options import FIRST, FREE, FitOptions
 
 
 @dataclass(frozen=True)
 class Config(ClassifierOptions, FitOptions):
     """The options of `text_classifier`, in addition to those of every recipe."""
 
-    workdir: str = "runs/text_classifier"  # work directory: results, logs, checkpoints, preset, predictions
+    # work directory: results, logs, checkpoints, preset, predictions
+    workdir: Annotated[str, FIRST, FREE] = "runs/text_classifier"
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once
@@ -39,19 +40,17 @@ if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is r
 with quiet_stderr():
     import keras
 
-from common.data.glue import open_examples
-from common.data.text_batches import EncodedTexts
-from common.data.wordpiece import train_wordpieces
-from common.model.backbones import model_width
+from common.data.examples import EncodedTexts
+from common.data.labelled import open_examples
+from common.data.vocabulary import train_wordpieces
+from common.log import RunLog
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.run.best import when_best
-from common.run.callbacks import FitLog, Profile
-from common.run.results import report, training_results
-from common.run.runs import RecipeRun
-from common.run.speed import model_flops
-from common.scores.classification import classifier_results, predict_outputs, write_all_predictions
+from common.report import print_plan, report
+from common.run_folder import open_run
+from common.scores.classification import classifier_results, write_predictions
 from common.training.losses import CrossEntropy
-from common.training.optimizers import make_optimizer
+from common.training.optimizers import adamw
+from common.training.scaling import scale
 from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
@@ -59,64 +58,59 @@ from keras_replicas import Checkpoints, data_parallel, make_strategy
 def make_datasets(config: Config) -> EncodedTexts:
     """The texts of each split, and the model's inputs for them."""
     texts = open_examples(config.task, config.data, config.text_columns, config.label_column, config.regression)
-    documents = functools.partial(map, " ".join, texts.splits["train"].texts)
-    vocabulary = None if config.preset else train_wordpieces(documents, config.vocabulary_size)
-    preprocessor = make_preprocessor(config.preset, vocabulary, config.seq_length)
-    return EncodedTexts.of(texts, preprocessor, few_lengths=config.jit)
+    words = None if config.preset else train_wordpieces(texts.documents, texts.fingerprint, config.vocabulary_size)
+    return EncodedTexts(texts, make_preprocessor(config.preset, words, config.seq_length))
 
 
 def build_model(config: Config, data: EncodedTexts, schedule=0.0) -> keras.Model:
-    """A compiled text classifier. Call it inside the strategy's scope."""
-    model = make_classifier(config.preset, config.model or "tiny", data, config.dropout, config.lora_rank)
-    loss = CrossEntropy if data.texts.classes else keras.losses.MeanSquaredError
-    loss = loss(reduction="mean_with_sample_weight")  # over all examples of the whole batch
-    optimizer = make_optimizer("adamw", schedule, weight_decay=0.01)
-    model.compile(optimizer, loss, jit_compile=config.jit, steps_per_execution=config.steps_per_execution)
+    """A compiled text classifier, or for regression one with a single output. Call it inside the strategy's scope."""
+    classes, mean = len(data.texts.classes), data.texts.mean_label
+    of = (config.preset, config.model or "tiny", data.preprocessor, classes or 1, mean)
+    model = make_classifier(*of, dropout=config.dropout, lora_rank=config.lora_rank)
+    loss = CrossEntropy() if classes else keras.losses.MeanSquaredError()
+    metrics = ["accuracy"] if classes else []
+    model.compile(adamw(schedule), loss, weighted_metrics=metrics, jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate)
 
 
 def train_and_evaluate(config: Config) -> dict:
-    """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
+    """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = make_strategy(config.replicas, deterministic=config.deterministic)
-    run = RecipeRun("text_classifier", config)
-    if run.results:
-        return run.results
-    width = model_width(config.preset, config.model or "tiny")
-    run.configure_keras(config, width)
-    scaled = run.scale(config, strategy.num_replicas_in_sync, config.peak_rate(width), "adamw")
+    options = {"recipe": "text_classifier"} | config.fixed()
+    with open_run(None if config.dry_run else config.workdir, options, overwrite=config.overwrite) as run:
+        if run.results:
+            return run.results
+        keras.utils.set_random_seed(config.seed)
+        keras.config.set_dtype_policy(config.precision)
+        replicas = strategy.num_replicas_in_sync
+        rate = config.learning_rate or (5e-5 if config.preset else 5e-4)
+        # A run that is resumed keeps them, whatever the number of replicas now.
+        batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
 
-    data = make_datasets(config)
-    run.check_data(data.sizes(), data.checksums())
-    train, validation = data.stream("train", scaled, config.seed), data.stream("validation", scaled)
-    total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
-    schedule = WarmUpPolynomialDecay(scaled.learning_rate, int(config.warmup * total_steps), total_steps)
+        data = make_datasets(config)
+        train, validation = data.batches("train", batch_size, config.seed), data.batches("validation", batch_size)
+        total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
+        schedule = WarmUpPolynomialDecay(rate, total_steps)
 
-    with strategy.scope():
-        model = build_model(config, data, schedule)
+        with strategy.scope():
+            model = build_model(config, data, schedule)
+        if config.dry_run:
+            return print_plan(model, train, schedule, total_steps, data.preprocessor.tokenizer)
 
-    options: dict = {"every": config.checkpoint_every, "max_steps": total_steps}
-    checkpoints = Checkpoints(run.workdir / "checkpoints", exit_on_sigterm=True, **options)
-    log = FitLog(run.workdir, len(train), total_steps, asdict(config), model_flops(model, config))
-    save = functools.partial(save_classifier, model, data)
-    best = when_best("val_loss", lambda *_: save(run.workdir / "best"), run.workdir)
-    best = keras.callbacks.LambdaCallback(on_epoch_end=best)
+        log = RunLog(run.folder, train)
+        checkpoints = Checkpoints(
+            run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True
+        )
+        model.fit(train, epochs=config.epochs, validation_data=validation, callbacks=[log, checkpoints])
 
-    model.fit(
-        train,
-        epochs=config.epochs,
-        validation_data=validation,
-        callbacks=[log, best, Profile(run.workdir, config.profile_steps), checkpoints],
-        verbose=verbosity(),  # a bar on a terminal and in a notebook, one line per epoch in a log file
-    )
-
-    results = training_results("text_classifier", config, strategy, scaled.global_batch_size, log)
-    splits = [split for split in data.sizes() if split != "train"]
-    outputs = {split: predict_outputs(strategy, model, data, split, scaled) for split in splits}
-    results |= classifier_results(data.texts, outputs, data.preprocessor.tokenizer)
-
-    write_all_predictions(run.workdir / "predictions", data.texts, outputs)
-    save(run.workdir / "preset")
-    return run.finish(results)
+        results = {"recipe": "text_classifier", "global_batch_size": batch_size, "config": asdict(config)}
+        splits = [split for split in data.sizes() if split != "train"]
+        outputs = {split: model.predict(data.batches(split, batch_size), verbose=0) for split in splits}
+        results |= log.results(replicas)
+        write_predictions(run.folder / "predictions", data.texts, outputs)
+        save_classifier(model, data.texts.classes, data.texts.columns, run.folder / "preset")
+        results |= classifier_results(data.texts, outputs, data.preprocessor.tokenizer)
+        return run.finish(results)
 
 
 def main(config: Config) -> None:
