@@ -88,7 +88,7 @@ def run(main: Callable[[Config], None], config: Config) -> None:
     logger = logging.getLogger("keras_replicas")
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    logger.addHandler(_Printing())
+    logger.handlers = [_Printing()]  # one, however often it is called
     try:
         with until_reader_leaves():
             main(config)

@@ -86,7 +86,7 @@ class FitOptions(RunOptions):
     def __post_init__(self):
         super().__post_init__()
         if self.batch_size % self.accumulate:  # type: ignore[attr-defined]
-            raise UserError(f"--accumulate {self.accumulate} must divide the batch of a replica")
+            raise UserError(f"--accumulate {self.accumulate} must divide --batch-size {self.batch_size}")
 
 
 def marks_of(options: type) -> dict[str, tuple[Any, ...]]:

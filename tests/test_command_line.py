@@ -1,0 +1,247 @@
+import dataclasses
+import errno
+import importlib
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from typing import Annotated, Literal
+
+import pytest
+
+from common.command_line import parse, quiet_stderr, run, until_reader_leaves
+from common.options import FIRST, Bounds, marks_of
+from keras_replicas import UserError
+from tests.conftest import ROOT
+from tests.test_structure import RECIPES
+
+PAGE = "recipes/bert_mlm.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    seed: int = 0  # of the weights
+
+    def __post_init__(self):
+        if self.seed < 0:
+            raise UserError("--seed is below 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Base):
+    rounds: int = 3  # how often
+    batch_size: Annotated[int | None, FIRST, Bounds(1, 9)] = None  # rows in a step
+    rule: Literal["sqrt", "none"] = "sqrt"
+    fast: Annotated[bool, FIRST] = False
+
+
+def python(*words, **options):
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, **options)
+
+
+def ended(capfd, *words):
+    """The exit status of reading these options, and what is printed."""
+    with pytest.raises(SystemExit) as end:
+        parse(Config, "What it does.", words)
+    return end.value.code, *capfd.readouterr()
+
+
+def test_an_option_is_a_field():
+    words = ["--batch-size", "4", "--rule=none", "--fast", "--rounds", "5", "--seed", "7"]
+    assert parse(Config, "", words) == Config(7, 5, 4, "none", True)
+    assert parse(Config, "", []) == Config()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--batch-sise 4", "unknown option --batch-sise. The options are: --batch-size --fast --rounds --rule --seed"),
+        ("4", "unknown option 4. The options are"),
+        ("--rounds many", "--rounds: invalid literal for int()"),
+        ("--rule cubic", "Expected one of ('sqrt', 'none')"),
+        ("--rounds", "--rounds"),
+        ("--seed -1", "--seed is below 0"),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_status_2(words, told, capfd):
+    status, out, err = ended(capfd, *words.split())
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and told in err
+
+
+@pytest.mark.parametrize("backend", ["jax", ""])
+def test_another_backend_of_keras_is_refused(backend, monkeypatch, capfd):
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    told = f"error: the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND\n"
+    assert ended(capfd) == (2, "", told)
+
+
+def boxes(text):
+    """Of each box of the help, its title, and the options in it with what is said of them."""
+    _, *parts = re.split(r"^╭─ (.+?) ─+╮\n", text, flags=re.MULTILINE)
+    option = re.compile(r"^│ --([a-z-]+)(.*?)(?=^│ -|^╰)", re.MULTILINE | re.DOTALL)
+    return {
+        title: {name: re.sub(r"[│\s]+", " ", told) for name, told in option.findall(box)}
+        for title, box in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def test_the_help_has_the_first_options_first_then_ones_own(capfd):
+    status, out, err = ended(capfd, "--help")
+    first, more = boxes(out).values()
+    assert (status, err, [*boxes(out)]) == (0, "", ["options", "more options"]) and "What it does." in out
+    assert [*first] == ["batch-size", "fast"] and [*more] == ["rounds", "rule", "seed"]
+    assert first["batch-size"] == " {None}|INT rows in a step (default: None) "
+    assert more["rule"] == " {sqrt,none} (default: sqrt) " and more["seed"] == " INT of the weights (default: 0) "
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=lambda path: path.stem)
+def test_the_help_of_a_page_has_each_option_once_with_its_default(page, capfd):
+    config = importlib.import_module(f"recipes.{page.stem}").Config
+    with pytest.raises(SystemExit):
+        parse(config, "", ["--help"])
+    first, more = boxes(capfd.readouterr().out).values()
+    defaults = {name: re.search(r"\(default: ([^)]*)\)", told)[1] for name, told in (first | more).items()}
+    fields = {field.name.replace("_", "-"): field.default for field in dataclasses.fields(config)}
+    assert defaults == {name: "''" if value == "" else str(value) for name, value in fields.items()}
+    assert {name.replace("-", "_") for name in first} == {name for name, marks in marks_of(config).items() if FIRST in marks}
+    assert len(first) + len(more) == len(fields) <= 26 and 8 <= len(first) <= 12
+
+
+def test_the_help_and_a_mistake_take_a_second_without_tensorflow(no_tensorflow):
+    environment = no_tensorflow | {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}{os.pathsep}{ROOT}"}
+    for words, status in ((["--help"], 0), (["--batch-size", "0"], 2)):
+        before = os.times()
+        done = python(PAGE, *words, env=environment)
+        after = os.times()
+        assert done.returncode == status, done.stderr
+        assert sum(after[2:4]) - sum(before[2:4]) < 1  # of the processor, whatever else runs here
+        assert done.stdout.startswith("usage: bert_mlm [-h]") if words == ["--help"] else not done.stdout
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_it_ends_without_a_word_where_nobody_reads(buffered):
+    """As in `... --help | head -1`; at the first line, or where all is written at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    command = [sys.executable, PAGE, "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "told"),
+    [
+        (">&-", 0, ""),
+        (">/dev/full", 1, "error: [Errno 28] No space left on device. Free some space and give the same command again: "),
+    ],
+)
+def test_output_that_is_closed_or_full(redirection, status, told):
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" {PAGE} --help {redirection}', sys.executable], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == status and done.stderr.startswith(told) and done.stderr.count("\n") == bool(told)
+
+
+def test_a_letter_that_the_output_lacks_is_a_question_mark():
+    code = "from common.command_line import until_reader_leaves\nwith until_reader_leaves(): print('\u00ab')"
+    assert python("-c", code, env=os.environ | {"PYTHONIOENCODING": "ascii"}).stdout == "?\n"
+
+
+def test_another_pipe_that_breaks_is_told_of():
+    with pytest.raises(BrokenPipeError), until_reader_leaves():
+        raise BrokenPipeError
+
+
+class UnavailableError(Exception):
+    """By this name TensorFlow tells of a worker that is gone."""
+
+
+def raise_(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (UserError("no room"), 2, "error: no room\n"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x"), 1, "error: [Errno 28] No space left on device: 'x'. Fr"),
+        (RuntimeError("graph\n/x; No space left on device\n"), 1, "error: /x; No space left on device. Free some space"),
+    ],
+)
+def test_what_a_run_expects_is_one_line_and_a_status(error, status, told, capfd):
+    with pytest.raises(SystemExit) as end:
+        run(lambda config: raise_(config), error)
+    err = capfd.readouterr().err
+    assert end.value.code == status and err.startswith(told) and err.count("\n") == 1
+
+
+def test_what_it_does_not_expect_has_its_trace():
+    for error in (ValueError("a fault"), OSError(errno.EIO, "broken"), UnavailableError()):
+        with pytest.raises(type(error)):
+            run(lambda config, error=error: raise_(error), None)
+
+
+def test_a_lost_worker_ends_the_process_at_once():
+    code = (
+        "from common.command_line import run\nclass UnavailableError(Exception): pass\ndef main(error): raise error\n"
+        "run(main, UnavailableError('/job:worker/replica:0/task:1 is gone\\ngraph'))"
+    )
+    done = python("-c", code, env=os.environ | {"TF_CONFIG": "{}"})
+    assert (done.returncode, done.stderr) == (1, "error: lost another worker. /job:worker/replica:0/task:1 is gone\n")
+
+
+def test_what_the_library_logs_is_printed(capsys):
+    run(lambda config: logging.getLogger("keras_replicas").info("Resumed from step %d.", 3), None)
+    assert capsys.readouterr().out == "\nResumed from step 3.\n"
+
+
+def test_standard_error_is_shown_if_the_block_fails(capfd):
+    with quiet_stderr():
+        os.write(2, b"noise\n")
+    assert capfd.readouterr().err == ""
+    with pytest.raises(ImportError), quiet_stderr():
+        os.write(2, b"the cause\n")
+        raise ImportError
+    assert capfd.readouterr().err == "the cause\n"
+
+
+PRESSED = """
+import dataclasses, os, signal, sys, time
+from common.command_line import parse
+
+# Of its own, whatever this process was started with: in the background of a script, SIGINT is ignored.
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[1] == "ignored" else signal.default_int_handler)
+listens, sys.argv[1:] = sys.argv[1] == "listens", []
+parse(dataclasses.make_dataclass("Config", []), "")
+if listens:
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"told\\n"))  # print may not be called within itself
+print("ready", flush=True)
+time.sleep(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "presses", "status", "told"),
+    [("listens", 1, 0, True), ("listens", 2, -2, True), ("cannot save yet", 1, -15, False), ("ignored", 1, 0, False)],
+)
+def test_ctrl_c_asks_to_stop_and_a_second_one_ends_it_at_once(how, presses, status, told):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRESSED, how],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),  # whatever this process blocks
+    )
+    assert process.stdout.readline() == "ready\n"
+    for press in range(presses):
+        process.send_signal(signal.SIGINT)
+        line = process.stdout.readline() if told and not press else "told\n"
+        assert line == "told\n", process.communicate()
+    _, errors = process.communicate()
+    assert process.returncode == status
+    assert errors == ("\nSaving a checkpoint, then stopping. Press Ctrl-C again to quit at once.\n" if told else "")
