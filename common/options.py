@@ -65,7 +65,9 @@ class RunOptions:
                 at = f"at least {bounds.least}" if value < bounds.least else f"at most {bounds.most}"
                 at = "a finite number" if value in (math.inf, -math.inf) or value != value else at
                 raise UserError(f"{option(name)} must be {at}; got {value}")
-            if value == "" and getattr(type(self), name):  # where the default is no path, "" would be the current folder
+            if value == "" and getattr(
+                type(self), name
+            ):  # where the default is no path, "" would be the current folder
                 raise UserError(f"{option(name)} is empty: name one, or leave it out")
             if INPUT in marks and _lies_in(str(value), self.workdir):  # type: ignore[attr-defined]
                 raise UserError(f"{option(name)} {value} lies in the run's folder, which --overwrite moves aside")
@@ -85,8 +87,9 @@ class FitOptions(RunOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.batch_size % self.accumulate:  # type: ignore[attr-defined]
-            raise UserError(f"--accumulate {self.accumulate} must divide --batch-size {self.batch_size}")
+        batch_size = self.batch_size  # type: ignore[attr-defined]
+        if batch_size % self.accumulate:
+            raise UserError(f"--accumulate {self.accumulate} must divide --batch-size {batch_size}")
 
 
 def marks_of(options: type) -> dict[str, tuple[Any, ...]]:

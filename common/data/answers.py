@@ -2,7 +2,7 @@
 """Rows of dialogues for a causal language model: one dialogue in a row, with labels on the answers only.
 
 The messages of a dialogue are marked in the form that the tokenizer has tokens for, one of `CHAT_FORMS`, or else by the
-speaker's name before each and a line break after it. A row begins with the tokenizer's start token, if there is one, and
+speaker's name before each and a line break after it. A row begins with the tokenizer's start token, if there is one. It
 ends with its end token, which is a label, so that a model learns where to stop.
 """
 
