@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from .log import one_epoch, peak_memory_mb
 
-# Names of metrics in reports. The first that a task has is its main metric: accuracy for MRPC, Pearson's correlation for
+# Names of metrics in reports. The first that a task has is its main metric: accuracy for MRPC, Pearson correlation for
 # STS-B, as in Liu et al. 2019, arXiv:1907.11692. Higher is better.
 METRICS = {
     "accuracy": "accuracy",

@@ -105,7 +105,9 @@ def test_the_help_of_a_page_has_each_option_once_with_its_default(page, capfd):
     defaults = {name: re.search(r"\(default: ([^)]*)\)", told)[1] for name, told in (first | more).items()}
     fields = {field.name.replace("_", "-"): field.default for field in dataclasses.fields(config)}
     assert defaults == {name: "''" if value == "" else str(value) for name, value in fields.items()}
-    assert {name.replace("-", "_") for name in first} == {name for name, marks in marks_of(config).items() if FIRST in marks}
+    assert {name.replace("-", "_") for name in first} == {
+        name for name, marks in marks_of(config).items() if FIRST in marks
+    }
     assert len(first) + len(more) == len(fields) <= 26 and 8 <= len(first) <= 12
 
 
@@ -136,7 +138,11 @@ def test_it_ends_without_a_word_where_nobody_reads(buffered):
     ("redirection", "status", "told"),
     [
         (">&-", 0, ""),
-        (">/dev/full", 1, "error: [Errno 28] No space left on device. Free some space and give the same command again: "),
+        (
+            ">/dev/full",
+            1,
+            "error: [Errno 28] No space left on device. Free some space and give the same command again: ",
+        ),
     ],
 )
 def test_output_that_is_closed_or_full(redirection, status, told):
@@ -168,8 +174,16 @@ def raise_(error):
     ("error", "status", "told"),
     [
         (UserError("no room"), 2, "error: no room\n"),
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x"), 1, "error: [Errno 28] No space left on device: 'x'. Fr"),
-        (RuntimeError("graph\n/x; No space left on device\n"), 1, "error: /x; No space left on device. Free some space"),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x"),
+            1,
+            "error: [Errno 28] No space left on device: 'x'. Fr",
+        ),
+        (
+            RuntimeError("graph\n/x; No space left on device\n"),
+            1,
+            "error: /x; No space left on device. Free some space",
+        ),
     ],
 )
 def test_what_a_run_expects_is_one_line_and_a_status(error, status, told, capfd):

@@ -16,7 +16,9 @@ from tests.test_structure import RECIPES
 
 
 def commands(*words, **options):
-    return subprocess.run([sys.executable, "-m", "recipes", *words], cwd=ROOT, capture_output=True, text=True, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "recipes", *words], cwd=ROOT, capture_output=True, text=True, **options
+    )
 
 
 def test_the_list_has_each_page_with_its_time_and_fits_the_terminal(no_tensorflow):

@@ -58,8 +58,15 @@ def test_an_input_must_not_lie_in_the_runs_folder(tmp_path, monkeypatch):
     (tmp_path / "run/deeper/a.txt").write_text("text")
     (tmp_path / "link").symlink_to(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    for workdir, corpus in (("run", "run/deeper/a.txt"), ("link", "run/deeper"), (str(tmp_path / "run"), "link"), (".", "run")):
-        with pytest.raises(UserError, match=f"--corpus {corpus} lies in the run's folder, which --overwrite moves aside"):
+    for workdir, corpus in (
+        ("run", "run/deeper/a.txt"),
+        ("link", "run/deeper"),
+        (str(tmp_path / "run"), "link"),
+        (".", "run"),
+    ):
+        with pytest.raises(
+            UserError, match=f"--corpus {corpus} lies in the run's folder, which --overwrite moves aside"
+        ):
             Config(workdir=workdir, corpus=corpus)
     for workdir, corpus in (("run/deeper", "run"), ("other", "run"), ("run", "gs://run/deeper"), ("run", "x" * 300)):
         Config(workdir=workdir, corpus=corpus)

@@ -88,9 +88,11 @@ def tokenizer_from_files(folder: str) -> keras_hub.models.Tokenizer:
     Raises:
         UserError: when the folder has neither, or it is damaged or of another kind.
     """
-    path = f"{folder}/tokenizer.json"
-    if tf.io.gfile.exists(f"{folder}/vocab.txt") or not tf.io.gfile.exists(path):
-        return load_wordpieces(f"{folder}/vocab.txt")
+    pieces, path = f"{folder}/vocab.txt", f"{folder}/tokenizer.json"
+    if tf.io.gfile.exists(pieces):
+        return load_wordpieces(pieces)
+    if not tf.io.gfile.exists(path):
+        raise UserError(f"{folder} has no manifest.json of rows, and neither vocab.txt nor tokenizer.json of examples")
     try:
         model = json.loads(tf.io.gfile.GFile(path).read())["model"]
         ids = model["vocab"]
