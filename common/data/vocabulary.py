@@ -114,8 +114,8 @@ def _wordpieces(pieces: list[str], path: str | Path) -> keras_hub.models.BertTok
 def train_byte_pairs(documents: Documents, source: str, size: int) -> keras_hub.models.RobertaTokenizer:
     """Trains a byte-level vocabulary (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
-    It has at most `size` tokens; `size` is at least 261, for 256 bytes and five special tokens. Arguments, and what is
-    promised, are those of `train_wordpieces`.
+    It has at most `size` tokens; `size` is at least 262, for 256 bytes, five special tokens and a pair. Arguments, and
+    what is promised, are those of `train_wordpieces`.
     """
 
     def train(path: Path) -> None:
