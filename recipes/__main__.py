@@ -4,7 +4,6 @@
 Recipes are parsed, not imported, until one is run, so that every other command responds at once.
 """
 
-import argparse
 import ast
 import os
 import runpy
@@ -13,11 +12,10 @@ import signal
 import sys
 import textwrap
 from pathlib import Path
-from typing import NoReturn
 
-from common.run.command_line import fail, quiet_stderr, quiet_without_reader
+from common.command_line import fail, quiet_stderr, until_reader_leaves
 from keras_replicas import UserError
-from keras_replicas.__main__ import add_doctor_options
+from keras_replicas.__main__ import Parser, add_doctor_options
 from keras_replicas.launch import add_options, launch
 from recipes._copy import copy_recipe
 from recipes._names import recipe_path, recipes
@@ -41,14 +39,6 @@ Next: python -m recipes run bert_mlm
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument in one line, as the recipes do."""
-
-    def error(self, message: str) -> NoReturn:
-        """See `argparse.ArgumentParser`."""
-        fail(f"{message}. See {self.prog} --help")
-
-
 def list_recipes() -> None:
     """Prints each recipe's name, its docstring's first line, and the line that begins with `Time:`."""
     width = max(shutil.get_terminal_size(fallback=(160, 24)).columns, 40)  # a file or a pipe gets each line whole
@@ -56,13 +46,6 @@ def list_recipes() -> None:
         doc = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
         for start, line in [(name, doc[0]), *(("", line) for line in doc if line.startswith("Time:"))]:
             print(textwrap.fill(line, width, initial_indent=f"{start:20} ", subsequent_indent=" " * 21))
-
-
-def folder_named(word: str) -> Path:
-    """The folder of that name. An empty one is a mistake, such as an unset variable, not the current folder."""
-    if not word:
-        raise argparse.ArgumentTypeError("give the name of a folder, such as my_project")
-    return Path(word)
 
 
 def last_preset(kind: str, recipe: str) -> str:
@@ -84,96 +67,86 @@ def main() -> None:
     parser = Parser(prog="python -m recipes", description="Without a command it prints a short guide.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("ls", help="list the recipes")
-    run = commands.add_parser("run", help="run a recipe")
-    run.add_argument("name", metavar="NAME", nargs="?", help=f"one of {', '.join(recipes())}")
-    run.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="its options; --help lists them")
+    add = commands.add_parser("run", help="run a recipe").add_argument
+    add("name", metavar="NAME", nargs="?", help=f"one of {', '.join(recipes())}")
+    add("options", metavar="...", nargs="...", help="its options; --help lists them")
     add_options(commands.add_parser("launch", help="run a recipe on several workers"), "NAME")
-    copy = commands.add_parser("cp", help="copy a recipe and the helpers it uses")
-    copy.add_argument("name", metavar="NAME", help="the recipe")
-    copy.add_argument("destination", metavar="DEST", type=folder_named, help="folder, created if missing")
-    copy.add_argument("--vendor", action="store_true", help="copy the library too, instead of depending on it")
+    add = commands.add_parser("cp", help="copy a recipe and the helpers it uses").add_argument
+    add("name", metavar="NAME", help="the recipe")
+    add("destination", metavar="DEST", help="folder, created if missing")
+    add("--vendor", action="store_true", help="copy the library too, instead of depending on it")
+    add("--as", default="common", metavar="NAME", dest="helpers", help="of the folder of the helpers (common)")
     add_doctor_options(commands.add_parser("doctor", help="verify on this machine that training is exact"))
-    fill = commands.add_parser("fill-mask", help="fill [MASK] in sentences with a trained model")
-    fill.add_argument("sentences", nargs="+", metavar="SENTENCE")
-    fill.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
-    classify = commands.add_parser("classify", help="label texts with a trained classifier")
-    classify.add_argument("texts", nargs="*", metavar="TEXT", help="one, or the two of a pair")
-    classify.add_argument("--preset", metavar="DIR", help="by default the last one made in runs/")
-    classify.add_argument("--data", default="", metavar="FILE", help="examples instead, in a .tsv, .csv or .jsonl file")
-    classify.add_argument("--text-columns", default="", metavar="A,B", help="its columns of texts: one, or two")
-    classify.add_argument(
-        "--output", default="", metavar="FILE", help="where the table of labels and probabilities goes"
-    )
-    write = commands.add_parser("generate", help="continue texts with a trained causal language model")
-    write.add_argument("prompts", nargs="+", metavar="PROMPT")
-    write.add_argument("--preset", help="KerasHub name or folder; by default the last one made in runs/")
-    write.add_argument(
-        "--sampler", default="top-k", metavar="NAME", help="greedy, top-k (the default), top-p or random"
-    )
-    write.add_argument("--top-k", type=int, default=10, metavar="K", help="draw among the K likeliest tokens")
-    write.add_argument(
-        "--top-p", type=float, default=0.9, metavar="P", help="among the fewest of probability P together"
-    )
-    write.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="below 1: what is likely is likelier"
-    )
-    write.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; the same seed, the same text")
-    write.add_argument("--tokens", type=int, default=40, metavar="N", help="at most so many are added")
-    export = commands.add_parser("export", help="export a model to Hugging Face transformers")
-    export.add_argument("preset", help="KerasHub name or folder, such as runs/bert_mlm/preset")
-    export.add_argument("destination", type=Path, help="folder, which must be empty or not exist")
-    arguments = parser.parse_args()
+    add = commands.add_parser("fill-mask", help="fill [MASK] in sentences with a trained model").add_argument
+    add("sentences", nargs="+", metavar="SENTENCE")
+    add("--preset", help="KerasHub name or folder; by default the last one made in runs/")
+    add = commands.add_parser("classify", help="label texts with a trained classifier").add_argument
+    add("texts", nargs="*", metavar="TEXT", help="one, or the two of a pair")
+    add("--preset", metavar="DIR", help="by default the last one made in runs/")
+    add("--data", default="", metavar="FILE", help="examples instead, in a .tsv, .csv or .jsonl file")
+    add("--text-columns", default="", metavar="A,B", help="its columns of texts: one, or two")
+    add("--output", default="", metavar="FILE", help="where the table of labels and probabilities goes")
+    add = commands.add_parser("generate", help="continue texts with a trained causal language model").add_argument
+    add("prompts", nargs="+", metavar="PROMPT")
+    add("--preset", help="KerasHub name or folder; by default the last one made in runs/")
+    add("--sampler", default="top-k", metavar="NAME", help="greedy, top-k (the default), top-p or random")
+    add("--top-k", type=int, default=10, metavar="K", help="draw among the K likeliest tokens")
+    add("--top-p", type=float, default=0.9, metavar="P", help="among the fewest of probability P together")
+    add("--temperature", type=float, default=1.0, metavar="T", help="below 1: what is likely is likelier")
+    add("--seed", type=int, default=0, metavar="N", help="of the draws; the same seed, the same text")
+    add("--tokens", type=int, default=40, metavar="N", help="at most so many are added")
+    add = commands.add_parser("export", help="export a model to Hugging Face transformers").add_argument
+    add("preset", help="KerasHub name or folder, such as runs/bert_mlm/preset")
+    add("destination", type=Path, help="folder, which must be empty or not exist")
+    given = parser.parse_args()
 
-    if arguments.command in ("doctor", "fill-mask", "classify", "generate", "export"):  # as a recipe does for itself
+    if given.command not in ("run", "launch"):  # a recipe does it for itself
         os.environ["KERAS_BACKEND"] = "tensorflow"
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    match arguments.command:
+    match given.command:
         case None:
             print(GUIDE)
         case "ls":
             list_recipes()
         case "launch":
-            arguments.script = str(recipe_path(arguments.script))
-            raise SystemExit(launch(arguments))
+            given.script = str(recipe_path(given.script))
+            raise SystemExit(launch(given))
         case "run":
-            sys.argv = [f"python -m recipes run {arguments.name}", *arguments.options]
-            runpy.run_path(str(recipe_path(arguments.name)), run_name="__main__")
+            sys.argv = [f"python -m recipes run {given.name}", *given.options]
+            runpy.run_path(str(recipe_path(given.name)), run_name="__main__")
         case "cp":
-            copy_recipe(arguments.name, arguments.destination, arguments.vendor)
+            copy_recipe(given.name, given.destination, given.vendor, given.helpers)
         case "doctor":
             with quiet_stderr():
                 from recipes._doctor import doctor
-            raise SystemExit(doctor(arguments))
+            raise SystemExit(doctor(given))
         case "fill-mask":
-            preset = arguments.preset or last_preset("MaskedLM", "bert_mlm")
+            preset = given.preset or last_preset("MaskedLM", "bert_mlm")
             with quiet_stderr():
                 from common.model.fill_mask import print_filled_masks
-            print_filled_masks(preset, arguments.sentences)
+            print_filled_masks(preset, given.sentences)
         case "classify":
-            preset = arguments.preset or last_preset("TextClassifier", "text_classifier")
+            preset = given.preset or last_preset("TextClassifier", "text_classifier")
             with quiet_stderr():
-                from recipes import _classify
-            _classify.classify(preset, arguments.texts, arguments.data, arguments.text_columns, arguments.output)
+                from recipes._classify import classify
+            classify(preset, given.texts, given.data, given.text_columns, given.output)
         case "generate":
-            preset = arguments.preset or last_preset("CausalLM", "causal_lm")
+            preset = given.preset or last_preset("CausalLM", "causal_lm")
             with quiet_stderr():
                 from recipes._generate import generate
-            draws = (arguments.sampler, arguments.top_k, arguments.top_p, arguments.temperature, arguments.seed)
-            generate(preset, arguments.prompts, *draws, arguments.tokens)
+            draws = (given.sampler, given.top_k, given.top_p, given.temperature, given.seed)
+            generate(preset, given.prompts, *draws, given.tokens)
         case "export":
             with quiet_stderr():
-                from common.model.export import export_bert, task_class
-                from common.model.export_gpt2 import export_gpt2
-            gpt2 = task_class(arguments.preset) == "GPT2CausalLM"
-            (export_gpt2 if gpt2 else export_bert)(arguments.preset, arguments.destination)
-            print(f"{arguments.destination}: {' '.join(sorted(path.name for path in arguments.destination.iterdir()))}")
-            task = "text-generation" if gpt2 else "fill-mask"
-            print(f'Load it: transformers.pipeline("{task}", "{arguments.destination}")')
+                from common.model.export import export
+            task = export(given.preset, given.destination)
+            print(f"{given.destination}: {' '.join(sorted(path.name for path in given.destination.iterdir()))}")
+            print(f'Load it: transformers.pipeline("{task}", "{given.destination}")')
 
 
 if __name__ == "__main__":
     try:
-        with quiet_without_reader():
+        with until_reader_leaves():
             main()
     except UserError as error:
         fail(error)

@@ -7,8 +7,8 @@
 
 Time: 2 min on 2 cores. Metric: validation loss, against the unigram baseline.
 
-A vocabulary is trained on the corpus; all text becomes one row of tokens, cut into rows of one length and written, once,
-as shards. Training reads them in a new order in every epoch, and masks 30 % of the tokens.
+A vocabulary is trained on the corpus; all text becomes one row of tokens, cut into rows of one length and written,
+once, as shards. Training reads them in a new order in every epoch, and masks 30 % of the tokens.
 """
 
 import functools
@@ -25,17 +25,21 @@ from typing import Annotated, Literal
 from common.command_line import parse, quiet_stderr, run
 from common.model.push_target import check_push_to
 from common.model.sizes import check_model
-from common.options import FIRST, FREE, INPUT, Bounds, Count, FitOptions, Rate, Share
+from common.options import FIRST, FREE, INPUT, Bounds, Count, FitOptions, Share
 
 
 @dataclass(frozen=True)
 class Config(FitOptions):
     """The options of `bert_from_scratch`, in addition to those of every recipe."""
 
-    workdir: Annotated[str, FIRST, FREE] = "runs/bert_from_scratch"  # work directory: results, logs, checkpoints, preset
+    workdir: Annotated[str, FIRST, FREE] = (
+        "runs/bert_from_scratch"  # work directory: results, logs, checkpoints, preset
+    )
     # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder
     corpus: Annotated[str, FIRST, INPUT] = "docstrings"
-    data: Annotated[str, FIRST, FREE] = ""  # folder of the tokenizer and the shards, local or gs://; empty: in the workdir
+    data: Annotated[str, FIRST, FREE] = (
+        ""  # folder of the tokenizer and the shards, local or gs://; empty: in the workdir
+    )
     architecture: Literal["bert", "roberta"] = "bert"  # with its tokenizer: WordPiece, or byte-level BPE
     vocabulary_size: Annotated[int, Bounds(261, 2**20)] = 4096  # tokens in the vocabulary
     # nano | tiny | mini | small | medium | base | large, or a JSON file
@@ -157,7 +161,8 @@ def train_and_evaluate(config: Config) -> dict:
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
             results |= language_model_scores(split, scores, one_epoch(part), counts, tokenizer)
-        save(run.folder / "preset", card=card(config.push_to, "fill-mask", "...", results))
+        told = card(config.push_to or str(run.folder), "fill-mask", "A masked language model.", results)
+        save(run.folder / "preset", card=told)
         publish.finish(run.folder / "preset")
         return run.finish(results)
 

@@ -35,7 +35,9 @@ class Config(FitOptions):
     corpus: Annotated[str, FIRST, INPUT] = "docstrings"
     # KerasHub name, or folder made by save_to_preset, to start from; empty: random weights
     preset: Annotated[str, FIRST, INPUT] = ""
-    model: Annotated[Size | None, FIRST] = None  # BERT's size, with random weights; default: tiny, unless a preset is given
+    model: Annotated[Size | None, FIRST] = (
+        None  # BERT's size, with random weights; default: tiny, unless a preset is given
+    )
     vocabulary: Annotated[str, INPUT] = ""  # WordPiece file, one word piece per line; empty: trained on the corpus
     vocabulary_size: Annotated[int, Bounds(100, 2**20)] = 4096  # word pieces in a trained vocabulary
     seq_length: Annotated[int, Bounds(3, 2**16)] = 64  # tokens per sequence
@@ -64,8 +66,8 @@ from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
 from common.data.rows import Rows, corpus_rows
 from common.data.vocabulary import load_wordpieces, train_wordpieces
 from common.log import RunLog, one_epoch
-from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
 from common.model.huggingface import preset_tokenizer
+from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
 from common.model.saving import save_task
 from common.report import print_plan, report
 from common.run_folder import open_run
@@ -74,7 +76,7 @@ from common.training.losses import CrossEntropy
 from common.training.optimizers import muon
 from common.training.scaling import scale
 from common.training.schedules import WarmUpPolynomialDecay
-from keras_replicas import Batches, Checkpoints, data_parallel, make_strategy
+from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
 def make_datasets(config: Config) -> tuple[keras_hub.models.Tokenizer, dict[str, Rows]]:

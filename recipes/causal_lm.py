@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from common.command_line import parse, quiet_stderr, run
+from common.model.push_target import check_push_to
 from common.model.sizes import CausalSize, check_model
 from common.options import FIRST, FREE, INPUT, Bounds, Count, FitOptions, Rate, Share
 
@@ -69,16 +70,17 @@ with quiet_stderr():
 
 from common.data.answers import answer_rows
 from common.data.corpora import open_corpus
-from common.data.dialogues import is_dialogues, read_dialogues
+from common.data.dialogues import is_dialogues, read_dialogues, said_in
 from common.data.rows import Rows, corpus_rows, open_rows, rows_tokenizer
 from common.data.vocabulary import train_byte_pairs
 from common.log import RunLog, one_epoch
 from common.model.causal_lm import make_causal_lm, make_preprocessor
-from common.model.generate import Samples, beginnings, print_continuations
+from common.model.generate import print_continuations
 from common.model.publish import Publish, card
 from common.model.saving import save_task
 from common.report import print_plan, report
 from common.run_folder import open_run
+from common.samples import Samples, beginnings
 from common.scores.language_model import language_model_scores
 from common.training.losses import CrossEntropy
 from common.training.optimizers import muon
@@ -92,9 +94,12 @@ def make_datasets(config: Config) -> tuple[keras_hub.models.CausalLMPreprocessor
     make = functools.partial(make_preprocessor, config.preset, seq_length=config.seq_length)
     if config.data and not is_dialogues(config.data):
         return make(rows_tokenizer(config.data)), open_rows(config.data)
-    dialogues = read_dialogues(config.data) if config.data else {}
-    corpus = said_in(dialogues) if config.data else open_corpus(config.corpus)
-    texts, source = corpus.splits["train"], corpus.fingerprint
+    if config.data:
+        dialogues = read_dialogues(config.data)
+        texts, source = said_in(dialogues)["train"], repr(dialogues)
+    else:
+        corpus = open_corpus(config.corpus)
+        texts, source = corpus.splits["train"], corpus.fingerprint
     preprocessor = make(None if config.preset else train_byte_pairs(texts, source, config.vocabulary_size))
     tokenizer, length = preprocessor.tokenizer, config.seq_length + 1
     if config.data:
@@ -157,17 +162,29 @@ def train_and_evaluate(config: Config) -> dict:
             trained_only=bool(config.lora_rank),
             exit_on_sigterm=True,
         )
-        save = functools.partial(save_task, model, preprocessor)
+        save, texts = functools.partial(save_task, model, preprocessor), beginnings(rows["validation"], tokenizer)
         publish = Publish(config.push_to, config.push_public, run.folder / "snapshot", save)
-        callbacks = [log, Samples(log.board, prompts(rows["validation"], tokenizer)), publish, checkpoints]
+        callbacks = [log, Samples(log.board, texts), publish, checkpoints]
         model.fit(train, epochs=config.epochs, validation_data=batches["validation"], callbacks=callbacks)
 
-        results = {"recipe": "causal_lm", "global_batch_size": batch_size, "config": asdict(config)}
+        results = {"recipe": "causal_lm", "global_batch_size": batch_size, "config": asdict(config), "prompts": texts}
         results |= log.results(replicas)
         counts = rows["train"].counts(tokenizer.vocabulary_size())
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
             results |= language_model_scores(split, scores, one_epoch(part), counts, tokenizer)
-        save(run.folder / "preset", card=...)
+        told = card(config.push_to or str(run.folder), "text-generation", "A causal language model.", results)
+        save(run.folder / "preset", card=told)
         publish.finish(run.folder / "preset")
         return run.finish(results)
+
+
+def main(config: Config) -> None:
+    """Trains, prints the report, and continues a few texts."""
+    if results := train_and_evaluate(config):
+        print(report(results))
+        print_continuations(os.path.join(config.workdir, "preset"), results["prompts"])
+
+
+if __name__ == "__main__":
+    run(main, CONFIG)

@@ -7,9 +7,9 @@
 
 Time: 1 min on 2 cores. Metric: GLUE's for the task, on the validation split, against a bag-of-words baseline.
 
-A Trainer says what a step is, an Evaluator how to evaluate, and the Controller does the rest, as in Orbit: loops of many
-steps in one call, checkpoints, summaries, and an action when a score is better than ever. The recipe `glue_custom_loop`
-is the same job in one explicit loop.
+A Trainer says what a step is, an Evaluator how to evaluate, and the Controller does the rest, as in Orbit: loops of
+many steps in one call, checkpoints, summaries, and an action when a score is better than ever. The recipe
+`glue_custom_loop` is the same job in one explicit loop.
 """
 
 import os

@@ -67,9 +67,10 @@ def build_model(config: Config, data: EncodedTexts, schedule=0.0) -> keras.Model
     classes, mean = len(data.texts.classes), data.texts.mean_label
     of = (config.preset, config.model or "tiny", data.preprocessor, classes or 1, mean)
     model = make_classifier(*of, dropout=config.dropout, lora_rank=config.lora_rank)
-    loss = CrossEntropy() if classes else keras.losses.MeanSquaredError()
+    loss = CrossEntropy if classes else keras.losses.MeanSquaredError
+    loss = loss(reduction="mean_with_sample_weight")  # over all examples of the whole batch
     metrics = ["accuracy"] if classes else []
-    model.compile(adamw(schedule), loss, weighted_metrics=metrics, jit_compile=config.jit)
+    model.compile(adamw(schedule), loss, metrics=[], weighted_metrics=metrics, jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate)
 
 

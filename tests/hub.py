@@ -4,9 +4,10 @@ import base64
 import hashlib
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from huggingface_hub import constants, hf_api
+from huggingface_hub import constants
 
 URI, REPOSITORY = "hf://someone/some-bert", "someone/some-bert"
 
@@ -17,6 +18,7 @@ class StandIn(ThreadingHTTPServer):
     Attributes:
         commits: after each commit, all files by name.
         failures: requests to make the repository that are answered by status 500.
+        silent: whether those are not answered at all.
         public: whether the repository is, as its first request said; None before that.
     """
 
@@ -25,7 +27,7 @@ class StandIn(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.commits, self.objects, self.failures, self.public = [], {}, 0, None
+        self.commits, self.objects, self.failures, self.silent, self.public = [], {}, 0, False, None
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
@@ -39,8 +41,9 @@ class Answer(BaseHTTPRequestHandler):
     def answer(self):
         hub, path = self.server, self.path.split("?")[0].removeprefix("/api/")
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        model = f"models/{REPOSITORY}"
         if path == "repos/create":
+            while hub.silent:
+                time.sleep(0.01)
             hub.failures -= 1
             status = 500 if hub.failures >= 0 else 200 if hub.public is None else 409
             if status == 200:
@@ -48,15 +51,15 @@ class Answer(BaseHTTPRequestHandler):
             self.send(status, {"url": f"{hub.url}/{REPOSITORY}"})
         elif path == "validate-yaml":
             self.send(200, {})
-        elif path.startswith(f"{model}/preupload/"):
-            self.send(200, {"files": [self.mode(file) for file in json.loads(body)["files"]]})
+        elif path.startswith(f"models/{REPOSITORY}/preupload/"):
+            self.send(200, {"files": [self.mode(file["path"]) for file in json.loads(body)["files"]]})
         elif path.endswith("/info/lfs/objects/batch"):
-            upload = {"upload": {"href": f"{hub.url}/lfs"}}
-            self.send(200, {"objects": [o | {"actions": upload} for o in json.loads(body)["objects"]]})
+            upload = {"actions": {"upload": {"href": f"{hub.url}/lfs"}}}
+            self.send(200, {"objects": [each | upload for each in json.loads(body)["objects"]]})
         elif path == "/lfs":
             hub.objects[digest(body)] = body
             self.send(200, {})
-        elif path.startswith(f"{model}/commit/"):
+        elif path.startswith(f"models/{REPOSITORY}/commit/"):
             hub.commits.append(hub.files | dict(self.committed(body)))
             self.send(200, {"commitUrl": f"{hub.url}/{REPOSITORY}/commit/1", "commitOid": "1" * 40})
         elif (name := path.removeprefix(f"/{REPOSITORY}/resolve/main/")) in hub.files:
@@ -66,11 +69,9 @@ class Answer(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = answer
 
-    def mode(self, file):
-        known = self.server.files.get(file["path"])
-        lfs = file["path"].endswith(".h5")
-        oid = known and digest(known)
-        return {"path": file["path"], "uploadMode": "lfs" if lfs else "regular", "shouldIgnore": False, "oid": oid}
+    def mode(self, path):
+        kind = "lfs" if path.endswith(".h5") else "regular"
+        return {"path": path, "uploadMode": kind, "shouldIgnore": False, "oid": None}
 
     def committed(self, body):
         for line in map(json.loads, body.splitlines()):
@@ -98,10 +99,9 @@ def digest(content):
 
 
 def use(url, monkeypatch):
-    """Turns this process's huggingface_hub, which has read its environment already, to another Hub."""
-    monkeypatch.setattr(constants, "ENDPOINT", url)
+    """Turns this process's huggingface_hub, which has read its environment, and those it starts to another Hub."""
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(hf_api.api, "endpoint", url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", "hf_token")
+    values = {"HF_ENDPOINT": url, "HF_TOKEN": "hf_token", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)

@@ -1,28 +1,30 @@
 import math
+import random
 
+import keras_hub
 import numpy as np
 import pytest
+import scipy.special
 import sklearn.metrics
 
 from common.data.labelled import Examples, LabelledTexts
-from common.data.wordpiece import WordPieces
-from common.model.saving import keras_tokenizer
-from common.scores.classification import classifier_results, scores_of, write_all_predictions, write_predictions
+from common.scores.classification import classifier_results, scores_of, write_predictions
 
-TOKENIZER = keras_tokenizer(WordPieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"], True, True))
-BASELINES = ["bag_of_words", "length", "majority"]
+WORDS = [f"w{number}" for number in range(50)]
+TOKENIZER = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS], lowercase=True)
+BASELINES = ["majority", "length", "bag_of_words"]
 
 
-def texts_of(labels, test_labels, classes, metrics, **more):
+def texts_of(labels, test_labels, classes, metrics, texts=("w0", "w1", "w2", "w0 w1"), **more):
     splits = {
-        name: Examples([(word,) for word in ("a", "b", "c", "a b")], part, ["4", "5", "6", "7"])
+        name: Examples([(text,) for text in texts], part, ["4", "5", "6", "7"])
         for name, part in (("train", labels), ("validation", labels), ("test", test_labels))
     }
     return LabelledTexts(classes, splits, "X.tsv", metrics, **more)
 
 
-@pytest.mark.parametrize("metrics", [("accuracy",), ("accuracy", "f1"), ("matthews",)])
-def test_results_have_the_metrics_of_the_task_for_model_and_baselines(metrics):
+def test_results_have_the_metrics_of_the_task_for_model_and_baselines():
+    metrics = ("matthews", "accuracy", "f1")
     texts = texts_of([1, 0, 1, 1], None, ["no", "yes"], metrics)
     logits = np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     assert list(scores_of(texts, "validation", logits)) == ["val_loss", *(f"val_{name}" for name in metrics)]
@@ -30,14 +32,11 @@ def test_results_have_the_metrics_of_the_task_for_model_and_baselines(metrics):
     results = classifier_results(texts, {"validation": logits, "test": logits}, TOKENIZER)
     of_baselines = [f"val_{baseline}_{name}" for baseline in BASELINES for name in metrics]
     assert sorted(results) == sorted(["val_loss", *(f"val_{name}" for name in metrics), *of_baselines])
-    theirs = {
-        "accuracy": sklearn.metrics.accuracy_score,
-        "f1": sklearn.metrics.f1_score,
-        "matthews": sklearn.metrics.matthews_corrcoef,
-    }
+    theirs = {"accuracy": "accuracy_score", "f1": "f1_score", "matthews": "matthews_corrcoef"}
     for name in metrics:
-        assert results[f"val_{name}"] == pytest.approx(theirs[name]([1, 0, 1, 1], [1, 0, 0, 1]))
-        assert results[f"val_majority_{name}"] == pytest.approx(theirs[name]([1, 0, 1, 1], [1, 1, 1, 1]))
+        score = getattr(sklearn.metrics, theirs[name])
+        assert results[f"val_{name}"] == pytest.approx(score([1, 0, 1, 1], [1, 0, 0, 1]))
+        assert results[f"val_majority_{name}"] == pytest.approx(score([1, 0, 1, 1], [1, 1, 1, 1]))
 
 
 def test_results_of_regression():
@@ -45,7 +44,7 @@ def test_results_of_regression():
     numbers = np.array([[1.5], [2.0], [3.0], [5.0]])
     results = classifier_results(texts, {"validation": numbers, "test": numbers}, TOKENIZER)
     names = ["loss", "pearson", "spearman", "mean_loss"]
-    names += [f"{baseline}_{name}" for baseline in BASELINES[:2] for name in ("pearson", "spearman")]
+    names += [f"{baseline}_{name}" for baseline in BASELINES[1:] for name in ("pearson", "spearman")]
     assert sorted(results) == sorted(f"{split}_{name}" for split in ("val", "test") for name in names)
     assert results["val_loss"] == pytest.approx(1.25 / 4) and results["val_spearman"] == pytest.approx(1.0)
     assert results["val_mean_loss"] == pytest.approx(2.5)  # the variance
@@ -53,25 +52,109 @@ def test_results_of_regression():
     assert all(map(math.isfinite, results.values()))
 
 
-def test_predictions_as_glue_wants_them(tmp_path):
-    write_predictions(tmp_path / "MRPC.tsv", ["7", "8"], ["1", "0"])
-    assert (tmp_path / "MRPC.tsv").read_bytes() == b"index\tprediction\n7\t1\n8\t0\n"
-    with pytest.raises(ValueError):
-        write_predictions(tmp_path / "MRPC.tsv", ["7", "8"], ["1"])
+def test_scores_of_classes():
+    """Of two classes, F1 is that of class 1 (of class 0 it is 0.8 here); of more, the mean over all."""
+    metrics = ("accuracy", "f1", "matthews")
+    texts = texts_of([0, 1, 0, 0], None, ["no", "yes"], metrics)
+    large = np.array([[1000, 0], [0, 1000], [0, 1000], [1000, 0]])
+    expected = {"val_loss": 250.0, "val_accuracy": 0.75, "val_f1": 2 / 3, "val_matthews": 1 / 3**0.5}
+    assert scores_of(texts, "validation", large) == pytest.approx(expected)
+    assert scores_of(texts, "validation", -large[[1, 1, 1, 1]])["val_matthews"] == 0  # a single class
+    texts = texts_of([0, 1, 2, 0], None, ["a", "b", "c", "d"], metrics)
+    logits = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    logits[:, 3] -= 9
+    scores, predictions = scores_of(texts, "validation", logits), logits.argmax(axis=1)
+    f1 = sklearn.metrics.f1_score([0, 1, 2, 0], predictions, average=None, labels=range(4), zero_division=0)
+    assert scores["val_f1"] == pytest.approx(f1.mean())
+    log = sklearn.metrics.log_loss([0, 1, 2, 0], scipy.special.softmax(logits, axis=1), labels=range(4))
+    assert scores["val_loss"] == pytest.approx(log, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_correlation_with_a_constant_is_0():
+    for labels, numbers in (([0.1] * 4, range(4)), ([0.5, 1.0, 2.0, 3.0], [2.7] * 4), ([0.1] * 4, [0.1] * 4)):
+        texts = texts_of(labels, None, [], ("pearson", "spearman"))
+        scores = scores_of(texts, "validation", np.array(numbers, np.float32)[:, None])
+        assert (scores["val_pearson"], scores["val_spearman"]) == (0, 0) and math.isfinite(scores["val_loss"])
+
+
+def results_for(make_example, classes=2, metrics=("accuracy",)):
+    """The baselines' scores of what they learn of 1,500 examples, by name."""
+    splits = {}
+    for seed, (split, count) in enumerate({"train": 1500, "validation": 500}.items()):
+        draw = random.Random(seed)
+        rows = [make_example(draw) for _ in range(count)]
+        examples = [tuple(" ".join(f"w{word}" for word in text) for text in row[:-1]) for row in rows]
+        splits[split] = Examples(examples, [row[-1] for row in rows], [])
+    texts = LabelledTexts([*map(str, range(classes))], splits, "", metrics)
+    results = classifier_results(texts, {"validation": np.zeros((500, classes or 1))}, TOKENIZER)
+    assert results == classifier_results(texts, {"validation": np.zeros((500, classes or 1))}, TOKENIZER)
+    return {name: results.get(f"val_{name}_{metrics[0]}") for name in BASELINES}
+
+
+def words(draw, count):
+    return [draw.randrange(50) for _ in range(count)]
+
+
+def test_noise_is_not_learned():
+    found = results_for(lambda draw: (words(draw, 5), words(draw, 5), draw.randrange(2)))
+    assert all(accuracy == pytest.approx(0.5, abs=0.07) for accuracy in found.values())
+
+
+def test_words_tell():
+    def example(draw):
+        label = draw.randrange(3)
+        return [*words(draw, 5), 3 * draw.randrange(10) + label, *words(draw, 2)], label
+
+    found = results_for(example, classes=3)
+    assert found["length"] < 0.45 < found["bag_of_words"] and found["majority"] < 0.45
+
+
+def test_which_text_a_word_is_in_and_which_are_shared_tell():
+    def placed(draw):
+        texts, label = (words(draw, 4), words(draw, 4)), draw.randrange(2)
+        texts[label].append(7)
+        texts[1 - label].append(8)
+        return *texts, label
+
+    def shared(draw):
+        label = draw.randrange(2)
+        first = draw.sample(range(50), 4)
+        others = sorted(set(range(50)) - set(first))
+        return first, draw.sample(first, 4) if label else draw.sample(others, 4), label
+
+    assert results_for(placed)["bag_of_words"] > 0.95
+    found = results_for(shared)
+    assert found["bag_of_words"] > 0.95 and found["length"] < 0.6
+
+
+@pytest.mark.parametrize("which", ["first", "second", "difference"])
+def test_lengths_tell(which):
+    def example(draw):
+        one, two = draw.randint(0, 20), draw.randint(0, 20)
+        label = {"first": one > 10, "second": two > 10, "difference": abs(one - two) < 5}[which]
+        return words(draw, one), words(draw, two), int(label)
+
+    assert results_for(example)["length"] > 0.95
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(1e4, 1e6), (1e-3, -5.0)])
+def test_numbers_are_learned_in_any_unit(scale, offset):
+    def example(draw):
+        text = words(draw, 10)
+        return text, offset + scale * (sum(text) / 50 + draw.gauss(0, 0.5))
+
+    assert results_for(example, 0, ("pearson",))["bag_of_words"] > 0.8
 
 
 def test_predicted_classes_are_named_and_numbers_are_within_what_glue_takes(tmp_path):
     logits = np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], np.float32)
-    texts = texts_of([1, 0, 1, 1], None, ["entailment", "not_entailment"], ("accuracy",))
-    write_all_predictions(tmp_path, texts, {"test": logits})
-    lines = ["4\tnot_entailment", "5\tentailment", "6\tentailment", "7\tnot_entailment"]
-    assert (tmp_path / "X.tsv").read_text().splitlines() == ["index\tprediction", *lines]
-
+    write_predictions(tmp_path / "new", texts_of([1, 0, 1, 1], None, ["entailment", "not"], ()), {"test": logits})
+    assert (tmp_path / "new/X.tsv").read_bytes() == b"index\tprediction\n4\tnot\n5\tentailment\n6\tentailment\n7\tnot\n"
     numbers = np.array([[-0.5], [0.1], [3.8], [7.0]], np.float32)
-    texts = texts_of([1.0, 2.0, 3.0, 4.0], None, [], ("pearson", "spearman"), limits=(0.0, 5.0))
-    write_all_predictions(tmp_path, texts, {"test": numbers, "validation": numbers})
+    texts = texts_of([1.0, 2.0, 3.0, 4.0], None, [], (), limits=(0.0, 5.0))
+    write_predictions(tmp_path, texts, {"test": numbers, "validation": numbers})
     assert (tmp_path / "X.tsv").read_text() == "index\tprediction\n4\t0.0\n5\t0.1\n6\t3.8\n7\t5.0\n"
     assert (tmp_path / "validation.tsv").read_text() == "index\tprediction\n4\t-0.5\n5\t0.1\n6\t3.8\n7\t7.0\n"
-    texts = texts_of([1.0, 2.0, 3.0, 4.0], None, [], ("pearson", "spearman"))
-    write_all_predictions(tmp_path, texts, {"test": numbers})
-    assert (tmp_path / "X.tsv").read_text() == (tmp_path / "validation.tsv").read_text()
+    with pytest.raises(ValueError):
+        write_predictions(tmp_path, texts, {"test": numbers[:3]})

@@ -1,9 +1,7 @@
 """Hugging Face transformers' form: what is written is read back to the bit, and transformers computes the same."""
 
-import dataclasses
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -13,34 +11,27 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import open_corpus
-from common.data.labelled import Examples, LabelledTexts
-from common.data.text_batches import EncodedTexts
-from common.data.wordpiece import WordPieces, train_wordpieces
-from common.model import causal_lm as causal
-from common.model.backbones import model_width
+from common.data.vocabulary import encode, train_byte_pairs, train_wordpieces
+from common.model import causal_lm
+from common.model import export as exporting
 from common.model.classifier import make_classifier, make_preprocessor
-from common.model.export import export_bert
-from common.model.export_gpt2 import export_gpt2
+from common.model.export import export
 from common.model.fill_mask import fill_mask, print_filled_masks
 from common.model.generate import causal_lm_for_generation, continuations, make_sampler
-from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_vocabulary
-from common.model.saving import save_preset, save_task
-from keras_replicas.errors import UserError
-from recipes import __main__, bert_mlm, causal_lm
+from common.model.huggingface import preset_tokenizer
+from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
+from common.model.presets import model_width
+from common.model.saving import save_task
+from common.model.sizes import check_model
 
+models = keras_hub.models
 SENTENCES = (
     "Returns a [MASK] with the same shape as the input.",
     "The function raises a [MASK] if the argument is not valid.",
-    "This layer is applied to the [MASK] of the model.",
     "If [MASK] is given, the result is a list.",
-    "The default value of the argument is [MASK].",
     "[MASK] is a statement, and so is return.",
-    "An integer or a list of [MASK].",
-    "A class [MASK] defines the methods of its objects.",
     "Names, numbers, (brackets) and a [MASK]!",
-    "The optimizer updates the [MASK] with the gradients; see the documentation for what that means.",
 )
 AWKWARD = (
     "",
@@ -54,31 +45,43 @@ AWKWARD = (
 )
 
 
-def random_preset(vocabulary, folder):
-    """A model of 2 layers and 2 heads in which no two numbers are alike: nothing can stand in another's place."""
-    model = masked_lm_from_size("tiny", vocabulary, dropout=0.1, seq_length=32)
+def no_two_alike(model, folder, preprocessor):
+    """Saves a model in which no two numbers are alike: nothing can stand in another's place."""
     rng = np.random.default_rng(0)
     for variable in model.weights:
-        around = 1.0 if "gamma" in variable.path else 0.0
-        variable.assign(rng.normal(around, 0.2, variable.shape))
-    save_preset(model, vocabulary, 32, folder)
+        variable.assign(rng.normal(variable.path.endswith("gamma"), 0.2, variable.shape))
+    save_task(model, preprocessor, folder)
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def vocabulary(wikitext):
-    return train_wordpieces(open_corpus(str(wikitext))["train"], 300)
+def random_preset(tokenizer, folder):
+    roberta = isinstance(tokenizer, models.RobertaTokenizer)
+    kind = models.RobertaMaskedLMPreprocessor if roberta else models.BertMaskedLMPreprocessor
+    model = masked_lm_from_size("tiny", tokenizer, dropout=0.1, seq_length=32)
+    return no_two_alike(model, folder, kind(tokenizer, sequence_length=32))
 
 
 @pytest.fixture(scope="module")
-def preset(vocabulary, tmp_path_factory):
-    return random_preset(vocabulary, tmp_path_factory.mktemp("saved") / "preset")
+def tokenizer(wikitext):
+    corpus = open_corpus(str(wikitext))
+    return train_wordpieces(corpus.splits["train"], corpus.fingerprint, 300)
+
+
+@pytest.fixture(scope="module")
+def byte_pairs(wikitext):
+    corpus = open_corpus(str(wikitext))
+    return train_byte_pairs(corpus.splits["train"], corpus.fingerprint, 300)
+
+
+@pytest.fixture(scope="module")
+def preset(tokenizer, tmp_path_factory):
+    return random_preset(tokenizer, tmp_path_factory.mktemp("saved") / "preset")
 
 
 @pytest.fixture(scope="module")
 def exported(preset, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported") / "a/b"
-    export_bert(preset, folder)
+    assert export(preset, folder) == "fill-mask"
     return str(folder)
 
 
@@ -87,31 +90,36 @@ def assert_same_weights(model, other):
         np.testing.assert_array_equal(value, expected, err_msg=weight.path)
 
 
-def test_what_is_written_is_read_back_to_the_bit(preset, exported, vocabulary, tmp_path):
-    before, after = (masked_lm_from_preset(folder) for folder in (preset, exported))
+def as_it_is(tokenizer):
+    return tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents
+
+
+def test_what_is_written_is_read_back_to_the_bit(preset, exported, tokenizer, tmp_path):
+    before, after = (masked_lm_from_preset(folder, dropout=0.3) for folder in (preset, exported))
     assert_same_weights(after, before)
-    assert preset_vocabulary(exported) == preset_vocabulary(preset) == vocabulary
-    assert model_width(exported, "nano") == 128
-    assert all(masked_lm_from_preset(folder, dropout=0.3).backbone.dropout == 0.3 for folder in (preset, exported))
-    assert bert_mlm.Config(preset=exported, seq_length=512)
-    with pytest.raises(UserError, match="--seq-length 513 is more than the 512 positions of the preset"):
-        bert_mlm.Config(preset=exported, seq_length=513)
+    assert after.backbone.dropout == 0.3 and model_width(exported, "nano") == 128
+    assert as_it_is(preset_tokenizer(exported)) == as_it_is(preset_tokenizer(preset)) == as_it_is(tokenizer)
+    check_model(exported, None, 512)
+    with pytest.raises(ValueError, match="513 tokens are more than the 512 positions of the preset"):
+        check_model(exported, None, 513)
     for sentence in SENTENCES[:2]:
-        assert fill_mask(after, vocabulary, sentence) == fill_mask(before, vocabulary, sentence)
-    save_preset(after, preset_vocabulary(exported), 32, tmp_path / "again")
-    assert_same_weights(keras_hub.models.BertMaskedLM.from_preset(str(tmp_path / "again"), compile=False), before)
+        assert fill_mask(after, tokenizer, sentence) == fill_mask(before, tokenizer, sentence)
+    by_keras_hub = models.BertTextClassifier.from_preset(exported, num_classes=2)  # by its own converter
+    assert_same_weights(by_keras_hub.backbone, before.backbone)
+    assert by_keras_hub.preprocessor.tokenizer.get_vocabulary() == tokenizer.get_vocabulary()
+    modes = {path.stat().st_mode & 0o777 for path in Path(exported).iterdir()}
+    assert len(modes) == 1 and modes.pop() & 0o400
+    for lowercase, strip_accents in ((False, False), (True, False), (False, True)):
+        other = models.BertTokenizer(tokenizer.get_vocabulary(), lowercase=lowercase, strip_accents=strip_accents)
+        folder = tmp_path / f"{lowercase}{strip_accents}"
+        export(random_preset(other, tmp_path / "preset"), folder)
+        assert as_it_is(preset_tokenizer(str(folder))) == as_it_is(other)
 
 
-def test_keras_hubs_own_converter_reads_the_same_backbone(preset, exported):
-    backbone = keras_hub.models.BertBackbone.from_preset(exported)
-    assert_same_weights(backbone, keras_hub.models.BertBackbone.from_preset(preset))
-
-
-def test_checkpoints_of_others_are_read(preset, exported, vocabulary, tmp_path, monkeypatch):
-    """Names as older checkpoints have them; without a pooler and vocab.txt, as transformers 5 saves."""
+def test_checkpoints_of_others_are_read(preset, exported, tokenizer, tmp_path, monkeypatch):
+    """Names as older checkpoints have them; without pooler and vocab.txt, as transformers 5 saves, or with it alone."""
     folder = shutil.copytree(exported, tmp_path / "older")
-    tensors = load_file(folder / "model.safetensors")
-    older = {}
+    tensors, older = load_file(folder / "model.safetensors"), {}
     for name, tensor in tensors.items():
         if "LayerNorm" in name:
             name = name.replace(".weight", ".gamma").replace(".bias", ".beta")
@@ -132,131 +140,99 @@ def test_checkpoints_of_others_are_read(preset, exported, vocabulary, tmp_path, 
     for model in (before, after):
         model.backbone.pooled_dense.set_weights([np.zeros((128, 128)), np.zeros(128)])
     assert_same_weights(after, before)
-    assert preset_vocabulary("hf://user/name") == vocabulary
-
+    assert as_it_is(preset_tokenizer("hf://user/name")) == as_it_is(tokenizer)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ValueError, match=f"^cannot load {folder} \\(.*tokenizer.json\\)$"):
+        preset_tokenizer(str(folder))
+    shutil.copy(Path(exported, "vocab.txt"), folder)
+    assert as_it_is(preset_tokenizer(str(folder))) == as_it_is(tokenizer)
     save_file({name: t for name, t in tensors.items() if "cls." not in name}, folder / "model.safetensors")
-    with pytest.raises(UserError, match="lacks cls.predictions.bias; give a BERT masked language model"):
+    with pytest.raises(ValueError, match="it lacks cls.predictions.bias: give a BERT with its head"):
         masked_lm_from_preset(str(folder))
     (folder / "model.safetensors").write_text("damaged")
-    (folder / "tokenizer.json").unlink()
-    for read in (masked_lm_from_preset, preset_vocabulary):
-        with pytest.raises(UserError, match=f"^cannot load {folder} \\(.*\\)$"):
-            read(str(folder))
+    with pytest.raises(ValueError, match=f"^cannot load {folder} \\(.*\\)$"):
+        masked_lm_from_preset(str(folder))
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
-def test_an_encoder_alone_is_a_classifiers(prefix, preset, exported, tmp_path, capsys):
+def test_an_encoder_alone_is_a_classifiers(prefix, preset, exported, tokenizer, tmp_path, capsys):
     """With and without a pooler, which a masked language model of transformers does not have."""
     folder = shutil.copytree(exported, tmp_path / "encoder")
     tensors = load_file(folder / "model.safetensors")
     encoder = {f"{prefix}{name[5:]}": tensor for name, tensor in tensors.items() if name.startswith("bert.")}
     expected = masked_lm_from_preset(preset).backbone.get_weights()
     preprocessor = make_preprocessor(str(folder), None, 16)
-    assert preprocessor.tokenizer.get_vocabulary() == preset_vocabulary(preset).pieces
-    texts = LabelledTexts(["no", "yes"], {"train": Examples([("a",)], [0], ["0"])}, "")
-    data = EncodedTexts.of(texts, preprocessor)
+    assert as_it_is(preprocessor.tokenizer) == as_it_is(tokenizer)
     for pooler in (True, False):
         kept = {name: tensor for name, tensor in encoder.items() if pooler or "pooler" not in name}
         save_file(kept, folder / "model.safetensors")
-        backbone = make_classifier(str(folder), "", data, 0.1).backbone
+        backbone = make_classifier(str(folder), "", preprocessor, 2).backbone
         assert ("has no pooler: it begins with random weights" in capsys.readouterr().out) != pooler
         same = [np.array_equal(mine, theirs) for mine, theirs in zip(backbone.get_weights(), expected, strict=True)]
         assert same.count(False) == (0 if pooler else 2)
         assert backbone.pooled_dense.trainable
-    with pytest.raises(UserError, match="lacks cls.predictions.bias; give a BERT masked language model"):
-        masked_lm_from_preset(str(folder))
     del kept[f"{prefix}embeddings.LayerNorm.weight"]
     save_file(kept, folder / "model.safetensors")
-    with pytest.raises(UserError, match="lacks bert.embeddings.LayerNorm.weight; give a BERT"):
-        make_classifier(str(folder), "", data, 0.1)
+    with pytest.raises(ValueError, match="lacks bert.embeddings.LayerNorm.weight: give a BERT\\)"):
+        make_classifier(str(folder), "", preprocessor, 2)
 
 
-def test_a_folder_that_has_its_vocabulary_in_vocab_txt_alone(exported, vocabulary, tmp_path):
-    folder = shutil.copytree(exported, tmp_path / "older")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-    bert_mlm.Config(preset=str(folder))  # checks it
-    assert preset_vocabulary(str(folder)) == vocabulary
-    (folder / "vocab.txt").unlink()
-    with pytest.raises(UserError, match="older has no tokenizer.json or vocab.txt, the tokenizer"):
-        bert_mlm.Config(preset=str(folder))
-
-
-def test_whether_case_and_accents_count_survives(vocabulary, tmp_path):
-    for lowercase, strip_accents in ((False, False), (True, False), (False, True)):
-        other = dataclasses.replace(vocabulary, lowercase=lowercase, strip_accents=strip_accents)
-        folder = tmp_path / f"{lowercase}{strip_accents}"
-        export_bert(random_preset(other, tmp_path / "preset"), folder)
-        assert preset_vocabulary(str(folder)) == other
-
-
-def test_the_command_says_how_to_load(preset, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["recipes", "export", preset, f"{tmp_path}/hf"])
-    __main__.main()
-    assert capsys.readouterr().out == (
-        f"{tmp_path}/hf: config.json model.safetensors tokenizer.json tokenizer_config.json vocab.txt\n"
-        f'Load it: transformers.pipeline("fill-mask", "{tmp_path}/hf")\n'
-    )
-
-
-def test_a_folder_is_complete_or_absent(preset, exported, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="already exists; give a new folder"):
-        export_bert(preset, tmp_path.parent)
-    with pytest.raises(UserError, match="cannot write .*Not a directory"):
+def test_a_folder_is_complete_or_absent(preset, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="already exists; give a new folder"):
+        export(preset, tmp_path.parent)
+    with pytest.raises(ValueError, match="cannot write .*Not a directory"):
         (tmp_path / "file").write_text("")
-        export_bert(preset, tmp_path / "file/under")
+        export(preset, tmp_path / "file/under")
     (tmp_path / ".hf.unfinished").write_text("mine")
 
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("common.model.export.save", full_disk)
-    with pytest.raises(UserError, match="No space left on device"):
-        export_bert(preset, tmp_path / "hf")
+    monkeypatch.setattr(exporting, "save_file", full_disk)
+    for name in ("hf", "other"):
+        with pytest.raises(ValueError, match="No space left on device|File exists"):
+            export(preset, tmp_path / name)
     assert {path.name for path in tmp_path.iterdir()} == {"file", ".hf.unfinished"}
 
 
-def test_what_is_no_masked_language_model_is_refused(preset, exported, tmp_path):
-    backbone = str(tmp_path / "backbone")
-    keras_hub.models.BertBackbone.from_preset(preset).save_to_preset(backbone)
-    classifier = str(tmp_path / "classifier")
-    keras_hub.models.BertTextClassifier.from_preset(preset, num_classes=2).save_to_preset(classifier)
-    for other in ("no_such_preset", str(tmp_path), backbone, classifier, exported):
-        with pytest.raises(UserError, match=f"^cannot load {other} as a BertMaskedLM that KerasHub saved \\(.*\\)$"):
-            export_bert(other, tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
-
-
-def test_masks_are_not_filled_by_a_random_head(preset, exported, wikitext, tmp_path, monkeypatch, capsys):
+def test_a_random_head_is_neither_exported_nor_used(preset, exported, byte_pairs, tmp_path, capsys):
     headless, backbone, classifier = (str(tmp_path / name) for name in ("headless", "backbone", "classifier"))
     shutil.copytree(preset, headless)
     Path(headless, "task.weights.h5").unlink()
-    keras_hub.models.BertBackbone.from_preset(preset).save_to_preset(backbone)
-    keras_hub.models.BertTextClassifier.from_preset(preset, num_classes=2).save_to_preset(classifier)
-    why = {headless: "task.weights.h5", backbone: "task.json", classifier: "it is a BertTextClassifier"}
+    models.BertBackbone.from_preset(preset).save_to_preset(backbone)
+    models.BertTextClassifier.from_preset(preset, num_classes=2).save_to_preset(classifier)
+    why = {
+        headless: "task.weights.h5",
+        backbone: "task.json",
+        classifier: "a BertTextClassifier",
+        "none": "preset none",
+    }
     for other, reason in why.items():
+        with pytest.raises(ValueError, match=f"^cannot (load|export) {other}.*{reason}"):
+            export(other, tmp_path / "hf")
         told = f"^cannot load {other} as a BertMaskedLM or RobertaMaskedLM that KerasHub saved \\(.*{reason}.*\\)$"
-        monkeypatch.setattr("sys.argv", ["recipes", "fill-mask", "A [MASK].", "--preset", other])
-        with pytest.raises(UserError, match=told):
-            __main__.main()
-    assert capsys.readouterr().out == ""
-    byte_pairs = train_byte_pairs(open_corpus(str(wikitext))["train"], 300)
-    for whole in (preset, exported, random_preset(byte_pairs, tmp_path / "roberta")):
+        with pytest.raises(ValueError, match=told):
+            print_filled_masks(other, ["A [MASK]."])
+    with pytest.raises(ValueError, match="task.json"):
+        export(exported, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists() and capsys.readouterr().out == ""
+    for whole in (exported, random_preset(byte_pairs, tmp_path / "roberta")):
         print_filled_masks(whole, ["A [MASK]."])
         assert "A [MASK]." in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_transformers_computes_the_same(preset, exported, vocabulary, tmp_path):
+def test_transformers_computes_the_same(preset, exported, tokenizer, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model, other = masked_lm_from_preset(preset), transformers.BertForMaskedLM.from_pretrained(exported).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    of_theirs = transformers.AutoTokenizer.from_pretrained(exported)
 
     def gap():
         """The largest difference of logits, over all tokens."""
         gaps = []
         for sentence in SENTENCES:
-            ids = np.array([tokenizer(sentence)["input_ids"]])
+            ids = np.array([of_theirs(sentence)["input_ids"]])
             inputs = {"token_ids": ids, "segment_ids": 0 * ids, "padding_mask": 1 + 0 * ids}
             logits = model(inputs | {"mask_positions": np.arange(ids.size)[None]}, training=False)
             with torch.no_grad():
@@ -265,69 +241,49 @@ def test_transformers_computes_the_same(preset, exported, vocabulary, tmp_path):
 
     pipeline = transformers.pipeline("fill-mask", exported)
     for sentence in SENTENCES:
-        (guesses,) = fill_mask(model, vocabulary, sentence)
-        theirs = pipeline(sentence, top_k=5)
-        for their, our in zip(theirs, guesses, strict=True):
-            assert their.pop("score") == pytest.approx(our.pop("score"), abs=1e-3) and their == our
+        (guesses,) = fill_mask(model, tokenizer, sentence)
+        for their, our in zip(pipeline(sentence, top_k=5), guesses, strict=True):
+            assert their.pop("score") == pytest.approx(our.pop("score"), abs=1e-3)
+            assert (their["token"], their["token_str"]) == (our["token"], our["token_str"])
     assert gap() < 2e-3
     # What the module says differs is all that differs.
     model.masked_lm_head._intermediate_dense.activation = lambda x: keras.activations.gelu(x, approximate=True)
     model.masked_lm_head._intermediate_layer_norm.epsilon = 1e-12
     assert gap() < 1e-4
 
-    special = WordPieces.special
     for lowercase, strip_accents in ((True, True), (False, False), (True, False), (False, True)):
-        cased = dataclasses.replace(vocabulary, lowercase=lowercase, strip_accents=strip_accents)
+        cased = models.BertTokenizer(tokenizer.get_vocabulary(), lowercase=lowercase, strip_accents=strip_accents)
         folder = tmp_path / f"{lowercase}{strip_accents}"
-        export_bert(random_preset(cased, tmp_path / "preset"), folder)
-        theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), cased.tokenizer()
-        for text in AWKWARD:
-            ids = ours.encode(text, add_special_tokens=False).ids
-            assert theirs(text)["input_ids"] == [
-                cased.pieces.index(special.start),
-                *ids,
-                cased.pieces.index(special.end),
-            ]
-        assert theirs.mask_token == special.mask and set(theirs.all_special_tokens) == set(special)
+        export(random_preset(cased, tmp_path / "preset"), folder)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        for text, ids in zip(AWKWARD, encode(AWKWARD, cased), strict=True):
+            assert theirs(text)["input_ids"] == [cased.cls_token_id, *ids, cased.sep_token_id]
+        assert theirs.mask_token == "[MASK]" and len(set(theirs.all_special_tokens)) == 5
         assert theirs.model_max_length == 512
-
-    # The tokenizer beside the shards, of either kind.
-    for vocabulary in (cased, train_byte_pairs(lambda: iter(AWKWARD * 5), 500)):
-        (tmp_path / "tokenizer.json").write_text(vocabulary.tokenizer().to_str())
-        theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-        for text in AWKWARD:
-            ids = vocabulary.tokenizer().encode(text, add_special_tokens=False).ids
-            assert theirs(text, add_special_tokens=False)["input_ids"] == ids
 
 
 @pytest.fixture(scope="module")
-def gpt2(wikitext, tmp_path_factory):
+def gpt2(byte_pairs, tmp_path_factory):
     """The preset of a GPT-2 with random weights."""
-    vocabulary = train_byte_pairs(open_corpus(str(wikitext))["train"], 300)
-    model = causal.make_causal_lm("", "tiny", causal.make_preprocessor("", vocabulary, 64), 0.0)
-    rng = np.random.default_rng(0)
-    for variable in model.weights:
-        variable.assign(rng.normal(variable.path.endswith("gamma"), 0.2, variable.shape))
-    folder = tmp_path_factory.mktemp("gpt2") / "preset"
-    save_task(model, model.preprocessor, folder)
-    return str(folder)
+    preprocessor = causal_lm.make_preprocessor("", byte_pairs, 64)
+    model = causal_lm.make_causal_lm("", "tiny", preprocessor, 0.0)
+    return no_two_alike(model, tmp_path_factory.mktemp("gpt2") / "preset", preprocessor)
 
 
 @pytest.mark.slow
-def test_transformers_computes_the_same_of_a_gpt2_and_writes_the_same(gpt2, tmp_path, monkeypatch, capsys):
+def test_transformers_computes_the_same_of_a_gpt2_and_writes_the_same(gpt2, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    monkeypatch.setattr(sys, "argv", ["recipes", "export", gpt2, f"{tmp_path}/hf"])
-    __main__.main()
-    names = "config.json merges.txt model.safetensors tokenizer.json tokenizer_config.json vocab.json"
-    assert capsys.readouterr().out == (
-        f'{tmp_path}/hf: {names}\nLoad it: transformers.pipeline("text-generation", "{tmp_path}/hf")\n'
-    )
+    assert export(gpt2, tmp_path / "hf") == "text-generation"
     model = causal_lm_for_generation(gpt2)
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(f"{tmp_path}/hf", output_loading_info=True)
     assert not any(info.values())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(f"{tmp_path}/hf")
-    for text in ("You may add Your (copyright) notice; 12345.", "the  Work\n\nis it"):
-        ids = model.preprocessor.generate_preprocess([text], 64)
+    tokenizer, end = (
+        transformers.AutoTokenizer.from_pretrained(f"{tmp_path}/hf"),
+        model.preprocessor.tokenizer.end_token_id,
+    )
+    assert theirs.config.bos_token_id == theirs.config.eos_token_id == tokenizer.eos_token_id == end
+    for text in ("You may add Your (copyright) notice; 12345.", "the  Work\n\nis it", *AWKWARD[2:5]):
+        ids = model.preprocessor.generate_preprocess([text], 512)
         length = int(np.sum(ids["padding_mask"]))
         assert tokenizer(text)["input_ids"] == np.array(ids["token_ids"])[0, :length].tolist()
         own = model({name: np.array(value) for name, value in ids.items()})[0, :length]
@@ -335,22 +291,20 @@ def test_transformers_computes_the_same_of_a_gpt2_and_writes_the_same(gpt2, tmp_
             logits = theirs.eval()(torch.tensor([tokenizer(text)["input_ids"]])).logits[0]
         assert np.ptp(logits) > 10
         np.testing.assert_allclose(own, logits, atol=1e-4)
-        written = continuations(model, [text], make_sampler("greedy"), tokens=12)[0]
+    for text in ("You may add Your (copyright) notice; 12345.", "the  Work\n\nis it"):
+        written = next(continuations(model, [text], make_sampler("greedy"), tokens=12))
         asked = tokenizer(text, return_tensors="pt")
         again = theirs.generate(**asked, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
         assert tokenizer.decode(again, skip_special_tokens=True, clean_up_tokenization_spaces=False) == written
 
 
 def test_keras_hub_reads_an_exported_gpt2(gpt2, tmp_path):
-    export_gpt2(gpt2, tmp_path / "hf")
-    again, own = (keras_hub.models.GPT2Backbone.from_preset(folder) for folder in (f"{tmp_path}/hf", gpt2))
-    assert_same_weights(again, own)
-    assert causal_lm.Config(preset=f"{tmp_path}/hf", seq_length=512)
-    with pytest.raises(UserError, match="--seq-length 513 is more than the 512 positions"):
-        causal_lm.Config(preset=f"{tmp_path}/hf", seq_length=513)
-
-
-def test_what_is_no_gpt2_is_refused(preset, tmp_path):
-    for other in (preset, "no_such_preset"):
-        with pytest.raises(UserError, match=f"^cannot load {other} as a GPT2CausalLM that KerasHub saved$"):
-            export_gpt2(other, tmp_path / "hf")
+    export(gpt2, tmp_path / "hf")
+    hf = f"{tmp_path}/hf"
+    own = models.GPT2Backbone.from_preset(gpt2)
+    again = causal_lm.make_causal_lm(hf, "", causal_lm.make_preprocessor(hf, None, 64), 0.0)
+    assert_same_weights(again.backbone, own)
+    assert model_width(hf, "nano") == 128
+    check_model(hf, None, 512)
+    with pytest.raises(ValueError, match="513 tokens are more than the 512 positions"):
+        check_model(hf, None, 513)

@@ -4,15 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import scipy.special
-import scipy.stats
-import sklearn.metrics
 
 from common.data.byte_pairs import BytePairs
 from common.data.wordpiece import WordPieces
 from common.scores.causal import bigram_loss, causal_scores, count_pairs
 from common.scores.language_model import count_ids, language_model_scores, perplexity, unigram_loss
-from common.scores.metrics import classification_scores, confusion_matrix, matthews, ranks, regression_scores
 
 
 def test_unigram_loss_against_a_hand_count():
@@ -105,74 +101,3 @@ def test_a_character_that_is_cut_between_rows_counts_once():
 def test_perplexity():
     assert perplexity(math.log(50)) == pytest.approx(50)
     assert perplexity(1e9) == math.inf
-
-
-def random_case(seed, num_classes, num_present):
-    draw = np.random.default_rng(seed)
-    logits = draw.normal(scale=3, size=(200, num_classes)).astype(np.float32)
-    logits[:, num_present:] -= 100  # the other classes are neither there nor predicted
-    return logits, draw.integers(num_present, size=200)
-
-
-@pytest.mark.parametrize(("num_classes", "num_present"), [(2, 2), (2, 1), (3, 3), (5, 3)])
-def test_scores_equal_scikit_learns(num_classes, num_present):
-    logits, labels = random_case(num_classes, num_classes, num_present)
-    scores, predictions, classes = (
-        classification_scores(logits, labels),
-        logits.argmax(axis=1),
-        list(range(num_classes)),
-    )
-    assert scores["accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(labels, predictions), abs=1e-6)
-    average = "binary" if num_classes == 2 else "macro"
-    f1 = sklearn.metrics.f1_score(labels, predictions, labels=classes, average=average, zero_division=0)
-    assert scores["f1"] == pytest.approx(f1, abs=1e-6)
-    theirs = sklearn.metrics.matthews_corrcoef(labels, predictions)
-    assert scores["matthews"] == pytest.approx(theirs, abs=1e-12)
-    probabilities = scipy.special.softmax(logits.astype(np.float64), axis=1)
-    assert scores["loss"] == pytest.approx(sklearn.metrics.log_loss(labels, probabilities, labels=classes), abs=1e-6)
-    expected = sklearn.metrics.confusion_matrix(labels, predictions, labels=classes)
-    np.testing.assert_array_equal(confusion_matrix(labels, predictions, num_classes), expected)
-
-
-def test_f1_is_of_class_one_and_large_logits_do_not_overflow():
-    logits = np.array([[1000, 0], [0, 1000], [0, 1000], [1000, 0]])
-    scores = classification_scores(logits, np.array([0, 1, 0, 0]))
-    # F1 of class 0 is 0.8.
-    expected = {"loss": 250.0, "accuracy": 0.75, "f1": 2 / 3, "matthews": 1 / 3**0.5}
-    assert scores == pytest.approx(expected)
-
-
-def test_matthews_of_a_single_class_is_0_and_of_many_examples_does_not_overflow():
-    for labels, predictions in (([0, 1, 1], [1, 1, 1]), ([0, 0, 0], [1, 0, 1]), ([1, 1], [1, 1])):
-        theirs = sklearn.metrics.matthews_corrcoef(labels, predictions)
-        assert matthews(confusion_matrix(labels, predictions, 2)) == theirs == 0
-    assert matthews(np.array([[10**6, 0], [0, 10**6]])) == 1.0
-    assert matthews(np.array([[0, 7], [3, 0]])) == -1.0
-
-
-@pytest.mark.parametrize("decimals", [0, 1, 9])  # with many ties, with some, with none
-def test_correlations_equal_scipys(decimals):
-    draw = np.random.default_rng(decimals)
-    labels = draw.uniform(0, 5, 300).round(decimals)
-    predictions = (labels + draw.normal(scale=2, size=300)).round(decimals)[:, None].astype(np.float32)
-    scores = regression_scores(predictions, labels)
-    assert scores["pearson"] == pytest.approx(scipy.stats.pearsonr(predictions[:, 0], labels)[0], abs=1e-9)
-    assert scores["spearman"] == pytest.approx(scipy.stats.spearmanr(predictions[:, 0], labels)[0], abs=1e-9)
-    assert scores["loss"] == pytest.approx(sklearn.metrics.mean_squared_error(labels, predictions[:, 0]), rel=1e-6)
-    np.testing.assert_array_equal(ranks(labels), scipy.stats.rankdata(labels))
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("constant", [0.0, 0.1, 2.7])  # of which some have a mean that is a little off
-def test_a_correlation_with_a_constant_is_0(constant):
-    varied, same = np.arange(7.0), np.full(7, constant)
-    for predictions, labels in ((same, varied), (varied, same), (same, same), (same[:1], same[:1])):
-        scores = regression_scores(predictions[:, None], labels)
-        assert (scores["pearson"], scores["spearman"]) == (0.0, 0.0) and np.isfinite(scores["loss"])
-
-
-def test_a_correlation_is_at_most_1():
-    labels = np.random.default_rng(0).uniform(0, 5, 1000)
-    for factor in (0.1, 0.3, 1e30, 1e-30):
-        assert regression_scores(factor * labels[:, None], labels)["pearson"] in (1.0, pytest.approx(1.0, abs=1e-12))
-        assert abs(regression_scores(-factor * labels[:, None], labels)["pearson"]) <= 1.0

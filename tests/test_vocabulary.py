@@ -125,7 +125,7 @@ def test_of_special_tokens_only_unk_is_one_in_a_text(wordpieces, byte_pairs):
     unknown, named, word = ids_of(["[UNK]", "[MASK] [PAD] [CLS] [SEP]", "the"], wordpieces)
     assert unknown == [1] and not {0, 2, 3, 4} & {*named}
     assert ids_of(["the [UNK] the"], wordpieces) == [[*word, 1, *word]]
-    assert ids_of(["the [UNK]"], byte_pairs) == ids_of(["the <unk>"], byte_pairs)
+    assert byte_pairs.detokenize(ids_of(["the [UNK]"], byte_pairs)[0]) == "the [UNK]"
 
 
 def test_a_vocabulary_file(tmp_path):

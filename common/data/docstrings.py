@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """English text that every installation has: docstrings, and CPython's help topics."""
 
-import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -16,6 +15,7 @@ from ..files import cached
 
 PACKAGES = ("keras", "keras_hub", "numpy")
 HELD_OUT = 10  # one module in this many is for validation
+STRINGS = re.compile(r'(?P<indentation>^[ \t]*[rR]?)?"""(?P<text>.*?)"""', re.DOTALL | re.MULTILINE)
 
 
 def docstring_file() -> Path:
@@ -43,13 +43,10 @@ def _texts_by_module() -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def _docstrings_of(file: Path) -> Iterator[str]:
-    try:
-        tree = ast.parse(file.read_bytes())
-    except SyntaxError:
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
+    """The strings in three quotes that stand by themselves; parsing the code would take ten times as long."""
+    for string in STRINGS.finditer(file.read_text(encoding="utf-8", errors="replace")):
+        if string["indentation"] is not None:
+            yield string["text"]
 
 
 def _is_prose(paragraph: str) -> bool:

@@ -1,21 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of tables as labelled texts."""
+"""Labelled texts for fine-tuning: generated pairs, tasks of GLUE (Wang et al. 2018, arXiv:1804.07461), or your own."""
 
 import contextlib
 import json
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.data.tables import Row, name_columns
 from keras_replicas import UserError
 
+from .corpora import from_hub
+from .roles import CLASSES, role_pairs
+from .tables import SUFFIXES, Row, read_rows, shortened
+
+HUB_NAME = "nyu-mll/glue"
+STEMS = {"train": ("train",), "validation": ("dev", "validation"), "test": ("test",)}  # of a folder's files
 HELD_OUT = 10  # one example in this many is the validation split of data without one
 LARGEST_NUMBER = 1e12  # in float32, neither the squares of errors nor those of gradients may overflow
+NO_LIMITS = (-math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What distinguishes one task from another."""
+
+    texts: tuple[str, ...]  # columns of the texts
+    submission: str = "test.tsv"  # file name that GLUE wants for predictions of the test split
+    metrics: tuple[str, ...] = ("accuracy",)  # of `common.scores.classification`; the main one first
+    classes: tuple[str, ...] = ("0", "1")  # in the Hub's order; none for regression
+    label: str = "label"  # column of the label
+    header: tuple[str, ...] = ()  # columns of train.tsv and dev.tsv, where their first line does not name them
+    hub_texts: tuple[str, ...] = ()  # columns of the texts on the Hub, if they have other names there
+    limits: tuple[float, float] = NO_LIMITS  # of predictions for the test split: GLUE's server rejects others
+
+
+PAIR, STRINGS = ("sentence1", "sentence2"), ("#1 String", "#2 String")
+ENTAILMENT = ("entailment", "not_entailment")
+TASKS = {
+    "roles": Task(PAIR, metrics=("accuracy", "f1"), classes=(*CLASSES,)),
+    "cola": Task(("sentence",), "CoLA.tsv", ("matthews",), header=("source", "label", "mark", "sentence")),
+    "mrpc": Task(STRINGS, "MRPC.tsv", ("accuracy", "f1"), label="Quality", hub_texts=PAIR),
+    "qnli": Task(("question", "sentence"), "QNLI.tsv", classes=ENTAILMENT),
+    "rte": Task(PAIR, "RTE.tsv", classes=ENTAILMENT),
+    "sst2": Task(("sentence",), "SST-2.tsv"),
+    "stsb": Task(PAIR, "STS-B.tsv", ("pearson", "spearman"), classes=(), label="score", limits=(0.0, 5.0)),
+}
 
 
 @dataclass(frozen=True)
@@ -24,122 +58,171 @@ class Examples:
 
     texts: list[tuple[str, ...]]  # one or two for each example
     labels: list[int] | list[float] | None  # indices of classes, or numbers; None if unlabelled, as GLUE's test split
-    indices: list[str]  # names of the examples in predictions: from GLUE's column `index`, or else 0, 1, 2, ...
+    indices: list[str]  # names of the examples in predictions: from the column `index`, or else 0, 1, 2, ...
 
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """A data set."""
+    """A data set; what else its fields are, `Task` says."""
 
-    classes: list[str]  # their names, as in the files; none for regression, whose labels are numbers
+    classes: list[str]  # none for regression, whose labels are numbers
     splits: dict[str, Examples]  # "train", "validation", and "test" where there is one
-    submission: str  # file name that GLUE wants for predictions of the test split; for other data, `test.tsv`
-    metrics: tuple[str, ...] = ("accuracy", "f1")  # from `common.scores.entries`; the first is the main one
-    limits: tuple[float, float] = (-math.inf, math.inf)  # to which predictions of the test split are clipped
+    submission: str = "test.tsv"
+    metrics: tuple[str, ...] = ("accuracy", "f1")
+    limits: tuple[float, float] = NO_LIMITS
 
     @property
-    def label_dtype(self) -> type[np.int32] | type[np.float32]:
-        """The dtype of the labels in a batch."""
-        return np.int32 if self.classes else np.float32
+    def columns(self) -> int:
+        """How many texts an example has."""
+        return len(self.splits["train"].texts[0])
+
+    @property
+    def mean_label(self) -> float:
+        """The mean of the training labels, for regression; else 0."""
+        return 0.0 if self.classes else sum(self.splits["train"].labels or []) / len(self.splits["train"].texts)
+
+    def documents(self) -> Iterator[str]:
+        """The training texts, for a vocabulary."""
+        return map(" ".join, self.splits["train"].texts)
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells these training texts from others."""
+        return repr(self.splits["train"].texts)
 
 
-def find_classes(rows: list[Row], label: str) -> list[str]:
-    """The distinct labels in a column, sorted by value if all are numbers, otherwise as texts.
-
-    Raises:
-        UserError: when the column is missing, or a label is neither a text nor a whole number.
-    """
-    names = {_label(where, row, label) for where, row in rows}
-    with contextlib.suppress(ValueError):
-        values = {name: float(name) for name in names}
-        if all(map(math.isfinite, values.values())):
-            return sorted(names, key=lambda name: (values[name], name))
-    return sorted(names)
-
-
-def to_examples(
-    rows: Iterable[Row], texts: tuple[str, ...], label: str | None, classes: list[str], index: str | None
-) -> Examples:
-    """The examples in the rows of a table.
+def open_examples(
+    task: str, data: str = "", text_columns: str = "", label_column: str = "", regression: bool = False
+) -> LabelledTexts:
+    """Reads a data set into memory.
 
     Args:
-        rows: the table.
-        texts: names of one or two columns.
-        label: name of the labels' column; None to read no labels.
-        classes: the labels that may be in it; empty if they are numbers.
-        index: name of the column that names the examples; None to number them.
+        task: `own`, for your own data; `roles`, for generated pairs, which need no network; or one of GLUE in `TASKS`.
+        data: for `own`, a file that `read_rows` reads, of which one example in 10, chosen by a hash of its texts, is
+            held out for validation; or a folder with such files named `train`, `dev` or `validation`, and, if there,
+            `test`, which may lack the labels. For GLUE, a folder with its `.tsv` files so named; empty for the Hugging
+            Face Hub's `nyu-mll/glue`.
+        text_columns: for `own`, the name of the texts' column, or two names with a comma between them.
+        label_column: for `own`, the name of the labels' column. The classes are the distinct labels in `train`,
+            sorted by value if all are numbers, otherwise as texts.
+        regression: for `own`, whether the labels are numbers to predict, from -1e12 to 1e12, not classes.
 
     Raises:
-        UserError: when a column is missing, a text is not a string, or a label is not one of the classes or not a
-            finite number.
+        UserError: when it cannot be read, or is invalid.
+    """
+    if task != "own" and (text_columns or label_column or regression):
+        raise UserError("only the task own has columns to choose, and regression")
+    if task == "roles" and data:
+        raise UserError("the task roles makes its own texts: leave out the data")
+    if task != "own":
+        facts, files = TASKS[task], _split_files(Path(data), (".tsv",)) if data else {}
+    elif data and text_columns and label_column:
+        metrics = ("pearson", "spearman") if regression else ("accuracy", "f1")
+        facts = Task(column_names(text_columns), metrics=metrics, classes=(), label=label_column)
+        files = _split_files(Path(data), SUFFIXES) if Path(data).is_dir() else {"train": Path(data)}
+    else:
+        raise UserError("the task own needs a file or folder, and the names of its columns of texts and of labels")
+    tables = {split: [*read_rows(file, () if split == "test" else facts.header)] for split, file in files.items()}
+    if task == "roles":
+        tables = {
+            split: [("", {"sentence1": first, "sentence2": second, "label": label}) for first, second, label in pairs]
+            for split, pairs in role_pairs().items()
+        }
+    elif not files:
+        tables = _from_hub(task)
+    classes = [*facts.classes]
+    if task == "own" and not regression:
+        classes = sorted({_class_name(where, _value(where, row, label_column)) for where, row in tables["train"]})
+        with contextlib.suppress(ValueError):
+            classes = sorted(classes, key=float)
+    if "validation" not in tables:
+        whole, tables = tables["train"], {"train": [], "validation": []}
+        for number, (where, row) in enumerate(whole):
+            texts = "\n".join(str(_value(where, row, name)) for name in facts.texts)
+            split = "train" if zlib.crc32(texts.encode()) % HELD_OUT else "validation"
+            tables[split].append((where, {"index": number} | row))
+    splits = {}
+    for split, rows in tables.items():
+        if not rows:
+            raise UserError(f"the split {split} has no examples. Give more, or a folder with a file for each split")
+        labelled = split != "test" or any(facts.label in row for _, row in rows)
+        splits[split] = to_examples(rows, facts.texts, facts.label if labelled else "", classes)
+    if len(set(splits["train"].labels or [])) < 2:
+        raise UserError("all labels of the split train are the same: there is nothing to learn")
+    return LabelledTexts(classes, splits, facts.submission, facts.metrics, facts.limits)
+
+
+def column_names(columns: str) -> tuple[str, ...]:
+    """One or two names, divided by a comma. Raises a `ValueError` if there are more, or one is empty or repeated."""
+    names = tuple(name.strip() for name in columns.split(","))
+    if len(names) > 2 or not all(names) or len({*names}) < len(names):
+        raise UserError(f"the columns of texts must be one name, or two with a comma between them; got {columns!r}")
+    return names
+
+
+def to_examples(rows: Iterable[Row], texts: Sequence[str], label: str = "", classes: Sequence[str] = ()) -> Examples:
+    """The examples in rows of `read_rows`, with their texts in these columns, and labels if there is a column.
+
+    Labels are some of the classes or, without classes, numbers. Raises a `ValueError` when they are not, a column is
+    missing, or a text is not a string.
     """
     labels: list[Any] = []
-    found = Examples([], None if label is None else labels, [])
-    places = {name: place for place, name in enumerate(classes)}
+    found = Examples([], labels if label else None, [])
     for number, (where, row) in enumerate(rows):
-        found.texts.append(tuple(_text(where, row, name) for name in texts))
-        found.indices.append(str(number if index is None else row.get(index, number)))
-        if label is not None and not classes:
-            labels.append(_number(where, row, label))
-        elif label is not None:
-            name = _label(where, row, label)
-            if name not in places:
-                raise UserError(f"{where}: the label {name!r} is not one of {name_columns(classes)}")
-            labels.append(places[name])
+        pieces = tuple(_value(where, row, column) for column in texts)
+        if not all(isinstance(piece, str) for piece in pieces):
+            raise UserError(f"{where}: {shortened(texts)} must be text; got {shortened(map(json.dumps, pieces))}")
+        found.texts.append(pieces)
+        found.indices.append(str(row.get("index", number)))
+        if label:
+            labels.append(_label(where, _value(where, row, label), classes))
     return found
 
 
-def hold_out(examples: Examples) -> dict[str, Examples]:
-    """Divides examples into "train" and "validation", one in 10, chosen by a hash of its texts."""
-    labels = examples.labels or []
-    held = [zlib.crc32("\n".join(texts).encode()) % HELD_OUT == 0 for texts in examples.texts]
-
-    def part(validation: bool) -> Examples:
-        kept = [place for place, is_held in enumerate(held) if is_held == validation]
-        return Examples(
-            [examples.texts[place] for place in kept],
-            [labels[place] for place in kept],
-            [examples.indices[place] for place in kept],
-        )
-
-    return {"train": part(False), "validation": part(True)}
+def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for split, stems in STEMS.items():
+        names = [stem + suffix for stem in stems for suffix in suffixes]
+        found = [name for name in names if (folder / name).is_file()]
+        if len(found) > 1 or not found and split != "test":
+            wrong = f"both {' and '.join(found)}; keep only one" if found else f"no {' or '.join(names)}"
+            raise UserError(f"{folder} has {wrong}")
+        files.update((split, folder / name) for name in found)
+    return files
 
 
-def _text(where: str, row: dict[str, Any], name: str) -> str:
-    value = _value(where, row, name)
-    if not isinstance(value, str) or not _is_unicode(value):
-        raise UserError(f"{where}: {name} must be a string; got {name_columns([json.dumps(value)])}")
-    return value
+def _from_hub(name: str) -> dict[str, list[Row]]:
+    """The rows of a task's splits on the Hub, with the columns that GLUE's files have."""
+    task, splits = TASKS[name], from_hub("load_dataset", HUB_NAME, name)
+    tables: dict[str, list[Row]] = {split: [] for split in STEMS}
+    for split, rows in tables.items():
+        for row in splits[split]:
+            values = {ours: row[theirs] for ours, theirs in zip(task.texts, task.hub_texts or task.texts, strict=True)}
+            if row["label"] != -1:  # which is where there is none
+                values[task.label] = task.classes[row["label"]] if task.classes else row["label"]
+            rows.append((f"{split}, row {row['idx']}", values | {"index": row["idx"]}))
+    return tables
 
 
-def _label(where: str, row: dict[str, Any], name: str) -> str:
-    value = _value(where, row, name)
-    if isinstance(value, int):
-        return json.dumps(value)
-    if value == "":
-        raise UserError(f"{where}: {name} is empty. Leave out the row, or give it a label")
-    if not isinstance(value, str) or not _is_unicode(value) or set(value) & set("\t\r\n"):
-        advice = ". To predict numbers, give --regression" if isinstance(value, float) else ""
-        raise UserError(f"{where}: {name} must be a string of one line or an integer; got {json.dumps(value)}{advice}")
-    return value
+def _class_name(where: str, label: Any) -> str:
+    if not isinstance(label, int | str) or len(str(label).splitlines()) != 1:
+        got = f"{shortened([json.dumps(label)])}. Numbers to predict are for regression"
+        raise UserError(f"{where}: a label must be a text of one line or an integer; got {got}")
+    return str(label)
 
 
-def _number(where: str, row: dict[str, Any], name: str) -> float:
-    """The number rounded to float32, in which the model computes: the Hub's copy of GLUE has 3.79999995 for 3.8."""
-    value = _value(where, row, name)
-    with contextlib.suppress(TypeError, ValueError, OverflowError), np.errstate(over="ignore"):
-        number = float(np.float32(float(value)))
-        if abs(number) <= LARGEST_NUMBER and not isinstance(value, bool):
-            return number
-    raise UserError(f"{where}: {name} must be a number from -1e12 to 1e12; got {name_columns([json.dumps(value)])}")
+def _label(where: str, label: Any, classes: Sequence[str]) -> int | float:
+    """The class's index; or the number as a float32: the Hub's copy of GLUE has 3.79999995 for 3.8."""
+    if str(label) in classes:
+        return classes.index(str(label))
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not classes and abs(float(label)) <= LARGEST_NUMBER:
+            return float(np.float32(label))
+    wanted = f"one of {shortened(classes)}" if classes else "a number from -1e12 to 1e12"
+    raise UserError(f"{where}: the label must be {wanted}; got {shortened([json.dumps(label)])}")
 
 
-def _value(where: str, row: dict[str, Any], name: str) -> Any:
-    if name not in row:
-        raise UserError(f"{where} has no column {name}; it has {name_columns(row)}")
-    return row[name]
-
-
-def _is_unicode(text: str) -> bool:
-    """False if a text has a lone surrogate, which JSON allows: such a text cannot be saved."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+def _value(where: str, row: dict[str, Any], column: str) -> Any:
+    if column not in row:
+        raise UserError(f"{where} has no column {column}; it has {shortened(row)}")
+    return row[column]

@@ -141,17 +141,17 @@ def encode(texts: Iterable[str], tokenizer: keras_hub.models.Tokenizer) -> Itera
     """The ids of each text, an int32 vector, on all cores; no special tokens are added.
 
     In a text for WordPiece, `[UNK]` is one token, as corpora with unknown words need it; the names of other special
-    tokens are ordinary text. For another tokenizer it is written `<unk>`, and the name of a special token may become
-    that token.
+    tokens are ordinary text. In a text for another tokenizer, the name of a special token may become that token.
     """
     as_strings = tf.TensorSpec([None], tf.string)
     is_fast = isinstance(tokenizer, keras_hub.tokenizers.BytePairTokenizer)  # outside of TensorFlow; others are inside
     call = tokenizer if is_fast else tf.function(tokenizer, input_signature=[as_strings])
     running: collections.deque[Future] = collections.deque()
-    unknown = NO_PIECE if isinstance(tokenizer, keras_hub.models.BertTokenizer) else "<unk>"
     texts, cores = iter(texts), os.cpu_count() or 1
     with ThreadPoolExecutor(cores) as threads:
-        while group := [text.replace(UNKNOWN, unknown) for text in itertools.islice(texts, TEXTS_AT_ONCE)]:
+        while group := [*itertools.islice(texts, TEXTS_AT_ONCE)]:
+            if isinstance(tokenizer, keras_hub.models.BertTokenizer):
+                group = [text.replace(UNKNOWN, NO_PIECE) for text in group]
             running.append(threads.submit(call, group))
             if len(running) > cores:  # so that few texts are in memory
                 yield from vectors(running.popleft().result())

@@ -7,6 +7,8 @@ import math
 import keras
 import keras_hub
 
+from keras_replicas import UserError
+
 from .presets import backbone_from_size, enable_lora, from_preset
 
 END = "<|endoftext|>"  # GPT-2's only special token
@@ -21,18 +23,18 @@ def make_preprocessor(
     for no text, and are never predicted. If both a preset and a tokenizer are given, they must agree.
 
     Raises:
-        ValueError: when there is no such preset of a causal language model, it cannot be fetched, or it has another
+        UserError: when there is no such preset of a causal language model, it cannot be fetched, or it has another
             vocabulary; or when the tokenizer is not of byte pairs.
     """
     if not isinstance(tokenizer, keras_hub.tokenizers.BytePairTokenizer | None):
-        raise ValueError(f"a causal language model needs byte pairs; this vocabulary is a {type(tokenizer).__name__}")
+        raise UserError(f"a causal language model needs byte pairs; this vocabulary is a {type(tokenizer).__name__}")
     ids = dict(tokenizer.vocabulary) if tokenizer else {}
     if isinstance(tokenizer, keras_hub.models.RobertaTokenizer):
         ids[END] = ids.pop(tokenizer.end_token)
     if preset:
         own = from_preset(keras_hub.models.CausalLMPreprocessor, preset, sequence_length=seq_length)
         if tokenizer and getattr(own.tokenizer, "vocabulary", None) != ids:
-            raise ValueError(f"the preset {preset} has another vocabulary than the data: give text, not token ids")
+            raise UserError(f"the preset {preset} has another vocabulary than the data: give text, not token ids")
         return own
     assert tokenizer, "neither a preset nor a tokenizer"
     gpt2 = keras_hub.models.GPT2Tokenizer(ids, tokenizer.merges)
@@ -58,7 +60,7 @@ def make_causal_lm(
         lora_rank: rank of adapters for the attention's query and value kernels; only these are then trained.
 
     Raises:
-        ValueError: when there is no such preset, it cannot be fetched, it needs more than text, it has too few
+        UserError: when there is no such preset, it cannot be fetched, it needs more than text, it has too few
             positions or another vocabulary than its tokenizer, or KerasHub has no LoRA for it.
     """
     models, tokens = keras_hub.models, preprocessor.tokenizer.vocabulary_size()
@@ -69,13 +71,13 @@ def make_causal_lm(
     else:
         backbone = backbone_from_size(models.GPT2Backbone, size, tokens, dropout, preprocessor.sequence_length)
     if {*backbone.input} != {"token_ids", "padding_mask"}:
-        raise ValueError(f"the preset {preset} takes {', '.join(sorted(backbone.input))}; give a model of text alone")
+        raise UserError(f"the preset {preset} takes {', '.join(sorted(backbone.input))}; give a model of text alone")
     length, positions = preprocessor.sequence_length, getattr(backbone, "max_sequence_length", math.inf)
     if length > positions:
-        raise ValueError(f"{length} tokens are more than the {positions} positions of the preset {preset}")
+        raise UserError(f"{length} tokens are more than the {positions} positions of the preset {preset}")
     if tokens > backbone.vocabulary_size:
         known = f"its tokenizer has {tokens} tokens, the model {backbone.vocabulary_size}"
-        raise ValueError(f"the preset {preset} is of parts that do not belong together: {known}")
+        raise UserError(f"the preset {preset} is of parts that do not belong together: {known}")
     # Embedding weights are not cast: even in mixed precision, logits would be computed in float32, twice as slowly.
     backbone.token_embedding.reverse_dtype = backbone.token_embedding.compute_dtype
     if lora_rank:

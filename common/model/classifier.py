@@ -7,7 +7,7 @@ from pathlib import Path
 import keras
 import keras_hub
 
-from keras_replicas import is_chief
+from keras_replicas import UserError, is_chief
 
 from ..files import write_json
 from .huggingface import preset_tokenizer, read_weights
@@ -21,7 +21,7 @@ def make_preprocessor(
     """A classifier's preprocessor, for `seq_length` tokens: a preset's own, or BERT's for a tokenizer of word pieces.
 
     Raises:
-        ValueError: when there is no such preset, it cannot be fetched, or KerasHub has no classifier of its kind.
+        UserError: when there is no such preset, it cannot be fetched, or KerasHub has no classifier of its kind.
     """
     if preset and huggingface_type(preset) != "bert":
         return from_preset(keras_hub.models.TextClassifierPreprocessor, preset, sequence_length=seq_length)
@@ -54,7 +54,7 @@ def make_classifier(
             then trained; 0 to train all weights.
 
     Raises:
-        ValueError: when there is no such preset, it cannot be fetched, it has too few positions, or KerasHub has no
+        UserError: when there is no such preset, it cannot be fetched, it has too few positions, or KerasHub has no
             classifier of its kind, or one that does not tell tokens from padding.
     """
     models, length, bert = keras_hub.models, preprocessor.sequence_length, huggingface_type(preset) == "bert"
@@ -68,9 +68,9 @@ def make_classifier(
         tokens = preprocessor.tokenizer.vocabulary_size()
         backbone = backbone_from_size(models.BertBackbone, size, tokens, dropout, length)
     if "padding_mask" not in backbone.input:
-        raise ValueError(f"the preset {preset} is a {type(backbone).__name__}, which has no padding mask; give a BERT")
+        raise UserError(f"the preset {preset} is a {type(backbone).__name__}, which has no padding mask; give a BERT")
     if length > (positions := getattr(backbone, "max_sequence_length", math.inf)):
-        raise ValueError(f"{length} tokens are more than the {positions} positions of the preset {preset}")
+        raise UserError(f"{length} tokens are more than the {positions} positions of the preset {preset}")
     if lora_rank:
         enable_lora(backbone, lora_rank)
         for layer in backbone.layers:

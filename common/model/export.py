@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports a BERT masked language model, or a causal language model, to Hugging Face transformers.
 
-KerasHub exports causal models itself, of the families GPT-2, Llama 3, Mistral, Qwen and Gemma. A GPT-2 is the same there
-up to rounding. Its tokenizer is written here: it splits a text as KerasHub's does, not by GPT-2's own pattern, and
-begins it with an end token, as KerasHub's preprocessor does.
+KerasHub exports causal models itself, of the families GPT-2, Llama 3, Mistral, Qwen and Gemma. GPT-2 is the same there
+up to rounding. Tokenizers of GPT-2 and BERT are written here, because they split a text as KerasHub's do, not as those
+of transformers: GPT-2's begins it with an end token, as KerasHub's preprocessor does; BERT's differs from KerasHub's in
+characters that Unicode's NFKC changes, such as wide letters.
 
 KerasHub's BERT differs in its head from every BERT of transformers. Its encoder has the tanh form of gelu and its head
 the exact one; the head's norm has an epsilon of 1e-5 and all others 1e-12. A `config.json` has one `hidden_act` and one
@@ -13,21 +14,29 @@ with the exact gelu, by 5e-3 and 2e-4. Nothing else differs: with both corrected
 Published checkpoints have the exact gelu, so their encoder is off by as much here, as it is in KerasHub.
 """
 
-import json
 import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import keras_hub
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ..data.vocabulary import SPLIT, UNKNOWN, _wordpiece_tokenizer
+from keras_replicas import UserError
+
+from ..data.vocabulary import SPLIT, UNKNOWN
+from ..files import write_json
 from .huggingface import huggingface_weights
 from .presets import from_preset, load_json, one_line, require_head
+
+# What KerasHub's BertTokenizer splits at, and what of that is a word by itself: punctuation and Chinese characters.
+SPACE = r"[ \t\n\r\f]|\p{Cc}|\p{Cf}"
+CHINESE = (
+    r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2CEAF}\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
+)
+ALONE = rf"[!-/:-@\[-`{{-~{CHINESE}]|\p{{P}}"
 
 
 def export(preset: str, folder: Path) -> str:
@@ -41,16 +50,16 @@ def export(preset: str, folder: Path) -> str:
         The task for which `transformers.pipeline(task, folder)` loads it: `fill-mask` or `text-generation`.
 
     Raises:
-        ValueError: when the preset is neither, its family is not exported, or the folder cannot be written.
+        UserError: when the preset is neither, its family is not exported, or the folder cannot be written.
     """
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} already exists; give a new folder")
+        raise UserError(f"{folder} already exists; give a new folder")
     with one_line(f"cannot load {preset} as a model that KerasHub saved"):
         kind = load_json(preset, "task.json")["class_name"]
     bert, task = kind == "BertMaskedLM", getattr(keras_hub.models, kind, object)
     if not bert and not issubclass(task, keras_hub.models.CausalLM):
-        raise ValueError(f"cannot export {preset}, a {kind}: give a BertMaskedLM or a causal language model")
+        raise UserError(f"cannot export {preset}, a {kind}: give a BertMaskedLM or a causal language model")
     if bert:
         require_head(preset, kind)
     model = from_preset(task, preset, dtype="float32", compile=False)
@@ -72,10 +81,8 @@ def _write_causal(model: keras_hub.models.CausalLM, folder: Path) -> None:
     tokenizer = model.preprocessor.tokenizer
     if not isinstance(tokenizer, keras_hub.models.GPT2Tokenizer):
         return
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    _write_json(
-        folder / "config.json", config | {"architectures": ["GPT2LMHeadModel"]}
-    )  # KerasHub's loader asks for it
+    config = load_json(str(folder)) | {"architectures": ["GPT2LMHeadModel"]}  # which KerasHub's own loader asks for
+    write_json(folder / "config.json", config)
     merges = [tuple(merge.split(" ")) for merge in tokenizer.merges if not merge.startswith("#version")]
     own, end = Tokenizer(models.BPE(dict(tokenizer.vocabulary), merges)), tokenizer.end_token
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -113,11 +120,18 @@ def _write_bert(model: keras_hub.models.BertMaskedLM, folder: Path) -> None:
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": "float32",
     }
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     pieces = tokenizer.get_vocabulary()
     (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
     ids = {piece: number for number, piece in enumerate(pieces)}
-    own = _wordpiece_tokenizer(models.WordPiece(ids, unk_token=UNKNOWN), tokenizer.lowercase, tokenizer.strip_accents)
+    own = Tokenizer(models.WordPiece(ids, unk_token=UNKNOWN))
+    steps: list = [normalizers.NFD(), normalizers.Replace(Regex(r"\p{Mn}"), "")] if tokenizer.strip_accents else []
+    if tokenizer.lowercase:  # Unicode's case folding
+        steps += [normalizers.NFC(), normalizers.Lowercase()]
+        steps += [normalizers.Replace("ß", "ss"), normalizers.Replace("ς", "σ")]
+    own.normalizer = normalizers.Sequence(steps)
+    splits = ((SPACE, "removed"), (ALONE, "isolated"))
+    own.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(at), how) for at, how in splits])
     own.decoder = decoders.WordPiece()
     ends = {"cls_token": tokenizer.cls_token, "sep_token": tokenizer.sep_token}
     special = {"pad_token": tokenizer.pad_token, "unk_token": UNKNOWN, "mask_token": tokenizer.mask_token} | ends
@@ -131,8 +145,4 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: Path, model: keras_hub.models
     tokenizer.save(str(folder / "tokenizer.json"))
     # The class takes tokenizer.json as it is; those of BERT and GPT-2 make their own.
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.backbone.max_sequence_length}
-    _write_json(folder / "tokenizer_config.json", settings)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", settings)

@@ -8,6 +8,8 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_replicas import UserError
+
 from ..data.vocabulary import encode
 from .huggingface import preset_tokenizer
 from .masked_lm import masked_lm_from_preset
@@ -26,7 +28,7 @@ def fill_mask(
     """The likeliest tokens for each mask of a sentence.
 
     Args:
-        model, tokenizer: a `BertMaskedLM` or `RobertaMaskedLM`, and the tokenizer it was trained with.
+        model, tokenizer: a BERT or RoBERTa, and the tokenizer it was trained with.
         sentence: text with one or more masks: `[MASK]`, or the model's own, such as `<mask>`.
         top: number of guesses for each mask.
 
@@ -34,8 +36,7 @@ def fill_mask(
         For each mask, its guesses, the likeliest first: `score`, its probability; `token`, its id; `token_str`, its
         text; and `sequence`, the sentence with the guess in the mask's place.
 
-    Raises:
-        ValueError: when there is no mask, or the sentence is longer than the model's positions.
+    Raises a UserError when there is no mask, or the sentence is longer than the model's positions.
     """
     texts = sentence.replace("[MASK]", tokenizer.mask_token).split(tokenizer.mask_token)
     # A mask is a word with the space before it, as in RoBERTa's own tokenizer; BERT's ignores spaces.
@@ -46,12 +47,11 @@ def fill_mask(
         ids += [tokenizer.mask_token_id, *part]
     ids.append(tokenizer.end_token_id)
     if not positions:
-        raise ValueError(f"no {tokenizer.mask_token} in {sentence!r}; put one in place of a word to predict")
+        raise UserError(f"no {tokenizer.mask_token} in {sentence!r}; put one in place of a word to predict")
     if len(ids) > model.backbone.max_sequence_length:
-        raise ValueError(f"the sentence has {len(ids)} tokens; the model takes {model.backbone.max_sequence_length}")
-    row = np.array([ids], np.int32)
-    inputs = {"token_ids": row, "segment_ids": 0 * row, "padding_mask": 0 * row + 1}
-    inputs["mask_positions"] = np.array([positions], np.int32)
+        raise UserError(f"the sentence has {len(ids)} tokens; the model takes {model.backbone.max_sequence_length}")
+    row, masks = np.array([ids], np.int32), np.array([positions], np.int32)
+    inputs = {"token_ids": row, "segment_ids": 0 * row, "padding_mask": 0 * row + 1, "mask_positions": masks}
     logits = model({name: inputs[name] for name in model.input}, training=False)[0]
     spaced = isinstance(tokenizer, keras_hub.models.RobertaTokenizer)  # its tokens bring the space before a word
     found = []
@@ -68,11 +68,7 @@ def fill_mask(
 
 
 def print_filled_masks(preset: str, sentences: Iterable[str] = SENTENCES) -> None:
-    """Prints sentences with the likeliest tokens for their masks, according to the model saved in a preset.
-
-    Raises:
-        ValueError: as `fill_mask`, and when there is no such preset, or it lacks the masked language model's head.
-    """
+    """Prints sentences with the likeliest tokens for their masks, by a preset with its head."""
     if not huggingface_type(preset):
         require_head(preset, "BertMaskedLM", "RobertaMaskedLM")
     model, tokenizer = masked_lm_from_preset(preset, dtype="float32"), preset_tokenizer(preset)

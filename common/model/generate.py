@@ -8,6 +8,8 @@ import keras_hub
 import numpy as np
 import tensorflow as tf
 
+from keras_replicas import UserError
+
 from .presets import from_preset
 
 
@@ -21,27 +23,19 @@ def make_sampler(
             `top-p`, one of the fewest that together have a probability of p (Holtzman et al. 2019, arXiv:1904.09751);
             or `random`, one of all.
         k, p: see `name`.
-        temperature: divides the logits: below 1, what is likely becomes likelier.
-        seed: seed of the draws, at least 0 and below 2^31.
+        temperature, seed: the first divides the logits: below 1, what is likely becomes likelier.
 
-    Raises:
-        ValueError: when there is no such sampler, or a value is out of range.
+    Raises a UserError when there is no such sampler, or a value is out of range.
     """
     if not 1e-6 <= temperature < math.inf:  # in float32, logits cannot be divided by less
-        raise ValueError(f"the temperature must be at least 1e-6, and finite; got {temperature:g}")
+        raise UserError(f"the temperature must be at least 1e-6, and finite; got {temperature:g}")
     if k < 1 or not 0 < p <= 1 or not 0 <= seed < 2**31:
-        raise ValueError(f"k is 1 or more, p above 0 and at most 1, a seed 0 to 2^31 - 1; got {k}, {p:g} and {seed}")
-    drawn, samplers = {"seed": seed, "temperature": temperature}, keras_hub.samplers
-    match name:
-        case "greedy":
-            return samplers.GreedySampler()
-        case "top-k":
-            return samplers.TopKSampler(k, **drawn)
-        case "top-p":
-            return samplers.TopPSampler(p, **drawn)
-        case "random":
-            return samplers.RandomSampler(**drawn)
-    raise ValueError(f"the sampler must be greedy, top-k, top-p or random; got {name}")
+        raise UserError(f"k is 1 or more, p above 0 and at most 1, a seed 0 to 2^31 - 1; got {k}, {p:g} and {seed}")
+    drawn = {"seed": seed, "temperature": temperature}
+    own = {"greedy": {}, "top-k": {"k": k, **drawn}, "top-p": {"p": p, **drawn}, "random": drawn}
+    if name not in own:
+        raise UserError(f"the sampler must be {', '.join(own)}; got {name}")
+    return keras_hub.samplers.get({"class_name": name.replace("-", "_"), "config": own[name]})
 
 
 def continuations(
@@ -52,28 +46,28 @@ def continuations(
     The sampler starts afresh for each: a prompt gives the same text each time, whatever the other prompts.
 
     Raises:
-        ValueError: when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`;
-            when the k of `top-k` exceeds the vocabulary; when the model's logits are not finite, and the sampler draws.
+        UserError: when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`;
+            when k exceeds the vocabulary; when the model's logits are not finite, and the sampler draws.
     """
-    if getattr(sampler, "k", 1) > (size := model.backbone.vocabulary_size):
-        raise ValueError(f"the k of top-k, {sampler.k}, is more than the {size} tokens of the vocabulary")
+    if (getattr(sampler, "k", None) or 1) > (size := model.backbone.vocabulary_size):
+        raise UserError(f"the k of top-k, {sampler.k}, is more than the {size} tokens of the vocabulary")
     if model.sampler is not sampler:  # `compile` would do so too, but lose what is compiled for training
         model.sampler, model.generate_function = sampler, None
     room = model.preprocessor.sequence_length
     for prompt in prompts:
         length = int(np.sum(model.preprocessor.generate_preprocess([prompt], room + 1)["padding_mask"]))
         if not 0 < length < room:
-            raise ValueError(f"the prompt has {length} tokens or more; give 1 to {room - 1}, with those added {room}")
+            raise UserError(f"the prompt has {length} tokens or more; give 1 to {room - 1}, with those added {room}")
         for state in sampler.variables:
             state.assign([sampler.seed, 0])
         try:
             yield model.generate([prompt], max_length=min(length + tokens, room))[0]
         except tf.errors.InvalidArgumentError as error:  # a draw from probabilities that are NaN
-            raise ValueError("the model has diverged: its logits are not finite, and so it writes nothing") from error
+            raise UserError("the model has diverged: its logits are not finite, and so it writes nothing") from error
 
 
 def causal_lm_for_generation(preset: str) -> keras_hub.models.CausalLM:
-    """A preset's model, in float32; a ValueError when there is none of a causal language model, or it cannot be had."""
+    """A preset's model, in float32; a UserError when there is none of a causal language model, or it cannot be had."""
     model = from_preset(keras_hub.models.CausalLM, preset, dtype="float32", compile=False)
     model.compile(jit_compile=False)  # XLA would take longer to compile than to write a text
     return model

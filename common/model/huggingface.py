@@ -13,6 +13,8 @@ import keras_hub
 import numpy as np
 from safetensors import safe_open
 
+from keras_replicas import UserError
+
 from .presets import from_preset, get_file, huggingface_type, load_json, one_line
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
@@ -37,7 +39,7 @@ NAMES = {
 
 
 def preset_tokenizer(preset: str) -> keras_hub.models.Tokenizer:
-    """KerasHub's tokenizer of a preset. Raises a ValueError when there is no such preset, or it has none."""
+    """KerasHub's tokenizer of a preset. Raises a UserError when there is no such preset, or it has none."""
     if huggingface_type(preset) != "bert":
         return from_preset(keras_hub.models.Tokenizer, preset)
     settings: dict[str, Any] = {}
@@ -69,7 +71,7 @@ def huggingface_weights(model: keras.Model) -> dict[str, keras.Variable]:
 def read_weights(model: keras.Model, preset: str) -> bool:
     """Loads the weights of a `BertBackbone` or `BertMaskedLM` from a preset in Hugging Face's form.
 
-    Returns whether it has a pooler; if not, the model's is left as it is. Raises a ValueError when it lacks other
+    Returns whether it has a pooler; if not, the model's is left as it is. Raises a UserError when it lacks other
     weights, such as the head's.
     """
     variables = huggingface_weights(model)
@@ -80,7 +82,7 @@ def read_weights(model: keras.Model, preset: str) -> bool:
         names.setdefault(DECODER_BIAS, names.get("cls.predictions.decoder.bias", ""))  # another name for the same
         missing = [name for name in variables if not names.get(name) and ".pooler." not in name]
         if missing:
-            raise ValueError(f"it lacks {missing[0]}: give a BERT{' with its head' * (DECODER_BIAS in variables)}")
+            raise UserError(f"it lacks {missing[0]}: give a BERT{' with its head' * (DECODER_BIAS in variables)}")
         for name, variable in variables.items():
             if name in names:  # where a kernel is [outputs, inputs]
                 tensor = file.get_tensor(names[name])

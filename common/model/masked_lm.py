@@ -26,7 +26,7 @@ def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None =
         dtype: a Keras dtype policy; None for the current one.
 
     Raises:
-        ValueError: when there is no such preset, it cannot be fetched, or it is of another kind.
+        UserError: when there is no such preset, it cannot be fetched, or it is of another kind.
     """
     models, options = keras_hub.models, {"dropout": dropout, "dtype": dtype, "load_weights": False}
     if huggingface_type(preset):

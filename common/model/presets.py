@@ -13,6 +13,8 @@ import keras_hub
 import numpy as np
 from safetensors import SafetensorError
 
+from keras_replicas import UserError
+
 from .sizes import dimensions
 
 POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
@@ -25,7 +27,7 @@ def one_line(message: str, way_out: str = "") -> Iterator[None]:
         yield
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
         first = str(error).splitlines()[0].removesuffix(" A preset must be a one of:")
-        raise ValueError(f"{message} ({first}){way_out}") from error
+        raise UserError(f"{message} ({first}){way_out}") from error
 
 
 def from_preset(kind: Any, preset: str, **kwargs) -> Any:
@@ -65,13 +67,13 @@ def sinusoids(positions: int, width: int) -> np.ndarray:
 def enable_lora(backbone: keras_hub.models.Backbone, rank: int) -> None:
     """Freezes a backbone but for adapters of this rank, added to the attention's query and value kernels.
 
-    They are those of Hu et al. 2021, arXiv:2106.09685. Raises a ValueError when KerasHub has none for the backbone.
+    They are those of Hu et al. 2021, arXiv:2106.09685. Raises a UserError when KerasHub has none for the backbone.
     """
     backbone.enable_lora(rank)
     for variable in backbone.trainable_variables:  # not the biases beside them: a file of adapters has none
         variable.trainable = variable.name.startswith("lora_")
     if not backbone.trainable_variables:
-        raise ValueError(f"KerasHub has no LoRA for a {type(backbone).__name__}: train all of its weights")
+        raise UserError(f"KerasHub has no LoRA for a {type(backbone).__name__}: train all of its weights")
 
 
 def get_file(preset: str, name: str) -> Path:
@@ -91,7 +93,7 @@ def get_file(preset: str, name: str) -> Path:
         except huggingface_hub.errors.EntryNotFoundError as error:
             raise FileNotFoundError(f"{preset} has no {name}") from error
     if not Path(handle).is_dir():
-        raise ValueError(f"there is no preset {preset}")
+        raise UserError(f"there is no preset {preset}")
     if not (path := Path(handle, name)).is_file():
         raise FileNotFoundError(f"{preset} has no {name}")
     return path
@@ -123,5 +125,5 @@ def require_head(preset: str, *kinds: str) -> None:
     """Raises a ValueError unless KerasHub saved a preset of these classes with its head, else left random."""
     with one_line(f"cannot load {preset} as a {' or '.join(kinds)} that KerasHub saved"):
         if (kind := load_json(preset, "task.json")["class_name"]) not in kinds:
-            raise ValueError(f"it is a {kind}")
+            raise UserError(f"it is a {kind}")
         get_file(preset, "task.weights.h5")

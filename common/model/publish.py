@@ -45,7 +45,7 @@ class Publish(keras.callbacks.Callback):
         """Saves a snapshot, and begins to upload it. A full disk is reported."""
         if not self.uri or (self.upload and self.upload.poll() is None):
             return
-        if why := self._failure(0):
+        if why := self._failure(self.patience):
             print(f"\nA snapshot was not uploaded ({why}); the next one is tried.", flush=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         told = f"A snapshot after epoch {epoch + 1} of a model that is still training: the finished one replaces it."
@@ -73,8 +73,8 @@ class Publish(keras.callbacks.Callback):
         own = [word for pattern in OWN for word in ("--include", pattern)]
         hf = [sys.executable, "-m", "huggingface_hub.cli.hf", *words, *own, "--quiet"]
         quiet = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        self.upload = subprocess.Popen(hf, **pipes, env=quiet, text=True)
+        nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
+        self.upload = subprocess.Popen(hf, stdin=nowhere, stdout=nowhere, stderr=pipe, env=quiet, text=True)
         return shlex.join(words)
 
     def _failure(self, seconds: float) -> str:

@@ -3,11 +3,13 @@
 
 import re
 
+from keras_replicas import UserError
+
 
 def check_push_to(uri: str, public: bool = False) -> None:
     """Raises a ValueError unless models can be uploaded there: `hf://user/name`, with a token. Empty: no uploads."""
     if public and not uri:
-        raise ValueError("a public model needs a repository to be pushed to: name one, hf://user/name")
+        raise UserError("a public model needs a repository to be pushed to: name one, hf://user/name")
     if not uri:
         return
     # Not above: importing it takes a while, and most runs do without.
@@ -15,9 +17,9 @@ def check_push_to(uri: str, public: bool = False) -> None:
     from huggingface_hub.utils import validate_repo_id
 
     if not re.fullmatch("hf://[^/]+/[^/]+", uri):
-        raise ValueError(f"models are pushed to hf://user/name, on the Hugging Face Hub; got {uri}")
+        raise UserError(f"models are pushed to hf://user/name, on the Hugging Face Hub; got {uri}")
     validate_repo_id(uri.removeprefix("hf://"))  # a ValueError of one line
     if is_offline_mode():
-        raise ValueError(f"pushing to {uri} needs the network, and HF_HUB_OFFLINE is set: unset it")
+        raise UserError(f"pushing to {uri} needs the network, and HF_HUB_OFFLINE is set: unset it")
     if not get_token():
-        raise ValueError(f"pushing to {uri} needs a token of the Hub: run `hf auth login`, or set HF_TOKEN")
+        raise UserError(f"pushing to {uri} needs a token of the Hub: run `hf auth login`, or set HF_TOKEN")

@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Literal
 
+from keras_replicas import UserError
+
 # Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
 # arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.
 SIZES = {
@@ -31,7 +33,7 @@ def dimensions(size: str) -> dict[str, int]:
         size: a name of `SIZES` or `GPT2_SIZES`, or a JSON file with these four, as KerasHub's backbones name them.
 
     Raises:
-        ValueError: when it is neither.
+        UserError: when it is neither.
     """
     if sizes := (SIZES | GPT2_SIZES).get(size):
         num_layers, width = sizes
@@ -40,10 +42,10 @@ def dimensions(size: str) -> dict[str, int]:
         given = json.loads(Path(size).read_text(encoding="utf-8"))
         whole = set(given) == set(DIMENSIONS) and all(isinstance(n, int) and n > 0 for n in given.values())
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"the size {size} is neither {', '.join(SIZES)}, nor a JSON file ({error})") from error
+        raise UserError(f"the size {size} is neither {', '.join(SIZES)}, nor a JSON file ({error})") from error
     if not whole or given["hidden_dim"] % given["num_heads"]:
         keys = ", ".join(DIMENSIONS)
-        raise ValueError(f"{size} must have exactly {keys}: integers above 0, hidden_dim a multiple of num_heads")
+        raise UserError(f"{size} must have exactly {keys}: integers above 0, hidden_dim a multiple of num_heads")
     return given
 
 
@@ -51,13 +53,13 @@ def check_model(preset: str, size: str | None, seq_length: int) -> None:
     """Checks where a model comes from: a preset or a size.
 
     Raises:
-        ValueError: when both are given, there is no such size, or the preset, if it is a folder, is not of a language
+        UserError: when both are given, there is no such size, or the preset, if it is a folder, is not of a language
             model or has too few positions for `seq_length` tokens.
     """
     if size:
         dimensions(size)
     if preset and size:
-        raise ValueError(f"a preset brings its own model: leave out the size {size}, or the preset {preset}")
+        raise UserError(f"a preset brings its own model: leave out the size {size}, or the preset {preset}")
     if not Path(preset or "hf://").is_dir():
         return
     try:
@@ -68,6 +70,6 @@ def check_model(preset: str, size: str | None, seq_length: int) -> None:
             positions = settings["config"].get("max_sequence_length", math.inf)
         too_long = seq_length > positions
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{preset} is no preset of a language model; give a folder made by save_to_preset") from error
+        raise UserError(f"{preset} is no preset of a language model; give a folder made by save_to_preset") from error
     if too_long:
-        raise ValueError(f"{seq_length} tokens are more than the {positions} positions of the preset {preset}")
+        raise UserError(f"{seq_length} tokens are more than the {positions} positions of the preset {preset}")

@@ -4,7 +4,6 @@
 The interface follows Orbit (https://github.com/tensorflow/models/tree/master/orbit), which needs Keras 2.
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence

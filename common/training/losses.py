@@ -10,7 +10,7 @@ class CrossEntropy(keras.losses.Loss):
 
     adds_up = True  # for `data_parallel`
 
-    def __init__(self, reduction="sum_over_batch_size", name="cross_entropy", dtype=None):
+    def __init__(self, reduction="mean_with_sample_weight", name="cross_entropy", dtype=None):
         super().__init__(name, reduction, dtype)
 
     def call(self, y_true, y_pred):

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labelled texts as a text classifier's inputs: encoded once, and read in batches of any order.
+
+A random order gives a batch's examples similar lengths, as in transformers' `LengthGroupedSampler`: an epoch's examples
+are shuffled, sorted by length within groups of some batches, and divided into batches, which are shuffled in turn.
+"""
+
+import itertools
+import zlib
+from typing import Any
+
+import keras_hub
+import numpy as np
+import tensorflow as tf
+from tqdm import tqdm
+
+from keras_replicas import Batches, UserError, locate
+
+from .labelled import LabelledTexts
+from .vocabulary import encode
+
+EXAMPLES_AT_ONCE = 4096
+GROUP = 64  # batches whose examples are sorted by length together; a quarter of an epoch's, if that is fewer
+
+
+class EncodedTexts:
+    """Labelled texts, encoded on all cores by a KerasHub preprocessor's tokenizer and packer.
+
+    Args:
+        texts: the data set.
+        preprocessor: of any family that has a `packer`, such as BERT, RoBERTa, DistilBERT, ALBERT and DeBERTaV3.
+
+    Attributes:
+        texts, preprocessor: as given.
+        inputs: for each split, what the preprocessor makes of its texts, by name: `token_ids` and, if the family has
+            them, `padding_mask` (0 for padding) and `segment_ids`; integers, [examples, sequence length].
+
+    Raises:
+        UserError: when the preprocessor's `sequence_length` has no room for a token of each text.
+    """
+
+    def __init__(self, texts: LabelledTexts, preprocessor: keras_hub.models.TextClassifierPreprocessor):
+        self.texts, self.preprocessor, self._pad = texts, preprocessor, preprocessor.tokenizer.pad_token_id
+        example = next(iter(texts.splits.values())).texts[0]
+        empty = preprocessor(x=tuple([""] for _ in example))  # this also makes the packer
+        least = int(np.sum(np.asarray(empty["token_ids"]) != self._pad)) + len(example)
+        if preprocessor.sequence_length < least:
+            raise UserError(f"a sequence of less than {least} tokens has no room for one of each text: make it longer")
+        self.inputs = {split: self._encode(split, part.texts, [*empty]) for split, part in texts.splits.items()}
+
+    def sizes(self) -> dict[str, int]:
+        """The number of examples in each split."""
+        return {split: len(part.texts) for split, part in self.texts.splits.items()}
+
+    def batches(self, split: str, batch_size: int, shuffle_seed: int | None = None) -> "TextBatches":
+        """A split's batches for `fit`, `evaluate`, `predict` or `distribute`, which begin at any step.
+
+        With a seed, each epoch has a new random order: a pure function of the seed and the step, for any number of
+        replicas. A batch is (x, y, sample_weight), with weight 0 where there is no example. Without a seed, the
+        examples come in their own order, and nothing else does, so that `predict` returns a row for each. Of a split
+        without labels, a batch is (x,). `batch_size` is of all replicas together.
+
+        x has the `inputs`, int32 [examples, length]: a multiple of 8 tokens that holds the longest text of the batch.
+        """
+        labels, kind = self.texts.splits[split].labels, np.int32 if self.texts.classes else np.float32
+        numbers = None if labels is None else np.array(labels, kind)
+        return TextBatches(self.inputs[split], self._pad, numbers, batch_size, shuffle_seed)
+
+    def _encode(self, split: str, texts: list[tuple[str, ...]], names: list[str]) -> dict[str, np.ndarray]:
+        columns = len(texts[0])
+        shown = tqdm(itertools.chain(*texts), f"tokens of {split}", columns * len(texts), unit=" texts", delay=5)
+        ids = encode(shown, self.preprocessor.tokenizer)
+        segment = tf.RaggedTensorSpec([None, None], tf.int32)
+        pack = tf.function(self.preprocessor.packer, input_signature=[(segment,) * columns])
+        parts: list[dict[str, np.ndarray]] = []
+        while group := list(itertools.islice(ids, columns * EXAMPLES_AT_ONCE)):
+            segments = [group[column::columns] for column in range(columns)]
+            ragged = (tf.RaggedTensor.from_row_lengths(np.concatenate(rows), [*map(len, rows)]) for rows in segments)
+            token_ids, segment_ids = (np.asarray(ids_of) for ids_of in pack(tuple(ragged)))
+            whole = {"token_ids": token_ids, "segment_ids": segment_ids, "padding_mask": token_ids != self._pad}
+            parts.append({name: whole[name].astype(np.int32 if name == "token_ids" else np.uint8) for name in names})
+        return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+
+class TextBatches(Batches):
+    """What `EncodedTexts.batches` returns."""
+
+    def __init__(self, inputs: dict, pad: int, labels: np.ndarray | None, batch_size: int, shuffle_seed: int | None):
+        ids, shuffle = inputs["token_ids"], shuffle_seed is not None
+        super().__init__(self._read, batch_size, size=len(ids), shuffle=shuffle, seed=shuffle_seed or 0)
+        self._checksum = zlib.crc32(b"" if labels is None else labels.data, zlib.crc32(ids.data))
+        # Up to the last token that is no padding: a text may contain the name of the padding token.
+        lengths = (np.arange(1, ids.shape[1] + 1) * (ids != pad)).max(axis=1)
+        with tf.device("CPU"):
+            self._inputs = {name: tf.constant(values) for name, values in inputs.items()}
+            self._lengths, self._labels = (
+                tf.constant(lengths, tf.int64),
+                None if labels is None else tf.constant(labels),
+            )
+
+    def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        """The parts, for the replicas of an input pipeline, of the batches from that step on, without end."""
+        replicas, here = context.num_replicas_in_sync, context.num_replicas_in_sync // context.num_input_pipelines
+        steps, part, first = len(self), -(-self.batch_size // replicas), context.input_pipeline_id * here
+
+        def parts(epoch):
+            examples = self._steps(epoch)
+            longest = tf.repeat(tf.reduce_max(self._lengths_of(examples), axis=1), here)
+            whole = tf.pad(examples, [[0, 0], [0, part * replicas - self.batch_size]], constant_values=-1)
+            own = tf.reshape(whole, [steps, replicas, part])[:, first : first + here]
+            return tf.reshape(own, [steps * here, part]), longest
+
+        epochs = tf.data.Dataset.range(step // steps, tf.int64.max)
+        own = epochs.map(parts).prefetch(1).unbatch().skip(step % steps * here)
+        return own.map(self._read, num_parallel_calls=2).prefetch(8)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Facts that must be the same on all workers, and from a run's beginning to its end."""
+        return super().fingerprint() | {"checksum of texts and labels": self._checksum}
+
+    def _steps(self, epoch: tf.Tensor) -> tf.Tensor:
+        """The examples of each of an epoch's steps, int64 [steps, batch size]; -1 where there is none."""
+        steps, seed = len(self), self.seed if self.shuffle else None
+        places = tf.range(steps * self.batch_size, dtype=tf.int64)
+        _, examples = locate(epoch * len(places) + places, self.size, self.batch_size, seed)
+        if not self.shuffle:
+            return tf.reshape(examples, [steps, self.batch_size])
+        group = places // (min(GROUP, max(1, steps // 4)) * self.batch_size)
+        in_groups = group * (tf.reduce_max(self._lengths) + 1) + self._lengths_of(examples)
+        by_length = tf.gather(examples, tf.argsort(in_groups, stable=True))
+        _, order = locate(epoch * steps + tf.range(steps, dtype=tf.int64), steps, 1, seed)
+        return tf.gather(tf.reshape(by_length, [steps, self.batch_size]), order)
+
+    def _lengths_of(self, examples: tf.Tensor) -> tf.Tensor:
+        return tf.where(examples < 0, np.int64(0), tf.gather(self._lengths, tf.maximum(examples, 0)))
+
+    def _read(self, examples: tf.Tensor, longest: tf.Tensor) -> tuple:
+        if not self.shuffle:
+            examples = tf.boolean_mask(examples, examples >= 0)
+        rows, exists = tf.maximum(examples, 0), examples >= 0
+        length = tf.minimum(-(-longest // 8) * 8, self._inputs["token_ids"].shape[1])
+        x = {name: tf.cast(tf.gather(values, rows)[:, :length], tf.int32) for name, values in self._inputs.items()}
+        x = {name: tf.where(exists[:, None], values, 0) for name, values in x.items()}
+        if self._labels is None:
+            return (x,)
+        return x, tf.gather(self._labels, rows), tf.cast(exists, tf.float32)

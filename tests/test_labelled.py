@@ -1,0 +1,236 @@
+import json
+import re
+
+import datasets
+import pytest
+
+from common.data import labelled
+from common.data.labelled import HELD_OUT, TASKS, column_names, open_examples
+from common.data.roles import role_pairs
+from common.report import METRICS
+
+# In GLUE's own form: a byte-order mark, and quotation marks that stand for themselves, also alone at a field's start.
+MRPC = {
+    "train.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+    "1\t10\t11\tIt doesn 't fit .\t\" It does .\n"
+    '0\t12\t13\t"\tShe said , " No .\n',
+    "dev.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t14\t15\tA\u2028b .\tNA\n",
+    "test.tsv": "\ufeffindex\t#1 ID\t#2 ID\t#1 String\t#2 String\n7\t16\t17\tD .\tE .\n8\t18\t19\tF .\tG .\n",
+}
+SST2 = {
+    "train.tsv": 'sentence\tlabel\na " gorgeous film \t1\ndull \t0\n',
+    "dev.tsv": "sentence\tlabel\nit 's slow . \t0\n",
+    "test.tsv": "index\tsentence\n0\tuneasy mishmash\n1\tfun\n",
+}
+COLA = {  # without names of columns, but in the test split
+    "train.tsv": 'gj04\t1\t\tSheila said " yes .\nks08\t0\t*\t"They slept John .\n',
+    "dev.tsv": "gj04\t1\t\tThe sailors rode the breeze .\n",
+    "test.tsv": "index\tsentence\n0\tBill whistled .\n1\tIt by .\n",
+}
+RTE = {
+    "train.tsv": 'index\tsentence1\tsentence2\tlabel\n0\t"A" b.\tB.\tnot_entailment\n1\tC.\t"D.\tentailment\n',
+    "dev.tsv": "index\tsentence1\tsentence2\tlabel\n0\tE.\tF.\tentailment\n",
+    "test.tsv": "index\tsentence1\tsentence2\n0\tG.\tH.\n",
+}
+QNLI = {name: text.replace("sentence1\tsentence2", "question\tsentence") for name, text in RTE.items()}
+STSB = {
+    "train.tsv": 'index\tsentence1\tsentence2\tscore\n0\tA plane " is.\tB.\t5.000\n1\t"A man.\tC.\t3.800\n',
+    "dev.tsv": "index\tsentence1\tsentence2\tscore\n0\tA cat.\tA dog.\t0.250\n",
+    "test.tsv": "index\tsentence1\tsentence2\n0\tA girl.\tA boy.\n",
+}
+FILES = {"mrpc": MRPC, "sst2": SST2, "cola": COLA, "rte": RTE, "qnli": QNLI, "stsb": STSB}
+# For each task: names of predictions of the test split, classes, texts and labels of training, labels of validation.
+BINARY, ENTAILMENT = ["0", "1"], ["entailment", "not_entailment"]
+READ = {
+    "mrpc": ("MRPC.tsv", BINARY, ["It doesn 't fit .", '" It does .', '"', 'She said , " No .'], [1, 0], [1]),
+    "sst2": ("SST-2.tsv", BINARY, ['a " gorgeous film ', "dull "], [1, 0], [0]),
+    "cola": ("CoLA.tsv", BINARY, ['Sheila said " yes .', '"They slept John .'], [1, 0], [1]),
+    "rte": ("RTE.tsv", ENTAILMENT, ['"A" b.', "B.", "C.", '"D.'], [1, 0], [0]),
+    "qnli": ("QNLI.tsv", ENTAILMENT, ['"A" b.', "B.", "C.", '"D.'], [1, 0], [0]),
+    "stsb": ("STS-B.tsv", [], ['A plane " is.', "B.", '"A man.', "C."], [5, pytest.approx(3.8)], [0.25]),
+}  # fmt: skip
+
+
+def write(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(folder)
+
+
+@pytest.mark.parametrize("task", list(FILES))
+def test_a_task_in_glues_own_form_and_with_windows_line_ends(task, tmp_path):
+    found = open_examples(task, write(tmp_path / "unix", FILES[task]))
+    train, validation, test = found.splits.values()
+    texts = [text for example in train.texts for text in example]
+    assert (found.submission, found.classes, texts, train.labels, validation.labels) == READ[task]
+    assert test.labels is None and test.indices == (["7", "8"] if task == "mrpc" else BINARY[: len(test.texts)])
+    assert train.indices == ["0", "1"] and found.limits == ((0, 5) if task == "stsb" else labelled.NO_LIMITS)
+    windows = {name: text.replace("\n", "\r\n") for name, text in FILES[task].items() if name != "test.tsv"}
+    again = open_examples(task, write(tmp_path / "windows", windows))
+    assert again.splits == {"train": train, "validation": validation}  # a test split is not needed
+    if task == "mrpc":
+        assert validation.texts == [("A\u2028b .", "NA")]
+
+
+@pytest.mark.parametrize("task", list(FILES))
+def test_as_the_hub_gives_it(task, tmp_path, monkeypatch):
+    """The hub cannot be reached from here: a local folder with the same columns, read by the real library."""
+    local = open_examples(task, write(tmp_path / "local", FILES[task]))
+    kind = datasets.ClassLabel(names=["no", "yes"]) if local.classes else datasets.Value("float32")
+    hub = tmp_path / "hub"
+    for split, examples in local.splits.items():
+        names = TASKS[task].hub_texts or TASKS[task].texts
+        columns = dict(zip(names, zip(*examples.texts, strict=True), strict=True))
+        columns |= {"label": examples.labels or [-1] * len(examples.texts), "idx": [*map(int, examples.indices)]}
+        features = datasets.Dataset.from_dict(columns).cast_column("label", kind)
+        (hub / task).mkdir(parents=True, exist_ok=True)
+        features.to_parquet(hub / task / f"{split}-0.parquet")
+    files = "\n".join(f"  - {{split: {split}, path: {task}/{split}-*}}" for split in local.splits)
+    (hub / "README.md").write_text(f"---\nconfigs:\n- config_name: {task}\n  data_files:\n{files}\n---\n")
+    monkeypatch.setattr(labelled, "HUB_NAME", str(hub))
+    assert open_examples(task) == local
+
+
+def test_the_main_metric_of_a_task_is_the_first_of_its_metrics():
+    """`results.json` does not say which is: the report takes the first of `METRICS`."""
+    for task in TASKS.values():
+        assert list(task.metrics) == [name for name in METRICS if name in task.metrics]
+
+
+def test_csv_has_quoted_commas_quotes_and_line_breaks_and_texts_that_look_like_something_else(tmp_path):
+    content = '\ufeffid,review,stars\n1,"Good, really\n""good"".",10\n2,NA,9\n3,,9\n3,,9\n\n4,2026-01-01,09\n'
+    files = {"train.csv": content, "validation.csv": content, "test.csv": f"review\n{'word ' * 40_000}\n"}
+    found = open_examples("own", write(tmp_path, files), "review", "stars")
+    assert found.classes == ["09", "9", "10"] and found.submission == "test.tsv"  # sorted as numbers
+    texts = ['Good, really\n"good".', "NA", "", "", "2026-01-01"]  # also one that is empty, and one that comes twice
+    assert found.splits["train"].texts == [(text,) for text in texts]
+    assert found.splits["train"].labels == [2, 1, 1, 1, 0]
+    assert found.splits["test"].texts == [("word " * 40_000,)] and found.splits["test"].labels is None
+
+
+def test_jsonl_and_two_texts(tmp_path):
+    content = "".join(json.dumps({"a": "2026-01-01", "b": "x\ty", "kind": kind}) + "\n" for kind in ("spam", 3, "20"))
+    folder = write(tmp_path, {f"{split}.jsonl": content for split in ("train", "dev", "test")})
+    found = open_examples("own", folder, "a, b", "kind")
+    assert found.classes == ["20", "3", "spam"] and found.splits["test"].labels == [2, 1, 0]
+    assert found.splits["train"].texts == [("2026-01-01", "x\ty")] * 3
+
+
+def test_a_tenth_of_a_single_file_is_held_out(tmp_path):
+    lines = [f"Text number {n}.\t{'even' if n % 2 == 0 else 'odd'}\n" for n in range(2000)]
+    write(tmp_path, {"all.tsv": "text\tlabel\n" + "".join(lines), "half.tsv": "text\tlabel\n" + "".join(lines[:1000])})
+    found = open_examples("own", str(tmp_path / "all.tsv"), "text", "label")
+    train, validation = found.splits["train"], found.splits["validation"]
+    assert found.classes == ["even", "odd"]
+    assert len(validation.texts) == pytest.approx(2000 / HELD_OUT, rel=0.2)
+    numbers = [int(re.search(r"\d+", text)[0]) for (text,) in train.texts + validation.texts]
+    assert sorted(numbers) == list(range(2000)) and train.indices + validation.indices == [*map(str, numbers)]
+    assert [number % 2 for number in numbers] == train.labels + validation.labels
+    half = open_examples("own", str(tmp_path / "half.tsv"), "text", "label")
+    assert set(half.splits["validation"].texts) < set(validation.texts)  # an example's split is its own
+
+
+def test_roles():
+    found = open_examples("roles")
+    assert found.classes == ["0", "1"] and found.splits["train"].labels[:4] == [1, 0, 1, 0]
+    assert found.splits["validation"].texts == [pair[:2] for pair in role_pairs()["validation"]]
+
+
+def test_numbers_of_ones_own(tmp_path):
+    rows = [{"text": "A", "mark": 1}, {"text": "B", "mark": 2.5}, {"text": "C", "mark": "3"}]
+    write(tmp_path, {"dev.jsonl": "\n".join(map(json.dumps, rows)), "train.csv": "text,mark\nA,-1e3\nB, 2 \nC,.1\n"})
+    found = open_examples("own", str(tmp_path), "text", "mark", regression=True)
+    assert found.classes == [] and found.metrics == ("pearson", "spearman")
+    assert found.splits["validation"].labels == [1, 2.5, 3]
+    assert found.splits["train"].labels == [-1000, 2, pytest.approx(0.1)] and found.splits["train"].labels[2] != 0.1
+
+
+# Files put over those of a good folder (None: taken away), and words of the message.
+FOLDERS = [
+    ("sst2", {"train.tsv": None}, "has no train.tsv"),
+    ("sst2", {"dev.tsv": None}, "has no dev.tsv or validation.tsv"),
+    ("sst2", {"validation.tsv": ""}, "has both dev.tsv and validation.tsv; keep only one"),
+    ("sst2", {"dev.tsv": "sentence\tlabel\n"}, "the split validation has no examples"),
+    ("sst2", {"dev.tsv": "text\tlabel\nA\t1\n"}, "dev.tsv, line 2 has no column sentence; it has text, label"),
+    ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\nB\n"}, "dev.tsv, line 3: not one field for each column"),
+    ("sst2", {"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "or two columns of one name: sentence, label, label"),
+    ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\nB\t2\n"}, 'dev.tsv, line 3: the label must be one of 0, 1; got "2"'),
+    ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\n" + "B\t\n"}, 'line 3: the label must be one of 0, 1; got ""'),
+    ("sst2", {"dev.tsv": b"sentence\tlabel\nA\t1\ncaf\xe9 \t1\n"}, "dev.tsv, line 3: 'utf-8' codec can't decode"),
+    ("sst2", {"train.tsv": "sentence\tlabel\nA\t1\nB\t1\n"}, "all labels of the split train are the same"),
+    ("sst2", {"train.tsv": "sentence\nA\nB\n"}, "train.tsv, line 2 has no column label; it has sentence"),
+    ("cola", {"dev.tsv": "a\tlabel\tb\tsentence\n"}, 'dev.tsv, line 1: the label must be one of 0, 1; got "label"'),
+    ("stsb", {"dev.tsv": STSB["dev.tsv"].replace("0.250", "alike")}, "line 2: the label must be a number from -1e12"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "files", "message"), FOLDERS, ids=[message for *_, message in FOLDERS])
+def test_a_wrong_file_in_glues_form(task, files, message, tmp_path):
+    folder = write(tmp_path, {name: text for name, text in (FILES[task] | files).items() if text is not None})
+    refuses(message, tmp_path, task, folder)
+
+
+def refuses(message, folder, *arguments):
+    with pytest.raises(ValueError) as error:
+        open_examples(*arguments)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert len(str(error.value)) < len(str(folder)) + 250
+
+
+NUMBERS = ['"good"', '""', '"nan"', '"inf"', "NaN", "2e12", "1e39", "1" + "0" * 400, "null", "[1]"]
+
+
+@pytest.mark.parametrize("label", NUMBERS)
+def test_a_label_that_is_no_number(label, tmp_path):
+    write(tmp_path, {"a.jsonl": '{"text": "A", "label": 0}\n{"text": "C", "label": ' + label + "}"})
+    message = "a.jsonl, line 2: the label must be a number from -1e12 to 1e12; got "
+    refuses(message, tmp_path, "own", str(tmp_path / "a.jsonl"), "text", "label", True)
+
+
+# A file of one's own, with columns `text` and `label`.
+OWN_FILES = [
+    ("a.csv", 'text,label\n"A,0\nB,1\n', "a.csv, line 3: unexpected end of data"),
+    ("a.csv", 'text,label\nA,0\n"B" C,1\n', "a.csv, line 3: ',' expected after '\"'"),
+    ("a.csv", 'text,label\n"A\nB",0\nC\n', "a.csv, line 4: not one field for each column"),
+    ("a.csv", "text,label\nGood, really,1\n", "a.csv, line 2: not one field for each column"),
+    ("a.csv", "text,label\nA,0\nB,1\n", "the split validation has no examples"),
+    ("a.csv", 'text,label\nA,"0\n1"\n', 'a.csv, line 3: a label must be a text of one line or an integer; got "0\\n1"'),
+    ("a.csv", "text,label\nA,0\nB,\n", 'a.csv, line 3: a label must be a text of one line or an integer; got ""'),
+    ("a.jsonl", '{"text": "A", "label": 0}\n{"text": "B"\n', "a.jsonl, line 2: Expecting ',' delimiter"),
+    ("a.jsonl", "[" * 100_000, "a.jsonl, line 1: "),
+    ("a.jsonl", '["A", 0]\n', "a.jsonl, line 1: not a JSON object"),
+    ("a.jsonl", '{"text": "A", "label": 0}\n{"label": 1}\n', "a.jsonl, line 2 has no column text; it has label"),
+    ("a.jsonl", '{"text": 5, "label": 1}\n{"text": "B", "label": 0}\n', "a.jsonl, line 1: text must be text; got 5"),
+    ("a.jsonl", '{"text": "\\ud800", "label": 0}\n', "a.jsonl, line 1: 'utf-8' codec can't encode"),
+    ("a.jsonl", '{"text": "A", "label": 0.5}\n', "integer; got 0.5. Numbers to predict are for regression"),
+    ("a.txt", "text", "a.txt must end in one of .tsv, .csv, .jsonl"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), OWN_FILES, ids=[message for *_, message in OWN_FILES])
+def test_a_wrong_file_of_ones_own(name, content, message, tmp_path):
+    write(tmp_path, {name: content})
+    refuses(message, tmp_path, "own", str(tmp_path / name), "text", "label")
+
+
+def test_labels_that_training_does_not_have(tmp_path):
+    folder = write(tmp_path, {"train.csv": "text,label\nA,x\nB,y\n", "dev.csv": "text,label\nA,x\nB,z\n"})
+    refuses('dev.csv, line 3: the label must be one of x, y; got "z"', tmp_path, "own", folder, "text", "label")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("own",), "the task own needs a file or folder, and the names of its columns"),
+        (("own", "f.csv", "a,b,c", "label"), "must be one name, or two with a comma between them; got 'a,b,c'"),
+        (("own", "f.csv", "a,", "label"), "must be one name, or two with a comma between them"),
+        (("own", "missing.csv", "text", "label"), "cannot read missing.csv: No such file or directory"),
+        (("stsb", "", "", "", True), "only the task own has columns to choose, and regression"),
+        (("roles", "f"), "the task roles makes its own texts: leave out the data"),
+        (("mrpc",), "cannot fetch nyu-mll/glue from the Hugging Face Hub"),
+    ],
+)
+def test_arguments_that_do_not_go_together(arguments, message, tmp_path):
+    refuses(message, tmp_path, *arguments)
+    assert column_names(" a, b ") == ("a", "b")
