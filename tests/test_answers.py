@@ -6,7 +6,8 @@ from common.data.answers import CHAT_FORMS, PLAIN, answer_rows, chat_form, marke
 from common.data.vocabulary import encode, train_byte_pairs
 from keras_replicas import UserError
 
-SAID = [("system", "Be kind."), ("user", "Who are you?"), ("assistant", "A model."), ("user", "Bye."), ("assistant", "Bye!")]
+SAID = [("system", "Be kind."), ("user", "Who are you?"), ("assistant", "A model.")]
+SAID += [("user", "Bye."), ("assistant", "Bye!")]
 PROMPT = [("prompt", "1 + 1 = "), ("response", "2")]
 
 

@@ -123,7 +123,8 @@ def test_what_is_no_corpus(tmp_path):
 def test_what_is_not_text_is_named_with_its_line(content, tmp_path):
     (tmp_path / "good.txt").write_text("text")
     (tmp_path / "odd.txt").write_bytes(content)
-    with pytest.raises(UserError, match=f"odd.txt, line {3 if b'good' in content else 1} is not UTF-8 text; convert it"):
+    line = 3 if b"good" in content else 1
+    with pytest.raises(UserError, match=f"odd.txt, line {line} is not UTF-8 text; convert it"):
         documents_of(tmp_path)
 
 

@@ -8,7 +8,8 @@ from common.data.masking import mask_seeds, mask_tokens, uniform_noise, unknown_
 WORDS = [f"word{i}" for i in range(995)]
 BERT = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-ROBERTA = keras_hub.models.RobertaTokenizer({word: i for i, word in enumerate([*SPECIAL, "w", "o", "wo", *WORDS[3:]])}, ["w o"])
+IDS = {word: i for i, word in enumerate([*SPECIAL, "w", "o", "wo", *WORDS[3:]])}
+ROBERTA = keras_hub.models.RobertaTokenizer(IDS, ["w o"])
 
 
 def batch(rows=200, length=126, tokens=126):
@@ -57,7 +58,8 @@ def test_padding_and_special_tokens():
     assert np.sum(weight, axis=1).tolist() == [2, 0, 1]
     assert np.sum(x["padding_mask"], axis=1).tolist() == [12, 0, 12]
     assert (x["token_ids"][1] == 0).all() and (y[weight == 0] == 0).all()
-    assert x["mask_positions"][2, 0] > 5 and (x["token_ids"][::2, 0] == 2).all() and (x["token_ids"][::2, 11] == 3).all()
+    assert x["mask_positions"][2, 0] > 5
+    assert (x["token_ids"][::2, 0] == 2).all() and (x["token_ids"][::2, 11] == 3).all()
     assert unknown_id(ROBERTA) == 3
 
 

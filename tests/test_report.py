@@ -30,13 +30,11 @@ LANGUAGE_MODEL = RUN | {
     "val_bits_per_character": 1.701,
 }
 CLASSIFIER = RUN | {
-    **{
-        "val_loss": 0.5,
-        "val_accuracy": 0.812,
-        "val_f1": 0.75,
-        "val_majority_accuracy": 0.684,
-        "val_majority_f1": 0.812,
-    },
+    "val_loss": 0.5,
+    "val_accuracy": 0.812,
+    "val_f1": 0.75,
+    "val_majority_accuracy": 0.684,
+    "val_majority_f1": 0.812,
     "val_bag_of_words_accuracy": 0.7,
 }
 
