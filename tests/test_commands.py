@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from keras_replicas import UserError
+from recipes._names import recipes
 from tests.conftest import ROOT
-from tests.test_structure import RECIPES
 
 
 def commands(*words, **options):
@@ -23,8 +23,8 @@ def commands(*words, **options):
 
 def test_the_list_has_each_page_with_its_time_and_fits_the_terminal(no_tensorflow):
     listing = commands("ls", env=no_tensorflow | {"COLUMNS": "60"}).stdout.splitlines()
-    assert {line.split()[0] for line in listing if line[0] != " "} == {path.stem for path in RECIPES}
-    assert sum("Time: " in line for line in listing) == len(RECIPES) and max(map(len, listing)) <= 60
+    assert {line.split()[0] for line in listing if line[0] != " "} == {*recipes()}
+    assert sum("Time: " in line for line in listing) == len(recipes()) and max(map(len, listing)) <= 60
 
 
 def test_the_guide_names_the_next_command(no_tensorflow):

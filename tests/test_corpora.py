@@ -1,8 +1,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import datasets
 import pytest
@@ -100,14 +98,6 @@ def test_docstrings_are_english_and_validation_is_held_out():
     assert len(set(paragraphs)) == len(paragraphs)
 
 
-@pytest.mark.slow
-def test_docstrings_are_read_without_importing_the_packages():
-    code = (
-        "import sys; from common.data.corpora import open_corpus as o; o('docstrings'); print('keras' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
-
-
 def test_what_is_no_corpus(tmp_path):
     for name in ("wikitext2", "x" * 300):
         with pytest.raises(UserError, match="neither docstrings, wikitext-2, wikitext-103, hf://user/name, nor an"):
@@ -178,28 +168,3 @@ def test_ten_thousand_files(tmp_path):
     for i in range(10_000):
         (tmp_path / f"{i}.txt").write_text(f"File number {i}.")
     assert len(documents_of(tmp_path)) == 10_000
-
-
-PEAK_MEMORY = """
-import resource, sys
-from common.data.corpora import open_corpus
-from common.data.rows import corpus_rows
-from common.data.vocabulary import train_wordpieces
-
-corpus = open_corpus(sys.argv[1])
-tokenizer = train_wordpieces(corpus.splits["train"], corpus.fingerprint, 100)
-corpus_rows(corpus, tokenizer, 128)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-"""
-
-
-@pytest.mark.long
-def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """Vocabulary and rows of one line of 50 MB, and of one of 5 MB, in processes of their own."""
-    words = ["it", "was", "the", "best", "of", "times", "it", "was", "the", "worst", "of", "times"]
-    peaks = []
-    for megabytes in (5, 50):
-        file = tmp_path / f"{megabytes}.txt"
-        file.write_text(" ".join(words * (megabytes * 2**20 // 51)))
-        peaks.append(float(subprocess.check_output([sys.executable, "-c", PEAK_MEMORY, str(file)], text=True)))
-    assert peaks[1] - peaks[0] < 300  # the line itself is read whole, more than once; its tokens are not

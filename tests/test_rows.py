@@ -325,7 +325,8 @@ def examples(folder, texts, tokenizer, name="input_ids", suffix=".tfrecord"):
 def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_path, monkeypatch, cache):
     train = train_byte_pairs if kind == "byte pairs" else train_wordpieces
     tokenizer, folder = train(corpus.splits["train"], corpus.fingerprint, 300), tmp_path / "data"
-    texts = [ids[:20].tolist() for ids in encode(corpus.splits["train"](), tokenizer)][:10]
+    lines = [line for text in corpus.splits["train"]() for line in text.splitlines()]
+    texts = [ids[:20].tolist() for ids in encode(lines[:10], tokenizer)]
     examples(folder, texts, tokenizer, name, suffix)
     ids = {piece: number for number, piece in enumerate(tokenizer.get_vocabulary())}
     if kind == "vocab.txt":
