@@ -197,9 +197,14 @@ def test_a_folder_of_rows_is_kept_and_refused_for_others(remote, corpus, tokeniz
     assert len(list(cache.glob("*-rows"))) == remote  # a copy of the remote one
 
 
-def test_a_folder_that_was_not_finished_is_written_anew(corpus, tokenizer, tmp_path):
+def test_a_folder_that_was_not_finished_is_written_anew(corpus, tokenizer, tmp_path, monkeypatch):
     whole, half = tmp_path / "whole", tmp_path / "half"
+    copy, copied = tf.io.gfile.copy, []
+    monkeypatch.setattr(
+        tf.io.gfile, "copy", lambda *paths, **options: copied.append(paths[1]) or copy(*paths, **options)
+    )
     corpus_rows(corpus, tokenizer, LENGTH, folder=str(whole))
+    assert copied[-1] == str(whole / "manifest.json")  # without it, the folder is not finished
     (half / "tokenizer").mkdir(parents=True)
     (half / "train-00000.tfrecord").write_bytes(b"half")
     with pytest.raises(UserError, match="half has no rows of text, and no"):

@@ -8,6 +8,7 @@ import functools
 import glob
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -61,13 +62,13 @@ def open_corpus(corpus: str) -> Corpus:
         return Corpus({split: functools.partial(_docstrings, file, split) for split in SPLITS[:2]}, file.name)
     if corpus in NAMES or corpus.startswith(HUB):
         return _from_hub(corpus)
-    if (path / WIKITEXT_FILES["train"]).is_file():
+    if os.path.isfile(path / WIKITEXT_FILES["train"]):  # Path's raises an error for a long name
         files = {split: path / name for split, name in WIKITEXT_FILES.items() if (path / name).is_file()}
         if "validation" not in files:
             raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
         lines = {split: functools.partial(read_text, [file]) for split, file in files.items()}
         return Corpus({split: functools.partial(_articles, lines[split]) for split in lines}, _checksum(files.values()))
-    if path.is_file() or path.is_dir():
+    if os.path.exists(path):
         texts = [path] if path.is_file() else sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not texts:
             raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
