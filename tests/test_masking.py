@@ -53,9 +53,9 @@ def test_what_is_chosen_and_what_becomes_of_it(tokenizer):
 def test_padding_and_special_tokens():
     ids, is_token = batch(rows=3, length=20, tokens=10)
     is_token[1] = False  # a place filled with no example
-    ids[2, :5] = unknown_id(BERT)
+    ids[2, :5], ids[0, :9:2] = unknown_id(BERT), BERT.end_token_id  # of texts within a row
     x, y, weight = masked(ids, is_token)
-    assert np.sum(weight, axis=1).tolist() == [2, 0, 1]
+    assert np.sum(weight, axis=1).tolist() == [1, 0, 1] and y[0, 0] >= 5
     assert np.sum(x["padding_mask"], axis=1).tolist() == [12, 0, 12]
     assert (x["token_ids"][1] == 0).all() and (y[weight == 0] == 0).all()
     assert x["mask_positions"][2, 0] > 5

@@ -68,7 +68,7 @@ def open_corpus(corpus: str) -> Corpus:
             raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
         lines = {split: functools.partial(read_text, [file]) for split, file in files.items()}
         return Corpus({split: functools.partial(_articles, lines[split]) for split in lines}, _checksum(files.values()))
-    if os.path.exists(path):
+    if os.path.isfile(path) or os.path.isdir(path):
         texts = [path] if path.is_file() else sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not texts:
             raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")

@@ -13,8 +13,9 @@ def mask_tokens(
     """Puts a start and an end token around each text, chooses tokens, hides them, and keeps them as labels.
 
     Of the chosen tokens, 80 % become [MASK], 10 % become a random token, and 10 % stay. Of the n tokens in a sequence
-    that may be chosen, round(rate * n) are, at least one. Unknown words may not: from them, nothing is learned. A
-    sequence's masks are a pure function of its tokens and its seed, regardless of padding.
+    that may be chosen, round(rate * n) are, at least one. Unknown words may not be chosen, as nothing is learned from
+    them, nor may the start and the end of a text. A sequence's masks are a pure function of its tokens and its seed,
+    regardless of padding.
 
     Args:
         ids, is_token: texts, int32 and bool [batch, length], without start and end; see `rows.Rows.read`.
@@ -28,7 +29,8 @@ def mask_tokens(
         `mask_positions` [batch, slots]; y is the chosen tokens' ids, int32 [batch, slots]; sample_weight is 1.0 for a
         chosen token and 0.0 for an unused slot.
     """
-    may_be_chosen = tf.pad(is_token & (ids != unknown_id(tokenizer)), [[0, 0], [1, 1]])
+    never = [unknown_id(tokenizer), tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id]
+    may_be_chosen = tf.pad(is_token & tf.reduce_all(ids[..., None] != tf.constant(never), axis=-1), [[0, 0], [1, 1]])
     ids = tf.pad(tf.where(is_token, ids, tokenizer.pad_token_id), [[0, 0], [1, 1]])
     length, count = tf.shape(ids)[1], tf.reduce_sum(tf.cast(is_token, tf.int32), axis=1, keepdims=True)
     place = tf.range(length)
