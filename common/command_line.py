@@ -11,12 +11,13 @@ import io
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, TypeVar
 
 import tyro
 
@@ -56,7 +57,7 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
     boxes["first"] = Annotated[boxes["first"], tyro.conf.arg(name="")]
     in_boxes: Any = dataclasses.make_dataclass("Options", boxes.items())  # tyro writes "more options" above the second
     try:
-        with contextlib.redirect_stderr(stderr), until_reader_leaves():
+        with until_reader_leaves(), contextlib.redirect_stderr(stderr):
             found, unknown = tyro.cli(
                 in_boxes,
                 prog=Path(sys.argv[0]).stem,  # the recipe's name, for `run` and for the file itself
@@ -73,7 +74,7 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
     except UserError as error:
         fail(error)
     except SystemExit as exit_:
-        if not exit_.code or exit_.code == 128 + signal.SIGPIPE:  # None after a completion script
+        if exit_.code != 2:  # None after a completion script
             raise
         fail(_first_paragraph(stderr.getvalue()))
 
@@ -87,18 +88,12 @@ def run(main: Callable[[Config], None], config: Config) -> None:
     logger = logging.getLogger("keras_replicas")
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    logger.addHandler(_Printing())
+    logger.handlers = [_Printing()]  # one, however often it is called
     try:
         with until_reader_leaves():
             main(config)
     except UserError as error:
         fail(error)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        advice = "Free some space and give the same command again: a run resumes from its last checkpoint"
-        print(f"error: {error}. {advice}", file=sys.stderr)
-        raise SystemExit(1) from None
     except Exception as error:
         # TensorFlow's message has the whole graph, and the user made no mistake. A worker that hung gets errors of
         # other types from the workers that gave it up, saying that they have restarted.
@@ -116,7 +111,8 @@ def until_reader_leaves() -> Iterator[None]:
     """Exits with status 141 and no message, as on SIGPIPE, when the reader of the output is gone, as in `... | head`.
 
     SIGPIPE itself would also end the process at a socket whose other end has closed. If standard output is closed,
-    output is dropped; characters that its encoding lacks are printed as `?`.
+    output is dropped; characters that its encoding lacks are printed as `?`. On a full disk, the status is 1, after one
+    line.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -128,10 +124,32 @@ def until_reader_leaves() -> Iterator[None]:
         finally:
             sys.stdout.flush()  # here, not at the interpreter's end
     except BrokenPipeError:
-        for stream in (sys.stdout, sys.stderr):  # the interpreter would report at exit what it cannot write
-            with contextlib.suppress(OSError):  # it is no file
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not (left := [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]):
+            raise
+        for stream in left:
+            _drop(stream)
         raise SystemExit(128 + signal.SIGPIPE) from None
+    except Exception as error:
+        told = [line for line in str(error).splitlines() if os.strerror(errno.ENOSPC) in line]  # TensorFlow's, too
+        if not told:
+            raise
+        _drop(sys.stdout)
+        advice = "Free some space and give the same command again: a run resumes from its last checkpoint"
+        print(f"error: {told[0]}. {advice}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    with contextlib.suppress(OSError):  # it is no file
+        poll.register(stream, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _drop(stream: TextIO) -> None:
+    """Drops what is written; the interpreter would report at its end what it cannot write."""
+    with contextlib.suppress(OSError):  # it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fail(message: object) -> NoReturn:

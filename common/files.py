@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON atomically, with null for NaN and infinity: a reader never finds half a file."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
         file.flush()

@@ -4,6 +4,7 @@
 import dataclasses
 import enum
 import math
+import os
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -61,11 +62,12 @@ class RunOptions:
             value = getattr(self, name)
             bounds = next((mark for mark in marks if isinstance(mark, Bounds)), None)
             if bounds and value is not None and not bounds.least <= value <= bounds.most:
-                at = f"at least {bounds.least:g}" if value < bounds.least else f"at most {bounds.most:g}"
-                raise UserError(f"{option(name)} must be {at if math.isfinite(value) else 'finite'}; got {value}")
-            if value == "" and not getattr(type(self), name):  # the default is a path: this would be another folder
-                continue
-            if value == "":
+                at = f"at least {bounds.least}" if value < bounds.least else f"at most {bounds.most}"
+                at = "a finite number" if value in (math.inf, -math.inf) or value != value else at
+                raise UserError(f"{option(name)} must be {at}; got {value}")
+            if value == "" and getattr(
+                type(self), name
+            ):  # where the default is no path, "" would be the current folder
                 raise UserError(f"{option(name)} is empty: name one, or leave it out")
             if INPUT in marks and _lies_in(str(value), self.workdir):  # type: ignore[attr-defined]
                 raise UserError(f"{option(name)} {value} lies in the run's folder, which --overwrite moves aside")
@@ -90,8 +92,9 @@ class FitOptions(RunOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.batch_size % self.accumulate:  # type: ignore[attr-defined]
-            raise UserError(f"--accumulate {self.accumulate} must divide the batch of a replica")
+        batch_size = self.batch_size  # type: ignore[attr-defined]
+        if batch_size % self.accumulate:
+            raise UserError(f"--accumulate {self.accumulate} must divide --batch-size {batch_size}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,5 +123,6 @@ def option(name: str) -> str:
 
 
 def _lies_in(value: str, workdir: str) -> bool:
-    path, folder = Path(value).resolve(), Path(workdir).resolve()
-    return "://" not in value and path.exists() and folder.is_dir() and path.is_relative_to(folder)
+    if not value or "://" in value or not os.path.exists(value) or not os.path.isdir(workdir):
+        return False
+    return Path(value).resolve().is_relative_to(Path(workdir).resolve())

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from .log import one_epoch, peak_memory_mb
 
-# Names of metrics in reports. The first that a task has is its main metric: accuracy for MRPC, Pearson's correlation for
+# Names of metrics in reports. The first that a task has is its main metric: accuracy for MRPC, Pearson correlation for
 # STS-B, as in Liu et al. 2019, arXiv:1907.11692. Higher is better.
 METRICS = {
     "accuracy": "accuracy",
@@ -31,7 +31,7 @@ TRAINED = 3  # steps, of which memory is measured
 
 def report(results: dict[str, Any]) -> str:
     """The results as lines of text: of `train_and_evaluate`, or from `results.json` with null for NaN and infinity."""
-    results = {name: math.nan if value is None else value for name, value in results.items()}
+    results = _numbers(results)
     rate = results["learning_rate"]
     batch = f"global batch {results['global_batch_size']}, on {results['replicas']} replica(s)"
     rows = [
@@ -71,19 +71,18 @@ def no_better(results: dict[str, Any]) -> bool:
     return not (beats_mean and results[f"val_{metric}"] > max(simple) + MARGINS["metric"])
 
 
+def _numbers(results: dict[str, Any]) -> dict[str, Any]:
+    """The same with NaN for null."""
+    inner = {name: _numbers(value) for name, value in results.items() if isinstance(value, dict)}
+    return {name: math.nan if value is None else value for name, value in (results | inner).items()}
+
+
 def _language_model_rows(results: dict[str, Any], split: str, name: str) -> list[tuple[str, str]]:
-    loss = results[f"{split}_loss"]
-    baselines = {kind: results.get(f"{split}_{kind}_loss") for kind in ("unigram", "bigram")}
+    loss, unigram = results[f"{split}_loss"], results[f"{split}_unigram_loss"]
+    difference = f"{abs(unigram - loss):.3f} nats {'better' if loss < unigram else 'worse'}"
     return [
         (f"{name} loss", f"{loss:.3f}, perplexity {results[f'{split}_perplexity']:.1f}"),
-        *(
-            (
-                f"  {kind} baseline",
-                f"{of:.3f}: the model is {abs(of - loss):.3f} nats {'better' if loss < of else 'worse'}",
-            )
-            for kind, of in baselines.items()
-            if of is not None
-        ),
+        ("  unigram baseline", f"{unigram:.3f}: the model is {difference}"),
         (f"{name} accuracy", f"{results[f'{split}_accuracy']:.1%}"),
         ("  bits per character", f"{results[f'{split}_bits_per_character']:.3f}"),
     ]
@@ -94,9 +93,8 @@ def _task_rows(results: dict[str, Any], split: str, name: str) -> list[tuple[str
         """The metrics that begin so, such as `68.4%, F1 0.812`."""
         found = [metric for metric in METRICS if f"{prefix}_{metric}" in results]
         texts = [f"{results[f'{prefix}_{each}']:{'.1%' if each == 'accuracy' else '.3f'}}" for each in found]
-        return ", ".join(
-            [*texts[:1], *(f"{METRICS[each]} {text}" for each, text in zip(found[1:], texts[1:], strict=True))]
-        )
+        names = ["", *(f"{METRICS[each]} " for each in found[1:])]
+        return ", ".join(name + text for name, text in zip(names, texts, strict=bool(texts)))
 
     main = next(title for metric, title in METRICS.items() if f"{split}_{metric}" in results)
     baselines = [(f"  {title} baseline", shown(f"{split}_{each}")) for each, title in BASELINES.items()]
@@ -109,7 +107,7 @@ def _task_rows(results: dict[str, Any], split: str, name: str) -> list[tuple[str
     ]
 
 
-def print_plan(model: keras.Model, train: Any, schedule: Callable, total_steps: int, words: Callable) -> dict:
+def print_plan(model: keras.Model, train: Any, schedule: Callable, total_steps: int, tokenizer: Any) -> dict:
     """Prints a run's size, its learning rates, an example as the model sees it, and the memory of a few steps.
 
     Args:
@@ -117,26 +115,25 @@ def print_plan(model: keras.Model, train: Any, schedule: Callable, total_steps: 
         train: data that begins at any step, of (x, y, sample_weight).
         schedule: the learning rate of a step, counted from 0.
         total_steps: steps of the run.
-        words: the tokens of an int vector of ids, such as `tokenizer.id_to_token` of each.
+        tokenizer: KerasHub's, of the ids.
 
     Returns:
         {}: there are no results.
     """
     x, y, weight = next(iter(one_epoch(train)))
+    tokens_in_first = int(tf.reduce_sum(x["padding_mask"]))
     print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}")
-    print(
-        f"{total_steps:,} steps, {len(train):,} in an epoch; in the first, {int(tf.reduce_sum(x['padding_mask'])):,} tokens"
-    )
+    print(f"{total_steps:,} steps, {len(train):,} in an epoch; in the first, {tokens_in_first:,} tokens")
     rates = {step: float(schedule(step)) for step in sorted({round(i / 10 * (total_steps - 1)) for i in range(11)})}
     print("learning rate by step:")
     for step, rate in rates.items():
         print(f"{step + 1:>10,} {rate:9.2e} {'#' * round(rate / (max(rates.values()) or 1) * BAR)}")
-    shown = {"input": words(x["token_ids"][0][x["padding_mask"][0] > 0].numpy())}
+    shown = {"input": x["token_ids"][0][x["padding_mask"][0] > 0]}
     if y.shape.rank == 2:
-        shown["labels"] = words(y[0][weight[0] > 0].numpy())
-    for name, tokens in shown.items():
-        print(f"the first sequence's {name}:")
-        print(textwrap.indent(textwrap.fill(" ".join(tokens), 110), "    "), flush=True)
+        shown["labels"] = y[0][weight[0] > 0]
+    for name, ids in shown.items():
+        tokens = " ".join(tokenizer.id_to_token(number) for number in ids.numpy().tolist())
+        print(f"the first sequence's {name}:\n{textwrap.indent(textwrap.fill(tokens, 110), '    ')}", flush=True)
     steps = min(TRAINED, total_steps)
     model.fit(train, steps_per_epoch=steps, verbose=0)
     print(f"peak memory in the first {steps} step(s): {peak_memory_mb():,.0f} MiB of host memory")

@@ -76,14 +76,11 @@ def open_run(folder: str | None, options: Mapping[str, Any], *, overwrite: bool 
     agree(dict(options) | versions | {"code": _checksum_of_code()}, "was started differently from the chief")
     if folder is None:
         return Run(Path(os.devnull), {"kept": {}})
-    place = Path(folder)
+    place = Path(folder).resolve()
     run = chief_alone(lambda: _open(place, dict(options), overwrite))
-    lock = place / ".lock"
-    tokens = exchange({"token": lock.read_text() if lock.is_file() else None})
-    for index, theirs in enumerate(tokens):
-        if theirs != tokens[0]:
-            raise UserError(f"worker {index} does not see the chief's folder {folder}: use a shared file system")
-    run = run or Run(place, read_json(place / "config.json") or {"kept": {}})
+    saved = read_json(place / "config.json") or {}
+    agree({"opened": saved.get("opened")}, f"does not see the chief's folder {place}; use a shared file system")
+    run = run or Run(place, saved)
     if run.results and is_chief():
         print(f"The run in {folder} is complete; --overwrite starts afresh.", flush=True)
     return run
@@ -109,12 +106,13 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
     launch = os.environ.get(LAUNCH_ID)
     try:
         files = {path for path in folder.rglob("[!.]*") if path.is_file() and path.suffix != ".log"}
-        begun = files - {folder / "config.json"}  # if nothing came of it, a run with other options may begin
-        saved = (read_json(folder / "config.json") or {}) if begun else {}
-        if begun and "kept" not in saved:
+        saved = read_json(folder / "config.json") or {}
+        if files and "kept" not in saved:
             raise UserError(f"{folder} holds files, but no run: give another folder")
         folder.mkdir(parents=True, exist_ok=True)
         lock = _locked(folder)
+        if files == {folder / "config.json"}:  # nothing came of it: a run with other options may begin
+            saved = {}
         resumes = saved.get("options") == options and not (folder / "results.json").exists()
         if saved and overwrite and not resumes and not (launch and saved["launch"] == launch):
             aside = folder.with_name(f"{folder.name}.old-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
@@ -129,7 +127,7 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
         if different := [name for name in {**known, **options} if known.get(name) != options.get(name)]:
             shown = ", ".join(f"{name} {known.get(name)!r}, not {options.get(name)!r}" for name in different)
             raise UserError(f"{folder} holds a run with other options: {shown}. Give another folder, or --overwrite")
-        saved = {"options": options, "launch": launch, "kept": saved.get("kept", {})}
+        saved = {"options": options, "launch": launch, "opened": uuid.uuid4().hex, "kept": saved.get("kept", {})}
         write_json(folder / "config.json", saved)
         return Run(folder, saved, lock)
     except OSError as error:
@@ -137,15 +135,11 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
 
 
 def _locked(folder: Path) -> TextIO:
-    """The folder's lock, holding a token that tells workers that they see the same file."""
-    lock = (folder / ".lock").open("a+", errors="replace")
+    lock = (folder / ".lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"another process is running in {folder}: wait for it, or give another folder") from None
-    lock.truncate(0)
-    lock.write(uuid.uuid4().hex)
-    lock.flush()
     return lock
 
 

@@ -1,171 +1,231 @@
 import dataclasses
+import errno
 import importlib
+import logging
 import os
 import re
-import runpy
-import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 
-from common.run.command_line import parse, quiet_without_reader
-from common.run.options import FIRST
-from keras_replicas.errors import UserError
-from tests.test_structure import RECIPES
+from common.command_line import parse, quiet_stderr, run, until_reader_leaves
+from common.options import FIRST, Bounds, marks_of
+from keras_replicas import UserError
+from recipes._names import recipes
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
-
-
-def recipes(*words, **kwargs):
-    return subprocess.run([sys.executable, "-m", "recipes", *words], cwd=ROOT, capture_output=True, text=True, **kwargs)
+PAGE = "recipes/bert_mlm.py"
 
 
-@pytest.mark.parametrize("words", [[], ["ls"], ["run", "bert_mlm", "--help"], ["run", "bert_mlm", "--batch-sise", "4"]])
-def test_answers_at_once_without_tensorflow(words):
-    code = (
-        "import atexit, runpy, sys; sys.argv[1:] = sys.orig_argv[3:];"
-        "atexit.register(lambda: print('imported', {'tensorflow', 'keras', 'keras_hub'} & set(sys.modules)));"
-        "runpy.run_module('recipes', run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.endswith("imported set()\n")
+@dataclasses.dataclass(frozen=True)
+class Base:
+    seed: int = 0  # of the weights
+
+    def __post_init__(self):
+        if self.seed < 0:
+            raise UserError("--seed is below 0")
 
 
-def test_ls_tells_name_line_and_time():
-    listing = recipes("ls").stdout
-    assert "bert_mlm             Train a BERT masked language model" in listing and "Time: " in listing
+@dataclasses.dataclass(frozen=True)
+class Config(Base):
+    rounds: int = 3  # how often
+    batch_size: Annotated[int | None, FIRST, Bounds(1, 9)] = None  # rows in a step
+    rule: Literal["sqrt", "none"] = "sqrt"
+    fast: Annotated[bool, FIRST] = False
 
 
-def test_the_guide_names_the_next_command():
-    assert recipes().stdout.rstrip().endswith("Next: python -m recipes run bert_mlm")
+def python(*words, **options):
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, **options)
 
 
-def test_the_list_fits_the_terminal():
-    listing = recipes("ls", env={**os.environ, "COLUMNS": "60"}).stdout.splitlines()
-    assert max(map(len, listing)) <= 60
-    assert {line.split()[0] for line in listing if line[0] != " "} == {path.stem for path in RECIPES}
+def ended(capfd, *words):
+    """The exit status of reading these options, and what is printed."""
+    with pytest.raises(SystemExit) as end:
+        parse(Config, "What it does.", words)
+    return end.value.code, *capfd.readouterr()
 
 
-def test_help_bears_the_name_of_the_recipe():
-    for words in (["-m", "recipes", "run", "bert_mlm"], ["recipes/bert_mlm.py"]):
-        done = subprocess.run([sys.executable, *words, "--help"], cwd=ROOT, capture_output=True, text=True)
-        assert done.stdout.startswith("usage: bert_mlm [-h]")
-
-
-def test_help_lists_every_option():
-    help_text = recipes("run", "bert_mlm", "--help").stdout
-    for option in ("--workdir", "--replicas", "--lr-scaling {auto,linear,sqrt,none}", "--max-steps", "--overwrite"):
-        assert option in help_text
-    listed = [help_text.index(f"│ --{option} ") for option in ("workdir", "replicas", "mask-rate", "dropout", "seed")]
-    assert listed == sorted(listed)  # those that people use first, then the recipe's own, then those of every recipe
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_help_lists_a_dozen_options_first_and_each_once_with_its_default(recipe, capfd):
-    config = importlib.import_module(f"recipes.{recipe.stem}").Config
-    with pytest.raises(SystemExit):
-        parse(config, "", ["--help"])
-    help_text = capfd.readouterr().out
-    title, *boxes = re.split(r"^╭─ (.+?) ─+╮\n", help_text, flags=re.MULTILINE)
-    assert boxes[::2] == ["options", "more options"]
-    # Of each box, the name and the rest of each option.
-    first, more = (re.findall(r"^│ --([a-z-]+) (.*?)(?=^│ -|^╰)", box, re.MULTILINE | re.DOTALL) for box in boxes[1::2])
-    assert 9 <= len(first) <= 12
-    defaults = {
-        name: re.search(r"\(default: ([^)]*)\)", re.sub(r"[│\s]+", " ", text))[1] for name, text in first + more
-    }
-    fields = {field.name.replace("_", "-"): field.default for field in dataclasses.fields(config)}
-    assert len(first + more) == len(fields)
-    assert defaults == {name: "''" if value == "" else str(value) for name, value in fields.items()}
-    assert [name for name, _ in first] == [option for name in FIRST if (option := name.replace("_", "-")) in fields]
-
-
-def test_without_options_of_the_first_the_help_is_as_it_was(capsys):
-    config = dataclasses.make_dataclass("Config", [("rounds", int, dataclasses.field(default=3))])
-    with pytest.raises(SystemExit):
-        parse(config, "What it does.", ["--help"])
-    assert "--rounds INT" in capsys.readouterr().out
-    assert parse(config, "", ["--rounds", "4"]) == config(4)
+def test_an_option_is_a_field():
+    words = ["--batch-size", "4", "--rule=none", "--fast", "--rounds", "5", "--seed", "7"]
+    assert parse(Config, "", words) == Config(7, 5, 4, "none", True)
+    assert parse(Config, "", []) == Config()
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "told"),
     [
-        (["run", "bert_mlm", "--batch-sise", "4"], "unknown option --batch-sise. The options are: --workdir --corpus"),
-        (["run", "bert_mlm", "--batch-size", "many"], "--batch-size: invalid literal for int()"),
-        (["run", "bert_mlm", "--lr-scaling", "cubic"], "Expected one of ('auto', 'linear', 'sqrt', 'none')"),
-        (["run", "bert_mml"], "there is no recipe bert_mml. Choose one of: bert_from_scratch bert_mlm"),
-        (["run"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm causal_lm"),
-        (["launch", "--workers", "2"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm"),
-        (["rnu", "bert_mlm"], "invalid choice: 'rnu'"),
-        (["cp", "bert_mlm"], "the following arguments are required: DEST. See python -m recipes cp --help"),
-        (["cp", "bert_mml", "x"], "there is no recipe bert_mml. Choose one of: bert_from_scratch bert_mlm"),
+        ("--batch-sise 4", "unknown option --batch-sise. The options are: --batch-size --fast --rounds --rule --seed"),
+        ("4", "unknown option 4. The options are"),
+        ("--rounds many", "--rounds: invalid literal for int()"),
+        ("--rule cubic", "Expected one of ('sqrt', 'none')"),
+        ("--rounds", "--rounds"),
+        ("--seed -1", "--seed is below 0"),
     ],
 )
-def test_a_wrong_word_is_one_line_and_status_2(words, message, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["recipes", *words])
-    on_ctrl_c = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "recipes/__main__.py"), run_name="__main__")
-    signal.signal(signal.SIGINT, on_ctrl_c)
-    out, err = capfd.readouterr()
-    assert (end.value.code, out, err.count("\n")) == (2, "", 1) and message in err
+def test_a_wrong_word_is_one_line_and_status_2(words, told, capfd):
+    status, out, err = ended(capfd, *words.split())
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and told in err
 
 
 @pytest.mark.parametrize("backend", ["jax", ""])
-def test_another_backend_of_keras_is_refused(backend):
-    done = recipes("run", "bert_mlm", "--dry-run", env=os.environ | {"KERAS_BACKEND": backend})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"error: the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND\n"
-    )
+def test_another_backend_of_keras_is_refused(backend, monkeypatch, capfd):
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    told = f"error: the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND\n"
+    assert ended(capfd) == (2, "", told)
 
 
-@pytest.mark.parametrize(
-    ("words", "buffered"), [("-m recipes ls", True), ("-m recipes ls", False), ("recipes/bert_mlm.py --help", True)]
-)
-def test_it_ends_without_a_word_where_nobody_reads(words, buffered):
-    """As in `python -m recipes ls | head -1`; at the first line, or where all is written at the end."""
+def boxes(text):
+    """Of each box of the help, its title, and the options in it with what is said of them."""
+    _, *parts = re.split(r"^╭─ (.+?) ─+╮\n", text, flags=re.MULTILINE)
+    option = re.compile(r"^│ --([a-z-]+)(.*?)(?=^│ -|^╰)", re.MULTILINE | re.DOTALL)
+    return {
+        title: {name: re.sub(r"[│\s]+", " ", told) for name, told in option.findall(box)}
+        for title, box in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def test_the_help_has_the_first_options_first_then_ones_own(capfd):
+    status, out, err = ended(capfd, "--help")
+    first, more = boxes(out).values()
+    assert (status, err, [*boxes(out)]) == (0, "", ["options", "more options"]) and "What it does." in out
+    assert [*first] == ["batch-size", "fast"] and [*more] == ["rounds", "rule", "seed"]
+    assert first["batch-size"] == " {None}|INT rows in a step (default: None) "
+    assert more["rule"] == " {sqrt,none} (default: sqrt) " and more["seed"] == " INT of the weights (default: 0) "
+
+
+@pytest.mark.parametrize("page", recipes())
+def test_the_help_of_a_page_has_each_option_once_with_its_default(page, capfd):
+    config = importlib.import_module(f"recipes.{page}").Config
+    with pytest.raises(SystemExit):
+        parse(config, "", ["--help"])
+    first, more = boxes(capfd.readouterr().out).values()
+    defaults = {name: re.search(r"\(default: ([^)]*)\)", told)[1] for name, told in (first | more).items()}
+    fields = {field.name.replace("_", "-"): field.default for field in dataclasses.fields(config)}
+    assert defaults == {name: "''" if value == "" else str(value) for name, value in fields.items()}
+    assert {name.replace("-", "_") for name in first} == {
+        name for name, marks in marks_of(config).items() if FIRST in marks
+    }
+    assert len(first) + len(more) == len(fields) <= 26 and 8 <= len(first) <= 13
+
+
+def test_the_help_and_a_mistake_take_a_second_without_tensorflow(no_tensorflow):
+    environment = no_tensorflow | {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}{os.pathsep}{ROOT}"}
+    for words, status in ((["--help"], 0), (["--batch-size", "0"], 2)):
+        before = os.times()
+        done = python(PAGE, *words, env=environment)
+        after = os.times()
+        assert done.returncode == status, done.stderr
+        assert sum(after[2:4]) - sum(before[2:4]) < 1  # of the processor, whatever else runs here
+        assert done.stdout.startswith("usage: bert_mlm [-h]") if words == ["--help"] else not done.stdout
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_it_ends_without_a_word_where_nobody_reads(buffered):
+    """As in `... --help | head -1`; at the first line, or where all is written at the end."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, *words.split()]
     environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    command = [sys.executable, PAGE, "--help"]
     done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("words", ["-m recipes ls"])
-def test_output_that_is_closed_full_or_of_few_letters(words):
-    def shell(redirection, **environment):
-        command = f"{shlex.quote(sys.executable)} {words} {redirection}"
-        environment = os.environ | environment
-        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, env=environment)
-        return done.returncode, done.stderr
-
-    assert shell(">&-") == (0, "")
-    assert shell("", PYTHONIOENCODING="ascii") == (0, "")
-    status, errors = shell(">/dev/full")
-    assert status == 1 and errors.startswith("error: ") and errors.count("\n") == 1
+@pytest.mark.parametrize(
+    ("redirection", "status", "told"),
+    [
+        (">&-", 0, ""),
+        (
+            ">/dev/full",
+            1,
+            "error: [Errno 28] No space left on device. Free some space and give the same command again: ",
+        ),
+    ],
+)
+def test_output_that_is_closed_or_full(redirection, status, told):
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" {PAGE} --help {redirection}', sys.executable], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == status and done.stderr.startswith(told) and done.stderr.count("\n") == bool(told)
 
 
 def test_a_letter_that_the_output_lacks_is_a_question_mark():
-    code = "from common.run.command_line import quiet_without_reader\nwith quiet_without_reader(): print('\u00ab')"
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment) == b"?\n"
+    code = "from common.command_line import until_reader_leaves\nwith until_reader_leaves(): print('\u00ab')"
+    assert python("-c", code, env=os.environ | {"PYTHONIOENCODING": "ascii"}).stdout == "?\n"
 
 
-def test_another_pipe_that_breaks_is_told_of(tmp_path):
-    with pytest.raises(BrokenPipeError), quiet_without_reader():
+def test_another_pipe_that_breaks_is_told_of():
+    with pytest.raises(BrokenPipeError), until_reader_leaves():
         raise BrokenPipeError
+
+
+class UnavailableError(Exception):
+    """By this name TensorFlow tells of a worker that is gone."""
+
+
+def raise_(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (UserError("no room"), 2, "error: no room\n"),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x"),
+            1,
+            "error: [Errno 28] No space left on device: 'x'. Fr",
+        ),
+        (
+            RuntimeError("graph\n/x; No space left on device\n"),
+            1,
+            "error: /x; No space left on device. Free some space",
+        ),
+    ],
+)
+def test_what_a_run_expects_is_one_line_and_a_status(error, status, told, capfd):
+    with pytest.raises(SystemExit) as end:
+        run(lambda config: raise_(config), error)
+    err = capfd.readouterr().err
+    assert end.value.code == status and err.startswith(told) and err.count("\n") == 1
+
+
+def test_what_it_does_not_expect_has_its_trace():
+    for error in (ValueError("a fault"), OSError(errno.EIO, "broken"), UnavailableError()):
+        with pytest.raises(type(error)):
+            run(lambda config, error=error: raise_(error), None)
+
+
+def test_a_lost_worker_ends_the_process_at_once():
+    code = (
+        "from common.command_line import run\nclass UnavailableError(Exception): pass\ndef main(error): raise error\n"
+        "run(main, UnavailableError('/job:worker/replica:0/task:1 is gone\\ngraph'))"
+    )
+    done = python("-c", code, env=os.environ | {"TF_CONFIG": "{}"})
+    assert (done.returncode, done.stderr) == (1, "error: lost another worker. /job:worker/replica:0/task:1 is gone\n")
+
+
+def test_what_the_library_logs_is_printed(capsys):
+    run(lambda config: logging.getLogger("keras_replicas").info("Resumed from step %d.", 3), None)
+    assert capsys.readouterr().out == "\nResumed from step 3.\n"
+
+
+def test_standard_error_is_shown_if_the_block_fails(capfd):
+    with quiet_stderr():
+        os.write(2, b"noise\n")
+    assert capfd.readouterr().err == ""
+    with pytest.raises(ImportError), quiet_stderr():
+        os.write(2, b"the cause\n")
+        raise ImportError
+    assert capfd.readouterr().err == "the cause\n"
 
 
 PRESSED = """
 import dataclasses, os, signal, sys, time
-from common.run.command_line import parse
+from common.command_line import parse
 
 # Of its own, whatever this process was started with: in the background of a script, SIGINT is ignored.
 signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[1] == "ignored" else signal.default_int_handler)
@@ -180,12 +240,7 @@ time.sleep(2)
 
 @pytest.mark.parametrize(
     ("how", "presses", "status", "told"),
-    [
-        ("listens", 1, 0, True),
-        ("listens", 2, -2, True),
-        ("before it can save", 1, -15, False),
-        ("ignored", 1, 0, False),
-    ],
+    [("listens", 1, 0, True), ("listens", 2, -2, True), ("cannot save yet", 1, -15, False), ("ignored", 1, 0, False)],
 )
 def test_ctrl_c_asks_to_stop_and_a_second_one_ends_it_at_once(how, presses, status, told):
     process = subprocess.Popen(
@@ -204,55 +259,3 @@ def test_ctrl_c_asks_to_stop_and_a_second_one_ends_it_at_once(how, presses, stat
     _, errors = process.communicate()
     assert process.returncode == status
     assert errors == ("\nSaving a checkpoint, then stopping. Press Ctrl-C again to quit at once.\n" if told else "")
-
-
-def test_run_and_the_file_itself_are_the_same():
-    file = subprocess.run(
-        [sys.executable, "recipes/bert_mlm.py", "--seed", "x"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert (file.returncode, file.stderr) == (2, recipes("run", "bert_mlm", "--seed", "x").stderr)
-
-
-def test_fill_mask_without_a_preset(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes", "fill-mask", "A [MASK]."], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "no preset in runs/ yet" in done.stderr
-
-
-def test_bash_completes_options_and_values():
-    """The lines of docs/shell-completion.md, and what bash does at the Tab key."""
-    page = (ROOT / "docs/shell-completion.md").read_text(encoding="utf-8")
-    (script,) = re.findall("^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    script = script.replace(".venv/bin/python", shlex.quote(sys.executable))
-    tab = """
-    complete_words() {
-        COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
-        $(complete -p bert_mlm | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
-        echo "${COMPREPLY[@]}" | tr ' ' '\\n' | sort | xargs
-    }
-    complete_words bert_mlm --opt
-    complete_words bert_mlm --optimizer ''
-    bert_mlm --help | cat | sed -n 1p
-    """
-    done = subprocess.run(["bash", "-c", script + tab], cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == ["--optimizer", "adamw muon sgd", "usage: bert_mlm [-h] [OPTIONS]"]
-
-
-def test_the_last_preset_is_one_of_the_kind_asked_for(tmp_path, monkeypatch):
-    from recipes.__main__ import last_preset
-
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="no preset in runs/ yet"):
-        last_preset("MaskedLM", "bert_mlm")
-    for age, (run, task) in enumerate((("b", "BertTextClassifier"), ("a", "BertMaskedLM"), ("c", "BertMaskedLM"))):
-        path = tmp_path / "runs" / run / "preset/task.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(f'{{"class_name": "{task}"}}')
-        os.utime(path, (1000 - age, 1000 - age))
-    (tmp_path / "runs/damaged/preset").mkdir(parents=True)
-    (tmp_path / "runs/damaged/preset/task.json").write_bytes(b"\xff")
-    (tmp_path / "runs/strange/preset/task.json").mkdir(parents=True)
-    assert last_preset("MaskedLM", "bert_mlm") == "runs/a/preset"
-    assert last_preset("TextClassifier", "text_classifier") == "runs/b/preset"

@@ -1,57 +1,90 @@
+import json
+import os
 import re
-import subprocess
-import sys
 
 import datasets
 import pytest
 
 from common.data.corpora import DOCUMENT_LIMIT, HELD_OUT, open_corpus
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 
-def test_wikitext_folder(wikitext):
+def documents_of(path, *splits):
+    """The documents of some splits, or of each."""
+    corpus = open_corpus(str(path))
+    return [text for split in splits or corpus.splits for text in corpus.splits[split]()]
+
+
+def test_wikitext_folder(wikitext, tmp_path):
     corpus = open_corpus(str(wikitext))
-    assert list(corpus) == ["train", "validation", "test"]
-    articles = list(corpus["train"]())
+    assert list(corpus.splits) == ["train", "validation", "test"]
+    articles = list(corpus.splits["train"]())
     assert sum(article.startswith("= ") for article in articles) == 24
-    assert list(corpus["train"]()) == articles  # a stream can be opened again
+    assert list(corpus.splits["train"]()) == articles  # a stream can be opened again
     assert "[UNK]" in "".join(articles) and "<unk>" not in "".join(articles)
     words = (wikitext / "wiki.train.tokens").read_text().replace("<unk>", "[UNK]").split()
     assert "\n".join(articles).split() == words  # nothing is lost
-
-
-def test_wikitext_folder_without_a_test_split(wikitext, tmp_path):
     for name in ("wiki.train.tokens", "wiki.valid.tokens"):
         (tmp_path / name).write_bytes((wikitext / name).read_bytes())
-    assert list(open_corpus(str(tmp_path))) == ["train", "validation"]
+    assert list(open_corpus(str(tmp_path)).splits) == ["train", "validation"]
 
 
 def test_text_files_are_split_by_document(tmp_path):
     documents = [f"Document {i}\nhas two lines." for i in range(1000)]
     (tmp_path / "a.txt").write_text("\n\n".join(documents[:500]))
     (tmp_path / "deeper").mkdir()
-    (tmp_path / "deeper/b.txt").write_text("\n \n\n".join(documents[500:]) + "\n")
-    corpus = open_corpus(str(tmp_path))
-    train, validation = list(corpus["train"]()), list(corpus["validation"]())
-    assert sorted(train + validation) == sorted(documents)
+    (tmp_path / "deeper/b.txt").write_text("\n \n\t\n".join(documents[500:]) + "\n")  # a blank line may have spaces
+    validation = documents_of(tmp_path, "validation")
+    assert sorted(documents_of(tmp_path)) == sorted(documents)
     assert len(validation) == pytest.approx(1000 / HELD_OUT, rel=0.3)
     (tmp_path / "deeper/b.txt").unlink()
-    assert set(open_corpus(str(tmp_path))["validation"]()) < set(validation)  # a document's split is its own
+    assert set(documents_of(tmp_path, "validation")) < set(validation)  # a document's split is its own
 
 
 def test_a_long_line_becomes_documents(tmp_path):
-    text = "word " * 20_000
-    (tmp_path / "long.txt").write_text(text)
-    corpus = open_corpus(str(tmp_path / "long.txt"))
-    documents = [*corpus["train"](), *corpus["validation"]()]
+    (tmp_path / "long.txt").write_text("word " * 20_000 + "x" * 50_000)
+    documents = documents_of(tmp_path / "long.txt")
     assert max(map(len, documents)) <= DOCUMENT_LIMIT
-    assert sum(len(document.split()) for document in documents) == 20_000
+    words = " ".join(documents).split()
+    assert words.count("word") == 20_000 and sum(map(len, words)) == 80_000 + 50_000
+
+
+@pytest.mark.parametrize("name", ["a[1].txt", "what?.txt", "a*b.txt", "{a,b}.txt", "é ü.txt"])
+def test_a_file_of_any_name_is_read(name, tmp_path):
+    (tmp_path / name).write_text("one\n\ntwo")
+    assert sorted(documents_of(tmp_path / name)) == sorted(documents_of(tmp_path)) == ["one", "two"]
+
+
+def test_odd_files_are_read(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    paragraphs = [f"Paragraph {i} of text.\n" for i in range(200)]
+    (folder / "plain.txt").write_text("\n".join(paragraphs))
+    expected = documents_of(folder)
+    (folder / "plain.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(p.strip() + "\r\n" for p in paragraphs).encode())
+    assert documents_of(folder) == expected  # a byte order mark, and lines that end as on Windows
+    (folder / "loop").symlink_to(folder)
+    (folder / "dangling.txt").symlink_to(folder / "nowhere")
+    os.rename(folder / "plain.txt", tmp_path / "elsewhere.txt")
+    (folder / "plain.txt").symlink_to(tmp_path / "elsewhere.txt")
+    assert documents_of(folder) == expected
+
+
+def test_a_fingerprint_follows_every_byte(tmp_path):
+    def fingerprint(path):
+        return open_corpus(str(path)).fingerprint
+
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    before = fingerprint(tmp_path)
+    assert fingerprint(tmp_path / "a.txt") != before == fingerprint(tmp_path)
+    (tmp_path / "b.txt").write_text("twO")
+    assert fingerprint(tmp_path) != before
 
 
 @pytest.mark.slow
 def test_docstrings_are_english_and_validation_is_held_out():
-    corpus = open_corpus("docstrings")
-    train, validation = list(corpus["train"]()), list(corpus["validation"]())
+    train, validation = documents_of("docstrings", "train"), documents_of("docstrings", "validation")
     assert sum(map(len, train)) > 2_000_000 and sum(map(len, validation)) > 150_000
 
     def eight_words(documents):
@@ -65,25 +98,24 @@ def test_docstrings_are_english_and_validation_is_held_out():
     assert len(set(paragraphs)) == len(paragraphs)
 
 
-@pytest.mark.slow
-def test_docstrings_are_read_without_importing_the_packages():
-    code = (
-        "import sys; from common.data.corpora import open_corpus as o; o('docstrings'); print('keras' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
-
-
 def test_what_is_no_corpus(tmp_path):
-    with pytest.raises(UserError, match="neither docstrings, wikitext-2"):
-        open_corpus("wikitext2")
-    with pytest.raises(UserError, match="no .txt file"):
+    for name in ("wikitext2", "x" * 300):
+        with pytest.raises(UserError, match="neither docstrings, wikitext-2, wikitext-103, hf://user/name, nor an"):
+            open_corpus(name)
+    with pytest.raises(UserError, match="no .txt file and no wiki.train.tokens in the folder"):
         open_corpus(str(tmp_path))
     (tmp_path / "wiki.train.tokens").write_text("text")
     with pytest.raises(UserError, match="no wiki.valid.tokens"):
         open_corpus(str(tmp_path))
-    (tmp_path / "latin1.txt").write_bytes("café".encode("latin-1"))
-    with pytest.raises(UserError, match="not UTF-8"):
-        list(open_corpus(str(tmp_path / "latin1.txt"))["train"]())
+
+
+@pytest.mark.parametrize("content", [b"good\n\ncaf\xe9", bytes(range(128))])
+def test_what_is_not_text_is_named_with_its_line(content, tmp_path):
+    (tmp_path / "good.txt").write_text("text")
+    (tmp_path / "odd.txt").write_bytes(content)
+    line = 3 if b"good" in content else 1
+    with pytest.raises(UserError, match=f"odd.txt, line {line} is not UTF-8 text; convert it"):
+        documents_of(tmp_path)
 
 
 def test_wikitext_as_the_hub_gives_it(monkeypatch, wikitext):
@@ -93,13 +125,46 @@ def test_wikitext_as_the_hub_gives_it(monkeypatch, wikitext):
         split: datasets.Dataset.from_dict({"text": (wikitext / f"wiki.{name}.tokens").read_text().splitlines(True)})
         for split, name in splits.items()
     }
+    local = {split: documents_of(wikitext, split) for split in splits}
+    asked = []
+
+    class Builder:
+        config_id, hash = "wikitext-2-v1", "commit"
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *words: asked.append(words) or Builder)
     monkeypatch.setattr(datasets, "load_dataset", lambda *words, streaming: datasets.DatasetDict(rows))
-    hub, local = open_corpus("wikitext-2"), open_corpus(str(wikitext))
-    assert list(hub) == list(local)
-    for split in local:
-        assert list(hub[split]()) == list(local[split]())
+    hub = open_corpus("wikitext-2")
+    assert asked == [("Salesforce/wikitext", "wikitext-2-v1")] and "commit" in hub.fingerprint
+    assert {split: [*documents()] for split, documents in hub.splits.items()} == local
+
+
+def test_a_data_set_of_the_hub_is_streamed(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    rows = [{"text": f"Row {i} of a text.\nIts second line."} for i in range(200)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    corpus = open_corpus(f"hf://{folder}")
+    train, validation = (list(corpus.splits[split]()) for split in ("train", "validation"))
+    assert sorted(train + validation) == sorted(row["text"] for row in rows) and len(train) > len(validation) > 5
+    assert list(corpus.splits["train"]()) == train
+    assert open_corpus(f"hf://{folder}").fingerprint == corpus.fingerprint
+    (folder / "train.jsonl").write_text("\n".join(json.dumps({"words": "no text"}) for _ in range(9)))
+    other = open_corpus(f"hf://{folder}")
+    assert other.fingerprint != corpus.fingerprint
+    with pytest.raises(UserError, match="has no column text; it has words"):
+        list(other.splits["train"]())
 
 
 def test_the_hub_out_of_reach_says_what_to_do():
-    with pytest.raises(UserError, match="cannot fetch Salesforce/wikitext .* --corpus FOLDER"):
-        open_corpus("wikitext-2")
+    for name, found in (("wikitext-2", "Salesforce/wikitext"), ("hf://user/name", "user/name")):
+        with pytest.raises(UserError, match=f"cannot fetch {found} from the Hugging Face Hub .* give their folder"):
+            open_corpus(name)
+    with pytest.raises(UserError, match="the corpus hf://name must be hf://user/name or hf://user/name/configuration"):
+        open_corpus("hf://name")
+
+
+@pytest.mark.slow
+def test_ten_thousand_files(tmp_path):
+    for i in range(10_000):
+        (tmp_path / f"{i}.txt").write_text(f"File number {i}.")
+    assert len(documents_of(tmp_path)) == 10_000

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from common.files import cached_file, write_json
+from common.files import cached, finite, read_json, write_json
 
 ROOT = Path(__file__).parent.parent
 # Makes a file slowly, and says so.
 PROGRAM = """
 import sys, time
-from common.files import cached_file, write_json
+from common.files import cached
 
 def make(path):
     path.write_text("half")
@@ -22,7 +22,7 @@ def make(path):
     time.sleep({seconds})
     path.write_text("whole")
 
-print(cached_file("file", ["a"], make).read_text())
+print(cached("file", ["a"], make).read_text())
 """
 
 
@@ -45,9 +45,9 @@ def test_a_file_is_made_once_for_the_same_inputs(cache):
         made.append(path)
         path.write_text("text")
 
-    first = cached_file("file", ["a", "b"], make)
-    assert cached_file("file", ["a", "b"], make) == first and len(made) == 1
-    assert cached_file("file", ["ab"], make) != first and len(made) == 2
+    first = cached("file", ["a", "b"], make)
+    assert cached("file", ["a", "b"], make) == first and len(made) == 1
+    assert cached("file", ["ab"], make) != first and len(made) == 2
 
 
 def test_of_processes_that_want_the_same_file_one_makes_it(cache):
@@ -63,24 +63,27 @@ def test_a_file_whose_making_is_killed_is_made_again(cache):
     killed.wait()
     began = time.monotonic()
     assert process(0).communicate(timeout=60)[0] == "making\nwhole\n" and time.monotonic() - began < 30
-    assert {path.name for path in cache.iterdir()} - {".lock"} == {cached_file("file", ["a"], None).name}
+    assert {path.name for path in cache.iterdir()} - {".lock"} == {cached("file", ["a"], None).name}
 
 
-@pytest.mark.parametrize("damage", [b"", b"who", b"whale", b"wholes"])
-def test_a_file_that_was_damaged_is_made_again(cache, damage):
-    def make(path):
-        path.write_text("whole")
+def test_a_folder_is_made_whole_or_not_at_all(cache):
+    def make(path, fails=False):
+        (path / "deeper").mkdir(parents=True)
+        (path / "deeper/file").write_text("whole")
+        if fails:
+            raise OSError("the disk is full")
 
-    cached_file("file", ["a"], make).write_bytes(damage)
-    assert cached_file("file", ["a"], make).read_text() == "whole"
-    assert cached_file("file", ["a"], None).read_text() == "whole"
-    assert len(list(cache.iterdir())) == 2  # with the lock
+    with pytest.raises(OSError, match="the disk is full"):
+        cached("folder", ["a"], lambda path: make(path, fails=True))
+    folder = cached("folder", ["a"], make)
+    assert (folder / "deeper/file").read_text() == "whole" and folder.name.endswith("-folder")
+    assert {path.name for path in cache.iterdir()} == {".lock", folder.name}
 
 
 @pytest.mark.parametrize("home", ["/proc/nowhere", "/dev/null"])
 def test_without_a_folder_to_write_to_a_file_lives_as_long_as_the_process(home, tmp_path):
     environ = os.environ | {"XDG_CACHE_HOME": "", "HOME": home, "TMPDIR": str(tmp_path)}
-    code = PROGRAM.format(seconds=0) + "print(cached_file('file', ['a'], None).read_text())"
+    code = PROGRAM.format(seconds=0) + "print(cached('file', ['a'], None).read_text())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("making\nwhole\nwhole\n", "")
     assert not list(tmp_path.iterdir())
@@ -93,10 +96,21 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
 
 
+def test_what_is_no_object_in_a_file_is_none(tmp_path):
+    path = tmp_path / "a.json"
+    assert read_json(path) is None
+    for text in ("", '{"steps": 3', "[]", "3", "[" * 100_000, "\udcff"):
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        assert read_json(path) is None
+    write_json(path, {"steps": 3})
+    assert read_json(path) == {"steps": 3} and [*tmp_path.iterdir()] == [path]
+
+
 def test_what_is_no_number_is_null_which_every_reader_of_json_knows(tmp_path):
     results = {"val_loss": float("nan"), "val_perplexity": float("inf"), "rate": {"peak": -float("inf")}, "steps": [1]}
     write_json(tmp_path / "a.json", results)
     wanted = {"val_loss": None, "val_perplexity": None, "rate": {"peak": None}, "steps": [1]}
+    assert finite(results) == wanted
     assert json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail) == wanted
 
 

@@ -1,31 +1,40 @@
+import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.data.masking import MaskingRule, mask_tokens, uniform_noise
-from common.data.wordpiece import WordPieces
+from common.data.masking import mask_seeds, mask_tokens, uniform_noise, unknown_id
 
-VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(995))]
-RULE = MaskingRule.of(WordPieces(VOCABULARY, lowercase=True, strip_accents=True))
+WORDS = [f"word{i}" for i in range(995)]
+BERT = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+IDS = {word: i for i, word in enumerate([*SPECIAL, "w", "o", "wo", *WORDS[3:]])}
+ROBERTA = keras_hub.models.RobertaTokenizer(IDS, ["w o"])
 
 
-def batch(rows=200, length=128, tokens=126):
+def batch(rows=200, length=126, tokens=126):
+    """Texts without start and end, and which of their ids are tokens."""
     ids = np.zeros((rows, length), np.int32)
-    ids[:, 0], ids[:, tokens + 1] = 2, 3
-    ids[:, 1 : tokens + 1] = np.random.default_rng(0).integers(5, 1000, (rows, tokens))
-    return ids
+    ids[:, :tokens] = np.random.default_rng(0).integers(5, 1000, (rows, tokens))
+    return ids, np.tile(np.arange(length) < tokens, (rows, 1))
 
 
-def seeds(epoch, rows=200):
-    return tf.stack([tf.fill([rows], tf.constant(epoch, tf.int64)), tf.range(rows, dtype=tf.int64)], axis=1)
+def masked(ids, is_token, epoch=0, rate=0.15, tokenizer=BERT, examples=None, seed=0):
+    examples = tf.range(len(ids), dtype=tf.int64) if examples is None else tf.constant(examples, tf.int64)
+    seeds = mask_seeds(seed, tf.fill(tf.shape(examples), tf.constant(epoch, tf.int64)), examples)
+    found = mask_tokens(tf.constant(ids), tf.constant(is_token), seeds, tokenizer, rate)
+    return tf.nest.map_structure(np.asarray, found)
 
 
-def test_what_is_chosen_and_what_becomes_of_it():
-    ids = batch()
-    x, y, weight = (tf.nest.map_structure(np.asarray, part) for part in mask_tokens(tf.constant(ids), seeds(0), RULE))
+@pytest.mark.parametrize("tokenizer", [BERT, ROBERTA])
+def test_what_is_chosen_and_what_becomes_of_it(tokenizer):
+    texts, is_token = batch()
+    x, y, weight = masked(texts, is_token, tokenizer=tokenizer)
+    ids = np.pad(texts, [[0, 0], [1, 1]])
+    ids[:, 0], ids[:, -1] = tokenizer.start_token_id, tokenizer.end_token_id
     positions = x["mask_positions"]
     assert positions.shape == y.shape == weight.shape == (200, 19)  # 15 % of 128 and of 126 is 19
-    assert (weight == 1).all()
+    assert (weight == 1).all() and (x["padding_mask"] == 1).all()
     assert all(len(set(row)) == 19 for row in positions)
     assert (np.take_along_axis(ids, positions, 1) == y).all()
     assert (y >= 5).all()  # never a special token
@@ -34,42 +43,58 @@ def test_what_is_chosen_and_what_becomes_of_it():
     assert (x["token_ids"][unchosen] == ids[unchosen]).all()
 
     now = np.take_along_axis(x["token_ids"], positions, 1)
-    assert np.mean(now == 4) == pytest.approx(0.8, abs=0.02)
+    assert np.mean(now == tokenizer.mask_token_id) == pytest.approx(0.8, abs=0.02)
     assert np.mean(now == y) == pytest.approx(0.1, abs=0.02)
-    assert np.mean((now != 4) & (now != y)) == pytest.approx(0.1, abs=0.02)
     assert np.bincount(positions.ravel(), minlength=128)[1:127].std() < 10  # every position alike: mean 30, sd 5
+    names = {"token_ids", "padding_mask", "mask_positions"} | ({"segment_ids"} if tokenizer is BERT else set())
+    assert x.keys() == names and all(value.dtype == np.int32 for value in [y, *x.values()])
 
 
 def test_padding_and_special_tokens():
-    ids = batch(rows=3, tokens=10)
-    ids[1] = 0  # a place filled with no example
-    ids[2, 1:6] = 1  # [UNK]
-    x, y, weight = mask_tokens(tf.constant(ids), seeds(0, 3), RULE)
-    assert np.sum(weight, axis=1).tolist() == [2, 0, 1]
+    ids, is_token = batch(rows=3, length=20, tokens=10)
+    is_token[1] = False  # a place filled with no example
+    ids[2, :5], ids[0, :9:2] = unknown_id(BERT), BERT.end_token_id  # of texts within a row
+    x, y, weight = masked(ids, is_token)
+    assert np.sum(weight, axis=1).tolist() == [1, 0, 1] and y[0, 0] >= 5
     assert np.sum(x["padding_mask"], axis=1).tolist() == [12, 0, 12]
-    assert (np.asarray(x["token_ids"][1]) == 0).all()
-    assert np.asarray(x["mask_positions"])[2, 0] > 5
+    assert (x["token_ids"][1] == 0).all() and (y[weight == 0] == 0).all()
+    assert x["mask_positions"][2, 0] > 5
+    assert (x["token_ids"][::2, 0] == 2).all() and (x["token_ids"][::2, 11] == 3).all()
+    assert unknown_id(ROBERTA) == 3
 
 
-def test_masks_are_a_function_of_epoch_and_example_alone():
-    ids = tf.constant(batch())
-    everything = mask_tokens(ids, seeds(0), RULE)
-    part = mask_tokens(ids[50:60], seeds(0)[50:60], RULE)
+def test_a_model_takes_a_batch_without_any_text():
+    x, _, weight = masked(*batch(rows=2, length=32, tokens=0))
+    assert x["token_ids"].shape == (2, 34) and not weight.any()
+
+
+def test_masks_are_a_function_of_seed_epoch_and_example_alone():
+    ids, is_token = batch()
+    everything = masked(ids, is_token)
+    part = masked(ids[50:60], is_token[50:60], examples=range(50, 60))
     tf.nest.map_structure(lambda a, b: np.testing.assert_array_equal(a[50:60], b), everything, part)
-    other_epoch = mask_tokens(ids, seeds(1), RULE)
-    assert (np.asarray(everything[0]["mask_positions"]) != np.asarray(other_epoch[0]["mask_positions"])).any(1).all()
+    for other in (masked(ids, is_token, epoch=1), masked(ids, is_token, seed=1)):
+        assert (everything[0]["mask_positions"] != other[0]["mask_positions"]).any(1).all()
 
 
-@pytest.mark.parametrize("length", [48, 64, 128])
+def test_each_seed_epoch_and_example_has_seeds_of_its_own():
+    epochs, examples = tf.constant([0, 0, 1, 2**31 - 1], tf.int64), tf.constant([0, 1, 0, 5], tf.int64)
+    runs = [mask_seeds(seed, at, examples) for seed in (0, 1, 2**31, 2**32 - 1) for at in (epochs, None)]
+    seeds = {tuple(row) for run in runs for row in run.numpy()}
+    assert len(seeds) == 4 * (4 + 3)  # an evaluation's do not depend on the epoch
+    np.testing.assert_array_equal(mask_seeds(3, None, examples), mask_seeds(3, None, examples))
+
+
+@pytest.mark.parametrize("length", [46, 62, 126])
 def test_masks_are_the_same_however_far_a_sequence_is_padded(length):
     """What stands beside a sequence decides how far it is padded, and that is another on another number of replicas."""
-    ids = batch(length=32, tokens=30)
-    ids[::2, 11:] = 0  # shorter ones
+    ids, is_token = batch(length=30, tokens=30)
+    is_token[::2, 10:] = False  # shorter ones
     (x, y, weight), (longer_x, longer_y, longer_weight) = (
-        mask_tokens(tf.pad(ids, [[0, 0], [0, padded - 32]]), seeds(0), RULE) for padded in (32, length)
+        masked(*(np.pad(part, [[0, 0], [0, padded - 30]]) for part in (ids, is_token))) for padded in (30, length)
     )
     slots = y.shape[1]
-    assert longer_y.shape[1] == round(0.15 * length) and np.sum(weight) > 200 * 2
+    assert longer_y.shape[1] == round(0.15 * (length + 2)) and np.sum(weight) > 200 * 2
     for name in ("token_ids", "padding_mask", "segment_ids"):
         np.testing.assert_array_equal(longer_x[name][:, :32], x[name])
         assert np.sum(longer_x[name][:, 32:]) == 0

@@ -2,10 +2,11 @@
 """Rows of dialogues for a causal language model: one dialogue in a row, with labels on the answers only.
 
 The messages of a dialogue are marked in the form that the tokenizer has tokens for, one of `CHAT_FORMS`, or else by the
-speaker's name before each and a line break after it. A row begins with the tokenizer's start token, if there is one, and
+speaker's name before each and a line break after it. A row begins with the tokenizer's start token, if there is one. It
 ends with its end token, which is a label, so that a model learns where to stop.
 """
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -61,14 +62,14 @@ def answer_rows(
 def _encoded(dialogues: list[Dialogue], tokenizer: keras_hub.models.Tokenizer) -> Iterator[np.ndarray]:
     """The ids of each dialogue, those of no label as `NO_LABEL` minus the id."""
     spoken = encode((text for dialogue in dialogues for _, text in dialogue), tokenizer)
-    form = chat_form(tokenizer)
+    form, marked = chat_form(tokenizer), functools.cache(functools.partial(marked_ids, tokenizer=tokenizer))
     for dialogue in dialogues:
         parts = [NO_LABEL - np.array([tokenizer.start_token_id])] if tokenizer.start_token_id is not None else []
         for role, _ in dialogue:
             before, behind = ("", "") if role in ("prompt", "response") else form
             name = "model" if role == "assistant" and form == CHAT_FORMS[0] else role  # Gemma's name for it
-            said = np.concatenate([next(spoken), marked_ids(behind, tokenizer)])
-            parts += [NO_LABEL - marked_ids(before.format(role=name), tokenizer)]
+            said = np.concatenate([next(spoken), marked(behind)])
+            parts += [NO_LABEL - marked(before.format(role=name))]
             parts += [said if role in ANSWERS else NO_LABEL - said]
         yield np.concatenate([*parts, [tokenizer.end_token_id]]).astype(np.int32)
 

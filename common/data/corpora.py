@@ -5,8 +5,10 @@ A document is a string of one or more lines. Streams are lazy: a corpus may be l
 """
 
 import functools
+import glob
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -60,18 +62,17 @@ def open_corpus(corpus: str) -> Corpus:
         return Corpus({split: functools.partial(_docstrings, file, split) for split in SPLITS[:2]}, file.name)
     if corpus in NAMES or corpus.startswith(HUB):
         return _from_hub(corpus)
-    if (path / WIKITEXT_FILES["train"]).is_file():
+    if os.path.isfile(path / WIKITEXT_FILES["train"]):  # Path's raises an error for a long name
         files = {split: path / name for split, name in WIKITEXT_FILES.items() if (path / name).is_file()}
         if "validation" not in files:
             raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
-        splits = {split: functools.partial(_articles, functools.partial(read_text, [f])) for split, f in files.items()}
-        return Corpus(splits, _checksum(files.values()))
-    if path.is_file() or path.is_dir():
+        lines = {split: functools.partial(read_text, [file]) for split, file in files.items()}
+        return Corpus({split: functools.partial(_articles, lines[split]) for split in lines}, _checksum(files.values()))
+    if os.path.isfile(path) or os.path.isdir(path):
         texts = [path] if path.is_file() else sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not texts:
             raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
-        paragraphs = functools.partial(read_text, texts, sample_by="paragraph")
-        return Corpus(_held_out(functools.partial(_in_pieces, paragraphs)), _checksum(texts))
+        return Corpus(_held_out(functools.partial(_in_pieces, functools.partial(_paragraphs, texts))), _checksum(texts))
     names = ", ".join(NAMES)
     raise UserError(f"the corpus {corpus} is neither {names}, hf://user/name, nor an existing file or folder")
 
@@ -94,10 +95,10 @@ def from_hub(function: str, name: str, *configuration: str, **options: Any) -> A
 
 
 def read_text(files: list[Path], sample_by: str = "line") -> Iterator[str]:
-    """The lines, or paragraphs, of UTF-8 files. Raises a `UserError` that names the file and the line of what is not."""
+    """The lines, or paragraphs, of UTF-8 files. Raises a `UserError` that names the file and line of other content."""
     import datasets
 
-    paths = [str(file.absolute()) for file in files]
+    paths = [glob.escape(str(file.absolute())) for file in files]
     rows = datasets.load_dataset("text", data_files=paths, split="train", streaming=True, sample_by=sample_by)
     try:
         for row in rows:
@@ -153,6 +154,11 @@ def _articles(lines: Documents) -> Iterator[str]:
             article += f"\n{text}" if article else text
     if article:
         yield article
+
+
+def _paragraphs(files: list[Path]) -> Iterator[str]:
+    for text in read_text(files, sample_by="paragraph"):
+        yield from re.split(r"\n\s*\n", text)  # a blank line may have spaces
 
 
 def _in_pieces(texts: Documents) -> Iterator[str]:

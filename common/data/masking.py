@@ -10,11 +10,12 @@ EVALUATION_RATE = 0.15  # BERT's, whatever the rate in training, so that any two
 def mask_tokens(
     ids: tf.Tensor, is_token: tf.Tensor, seeds: tf.Tensor, tokenizer: keras_hub.models.Tokenizer, rate: float
 ):
-    """Puts a start token before each text and an end token after it, chooses tokens, hides them, and keeps them as labels.
+    """Puts a start and an end token around each text, chooses tokens, hides them, and keeps them as labels.
 
     Of the chosen tokens, 80 % become [MASK], 10 % become a random token, and 10 % stay. Of the n tokens in a sequence
-    that may be chosen, round(rate * n) are, at least one. Unknown words may not: from them, nothing is learned. A
-    sequence's masks are a pure function of its tokens and its seed, regardless of padding.
+    that may be chosen, round(rate * n) are, at least one. Unknown words may not be chosen, as nothing is learned from
+    them, nor may the start and the end of a text. A sequence's masks are a pure function of its tokens and its seed,
+    regardless of padding.
 
     Args:
         ids, is_token: texts, int32 and bool [batch, length], without start and end; see `rows.Rows.read`.
@@ -23,12 +24,13 @@ def mask_tokens(
         rate: fraction of a sequence's tokens that are chosen.
 
     Returns:
-        `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM` with slots = round(rate * (length + 2)), at least
+        `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM`, with slots = round(rate * (length + 2)), or
         one: x has int32 `token_ids`, `padding_mask` and, for BERT, `segment_ids` [batch, length + 2], and
         `mask_positions` [batch, slots]; y is the chosen tokens' ids, int32 [batch, slots]; sample_weight is 1.0 for a
         chosen token and 0.0 for an unused slot.
     """
-    may_be_chosen = tf.pad(is_token & (ids != unknown_id(tokenizer)), [[0, 0], [1, 1]])
+    never = [unknown_id(tokenizer), tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id]
+    may_be_chosen = tf.pad(is_token & tf.reduce_all(ids[..., None] != tf.constant(never), axis=-1), [[0, 0], [1, 1]])
     ids = tf.pad(tf.where(is_token, ids, tokenizer.pad_token_id), [[0, 0], [1, 1]])
     length, count = tf.shape(ids)[1], tf.reduce_sum(tf.cast(is_token, tf.int32), axis=1, keepdims=True)
     place = tf.range(length)
@@ -75,7 +77,8 @@ def mask_seeds(seed: int, epochs: tf.Tensor | None, examples: tf.Tensor) -> tf.T
         epochs, examples: int64 [batch]; `epochs` is None for an evaluation, whose masks never change.
     """
     epochs = tf.fill(tf.shape(examples), tf.constant(-1, tf.int64)) if epochs is None else epochs
-    return tf.stack([seed * 2**32 + epochs, examples], axis=1)
+    # As int64 has a sign, the seeds from 2^31 on are negative numbers.
+    return tf.stack([(seed - 2**32 * (seed >= 2**31)) * 2**32 + epochs, examples], axis=1)
 
 
 def uniform_noise(seeds: tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:

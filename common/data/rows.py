@@ -9,12 +9,13 @@ A record is int32 numbers: how many tokens a row has, and their ids, padded with
 that is no label, in a prompt for example, stands as -2 - id.
 """
 
+import functools
 import hashlib
 import itertools
 import json
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from keras_replicas import Batches, UserError
 
 from ..files import cached, read_json, write_json
 from .corpora import Corpus
-from .vocabulary import encode
+from .examples_to_rows import example_rows, find_examples
+from .vocabulary import encode, tokenizer_from_files
 
 BEFORE, AFTER = 12, 4  # bytes of TFRecord's own around a record: its length and a checksum of that; a checksum
 SHARD_BYTES = 2**28  # at most
@@ -79,7 +81,8 @@ class Rows:
         numbers = tf.bitcast(tf.reshape(record[:, BEFORE:-AFTER], [-1, 1 + self.length, 4]), tf.int32)
         counts, ids = tf.where(examples < 0, 0, numbers[:, 0]), numbers[:, 1:]
         if trim:
-            ids = ids[:, : tf.minimum(-(-tf.reduce_max(counts) // 32) * 32, self.length)]
+            longest = tf.maximum(tf.reduce_max(counts), 1)  # where all is padding, a model still needs some
+            ids = ids[:, : tf.minimum(-(-longest // 32) * 32, self.length)]
         is_token = tf.range(tf.shape(ids)[1]) < counts[:, None]
         is_label = is_token & (ids >= 0)
         return tf.where(is_token, tf.where(is_label, ids, NO_LABEL - ids), 0), is_token, is_label
@@ -141,7 +144,7 @@ def text_rows(
 
 
 def write_rows(
-    folder: Path, splits: dict[str, Iterable[np.ndarray]], length: int, tokenizer: Any, facts: dict[str, Any]
+    folder: Path, splits: Mapping[str, Iterable[np.ndarray]], length: int, tokenizer: Any, facts: dict[str, Any]
 ) -> None:
     """Writes rows to a folder, which is complete when its manifest is there; progress is shown if it takes long.
 
@@ -159,7 +162,7 @@ def write_rows(
     folder.mkdir(parents=True, exist_ok=True)
     counts = {}
     for split, rows in splits.items():
-        shown = tqdm(rows, f"tokens of {split}", unit=" rows", delay=5, mininterval=1)
+        shown = iter(tqdm(rows, f"tokens of {split}", unit=" rows", delay=5, mininterval=1))
         number = tokens = checksum = 0
         for shard in itertools.count():
             part = itertools.islice(shown, _rows_in_a_shard(length))
@@ -217,14 +220,17 @@ def corpus_rows(
                 splits[split] = (ids[:length] for ids in encode(lines, tokenizer) if len(ids))
         write_rows(path, splits, length, tokenizer, facts)
 
-    manifest = f"{folder}/manifest.json"
-    if not folder or not _answered(tf.io.gfile.exists, manifest):
+    folder = folder.rstrip("/")
+    if not folder or not _answered(tf.io.gfile.exists, f"{folder}/manifest.json"):
         made = cached("rows", [json.dumps([facts, length])], write)
         if not folder:
             return open_rows(str(made))
-        _copy(str(made), folder)
-    found = json.loads(_answered(tf.io.gfile.GFile, manifest).read())
-    if (found["facts"], found["length"]) != (facts, length):
+        there = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
+        if others := {name.rstrip("/") for name in there} - {path.name for path in made.iterdir()}:
+            raise UserError(f"{folder} holds {min(others)}, but no manifest.json of rows: give another folder")
+        _answered(functools.partial(_copy, str(made)), folder)
+    found = read_json(_local(folder) / "manifest.json") or {}
+    if (found.get("facts"), found.get("length")) != (facts, length):
         raise UserError(f"{folder} has rows of another corpus, tokenizer or length: give another folder")
     return open_rows(folder)
 
@@ -232,43 +238,66 @@ def corpus_rows(
 def open_rows(folder: str) -> dict[str, Rows]:
     """The rows of each split in a folder that `write_rows` has filled. A remote one is copied to the cache first.
 
+    In a folder of `tf.train.Example`, as BERT's pipelines write them, they are converted into the cache first: see
+    `examples_to_rows`.
+
     Raises:
         UserError: when there are none, or they are damaged, or cannot be read.
     """
-    if "://" in folder:
-        manifest = _answered(tf.io.gfile.GFile, f"{folder}/manifest.json").read()
-        folder = str(cached("rows", [folder, manifest], lambda path: _copy(folder, str(path))))
-    manifest = read_json(Path(folder) / "manifest.json")
+    place = _local(folder)
+    manifest = read_json(place / "manifest.json") or {}
     try:
         length, splits = manifest["length"], manifest["splits"]
         for split, facts in splits.items():
             checksum = 0
-            for path in _shards(Path(folder), split, facts["rows"], length):
+            for path in _shards(place, split, facts["rows"], length):
                 checksum = _checksum(path, checksum)
             if checksum != facts["checksum"]:
-                raise UserError(f"the rows of {split} in {folder} are damaged: remove the folder")
-        return {split: Rows(Path(folder), split, length, facts) for split, facts in splits.items()}
+                raise UserError(f"the rows of {split} in {place} are damaged: remove the folder")
+        return {split: Rows(place, split, length, facts) for split, facts in splits.items()}
     except (TypeError, KeyError, OSError) as error:
-        raise UserError(f"{folder} has no rows of text, or not all of them ({error!r})") from error
+        raise UserError(f"{place} has no rows of text, or not all of them ({error!r}): remove the folder") from error
 
 
 def rows_tokenizer(folder: str) -> keras_hub.models.Tokenizer:
-    """The tokenizer of the rows in a folder. Raises a `UserError` when there is none."""
-    try:
-        return keras_hub.models.Tokenizer.from_preset(f"{folder}/tokenizer")
-    except (ValueError, OSError) as error:
-        raise UserError(f"{folder} has no rows of text with their tokenizer: give another folder") from error
+    """The tokenizer of the rows in a folder; see `open_rows`. Raises a `UserError` when there is none."""
+    place = _local(folder) / "tokenizer"
+    try:  # `Tokenizer.from_preset` would look for a backbone
+        tokenizer = keras.saving.deserialize_keras_object(read_json(place / "tokenizer.json"))
+        tokenizer.load_assets(str(place / "assets/tokenizer"))
+        return tokenizer
+    except (AttributeError, ValueError, TypeError, OSError) as error:
+        raise UserError(f"{folder} has no tokenizer of its rows: give another folder") from error
 
 
 def fingerprint(tokenizer: keras_hub.models.Tokenizer) -> str:
     """A hash of what determines the ids of a text: the tokenizer's class, settings and assets."""
-    config = keras.saving.serialize_keras_object(tokenizer)["config"] | {"name": ""}  # which Keras numbers
-    digest = hashlib.sha256(json.dumps(config, default=str).encode())
+    settings = {"class": type(tokenizer).__name__} | tokenizer.get_config() | {"name": ""}  # which counts the instances
+    digest = hashlib.sha256(json.dumps(settings, default=str).encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_assets(folder)
         for file in sorted(Path(folder).iterdir()):
             digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def _local(folder: str) -> Path:
+    """Where the rows of a folder lie on this machine."""
+    folder = folder.rstrip("/")
+    if not _answered(tf.io.gfile.exists, f"{folder}/manifest.json"):
+        files = find_examples(folder)
+        tokenizer = tokenizer_from_files(folder)
+        stats = [(path, tf.io.gfile.stat(path)) for path in itertools.chain(*files.values())]
+        inputs = [fingerprint(tokenizer), *(f"{path} {stat.length} {stat.mtime_nsec}" for path, stat in stats)]
+
+        def convert(path: Path) -> None:
+            write_rows(path, *example_rows(files, tokenizer), tokenizer, {"examples": files})
+
+        return _answered(lambda _: cached("rows", inputs, convert), folder)
+    if "://" not in folder:
+        return Path(folder)
+    manifest = _answered(lambda path: tf.io.gfile.GFile(path).read(), f"{folder}/manifest.json")
+    return _answered(lambda _: cached("rows", [folder, manifest], lambda path: _copy(folder, str(path))), folder)
 
 
 def _rows_in_a_shard(length: int) -> int:
@@ -294,10 +323,10 @@ def _checksum(path: Path, before: int) -> int:
 def _copy(source: str, target: str) -> None:
     """Copies a folder of rows, from or to any file system that TensorFlow knows; the manifest comes last."""
     for folder, _, files in [*tf.io.gfile.walk(source)][::-1]:
-        place = target + folder.removeprefix(source)
-        _answered(tf.io.gfile.makedirs, place)
+        place = target + folder.rstrip("/").removeprefix(source)
+        tf.io.gfile.makedirs(place)
         for file in sorted(files, key=lambda name: name == "manifest.json"):
-            tf.io.gfile.copy(f"{folder}/{file}", f"{place}/{file}", overwrite=True)
+            tf.io.gfile.copy(f"{source}{place.removeprefix(target)}/{file}", f"{place}/{file}", overwrite=True)
 
 
 def _answered(operation: Callable, path: str) -> Any:
@@ -305,4 +334,5 @@ def _answered(operation: Callable, path: str) -> Any:
     try:
         return operation(path)
     except tf.errors.OpError as error:
-        raise UserError(f"cannot use {path} ({error.message.splitlines()[0]}): give another folder") from error
+        why = (error.message or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot use {path} ({why}): give another folder") from error

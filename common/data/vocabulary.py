@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabularies, as KerasHub's tokenizers: trained by the `tokenizers` library, or read from a file; and texts as ids."""
+"""Vocabularies, as KerasHub's tokenizers: trained by the `tokenizers` library, or read from files; texts as ids."""
 
 import collections
 import itertools
@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from keras_replicas import UserError
 
+from ..errors import first_line
 from ..files import cached
 from .corpora import Documents
 
@@ -75,9 +76,35 @@ def load_wordpieces(path: str | Path) -> keras_hub.models.BertTokenizer:
         UserError: when the file cannot be read, or lacks one of BERT's special tokens.
     """
     try:
-        pieces = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the vocabulary {path}: {error}") from error
+        text = tf.io.gfile.GFile(str(path)).read().replace("\r\n", "\n")
+    except (tf.errors.OpError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the vocabulary {path}: {first_line(error)}") from error
+    return _wordpieces(text.removesuffix("\n").split("\n"), path)  # at no other character that ends lines elsewhere
+
+
+def tokenizer_from_files(folder: str) -> keras_hub.models.Tokenizer:
+    """A tokenizer from BERT's `vocab.txt`, or Hugging Face's `tokenizer.json` of BERT, RoBERTa or GPT-2.
+
+    Raises:
+        UserError: when the folder has neither, or it is damaged or of another kind.
+    """
+    pieces, path = f"{folder}/vocab.txt", f"{folder}/tokenizer.json"
+    if tf.io.gfile.exists(pieces):
+        return load_wordpieces(pieces)
+    if not tf.io.gfile.exists(path):
+        raise UserError(f"{folder} has no manifest.json of rows, and neither vocab.txt nor tokenizer.json of examples")
+    try:
+        model = json.loads(tf.io.gfile.GFile(path).read())["model"]
+        ids = model["vocab"]
+        if model["type"] == "WordPiece":
+            return _wordpieces(sorted(ids, key=ids.get), path)
+        kind = keras_hub.models.RobertaTokenizer if "<mask>" in ids else keras_hub.models.GPT2Tokenizer
+        return kind(ids, [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
+    except (tf.errors.OpError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no tokenizer of BERT, RoBERTa or GPT-2 ({first_line(error)})") from error
+
+
+def _wordpieces(pieces: list[str], path: str | Path) -> keras_hub.models.BertTokenizer:
     if missing := [token for token in WORDPIECE_TOKENS if token not in pieces]:
         raise UserError(f"the vocabulary {path} lacks {' '.join(missing)}; give a BERT WordPiece file")
     uncased = all(piece == piece.lower() for piece in pieces if not piece.startswith("["))
@@ -87,8 +114,8 @@ def load_wordpieces(path: str | Path) -> keras_hub.models.BertTokenizer:
 def train_byte_pairs(documents: Documents, source: str, size: int) -> keras_hub.models.RobertaTokenizer:
     """Trains a byte-level vocabulary (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
-    It has at most `size` tokens; `size` is at least 261, for 256 bytes and five special tokens. Arguments, and what is
-    promised, are those of `train_wordpieces`.
+    It has at most `size` tokens; `size` is at least 262, for 256 bytes, five special tokens and a pair. Arguments, and
+    what is promised, are those of `train_wordpieces`.
     """
 
     def train(path: Path) -> None:
@@ -114,7 +141,7 @@ def encode(texts: Iterable[str], tokenizer: keras_hub.models.Tokenizer) -> Itera
     """The ids of each text, an int32 vector, on all cores; no special tokens are added.
 
     In a text for WordPiece, `[UNK]` is one token, as corpora with unknown words need it; the names of other special
-    tokens are ordinary text. In a text for another tokenizer, the name of a special token may become it.
+    tokens are ordinary text. In a text for another tokenizer, the name of a special token may become that token.
     """
     as_strings = tf.TensorSpec([None], tf.string)
     is_fast = isinstance(tokenizer, keras_hub.tokenizers.BytePairTokenizer)  # outside of TensorFlow; others are inside
@@ -127,12 +154,13 @@ def encode(texts: Iterable[str], tokenizer: keras_hub.models.Tokenizer) -> Itera
                 group = [text.replace(UNKNOWN, NO_PIECE) for text in group]
             running.append(threads.submit(call, group))
             if len(running) > cores:  # so that few texts are in memory
-                yield from _vectors(running.popleft().result())
+                yield from vectors(running.popleft().result())
         for future in running:
-            yield from _vectors(future.result())
+            yield from vectors(future.result())
 
 
-def _vectors(ids: tf.RaggedTensor | list[list[int]]) -> list[np.ndarray]:
+def vectors(ids: tf.RaggedTensor | list[list[int]]) -> list[np.ndarray]:
+    """The ids of each text as a vector."""
     if isinstance(ids, tf.RaggedTensor):
         return np.split(ids.flat_values.numpy(), ids.row_splits.numpy()[1:-1])
     return [np.array(of_text, np.int32) for of_text in ids]

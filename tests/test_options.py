@@ -1,0 +1,79 @@
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+
+from common.options import FREE, INPUT, Bounds, Count, FitOptions, Rate, Share
+from keras_replicas import UserError
+
+
+@dataclass(frozen=True)
+class Config(FitOptions):
+    workdir: Annotated[str, FREE] = "runs/a"
+    corpus: Annotated[str, INPUT] = "docstrings"
+    preset: Annotated[str, INPUT] = ""
+    batch_size: Count = 16
+    rate: Rate = None
+    warmup: Share = 0.1
+    size: Annotated[int, Bounds(3, 9)] = 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("size", 2, "--size must be at least 3; got 2"),
+        ("size", 10, "--size must be at most 9; got 10"),
+        ("batch_size", 0, "--batch-size must be at least 1; got 0"),
+        ("batch_size", 2**31, "--batch-size must be at most 2147483647; got 2147483648"),
+        ("max_steps", 10**400, f"--max-steps must be at most 2147483647; got {10**400}"),
+        ("max_steps", -5, "--max-steps must be at least 0; got -5"),
+        ("replicas", -1, "--replicas must be at least 0; got -1"),
+        ("replicas", 1025, "--replicas must be at most 1024; got 1025"),
+        ("seed", 2**32, "--seed must be at most 4294967295; got 4294967296"),
+        ("checkpoint_every", 0, "--checkpoint-every must be at least 1; got 0"),
+        ("rate", math.nan, "--rate must be a finite number; got nan"),
+        ("rate", math.inf, "--rate must be a finite number; got inf"),
+        ("rate", -0.1, "--rate must be at least 0; got -0.1"),
+        ("warmup", 1.0, "--warmup must be at most 0.9999999999999999; got 1.0"),
+        ("warmup", -math.inf, "--warmup must be a finite number; got -inf"),
+        ("corpus", "", "--corpus is empty: name one, or leave it out"),
+        ("workdir", "", "--workdir is empty: name one, or leave it out"),
+        ("accumulate", 3, "--accumulate 3 must divide --batch-size 16"),
+    ],
+)
+def test_a_value_out_of_its_bounds_is_refused(name, value, told):
+    with pytest.raises(UserError) as error:
+        Config(**{name: value})
+    assert str(error.value) == told
+
+
+def test_values_at_their_bounds_are_taken():
+    Config(size=3, batch_size=2**31 - 1, seed=2**32 - 1, rate=0.0, warmup=0.0, preset="", replicas=1024)
+    Config(size=9, batch_size=8, accumulate=8, warmup=math.nextafter(1, 0), max_steps=0)
+
+
+def test_an_input_must_not_lie_in_the_runs_folder(tmp_path, monkeypatch):
+    (tmp_path / "run/deeper").mkdir(parents=True)
+    (tmp_path / "run/deeper/a.txt").write_text("text")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    for workdir, corpus in (
+        ("run", "run/deeper/a.txt"),
+        ("link", "run/deeper"),
+        (str(tmp_path / "run"), "link"),
+        (".", "run"),
+    ):
+        with pytest.raises(
+            UserError, match=f"--corpus {corpus} lies in the run's folder, which --overwrite moves aside"
+        ):
+            Config(workdir=workdir, corpus=corpus)
+    for workdir, corpus in (("run/deeper", "run"), ("other", "run"), ("run", "gs://run/deeper"), ("run", "x" * 300)):
+        Config(workdir=workdir, corpus=corpus)
+
+
+def test_a_resumed_run_must_have_all_options_but_the_free_ones():
+    free = {"workdir", "replicas", "checkpoint_every", "overwrite", "dry_run", "accumulate", "jit"}
+    config = Config(seed=7)
+    assert config.fixed() == {name: value for name, value in vars(config).items() if name not in free}
+    assert config.fixed()["seed"] == 7

@@ -1,0 +1,426 @@
+"""Rows hold every token, are whole or refused, and are read in an order that does not depend on who reads."""
+
+import functools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from common.data import rows as rows_module
+from common.data.corpora import Corpus, open_corpus
+from common.data.rows import NO_LABEL, corpus_rows, fingerprint, open_rows, rows_tokenizer, text_rows, write_rows
+from common.data.vocabulary import encode, train_byte_pairs, train_wordpieces
+from keras_replicas import UserError
+from tests.conftest import ROOT
+
+LENGTH = 40
+TEXTS = [np.arange(1, 4), np.arange(0), np.arange(4, 12), np.arange(12, 13)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/keras-data-parallel-recipes"
+
+
+@pytest.fixture(scope="module")
+def corpus(wikitext):
+    """A few articles of each split."""
+    splits = {split: list(texts())[:3] for split, texts in open_corpus(str(wikitext)).splits.items()}
+    return Corpus({split: functools.partial(iter, texts) for split, texts in splits.items()}, "a few articles")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus):
+    return train_wordpieces(corpus.splits["train"], corpus.fingerprint, 300)
+
+
+def in_shards_of(rows, monkeypatch, length=LENGTH):
+    monkeypatch.setattr(rows_module, "SHARD_BYTES", rows * (16 + 4 * (1 + length)) + 3)
+
+
+def written(folder, rows, tokenizer, length=LENGTH):
+    write_rows(folder, {"train": iter(rows), "validation": [np.array([1])], "test": []}, length, tokenizer, {"a": 1})
+    return open_rows(str(folder))
+
+
+def rows_of(numbers, seed=0):
+    """Rows of these numbers of ids."""
+    draw = np.random.default_rng(seed)
+    return [draw.integers(0, 300, number).astype(np.int32) for number in numbers]
+
+
+def read(rows, examples, **options):
+    return [part.numpy() for part in rows.read(tf.constant(examples, tf.int64), **options)]
+
+
+@pytest.mark.parametrize("number", [1, 4, 5, 9])
+def test_a_row_has_the_ids_that_were_written_whichever_shard_it_is_in(number, tokenizer, tmp_path, monkeypatch):
+    in_shards_of(4, monkeypatch)
+    given = rows_of(np.arange(number) * 7 % LENGTH + 1)
+    splits = written(tmp_path / "rows", given, tokenizer)
+    rows = splits["train"]
+    assert [*splits] == ["train", "validation"] and len(rows) == number and rows.length == LENGTH
+    assert rows.tokens == sum(map(len, given))
+    assert len(list(tmp_path.glob("rows/train-*.tfrecord"))) == -(-number // 4)
+    order = [*reversed(range(number)), -1, 0]
+    ids, is_token, is_label = read(rows, order)
+    assert ids.shape == (number + 2, LENGTH) and ids.dtype == np.int32 and (is_token == is_label).all()
+    for example, row, tokens in zip(order, ids, is_token, strict=True):
+        expected = given[example] if example >= 0 else []
+        assert row[tokens].tolist() == list(expected) and (row[~tokens] == 0).all()
+        assert tokens[: len(expected)].all()
+    assert rows.counts(300).tolist() == np.bincount(np.concatenate(given), minlength=300).tolist()
+
+
+def test_any_reader_of_tfrecords_reads_the_shards(tokenizer, tmp_path, monkeypatch):
+    in_shards_of(2, monkeypatch)
+    given = rows_of([3, 40, 7])
+    written(tmp_path, given, tokenizer)
+    paths = [str(path) for path in sorted(tmp_path.glob("train-*.tfrecord"))]
+    records = [np.frombuffer(record.numpy(), np.int32) for record in tf.data.TFRecordDataset(paths)]
+    assert [record[0] for record in records] == [3, 40, 7]
+    for record, row in zip(records, given, strict=True):
+        assert record[1:].tolist() == [*row, *[-1] * (LENGTH - len(row))]
+
+
+def test_what_is_no_label_is_a_token(tokenizer, tmp_path):
+    rows = written(tmp_path, [np.array([NO_LABEL - 7, NO_LABEL, 7, 0])], tokenizer)["train"]
+    ids, is_token, is_label = read(rows, [0])
+    assert ids[0, :5].tolist() == [7, 0, 7, 0, 0]
+    assert is_token[0, :5].tolist() == [True, True, True, True, False]
+    assert is_label[0, :5].tolist() == [False, False, True, True, False]
+    assert rows.counts(300)[[0, 7]].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(("longest", "length"), [(1, 32), (32, 32), (33, 64), (65, 70), (70, 70)])
+def test_padding_is_cut_to_a_multiple_of_32(longest, length, tokenizer, tmp_path):
+    rows = written(tmp_path, rows_of([longest, 1, 70]), tokenizer, 70)["train"]
+    whole, trimmed = read(rows, [1, -1, 0]), read(rows, [1, -1, 0], trim=True)
+    assert trimmed[0].shape == (3, length)
+    for all_, cut in zip(whole, trimmed, strict=True):
+        np.testing.assert_array_equal(all_[:, :length], cut)
+    assert read(rows, [-1, -1], trim=True)[0].shape == (2, 32)  # of a replica without examples
+
+
+def test_a_split_without_rows_is_refused_unless_it_is_the_test_split(tokenizer, tmp_path):
+    with pytest.raises(UserError, match="no text is left for train: give more"):
+        write_rows(tmp_path, {"train": [], "validation": rows_of([3])}, LENGTH, tokenizer, {})
+    with pytest.raises(UserError, match="has no rows of text"):
+        open_rows(str(tmp_path))
+
+
+def test_the_texts_are_one_row_that_is_cut():
+    assert [row.tolist() for row in text_rows(TEXTS, 5)] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12]]
+    around = [*text_rows(TEXTS, 8, before=(90,), after=(91, 92))]
+    assert np.concatenate(around).tolist() == [90, 1, 2, 3, 91, 92, 90, *range(4, 12), 91, 92, 90, 12, 91, 92]
+    assert [len(row) for row in around] == [8, 8, 5]
+    assert [*text_rows([np.arange(0)], 5)] == []
+
+
+@pytest.mark.parametrize("total", [1, 2, 5, 8, 9, 70_000, 140_001])
+@pytest.mark.parametrize(("length", "overlap"), [(5, 1), (64, 0), (64, 3)])
+def test_every_token_is_in_a_row_once_but_for_the_overlap(length, overlap, total):
+    ids = np.arange(total, dtype=np.int32)
+    rows = [*text_rows(np.array_split(ids, max(total // 1000, 1)), length, overlap=overlap)]
+    assert all(len(row) == length for row in rows[:-1])
+    for row, following in zip(rows, rows[1:], strict=False):
+        assert row[len(row) - overlap :].tolist() == following[:overlap].tolist()
+    if total > overlap:  # else nothing follows the overlap
+        assert np.concatenate([rows[0][:overlap], *(row[overlap:] for row in rows)]).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("train", [train_wordpieces, train_byte_pairs])
+def test_the_rows_of_a_corpus_hold_every_token(train, corpus):
+    tokenizer = train(corpus.splits["train"], corpus.fingerprint, 300)
+    end = tokenizer.end_token_id
+    splits = corpus_rows(corpus, tokenizer, LENGTH, after=(end,))
+    assert [*splits] == ["train", "validation", "test"]
+    for split, rows in splits.items():
+        ids, is_token, _ = read(rows, np.arange(len(rows)))
+        expected = [number for text in encode(corpus.splits[split](), tokenizer) for number in [*text, end]]
+        assert ids[is_token].tolist() == expected and is_token[:-1].all()
+
+
+def test_without_packing_each_line_is_a_row(corpus, tokenizer):
+    rows = corpus_rows(corpus, tokenizer, LENGTH, pack=False, after=(3,))["validation"]
+    lines = [line for text in corpus.splits["validation"]() for line in text.splitlines()]
+    ids, is_token, _ = read(rows, np.arange(len(rows)))
+    for row, tokens, expected in zip(ids, is_token, encode(lines, tokenizer), strict=True):
+        assert row[tokens].tolist() == expected[:LENGTH].tolist()
+
+
+def test_rows_come_from_the_cache_the_second_time(corpus, tokenizer, monkeypatch, cache):
+    first = corpus_rows(corpus, tokenizer, LENGTH)
+    monkeypatch.setattr(rows_module, "encode", None)
+    again = train_wordpieces(corpus.splits["train"], corpus.fingerprint, 300)  # another instance
+    assert corpus_rows(corpus, again, LENGTH)["train"].checksum == first["train"].checksum
+    for changed in ({"length": 41}, {"overlap": 1}, {"after": (3,)}, {"before": (2,)}):
+        with pytest.raises(TypeError):
+            corpus_rows(corpus, again, **{"length": LENGTH} | changed)
+    with pytest.raises(TypeError):
+        corpus_rows(Corpus(corpus.splits, "another"), again, LENGTH)
+    assert len(list(cache.glob("*-rows"))) == 1
+
+
+def test_a_fingerprint_is_of_what_determines_the_ids(corpus, tokenizer):
+    again = train_wordpieces(corpus.splits["train"], corpus.fingerprint, 300)
+    other = train_wordpieces(corpus.splits["train"], corpus.fingerprint, 299)
+    pairs = train_byte_pairs(corpus.splits["train"], corpus.fingerprint, 300)
+    cased = type(tokenizer)(tokenizer.get_vocabulary(), lowercase=False)
+    assert fingerprint(again) == fingerprint(tokenizer)
+    assert len({fingerprint(each) for each in (tokenizer, other, pairs, cased)}) == 4
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_folder_of_rows_is_kept_and_refused_for_others(remote, corpus, tokenizer, tmp_path, monkeypatch, cache):
+    folder = ("file://" if remote else "") + str(tmp_path / "data[1]/deeper/")
+    made = corpus_rows(corpus, tokenizer, LENGTH, folder=folder)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "data[1]").rglob("*")}
+    assert tmp_path / "data[1]/deeper/manifest.json" in files
+    shutil.rmtree(cache)
+    monkeypatch.setattr(rows_module, "encode", None)
+    for found in (corpus_rows(corpus, tokenizer, LENGTH, folder=folder), open_rows(folder)):
+        assert {split: rows.checksum for split, rows in found.items()} == {s: rows.checksum for s, rows in made.items()}
+        np.testing.assert_array_equal(read(found["train"], [0, 5])[0], read(made["train"], [0, 5])[0])
+    assert fingerprint(rows_tokenizer(folder)) == fingerprint(tokenizer)
+    with pytest.raises(UserError, match="has rows of another corpus, tokenizer or length: give another folder"):
+        corpus_rows(corpus, tokenizer, LENGTH + 1, folder=folder)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data[1]").rglob("*")} == files
+    assert len(list(cache.glob("*-rows"))) == remote  # a copy of the remote one
+
+
+def test_a_folder_that_was_not_finished_is_written_anew(corpus, tokenizer, tmp_path, monkeypatch):
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    copy, copied = tf.io.gfile.copy, []
+    monkeypatch.setattr(
+        tf.io.gfile, "copy", lambda *paths, **options: copied.append(paths[1]) or copy(*paths, **options)
+    )
+    corpus_rows(corpus, tokenizer, LENGTH, folder=str(whole))
+    assert copied[-1] == str(whole / "manifest.json")  # without it, the folder is not finished
+    (half / "tokenizer").mkdir(parents=True)
+    (half / "train-00000.tfrecord").write_bytes(b"half")
+    with pytest.raises(UserError, match="half has no rows of text, and no"):
+        open_rows(str(half))
+    corpus_rows(corpus, tokenizer, LENGTH, folder=str(half))
+    assert {path.name for path in half.rglob("*")} == {path.name for path in whole.rglob("*")}
+    for path in whole.rglob("*.*"):
+        assert (half / path.relative_to(whole)).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "vocab.txt", "manifest.json"])
+def test_a_folder_of_other_files_is_not_written_to(name, corpus, tokenizer, tmp_path):
+    (tmp_path / "data").mkdir()
+    for each in (name, "train-00000.tfrecord"):
+        (tmp_path / "data" / each).write_text('["mine"]')
+    with pytest.raises(UserError, match="data (holds|has rows of another)"):
+        corpus_rows(corpus, tokenizer, LENGTH, folder=str(tmp_path / "data"))
+    with pytest.raises(UserError, match="data has no rows of text"):
+        open_rows(str(tmp_path / "data"))
+    assert {path.read_text() for path in (tmp_path / "data").iterdir()} == {'["mine"]'}
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "gone", "manifest", "tokenizer"])
+def test_a_damaged_folder_is_refused(damage, tokenizer, tmp_path):
+    folder = tmp_path / "rows"
+    written(folder, rows_of([40, 7]), tokenizer)
+    shard = folder / "train-00000.tfrecord"
+    content = shard.read_bytes()
+    damaged = {"cut": content[:-180], "changed": content[:-99] + b"x" + content[-98:], "empty": b""}
+    if damage in damaged:
+        shard.write_bytes(damaged[damage])
+    elif damage == "tokenizer":
+        (folder / "tokenizer/tokenizer.json").write_text("{")
+    else:
+        (shard if damage == "gone" else folder / "manifest.json").unlink()
+    with pytest.raises(UserError, match="damaged: remove the folder|has no (rows|tokenizer|manifest)"):
+        rows_tokenizer(str(folder)) if damage == "tokenizer" else open_rows(str(folder))
+
+
+def test_a_file_system_that_does_not_answer_is_told_of(corpus, tokenizer):
+    for use in (open_rows, rows_tokenizer, lambda folder: corpus_rows(corpus, tokenizer, LENGTH, folder=folder)):
+        with pytest.raises(
+            UserError, match="^cannot use s3://bucket/rows/manifest.json .File system scheme 's3' not im"
+        ):
+            use("s3://bucket/rows")
+    with pytest.raises(UserError, match="^ram://nothing has no rows of text"):
+        open_rows("ram://nothing")
+    with pytest.raises(UserError, match="^cannot use /proc/rows .*: give another folder"):
+        corpus_rows(corpus, tokenizer, LENGTH, folder="/proc/rows")
+
+
+def test_progress_is_shown_if_it_takes_long(tokenizer, tmp_path, capfd):
+    def slow(seconds):
+        for row in rows_of([3] * 4):
+            time.sleep(seconds / 4)
+            yield row
+
+    written(tmp_path / "quick", slow(0), tokenizer)
+    assert capfd.readouterr() == ("", "")
+    written(tmp_path / "slow", slow(7), tokenizer)
+    out, err = capfd.readouterr()
+    assert out == "" and "tokens of train: " in err and "rows" in err
+
+
+def parts(data, step, replicas):
+    """Of some steps, each replica's part, one after the other."""
+    context = tf.distribute.InputContext(1, 0, replicas)
+    found = data.iter_from_step(step, context).take(4 * replicas)
+    return np.concatenate([examples.numpy() for examples, *_ in found]).reshape(4, -1)
+
+
+def test_the_order_is_the_same_for_any_number_of_replicas_and_begins_anywhere(tokenizer, tmp_path, monkeypatch):
+    in_shards_of(7, monkeypatch)
+    rows = written(tmp_path, rows_of([5] * 20), tokenizer)["train"]
+
+    def batches(seed=3, shuffle=True):
+        return rows.batches(lambda epochs, examples: (examples, rows.read(examples)[0]), 6, shuffle, seed)
+
+    whole = parts(batches(), 0, 1)
+    assert len(batches()) == 4 and sorted(whole[whole >= 0]) == list(range(20)) and (np.diff(whole[0]) != 1).any()
+    for replicas in (2, 3):
+        for step in (0, 1, 5):
+            there, here = parts(batches(), step, replicas), parts(batches(), step, 1)
+            assert [sorted(row) for row in there] == [sorted(row) for row in here]
+    np.testing.assert_array_equal(parts(batches(), 1, 2)[:3], parts(batches(), 0, 2)[1:])
+    assert (parts(batches(), 4, 1) != whole).any() and (parts(batches(seed=4), 0, 1) != whole).any()
+    assert parts(batches(shuffle=False), 0, 1)[0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_workers_and_resumed_runs_are_told_apart_by_the_rows(tokenizer, tmp_path):
+    def facts(name, given):
+        return written(tmp_path / name, given, tokenizer)["train"].batches(None.__class__, 2, True, 0).fingerprint()
+
+    given = rows_of([5, 6, 7])
+    other = [given[0], given[1], given[2][::-1]]
+    assert facts("a", given) == facts("b", given) != facts("c", other)
+
+
+def example(name, ids):
+    feature = {name: tf.train.Feature(int64_list=tf.train.Int64List(value=ids))}
+    return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+
+
+def examples(folder, texts, tokenizer, name="input_ids", suffix=".tfrecord"):
+    """Files as BERT's pipelines write them: [CLS], a text, [SEP], and padding."""
+    folder.mkdir(parents=True)
+    start, end, pad = tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id
+    kind = tf.io.TFRecordOptions("GZIP" if suffix.endswith(".gz") else "")
+    for split, part in (("bert_train-0", texts[:5]), ("bert_train-1", texts[5:8]), ("bert_valid", texts[8:])):
+        with tf.io.TFRecordWriter(str(folder / (split + suffix)), kind) as writer:
+            for ids in part:
+                writer.write(example(name, [start, *ids, end, *[pad] * 9]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "suffix"),
+    [
+        ("vocab.txt", "input_ids", ".tfrecord"),
+        ("wordpieces", "token_ids", ".tfrecord-00000-of-00001.gz"),
+        ("byte pairs", "token_ids", ".tfrecord"),
+    ],
+)
+def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_path, monkeypatch, cache):
+    train = train_byte_pairs if kind == "byte pairs" else train_wordpieces
+    tokenizer, folder = train(corpus.splits["train"], corpus.fingerprint, 300), tmp_path / "data"
+    lines = [line for text in corpus.splits["train"]() for line in text.splitlines()]
+    texts = [ids[:20].tolist() for ids in encode(lines[:10], tokenizer)]
+    examples(folder, texts, tokenizer, name, suffix)
+    ids = {piece: number for number, piece in enumerate(tokenizer.get_vocabulary())}
+    if kind == "vocab.txt":
+        (folder / "vocab.txt").write_text("\n".join(ids) + "\n")
+    elif kind == "wordpieces":
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": ids}}))
+    else:
+        merges = [pair.split() for pair in tokenizer.merges]
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": ids, "merges": merges}}))
+    splits = open_rows(str(folder))
+    assert [*splits] == ["train", "validation"]
+    for split, expected in (("train", texts[:8]), ("validation", texts[8:])):
+        found, is_token, _ = read(splits[split], np.arange(len(splits[split])))
+        assert [row[tokens].tolist() for row, tokens in zip(found, is_token, strict=True)] == expected
+    assert splits["train"].length == max(map(len, texts))
+    again = rows_tokenizer(str(folder))
+    assert type(again) is type(tokenizer) and again(["the licence"]) == tokenizer(["the licence"])
+    monkeypatch.setattr(rows_module, "example_rows", None)
+    assert open_rows(str(folder))["train"].checksum == splits["train"].checksum
+    assert len(list(cache.glob("*-rows"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("no tokenizer", "data has no manifest.json of rows, and neither vocab.txt nor tokenizer.json of examples"),
+        ("tokenizer", r"tokenizer.json is no tokenizer of BERT, RoBERTa or GPT-2 \('model'\)"),
+        ("validation", r"has no rows of text, and no \*train\*.tfrecord\* with \*valid\*"),
+        ("ids", "have no ids, or some that their tokenizer lacks"),
+        ("feature", "have no ids, or some that their tokenizer lacks"),
+        ("record", "cannot use .*data .*: give another folder"),
+    ],
+)
+def test_what_is_wrong_with_examples_is_told(wrong, told, tokenizer, tmp_path):
+    folder = tmp_path / "data"
+    texts = [[299, 300 if wrong == "ids" else 5]] * 10
+    examples(folder, texts, tokenizer, "ids" if wrong == "feature" else "input_ids")
+    if wrong == "tokenizer":
+        (folder / "tokenizer.json").write_text("{}")
+    elif wrong != "no tokenizer":
+        (folder / "vocab.txt").write_text("\n".join(tokenizer.get_vocabulary()))
+    if wrong == "validation":
+        (folder / "bert_valid.tfrecord").unlink()
+    if wrong == "record":
+        (folder / "bert_valid.tfrecord").write_bytes(b"no record" * 9)
+    with pytest.raises(UserError, match=told):
+        open_rows(str(folder))
+
+
+def test_a_remote_folder_of_examples_is_converted(tokenizer, tmp_path):
+    examples(tmp_path / "data", [[5, 6]] * 10, tokenizer)
+    (tmp_path / "data/vocab.txt").write_text("\n".join(tokenizer.get_vocabulary()))
+    for path in (tmp_path / "data").iterdir():
+        tf.io.gfile.copy(str(path), f"ram://examples/{path.name}")
+    assert len(open_rows("ram://examples/")["train"]) == 8
+
+
+# In a mount namespace of its own: a small disk, and then room is made.
+FULL_DISK = """
+mount -t tmpfs -o size=250k none {disk} && {command}; echo "status $?"
+mount -o remount,size=1g {disk} && {command}; echo "status $?"
+"""
+MAKE_ROWS = """
+import sys
+from common.command_line import run
+from common.data.corpora import open_corpus
+from common.data.rows import corpus_rows
+from common.data.vocabulary import load_wordpieces
+
+def main(_):
+    print(len(corpus_rows(open_corpus(sys.argv[1]), load_wordpieces(sys.argv[2]), 40)["train"]), "rows")
+
+run(main, None)
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_told_of_and_then_it_goes_on(wikitext, tokenizer, tmp_path):
+    if subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("mounting a small disk is not permitted here")
+    disk, vocabulary = tmp_path / "disk", tmp_path / "vocab.txt"
+    disk.mkdir()
+    vocabulary.write_text("\n".join(tokenizer.get_vocabulary()))
+    command = shlex.join([sys.executable, "-c", MAKE_ROWS, str(wikitext), str(vocabulary)])
+    script, environment = FULL_DISK.format(disk=disk, command=command), os.environ | {"XDG_CACHE_HOME": str(disk)}
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    number = len(corpus_rows(open_corpus(str(wikitext)), tokenizer, LENGTH)["train"])
+    assert done.stdout == f"status 1\n{number} rows\nstatus 0\n", done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith(f"error: {disk}/") and "No space left" in line]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,155 @@
+import os
+import subprocess
+import sys
+
+import keras_hub
+import numpy as np
+import pytest
+
+from common.data import vocabulary as vocabulary_module
+from common.data.vocabulary import (
+    BYTE_PAIR_TOKENS,
+    WORDPIECE_TOKENS,
+    encode,
+    load_wordpieces,
+    train_byte_pairs,
+    train_wordpieces,
+)
+from keras_replicas import UserError
+from tests.conftest import ROOT
+
+TEXTS = ["The quick brown fox jumps over the lazy dog; it wasn't impressed.", "In 2024 foo(bar) was 12345.6 </s>", ""]
+AWKWARD = [
+    "An UNSEEN word: fjord",
+    "semi-colons; (brackets) & 1,234.5",
+    "  spaces\tand\n\nempty lines \n",
+    "Crème brûlée, Ångström, e\u0301 naïve Zürich",
+    "今日は良い天気 mixed中文text 한국어",
+    "🙂🙃 👩‍👩‍👧 flags 🇳🇱",
+    "\u00a0no break\u3000wide",
+    "x" * 99,
+    "y" * 300,
+]
+
+
+def ids_of(texts, tokenizer):
+    return [ids.tolist() for ids in encode(texts, tokenizer)]
+
+
+@pytest.fixture(scope="module")
+def wordpieces():
+    return train_wordpieces(lambda: iter(TEXTS * 3), "texts", 120)
+
+
+@pytest.fixture(scope="module")
+def byte_pairs():
+    return train_byte_pairs(lambda: iter(TEXTS * 3), "texts", 400)
+
+
+def test_trained_word_pieces_are_uncased_and_few(wordpieces):
+    pieces = wordpieces.get_vocabulary()
+    assert pieces[:5] == [*WORDPIECE_TOKENS] and 40 < len(pieces) <= 120 and len(set(pieces)) == len(pieces)
+    assert wordpieces.lowercase and ids_of(["THE LAZY DOG"], wordpieces) == ids_of(["the lazy dog"], wordpieces)
+
+
+def test_trained_byte_pairs_begin_with_robertas_special_tokens(byte_pairs):
+    pieces = [byte_pairs.id_to_token(number) for number in range(byte_pairs.vocabulary_size())]
+    assert pieces[:5] == [*BYTE_PAIR_TOKENS] and 261 < len(pieces) <= 400 and len(set(pieces)) == len(pieces)
+    assert not {*BYTE_PAIR_TOKENS} & {merge.replace(" ", "") for merge in byte_pairs.merges}
+
+
+@pytest.mark.parametrize("train", [train_wordpieces, train_byte_pairs])
+def test_a_vocabulary_is_trained_once(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    opened = []
+
+    def documents():
+        opened.append(1)
+        return iter(TEXTS)
+
+    first, number = train(documents, "a", 300), len(opened)
+    assert train(documents, "a", 300).get_vocabulary() == first.get_vocabulary() and len(opened) == number
+    train(documents, "b", 300)
+    assert len(opened) == 2 * number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["train_wordpieces", "train_byte_pairs"])
+def test_training_gives_the_same_in_every_process(train, tmp_path):
+    """The trainer's own ties fall by a hash table that is another one in each process."""
+    code = (
+        f"import pydoc_data.topics as t; from common.data.vocabulary import {train} as train;"
+        "print(train(lambda: sorted(t.topics.values()), 'topics', 600).get_vocabulary())"
+    )
+    made = {
+        subprocess.check_output(
+            [sys.executable, "-c", code],
+            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / str(process)), "PYTHONHASHSEED": str(process)},
+            cwd=ROOT,
+            text=True,
+        )
+        for process in range(2)
+    }
+    assert len(made) == 1 and len(made.pop()) > 600
+
+
+@pytest.mark.parametrize("kind", ["wordpieces", "byte_pairs"])
+def test_encode_gives_the_ids_of_keras_hub(kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    texts = [*TEXTS, *AWKWARD]
+    for text, ids in zip(texts, encode(texts, tokenizer), strict=True):
+        assert ids.dtype == np.int32 and ids.tolist() == np.asarray(tokenizer(text)).tolist(), text
+    for text, ids in zip(AWKWARD, ids_of(AWKWARD, tokenizer), strict=True):
+        if kind == "byte_pairs":
+            assert tokenizer.detokenize(ids) == text  # nothing is lost
+
+
+def test_the_ids_come_in_order_and_few_texts_are_held(wordpieces, monkeypatch):
+    monkeypatch.setattr(vocabulary_module, "TEXTS_AT_ONCE", 4)
+    taken = []
+
+    def texts():
+        for number in range(1000):
+            taken.append(number)
+            yield f"{number % 50} fox" * (number % 7)
+
+    found = encode(texts(), wordpieces)
+    next(found)
+    assert len(taken) <= 4 * ((os.cpu_count() or 1) + 2)
+    assert len([*found]) == 999
+    assert ids_of(texts(), wordpieces) == [np.asarray(wordpieces(text)).tolist() for text in texts()][:1000]
+    assert ids_of([], wordpieces) == []
+
+
+def test_of_special_tokens_only_unk_is_one_in_a_text(wordpieces, byte_pairs):
+    unknown, named, word = ids_of(["[UNK]", "[MASK] [PAD] [CLS] [SEP]", "the"], wordpieces)
+    assert unknown == [1] and not {0, 2, 3, 4} & {*named}
+    assert ids_of(["the [UNK] the"], wordpieces) == [[*word, 1, *word]]
+    assert byte_pairs.detokenize(ids_of(["the [UNK]"], byte_pairs)[0]) == "the [UNK]"
+
+
+def test_a_vocabulary_file(tmp_path):
+    file = tmp_path / "vocab.txt"
+    pieces = [*WORDPIECE_TOKENS, "a", "\u2028", "##b", "\x85"]  # two of which end lines elsewhere
+    for ending in ("\n", "\r\n"):
+        file.write_bytes((ending.join(pieces) + ending).encode())
+        tokenizer = load_wordpieces(file)
+        assert tokenizer.get_vocabulary() == pieces and tokenizer.lowercase and tokenizer.strip_accents
+    file.write_text("\n".join([*WORDPIECE_TOKENS, "[unused1]", "Paris"]))
+    assert isinstance(load_wordpieces(file), keras_hub.models.BertTokenizer) and not load_wordpieces(file).lowercase
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n", r"vocab.txt lacks \[MASK\]; give a BERT WordPiece file"),
+        (b"", r"lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\] \[MASK\]"),
+        (b"caf\xe9", "cannot read the vocabulary .*vocab.txt: "),
+        (None, "cannot read the vocabulary .*vocab.txt: "),
+    ],
+)
+def test_a_file_that_is_no_vocabulary(content, told, tmp_path):
+    if content is not None:
+        (tmp_path / "vocab.txt").write_bytes(content)
+    with pytest.raises(UserError, match=told):
+        load_wordpieces(tmp_path / "vocab.txt")
