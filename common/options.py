@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
 
 Count = Annotated[int, Bounds(1, MOST)]
 Share = Annotated[float, Bounds(0, 1 - 2**-53)]
-Rate = Annotated[float | None, Bounds(0, 1e9)]
+Rate = Annotated[float | None, Bounds(1e-30, 1e9)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

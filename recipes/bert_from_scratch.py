@@ -39,7 +39,7 @@ class Config(LanguageModelOptions):
         ""  # folder of the tokenizer and the shards, local or gs://; empty: in the workdir
     )
     architecture: Literal["bert", "roberta"] = "bert"  # with its tokenizer: WordPiece, or byte-level BPE
-    vocabulary_size: Annotated[int, Bounds(261, 2**20)] = 4096  # tokens in the vocabulary
+    vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 4096  # tokens in the vocabulary
     # nano | tiny | mini | small | medium | base | large, or a JSON file
     model: Annotated[str, FIRST] = "tiny"
     mask_rate: Annotated[float, Bounds(0.01, 0.99)] = 0.3  # fraction of tokens masked in training; 0.15 in validation
@@ -61,11 +61,11 @@ with quiet_stderr():
 
 from common.data.corpora import open_corpus
 from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
-from common.data.rows import Rows, corpus_rows, open_rows
+from common.data.rows import RowBatches, Rows, corpus_rows, open_rows
 from common.data.vocabulary import train_byte_pairs, train_wordpieces
-from common.log import RunLog, one_epoch
+from common.log import RunLog
 from common.model.masked_lm import masked_lm_from_size
-from common.model.publish import Publish, card
+from common.model.publish import Publish
 from common.model.saving import save_task
 from common.report import print_plan, report
 from common.run_folder import chief_alone, open_run
@@ -77,21 +77,24 @@ from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
-def make_datasets(config: Config) -> tuple[keras_hub.models.Tokenizer, dict[str, Rows]]:
-    """The tokenizer, and each split's rows of token ids: found, or written by the chief while other workers wait."""
+def make_datasets(config: Config, batch_size: int) -> tuple[keras_hub.models.Tokenizer, dict[str, RowBatches]]:
+    """The tokenizer, and the batches of each split; its rows are found, or written by the chief while others wait."""
     corpus = open_corpus(config.corpus)
     train = train_wordpieces if config.architecture == "bert" else train_byte_pairs
     tokenizer = train(corpus.splits["train"], corpus.fingerprint, config.vocabulary_size)
-    after = (tokenizer.end_token_id,)
-    rows = functools.partial(corpus_rows, corpus, tokenizer, config.seq_length - 2, after=after)  # and [CLS] and [SEP]
-    if config.dry_run:
-        return tokenizer, rows()
-    folder = config.data or os.path.join(config.workdir, "data")
-    chief_alone(lambda: rows(folder=folder))
-    return tokenizer, open_rows(folder)
+    after, folder = (tokenizer.end_token_id,), config.data or os.path.join(config.workdir, "data")
+    make = functools.partial(corpus_rows, corpus, tokenizer, config.seq_length - 2, after=after)  # and [CLS], [SEP]
+    if not config.dry_run:
+        chief_alone(lambda: make(folder=folder))
+    rows = make() if config.dry_run else open_rows(folder)
+    return tokenizer, {
+        part: masked_batches(config, tokenizer, rows[part], batch_size, part == "train") for part in rows
+    }
 
 
-def masked_batches(config: Config, tokenizer: keras_hub.models.Tokenizer, rows: Rows, batch_size: int, training: bool):
+def masked_batches(
+    config: Config, tokenizer: keras_hub.models.Tokenizer, rows: Rows, batch_size: int, training: bool
+) -> RowBatches:
     """A split's batches (x, y, sample_weight), for `fit`; `batch_size` is of all replicas together."""
 
     def make_batch(epochs, examples):
@@ -123,8 +126,7 @@ def train_and_evaluate(config: Config) -> dict:
         # A run that is resumed keeps them, whatever the number of replicas now.
         batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
 
-        tokenizer, rows = make_datasets(config)
-        batches = {part: masked_batches(config, tokenizer, rows[part], batch_size, part == "train") for part in rows}
+        tokenizer, batches = make_datasets(config, batch_size)
         train = batches.pop("train")
         total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
         schedule = WarmUpPolynomialDecay(rate, total_steps, config.warmup)
@@ -139,20 +141,16 @@ def train_and_evaluate(config: Config) -> dict:
         checkpoints = Checkpoints(run.folder / "checkpoints", **saving)
         preprocessor = model.preprocessor_cls(tokenizer, sequence_length=config.seq_length)
         save = functools.partial(save_task, model, preprocessor)
-        publish = Publish(config.push_to, config.push_public, run.folder / "snapshot", save)
-        model.fit(
-            train, epochs=config.epochs, validation_data=batches["validation"], callbacks=[log, publish, checkpoints]
-        )
+        publish = Publish(config.push_to, config.push_public, run.folder, save)
+        callbacks = [log, publish, checkpoints]
+        model.fit(train, epochs=config.epochs, validation_data=batches["validation"], callbacks=callbacks)
 
         results = {"recipe": "bert_from_scratch", "global_batch_size": batch_size, "config": asdict(config)}
         results |= log.results(replicas)
-        counts = rows["train"].counts(tokenizer.vocabulary_size())
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
-            results |= language_model_scores(split, scores, one_epoch(part), counts, tokenizer)
-        told = card(config.push_to or str(run.folder), "fill-mask", "A masked language model.", results)
-        save(run.folder / "preset", card=told)
-        publish.finish(run.folder / "preset")
+            results |= language_model_scores(split, scores, part, train, tokenizer)
+        publish.finish("fill-mask", results)
         return run.finish(results)
 
 

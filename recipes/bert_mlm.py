@@ -55,9 +55,9 @@ with quiet_stderr():
 
 from common.data.corpora import open_corpus
 from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
-from common.data.rows import Rows, corpus_rows
+from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import load_wordpieces, train_wordpieces
-from common.log import RunLog, one_epoch
+from common.log import RunLog
 from common.model.huggingface import preset_tokenizer
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
 from common.model.saving import save_task
@@ -71,8 +71,8 @@ from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
-def make_datasets(config: Config) -> tuple[keras_hub.models.Tokenizer, dict[str, Rows]]:
-    """The tokenizer, and for each split of the corpus its rows of token ids, which leave room for [CLS] and [SEP]."""
+def make_datasets(config: Config, batch_size: int) -> tuple[keras_hub.models.Tokenizer, dict[str, RowBatches]]:
+    """The tokenizer, and the batches of each split of the corpus."""
     corpus = open_corpus(config.corpus)
     if config.preset:
         tokenizer = preset_tokenizer(config.preset)
@@ -80,11 +80,16 @@ def make_datasets(config: Config) -> tuple[keras_hub.models.Tokenizer, dict[str,
         tokenizer = load_wordpieces(config.vocabulary)
     else:
         tokenizer = train_wordpieces(corpus.splits["train"], corpus.fingerprint, config.vocabulary_size)
-    after = (tokenizer.end_token_id,)
-    return tokenizer, corpus_rows(corpus, tokenizer, config.seq_length - 2, pack=config.pack == "full", after=after)
+    shape = {"pack": config.pack == "full", "after": (tokenizer.end_token_id,)}
+    rows = corpus_rows(corpus, tokenizer, config.seq_length - 2, **shape)  # with room for [CLS] and [SEP]
+    return tokenizer, {
+        part: masked_batches(config, tokenizer, rows[part], batch_size, part == "train") for part in rows
+    }
 
 
-def masked_batches(config: Config, tokenizer: keras_hub.models.Tokenizer, rows: Rows, batch_size: int, training: bool):
+def masked_batches(
+    config: Config, tokenizer: keras_hub.models.Tokenizer, rows: Rows, batch_size: int, training: bool
+) -> RowBatches:
     """A split's batches (x, y, sample_weight), for `fit`; `batch_size` is of all replicas together."""
 
     def make_batch(epochs, examples):
@@ -119,8 +124,7 @@ def train_and_evaluate(config: Config) -> dict:
         # A run that is resumed keeps them, whatever the number of replicas now.
         batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
 
-        tokenizer, rows = make_datasets(config)
-        batches = {part: masked_batches(config, tokenizer, rows[part], batch_size, part == "train") for part in rows}
+        tokenizer, batches = make_datasets(config, batch_size)
         train = batches.pop("train")
         total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
         schedule = WarmUpPolynomialDecay(rate, total_steps, config.warmup)
@@ -140,10 +144,9 @@ def train_and_evaluate(config: Config) -> dict:
 
         results = {"recipe": "bert_mlm", "global_batch_size": batch_size, "config": asdict(config)}
         results |= log.results(replicas)
-        counts = rows["train"].counts(tokenizer.vocabulary_size())
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
-            results |= language_model_scores(split, scores, one_epoch(part), counts, tokenizer)
+            results |= language_model_scores(split, scores, part, train, tokenizer)
         save_task(model, model.preprocessor_cls(tokenizer, sequence_length=config.seq_length), run.folder / "preset")
         return run.finish(results)
 

@@ -42,7 +42,7 @@ class Config(LanguageModelOptions):
     lora_rank: Annotated[int | None, Bounds(1, 2**10)] = None
     # GPT-2's size, with random weights; default: tiny, unless a preset is given
     model: Annotated[CausalSize | None, FIRST] = None
-    vocabulary_size: Annotated[int, Bounds(261, 2**20)] = 4096  # byte pairs in a trained vocabulary
+    vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 4096  # byte pairs in a trained vocabulary
     push_to: Annotated[str, FREE] = ""  # hf://user/name: upload the model after each epoch, in the background
     push_public: Annotated[bool, FREE] = False  # if it is new there, it is public
 
@@ -63,12 +63,12 @@ with quiet_stderr():
 from common.data.answers import answer_rows
 from common.data.corpora import open_corpus
 from common.data.dialogues import is_dialogues, read_dialogues, said_in
-from common.data.rows import Rows, corpus_rows, open_rows, rows_tokenizer
+from common.data.rows import RowBatches, Rows, corpus_rows, open_rows, rows_tokenizer
 from common.data.vocabulary import train_byte_pairs
-from common.log import RunLog, one_epoch
+from common.log import RunLog
 from common.model.causal_lm import make_causal_lm, make_preprocessor
 from common.model.generate import print_continuations
-from common.model.publish import Publish, card
+from common.model.publish import Publish
 from common.model.samples import Samples, beginnings
 from common.model.saving import save_task
 from common.report import print_plan, report
@@ -81,30 +81,36 @@ from common.training.schedules import WarmUpPolynomialDecay
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
-def make_datasets(config: Config) -> tuple[keras_hub.models.CausalLMPreprocessor, dict[str, Rows]]:
-    """The preprocessor, which has the tokenizer, and for each split its rows of token ids: one more than a sequence."""
+def make_datasets(
+    config: Config, batch_size: int
+) -> tuple[keras_hub.models.CausalLMPreprocessor, dict[str, RowBatches]]:
+    """The preprocessor, which has the tokenizer, and the batches of each split."""
     make = functools.partial(make_preprocessor, config.preset, seq_length=config.seq_length)
-    if config.data and not is_dialogues(config.data):
-        return make(rows_tokenizer(config.data)), open_rows(config.data)
-    if config.data:
+    length = config.seq_length + 1  # of rows: the label of each token is the next one
+    if config.data and is_dialogues(config.data):
         dialogues = read_dialogues(config.data)
         texts, source = said_in(dialogues)["train"], repr(dialogues)
-    else:
+    elif not config.data:
         corpus = open_corpus(config.corpus)
         texts, source = corpus.splits["train"], corpus.fingerprint
+    else:
+        preprocessor, rows = make(rows_tokenizer(config.data)), open_rows(config.data)
+        return preprocessor, {part: causal_batches(config, rows[part], batch_size, part == "train") for part in rows}
     preprocessor = make(None if config.preset else train_byte_pairs(texts, source, config.vocabulary_size))
-    tokenizer, length = preprocessor.tokenizer, config.seq_length + 1
+    tokenizer = preprocessor.tokenizer
     if config.data:
-        return preprocessor, answer_rows(dialogues, tokenizer, length)
-    start, end = tokenizer.start_token_id, tokenizer.end_token_id
-    around = {"before": (start,) if start is not None else (), "after": (end,) if end != start else ()}
-    return preprocessor, corpus_rows(corpus, tokenizer, length, overlap=1, **around)
+        rows = answer_rows(dialogues, tokenizer, length)
+    else:
+        start, end = tokenizer.start_token_id, tokenizer.end_token_id
+        around = {"before": (start,) if start is not None else (), "after": (end,) if end != start else ()}
+        rows = corpus_rows(corpus, tokenizer, length, overlap=1, **around)
+    return preprocessor, {part: causal_batches(config, rows[part], batch_size, part == "train") for part in rows}
 
 
-def causal_batches(config: Config, rows: Rows, batch_size: int, training: bool):
+def causal_batches(config: Config, rows: Rows, batch_size: int, training: bool) -> RowBatches:
     """A split's batches (x, y, sample_weight), for `fit`; `batch_size` is of all replicas together."""
 
-    def make_batch(epochs, examples):  # the label of each token is the next one
+    def make_batch(epochs, examples):
         ids, is_token, is_label = rows.read(examples, trim=is_dialogues(config.data))
         x = {"token_ids": ids[:, :-1], "padding_mask": tf.cast(is_token[:, :-1], tf.int32)}
         return x, ids[:, 1:], tf.cast(is_label[:, 1:], tf.float32)
@@ -133,10 +139,8 @@ def train_and_evaluate(config: Config) -> dict:
         # A run that is resumed keeps them, whatever the number of replicas now.
         batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
 
-        preprocessor, rows = make_datasets(config)
-        tokenizer = preprocessor.tokenizer
-        batches = {part: causal_batches(config, rows[part], batch_size, part == "train") for part in rows}
-        train = batches.pop("train")
+        preprocessor, batches = make_datasets(config, batch_size)
+        train, tokenizer = batches.pop("train"), preprocessor.tokenizer
         total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
         schedule = WarmUpPolynomialDecay(rate, total_steps, config.warmup)
 
@@ -148,20 +152,19 @@ def train_and_evaluate(config: Config) -> dict:
         log = RunLog(run.folder, train)
         saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
         checkpoints = Checkpoints(run.folder / "checkpoints", trained_only=bool(config.lora_rank), **saving)
-        save, texts = functools.partial(save_task, model, preprocessor), beginnings(rows["validation"], tokenizer)
-        publish = Publish(config.push_to, config.push_public, run.folder / "snapshot", save)
+        texts = beginnings(batches["validation"].rows, tokenizer)
+        publish = Publish(
+            config.push_to, config.push_public, run.folder, functools.partial(save_task, model, preprocessor)
+        )
         callbacks = [log, Samples(log.board, texts), publish, checkpoints]
         model.fit(train, epochs=config.epochs, validation_data=batches["validation"], callbacks=callbacks)
 
         results = {"recipe": "causal_lm", "global_batch_size": batch_size, "config": asdict(config), "prompts": texts}
         results |= log.results(replicas)
-        counts = rows["train"].counts(tokenizer.vocabulary_size())
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
-            results |= language_model_scores(split, scores, one_epoch(part), counts, tokenizer)
-        told = card(config.push_to or str(run.folder), "text-generation", "A causal language model.", results)
-        save(run.folder / "preset", card=told)
-        publish.finish(run.folder / "preset")
+            results |= language_model_scores(split, scores, part, train, tokenizer)
+        publish.finish("text-generation", results)
         return run.finish(results)
 
 

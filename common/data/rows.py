@@ -89,7 +89,7 @@ class Rows:
 
     def batches(self, make_batch: Any, batch_size: int, shuffle: bool, seed: int) -> "RowBatches":
         """Batches that `make_batch` makes of epochs and rows; see `keras_replicas.Batches`."""
-        return RowBatches(make_batch, batch_size, size=self._rows, shuffle=shuffle, seed=seed, checksum=self.checksum)
+        return RowBatches(self, make_batch, batch_size, shuffle, seed)
 
     def counts(self, vocabulary_size: int) -> np.ndarray:
         """How often each id occurs, int64 [vocabulary_size]."""
@@ -104,15 +104,15 @@ class Rows:
 
 
 class RowBatches(Batches):
-    """`Batches` of rows, which workers must have alike, and a run from its beginning to its end."""
+    """`Batches` of `rows`, which workers must have alike, and a run from its beginning to its end."""
 
-    def __init__(self, *arguments: Any, checksum: int, **options: Any):
-        super().__init__(*arguments, **options)
-        self._checksum = checksum
+    def __init__(self, rows: Rows, make_batch: Any, batch_size: int, shuffle: bool, seed: int):
+        super().__init__(make_batch, batch_size, size=len(rows), shuffle=shuffle, seed=seed)
+        self.rows = rows
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Batches`."""
-        return super().fingerprint() | {"checksum of the rows": self._checksum}
+        return super().fingerprint() | {"checksum of the rows": self.rows.checksum}
 
 
 def text_rows(

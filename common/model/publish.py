@@ -29,14 +29,15 @@ class Publish(keras.callbacks.Callback):
     Args:
         uri: `hf://user/name`; empty for no snapshots and no uploads.
         public: whether a new repository is public rather than private. An existing one keeps its visibility.
-        folder: where the last snapshot is.
-        save: `save(folder)` writes the model as a preset to a folder, which it creates.
+        folder: the run's; the last snapshot is in `snapshot/` in it, the finished model in `preset/`.
+        save: `save(folder)` writes the model as a preset to a folder, which it creates; on the chief alone.
         patience: seconds for which `finish` waits.
     """
 
     def __init__(self, uri: str, public: bool, folder: Path, save: Callable[[Path], Any], patience: float = 1800):
         super().__init__()
-        self.uri, self.folder, self.save, self.patience = uri if is_chief() else "", folder, save, patience
+        self.uri, self.folder, self.save, self.patience = uri if is_chief() else "", folder / "snapshot", save, patience
+        self.preset = folder / "preset"
         self.visibility = "--no-private" if public else "--private"
         self.upload: subprocess.Popen[str] | None = None
         atexit.register(self._stop)
@@ -58,13 +59,21 @@ class Publish(keras.callbacks.Callback):
         else:
             self._start(self.folder)
 
-    def finish(self, preset: Path) -> None:
-        """Uploads this preset in the place of a snapshot, and waits for it. A failure is reported, not raised."""
+    def finish(self, task: str, results: dict[str, Any]) -> None:
+        """Saves the finished model with its card, uploads it, and waits for that. A failure is reported, not raised.
+
+        Args:
+            task, results: `task` and `values` of `card`.
+        """
+        self.save(self.preset)
+        if is_chief():
+            told = card(self.uri or str(self.preset), task, "", results)
+            (self.preset / "README.md").write_text(told, encoding="utf-8")
         if not self.uri:
             return
         self._stop()
         print(f"\nuploading to {self.uri}", flush=True)
-        words = self._start(preset)
+        words = self._start(self.preset)
         if why := self._failure(self.patience):
             print(f"The run is complete, but not uploaded ({why}). To try again:\n    hf {words}", flush=True)
 

@@ -2,11 +2,13 @@
 """Metrics of a language model, and the unigram baseline."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import keras_hub
 import numpy as np
+
+from ..data.rows import RowBatches
+from ..log import one_epoch
 
 # In a vocabulary of byte pairs, whose alphabet has a letter for each byte, those of white space, and of the bytes of a
 # UTF-8 character after its first; and SentencePiece's letter for a space.
@@ -14,7 +16,7 @@ NOT_COUNTED = {*"ĠĊĉč", *map(chr, range(161, 192)), *map(chr, range(290, 324
 
 
 def language_model_scores(
-    split: str, scores: dict[str, float], batches: Iterable[tuple], counts: np.ndarray, tokenizer: Any
+    split: str, scores: dict[str, float], batches: RowBatches, train: RowBatches, tokenizer: Any
 ) -> dict[str, float]:
     """Entries `val_loss` (for the split `validation`), `val_perplexity` and so on; losses in nats per token.
 
@@ -26,10 +28,11 @@ def language_model_scores(
         split: the split that was evaluated.
         scores: the model's scores on it, with its `loss` and `accuracy`.
         batches: those of the evaluation, (x, y, sample_weight); the ids in y with a weight are the tokens to predict.
-        counts: how often each id occurs in training, [vocabulary size].
+        train: those of the training, whose rows are counted for the baseline.
         tokenizer: KerasHub's tokenizer of the ids.
     """
-    targets = np.concatenate([np.asarray(y)[np.asarray(weight) > 0] for _, y, weight in batches])
+    targets = np.concatenate([np.asarray(y)[np.asarray(weight) > 0] for _, y, weight in one_epoch(batches)])
+    counts = train.rows.counts(tokenizer.vocabulary_size())
     own = {
         "loss": scores["loss"],
         "accuracy": scores["accuracy"],
