@@ -40,8 +40,7 @@ class Config(LanguageModelOptions):
     )
     architecture: Literal["bert", "roberta"] = "bert"  # with its tokenizer: WordPiece, or byte-level BPE
     vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 4096  # tokens in the vocabulary
-    # nano | tiny | mini | small | medium | base | large, or a JSON file
-    model: Annotated[str, FIRST] = "tiny"
+    model: Annotated[str, FIRST] = "tiny"  # nano | tiny | mini | small | medium | base | large, or a JSON file
     mask_rate: Annotated[float, Bounds(0.01, 0.99)] = 0.3  # fraction of tokens masked in training; 0.15 in validation
     push_to: Annotated[str, FREE] = ""  # hf://user/name: upload the model after each epoch, in the background
     push_public: Annotated[bool, FREE] = False  # if it is new there, it is public
@@ -139,11 +138,10 @@ def train_and_evaluate(config: Config) -> dict:
         log = RunLog(run.folder, train)
         saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
         checkpoints = Checkpoints(run.folder / "checkpoints", **saving)
-        preprocessor = model.preprocessor_cls(tokenizer, sequence_length=config.seq_length)
-        save = functools.partial(save_task, model, preprocessor)
+        save = functools.partial(save_task, model, model.preprocessor_cls(tokenizer, sequence_length=config.seq_length))
         publish = Publish(config.push_to, config.push_public, run.folder, save)
-        callbacks = [log, publish, checkpoints]
-        model.fit(train, epochs=config.epochs, validation_data=batches["validation"], callbacks=callbacks)
+        data = {"validation_data": batches["validation"], "epochs": config.epochs}
+        model.fit(train, **data, callbacks=[log, publish, checkpoints])
 
         results = {"recipe": "bert_from_scratch", "global_batch_size": batch_size, "config": asdict(config)}
         results |= log.results(replicas)

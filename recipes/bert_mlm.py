@@ -137,10 +137,8 @@ def train_and_evaluate(config: Config) -> dict:
         log = RunLog(run.folder, train)
         saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
         checkpoints = Checkpoints(run.folder / "checkpoints", **saving)
-        board = keras.callbacks.TensorBoard(run.folder / "tensorboard")
-        model.fit(
-            train, epochs=config.epochs, validation_data=batches["validation"], callbacks=[log, board, checkpoints]
-        )
+        callbacks = [log, keras.callbacks.TensorBoard(run.folder / "tensorboard"), checkpoints]
+        model.fit(train, epochs=config.epochs, validation_data=batches["validation"], callbacks=callbacks)
 
         results = {"recipe": "bert_mlm", "global_batch_size": batch_size, "config": asdict(config)}
         results |= log.results(replicas)

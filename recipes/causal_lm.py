@@ -60,13 +60,11 @@ with quiet_stderr():
     import keras_hub
     import tensorflow as tf
 
-from common.data.answers import answer_rows
-from common.data.corpora import open_corpus
-from common.data.dialogues import is_dialogues, read_dialogues, said_in
-from common.data.rows import RowBatches, Rows, corpus_rows, open_rows, rows_tokenizer
-from common.data.vocabulary import train_byte_pairs
+from common.data.dialogues import is_dialogues
+from common.data.rows import RowBatches, Rows
 from common.log import RunLog
-from common.model.causal_lm import make_causal_lm, make_preprocessor
+from common.model.causal_data import causal_rows
+from common.model.causal_lm import make_causal_lm
 from common.model.generate import print_continuations
 from common.model.publish import Publish
 from common.model.samples import Samples, beginnings
@@ -85,25 +83,8 @@ def make_datasets(
     config: Config, batch_size: int
 ) -> tuple[keras_hub.models.CausalLMPreprocessor, dict[str, RowBatches]]:
     """The preprocessor, which has the tokenizer, and the batches of each split."""
-    make = functools.partial(make_preprocessor, config.preset, seq_length=config.seq_length)
-    length = config.seq_length + 1  # of rows: the label of each token is the next one
-    if config.data and is_dialogues(config.data):
-        dialogues = read_dialogues(config.data)
-        texts, source = said_in(dialogues)["train"], repr(dialogues)
-    elif not config.data:
-        corpus = open_corpus(config.corpus)
-        texts, source = corpus.splits["train"], corpus.fingerprint
-    else:
-        preprocessor, rows = make(rows_tokenizer(config.data)), open_rows(config.data)
-        return preprocessor, {part: causal_batches(config, rows[part], batch_size, part == "train") for part in rows}
-    preprocessor = make(None if config.preset else train_byte_pairs(texts, source, config.vocabulary_size))
-    tokenizer = preprocessor.tokenizer
-    if config.data:
-        rows = answer_rows(dialogues, tokenizer, length)
-    else:
-        start, end = tokenizer.start_token_id, tokenizer.end_token_id
-        around = {"before": (start,) if start is not None else (), "after": (end,) if end != start else ()}
-        rows = corpus_rows(corpus, tokenizer, length, overlap=1, **around)
+    kind = (config.corpus, config.data, config.preset, config.vocabulary_size, config.seq_length)
+    preprocessor, rows = causal_rows(*kind)
     return preprocessor, {part: causal_batches(config, rows[part], batch_size, part == "train") for part in rows}
 
 

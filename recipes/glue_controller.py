@@ -12,6 +12,7 @@ many steps in one call, checkpoints, summaries, and an action when a score is be
 `glue_custom_loop` is the same job in one explicit loop.
 """
 
+import functools
 import os
 import sys
 
@@ -162,11 +163,8 @@ def train_and_evaluate(config: Config) -> dict:
         splits = [split for split in data.sizes() if split != "train"]
         evaluators = {split: GlueEvaluator(strategy, data, split, batch_size, model) for split in splits}
         saved, texts = {"model": model, "optimizer": optimizer}, data.texts
-        best = when_best(
-            f"val_{texts.metrics[0]}",
-            lambda *_: save_classifier(model, texts.classes, texts.columns, run.folder / "best"),
-            run.folder,
-        )
+        save = functools.partial(save_classifier, model, texts.classes, texts.columns)
+        best = when_best(f"val_{texts.metrics[0]}", lambda *_: save(run.folder / "best"), run.folder)
         controller = Controller(
             GlueTrainer(strategy, train, model, optimizer, log, texts.classes),
             evaluators["validation"],
@@ -183,7 +181,7 @@ def train_and_evaluate(config: Config) -> dict:
         results = {"recipe": "glue_controller", "global_batch_size": batch_size, "config": asdict(config)}
         results |= log.results(replicas)
         write_predictions(run.folder / "predictions", texts, outputs)
-        save_classifier(model, texts.classes, texts.columns, run.folder / "preset")
+        save(run.folder / "preset")
         results |= classifier_results(texts, outputs, data.preprocessor.tokenizer)
         return run.finish(results)
 

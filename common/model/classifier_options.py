@@ -4,8 +4,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from .sizes import Size, check_model
 from ..options import FIRST, INPUT, Bounds, Count, Rate, RunOptions, Share
+from .sizes import Size, check_model
 
 
 @dataclass(frozen=True, kw_only=True)
