@@ -90,7 +90,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Of each package the minor versions that it is for; benchmarks/versions.py runs the tests with them.
+# Of each package the minor versions that the tests pass with; benchmarks/versions.py runs them.
 CHECKED_VERSIONS = {"keras": "3.13, 3.14, 3.15", "tensorflow": "2.20, 2.21"}
 VERSIONS = {"keras": keras.__version__, "tensorflow": tf.__version__}  # keras-nightly is Keras too
 

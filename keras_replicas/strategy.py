@@ -143,7 +143,7 @@ def _warning(strategy):
 
     def run_step(fn, *args, **kwargs):
         model = getattr(fn, "__self__", None)
-        if hasattr(model, "train_step") and not hasattr(model, "plain_class"):
+        if hasattr(model, "train_function") and not hasattr(model, "plain_class"):
             warnings.warn(PLAIN.format(type(model).__name__), stacklevel=2)
         return run(fn, *args, **kwargs)
 

@@ -110,8 +110,9 @@ def assert_same(ours, theirs, bound=1e-6):
     assert np.linalg.norm(one - other) <= bound * np.linalg.norm(other)
 
 
-@SLOW
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.long if f in ("Llama", "Mistral") else SLOW) for f in FAMILIES]
+)
 def test_every_family_trains_alike_on_one_and_two_replicas_and_is_saved(family, presets, small, tmp_path, capsys):
     small |= {"preset": presets(family)[0], "model": None, "max_steps": 3}
     two = train(small, replicas=2, lr_scaling="none")

@@ -424,3 +424,13 @@ def test_parts_of_a_batch_are_computed_one_after_another():
     data = tf.data.Dataset.from_tensors((tf.ones((6, 3)), tf.ones((6, 2))))
     model.fit(data, verbose=0)
     assert passes == ["forward", "backward"] * 3
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_none_for_an_input_that_a_model_needs_is_refused_as_by_keras(replicas):
+    with make_strategy(replicas).scope():
+        x = keras.Input((3,))
+        model = data_parallel(keras.Model(x, keras.layers.Dense(1)(x)))
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="not optional"):
+        model.fit([None], np.ones((4, 1)), verbose=0)

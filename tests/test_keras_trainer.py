@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.keras_process import ALL_COUNT
-from benchmarks.keras_tests import TWO, outcomes, run
+from benchmarks.keras_tests import REASONS, TWO, outcomes, run
 
-QUICKER = r"^(?!.*steps_per_execution.*(eager|non_jit))"  # these 22 take 40 % of the time; those with XLA are like them
+QUICKER = r"^(?!.*steps_per_execution.*(eager|non_jit))"  # those with XLA are like these 22, and quick
 
 
 @pytest.mark.slow
@@ -14,6 +14,6 @@ def test_keras_own_tests_pass_on_two_replicas(tmp_path):
     run((TWO,), {ALL_COUNT: []}, tmp_path, QUICKER)
     ended = outcomes(TWO, tmp_path)
     errors = {name: of["error"] for name, of in ended.items() if of["outcome"] == "failed"}
-    known = ("steps_per_epoch_match_multi_epoch", "torch")  # see `REASONS`; and PyTorch is not installed
+    known = (*REASONS, "torch")  # PyTorch is not installed
     assert all(any(word in name + error for word in known) for name, error in errors.items()), errors
     assert sum(of["outcome"] == "passed" for of in ended.values()) > 135

@@ -96,8 +96,9 @@ def train(options, **others):
     return text_classifier.train_and_evaluate(text_classifier.Config(**options | others))
 
 
-@SLOW
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.long if f in ("DistilBert",) else SLOW) for f in FAMILIES]
+)
 def test_every_family_trains_alike_on_one_and_two_replicas_and_is_saved(family, presets, small, tmp_path, capsys):
     folder, _ = presets(family)
     two = train(small, preset=str(folder), replicas=2, lr_scaling="none")

@@ -190,6 +190,18 @@ def test_a_plain_model_on_several_replicas_comes_with_a_warning(replicas, tmp_pa
                     use(loaded)
 
 
+class Loop:
+    """A loop of one's own, as Orbit's: no model."""
+
+    def train_step(self):
+        return 1
+
+
+def test_a_train_step_that_is_no_models_comes_without_a_warning():
+    with warnings.catch_warnings(action="error"):
+        make_strategy(2).run(Loop().train_step)
+
+
 def backbone(kind=HUB.BertBackbone):
     return kind(TOKENS, 1, 2, 8, 16, dropout=0.0, max_sequence_length=LENGTH)
 
