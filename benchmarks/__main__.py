@@ -5,6 +5,7 @@ import argparse
 import importlib
 
 from common.run.command_line import fail
+
 from keras_replicas.errors import UserError
 
 NAMES = {

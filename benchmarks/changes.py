@@ -6,9 +6,9 @@ import functools
 import keras
 import numpy as np
 import tensorflow as tf
+from common.data.stream import Stream
 from keras_hub.src.models.bert import bert_masked_lm
 
-from common.data.stream import Stream
 from common.training import optimizers
 from keras_replicas import locate
 

@@ -22,13 +22,13 @@ import numpy as np
 import orbit
 import tensorflow as tf
 import tf_keras
-
-from common.data.labelled import Examples, LabelledTexts
 from common.data.text_batches import EncodedTexts
 from common.data.wordpiece import WordPieces
-from common.model.classifier import make_preprocessor
 from common.run.controller import Controller
 from common.run.step_log import RunLog
+
+from common.data.labelled import Examples, LabelledTexts
+from common.model.classifier import make_preprocessor
 from common.training.losses import CrossEntropy
 from common.training.optimizers import make_optimizer
 from common.training.scaling import Scaled

@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from common.data.stream import Stream
 
 from benchmarks.clock import WARM, Clock
 from benchmarks.machine import peak_memory_mb
 from benchmarks.ours import fit
-from common.data.stream import Stream
 from common.model.saving import save_task
 from common.training.scaling import Scaled
 from keras_replicas import make_strategy

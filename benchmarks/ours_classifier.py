@@ -6,14 +6,14 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import common.data.by_length
 import keras
 import tensorflow as tf
+from common.data.text_batches import EncodedTexts
 
-import common.data.by_length
 from benchmarks.clock import WARM, Clock
 from benchmarks.ours import fit
 from benchmarks.text import temporary_folder
-from common.data.text_batches import EncodedTexts
 from common.training.scaling import Scaled
 from keras_replicas import make_strategy
 from recipes.text_classifier import Config, build_model, make_datasets, train_and_evaluate

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from common.run.run_folder import open_run
 
 from benchmarks.clock import WARM, Clock
 from benchmarks.ours import AS_OTHERS, FOR_EVER, fit
-from common.run.run_folder import open_run
 from common.training.scaling import Scaled
 from keras_replicas import make_strategy
 from recipes.bert_from_scratch import Config, build_model, make_datasets, masked_batches

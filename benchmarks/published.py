@@ -14,10 +14,10 @@ from typing import Any
 import keras
 import keras_hub
 import tensorflow as tf
+from common.data.wordpiece import load_wordpieces
 
 from benchmarks.clock import WARM, Clock
 from common.data.corpora import open_corpus
-from common.data.wordpiece import load_wordpieces
 from common.model.saving import keras_tokenizer
 from common.model.sizes import dimensions
 

@@ -135,8 +135,8 @@ def _validation(model, config) -> Callable[[], float]:
     """A function that gives the mean loss of a model over the masked tokens of the validation sequences."""
     import keras
     import tensorflow as tf
-
     from common.data.stream import one_epoch
+
     from recipes.bert_mlm import make_datasets, masked_batches
 
     vocabulary, sequences = make_datasets(config)

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+from common.run.results import report
+
 import benchmarks.input
 from benchmarks import (
     causal,
@@ -21,7 +23,6 @@ from benchmarks import (
     throughput,
     versions,
 )
-from common.run.results import report
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"

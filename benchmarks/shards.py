@@ -48,10 +48,11 @@ def main(corpus: str) -> None:
 def write(corpus: str, times: int, architecture: str, data: str) -> dict[str, float]:
     """Writes shards of a corpus that is repeated `times` times."""
     from common.data.byte_pairs import train_byte_pairs
-    from common.data.corpora import open_corpus
     from common.data.shard_writer import write_shards
     from common.data.shards import open_shards
     from common.data.wordpiece import train_wordpieces
+
+    from common.data.corpora import open_corpus
 
     train = open_corpus(corpus)["train"]
     vocabulary = {"bert": train_wordpieces, "roberta": train_byte_pairs}[architecture](train, VOCABULARY_SIZE)
@@ -67,6 +68,7 @@ def read(corpus: str, times: int, architecture: str, data: str) -> dict[str, flo
     """Reads and masks the shards once."""
     from common.data.shards import open_shards
     from common.data.stream import one_epoch
+
     from recipes.bert_from_scratch import Config, Scaled, masked_batches
 
     shards = open_shards(data)

@@ -42,8 +42,8 @@ def prepare_text(arguments: argparse.Namespace, seq_length: int, folder: str) ->
 def writer(folder: str, **options: Any) -> Callable[[], dict[str, int]]:
     """The work of `prepare_text`, in a process that has TensorFlow."""
     import numpy as np
-
     from common.data.packing import count_tokens
+
     from recipes.bert_mlm import Config, make_datasets
 
     def write() -> dict[str, int]:

@@ -12,11 +12,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from common.run.speed import flops_per_token
+
 from benchmarks.machine import RESULTS, machine, write_results
 from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
 from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
 from common.model.sizes import dimensions
-from common.run.speed import flops_per_token
 
 SEQ_LENGTH, MASK_RATE = 128, 0.15
 PUBLISHED = "published Keras example, padded to 512"

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from common.data.glue import open_examples
+from common.scores.metrics import classification_scores
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -22,8 +24,6 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from benchmarks.torch_loop import time_steps, train_step, without_end
-from common.data.glue import open_examples
-from common.scores.metrics import classification_scores
 
 
 class ShuffledBatches(torch.utils.data.Sampler):

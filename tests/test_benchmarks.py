@@ -8,6 +8,7 @@ import sys
 import tomllib
 
 import pytest
+from common.run.speed import flops_per_token
 
 import benchmarks.input
 from benchmarks import (
@@ -20,7 +21,6 @@ from benchmarks import (
     versions,
 )
 from benchmarks import machine as machine_module
-from common.run.speed import flops_per_token
 from keras_replicas.errors import UserError
 from keras_replicas.private import CHECKED_VERSIONS
 

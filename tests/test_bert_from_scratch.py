@@ -9,8 +9,8 @@ from pathlib import Path
 import keras_hub
 import numpy as np
 import pytest
-
 from common.data.stream import one_epoch
+
 from common.model.fill_mask import fill_mask
 from common.model.masked_lm import masked_lm_from_preset, preset_vocabulary
 from common.training.scaling import Scaled

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import sentencepiece
 import tensorflow as tf
-
 from common.data.byte_pairs import train_byte_pairs
-from common.data.corpora import open_corpus
-from common.data.dialogues import read_dialogues
 from common.data.shard_writer import make_shards
 from common.data.stream import one_epoch
+
+from common.data.corpora import open_corpus
+from common.data.dialogues import read_dialogues
 from common.model.causal_lm import make_causal_lm, make_preprocessor
 from common.model.generate import causal_lm_for_generation, continuations, make_sampler
 from common.model.sizes import dimensions

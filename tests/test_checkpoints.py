@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-
 from common.run.step_log import RunLog
 from common.training.explicit_step import COUNTS, MEANS
+
 from keras_replicas import Checkpoints, UserError
 from tests.test_bert_mlm import weights_of
 

@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
 from common.data.stream import Stream
 from common.run.controller import Controller, Evaluator, Trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from keras_replicas import Checkpoints, apply_summed, distribute, first_replica, make_strategy, sum_over_replicas
 
 BATCH = 8

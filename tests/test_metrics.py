@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 from common.data.byte_pairs import BytePairs
 from common.data.wordpiece import WordPieces
 from common.scores.causal import bigram_loss, causal_scores, count_pairs
+
 from common.scores.language_model import count_ids, language_model_scores, perplexity, unigram_loss
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-
 from common.data.order import NO_EXAMPLE, steps_per_epoch
+
 from keras_replicas import locate
 
 

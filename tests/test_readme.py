@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from common.run.command_line import parse
+from common.run.options import FIRST
 
 import benchmarks.__main__
 import recipes.__main__ as command_line
 from benchmarks import readme
-from common.run.command_line import parse
-from common.run.options import FIRST
 from common.training.scaling import LearningRateScaling
 from notebooks import generate
 from recipes import bert_from_scratch, bert_mlm, causal_lm, glue_controller, glue_custom_loop, text_classifier

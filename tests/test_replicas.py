@@ -1,7 +1,7 @@
 import numpy as np
 import tensorflow as tf
-
 from common.training.explicit_step import COUNTS, MEANS, means_of
+
 from keras_replicas.loop import steps_in_one_call
 from keras_replicas.replicas import (
     first_replica,

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import sentencepiece
 import tensorflow as tf
-
 from common.data.byte_pairs import train_byte_pairs
-from common.data.labelled import Examples, LabelledTexts
-from common.data.roles import role_pairs
 from common.data.text_batches import EncodedTexts
 from common.data.wordpiece import train_wordpieces
-from common.model.classifier import make_classifier, make_preprocessor
 from common.model.lora import enable_lora
+
+from common.data.labelled import Examples, LabelledTexts
+from common.data.roles import role_pairs
+from common.model.classifier import make_classifier, make_preprocessor
 from common.model.saving import keras_tokenizer
 from keras_replicas import checkpoints
 from keras_replicas.errors import UserError
