@@ -29,9 +29,9 @@ from common.run.step_log import RunLog
 
 from common.data.labelled import Examples, LabelledTexts
 from common.model.classifier import make_preprocessor
-from common.training.losses import CrossEntropy
-from common.training.optimizers import make_optimizer
-from common.training.scaling import Scaled
+from common.training import CrossEntropy
+from common.training import make_optimizer
+from common.training import Scaled
 from keras_replicas import distribute, make_strategy
 from recipes.glue_controller import Config, GlueTrainer, build_model
 

@@ -14,7 +14,7 @@ from benchmarks.clock import WARM, Clock
 from benchmarks.machine import peak_memory_mb
 from benchmarks.ours import fit
 from common.model.saving import save_task
-from common.training.scaling import Scaled
+from common.training import Scaled
 from keras_replicas import make_strategy
 from recipes.causal_lm import Config, build_model, causal_batches, make_datasets
 

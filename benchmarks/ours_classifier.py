@@ -14,7 +14,7 @@ from common.data.text_batches import EncodedTexts
 from benchmarks.clock import WARM, Clock
 from benchmarks.ours import fit
 from benchmarks.text import temporary_folder
-from common.training.scaling import Scaled
+from common.training import Scaled
 from keras_replicas import make_strategy
 from recipes.text_classifier import Config, build_model, make_datasets, train_and_evaluate
 

@@ -9,7 +9,7 @@ from common.run.run_folder import open_run
 
 from benchmarks.clock import WARM, Clock
 from benchmarks.ours import AS_OTHERS, FOR_EVER, fit
-from common.training.scaling import Scaled
+from common.training import Scaled
 from keras_replicas import make_strategy
 from recipes.bert_from_scratch import Config, build_model, make_datasets, masked_batches
 

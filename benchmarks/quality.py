@@ -104,7 +104,7 @@ def trainer(
     import numpy as np
 
     from benchmarks import ours, published
-    from common.training.schedules import WarmUpPolynomialDecay
+    from common.training import WarmUpPolynomialDecay
 
     options = words | {"precision": "float32", "dropout": dropout}
     config = ours.configured(**options)

@@ -62,17 +62,14 @@ from common.data.corpora import open_corpus
 from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
 from common.data.rows import RowBatches, Rows, corpus_rows, open_rows
 from common.data.vocabulary import train_byte_pairs, train_wordpieces
+from common.language_model_scores import language_model_scores
 from common.log import RunLog
 from common.model.masked_lm import masked_lm_from_size
 from common.model.publish import Publish
 from common.model.saving import save_task
 from common.report import print_plan, report
 from common.run_folder import chief_alone, open_run
-from common.scores.language_model import language_model_scores
-from common.training.losses import CrossEntropy
-from common.training.optimizers import muon
-from common.training.scaling import scale
-from common.training.schedules import WarmUpPolynomialDecay
+from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 

@@ -62,6 +62,7 @@ with quiet_stderr():
 
 from common.data.dialogues import is_dialogues
 from common.data.rows import RowBatches, Rows
+from common.language_model_scores import language_model_scores
 from common.log import RunLog
 from common.model.causal_data import causal_rows
 from common.model.causal_lm import make_causal_lm
@@ -71,11 +72,7 @@ from common.model.samples import Samples, beginnings
 from common.model.saving import save_task
 from common.report import print_plan, report
 from common.run_folder import open_run
-from common.scores.language_model import language_model_scores
-from common.training.losses import CrossEntropy
-from common.training.optimizers import muon
-from common.training.scaling import scale
-from common.training.schedules import WarmUpPolynomialDecay
+from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 

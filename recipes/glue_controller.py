@@ -46,6 +46,8 @@ with quiet_stderr():
     import tensorflow as tf
 
 import keras_replicas as kr
+from common.classification_scores import classifier_results, scores_of, write_predictions
+from common.controller import Controller, Evaluator, Trainer, when_best
 from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
@@ -53,12 +55,7 @@ from common.log import RunLog
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.report import report
 from common.run_folder import open_run
-from common.scores.classification import classifier_results, scores_of, write_predictions
-from common.training.controller import Controller, Evaluator, Trainer, when_best
-from common.training.losses import CrossEntropy
-from common.training.optimizers import adamw
-from common.training.scaling import scale
-from common.training.schedules import WarmUpPolynomialDecay
+from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
 
 
 def make_datasets(config: Config) -> EncodedTexts:

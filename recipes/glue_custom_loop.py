@@ -45,6 +45,7 @@ with quiet_stderr():
 from tqdm import tqdm
 
 import keras_replicas as kr
+from common.classification_scores import classifier_results, scores_of, write_predictions
 from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
@@ -52,11 +53,7 @@ from common.log import RunLog
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.report import report
 from common.run_folder import open_run
-from common.scores.classification import classifier_results, scores_of, write_predictions
-from common.training.losses import CrossEntropy
-from common.training.optimizers import adamw
-from common.training.scaling import scale
-from common.training.schedules import WarmUpPolynomialDecay
+from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
 
 
 def make_datasets(config: Config) -> EncodedTexts:

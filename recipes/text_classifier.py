@@ -40,6 +40,7 @@ if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is r
 with quiet_stderr():
     import keras
 
+from common.classification_scores import classifier_results, write_predictions
 from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
@@ -47,11 +48,7 @@ from common.log import RunLog
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.report import print_plan, report
 from common.run_folder import open_run
-from common.scores.classification import classifier_results, write_predictions
-from common.training.losses import CrossEntropy
-from common.training.optimizers import adamw
-from common.training.scaling import scale
-from common.training.schedules import WarmUpPolynomialDecay
+from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 

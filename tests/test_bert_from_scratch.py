@@ -13,8 +13,8 @@ from common.data.stream import one_epoch
 
 from common.model.fill_mask import fill_mask
 from common.model.masked_lm import masked_lm_from_preset, preset_vocabulary
-from common.training.scaling import Scaled
-from common.training.schedules import WarmUpPolynomialDecay
+from common.training import Scaled
+from common.training import WarmUpPolynomialDecay
 from keras_replicas.errors import UserError
 from recipes import bert_from_scratch
 from tests.conftest import ROOT

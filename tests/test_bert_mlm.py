@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.training.optimizers import Muon
-from common.training.schedules import WarmUpPolynomialDecay
+from common.training import Muon
+from common.training import WarmUpPolynomialDecay
 from recipes import __main__, bert_mlm
 
 ROOT = Path(__file__).parent.parent

@@ -26,7 +26,7 @@ from common.data.dialogues import read_dialogues
 from common.model.causal_lm import make_causal_lm, make_preprocessor
 from common.model.generate import causal_lm_for_generation, continuations, make_sampler
 from common.model.sizes import dimensions
-from common.training.scaling import Scaled
+from common.training import Scaled
 from keras_replicas import Checkpoints
 from keras_replicas.errors import UserError
 from recipes import causal_lm

@@ -121,7 +121,7 @@ def test_a_copy_runs_alone_and_its_test_finds_a_fault(tmp_path):
     done = alone(vendored, "test_bert_mlm.py")
     assert done.stdout.endswith("\npassed: two replicas compute what one does\n"), done.stderr
     copy_recipe("bert_mlm", str(copy := tmp_path / "copy"))
-    right = (fault := copy / "common/training/scaling.py").read_text()
+    right = (fault := copy / "common/training.py").read_text()
     fault.write_text(right.replace("learning_rate * factor\n", "learning_rate * factor * (1 + replicas / 1000)\n"))
     done = alone(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", path=vendored)  # its library
     assert "Not equal to tolerance" in done.stdout and "1 failed" in done.stdout, done.stdout

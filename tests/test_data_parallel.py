@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from common.model.masked_lm import BertMaskedLM
-from common.training.losses import CrossEntropy
-from common.training.optimizers import make_optimizer
+from common.training import CrossEntropy
+from common.training import make_optimizer
 from keras_replicas.batches import Batches
 from keras_replicas.model import data_parallel
 from keras_replicas.strategy import make_strategy

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.training.losses import CrossEntropy
+from common.training import CrossEntropy
 
 
 def examples(shape, scale):

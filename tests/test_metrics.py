@@ -8,7 +8,7 @@ from common.data.byte_pairs import BytePairs
 from common.data.wordpiece import WordPieces
 from common.scores.causal import bigram_loss, causal_scores, count_pairs
 
-from common.scores.language_model import count_ids, language_model_scores, perplexity, unigram_loss
+from common.language_model_scores import count_ids, language_model_scores, perplexity, unigram_loss
 
 
 def test_unigram_loss_against_a_hand_count():

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.training import optimizers
-from common.training.optimizers import adamw, matrix_axes, muon
+from common import training as optimizers
+from common.training import adamw, matrix_axes, muon
 from keras_replicas import apply_summed, make_strategy
 
 

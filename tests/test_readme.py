@@ -19,7 +19,7 @@ from common.run.options import FIRST
 import benchmarks.__main__
 import recipes.__main__ as command_line
 from benchmarks import readme
-from common.training.scaling import LearningRateScaling
+from common.training import LearningRateScaling
 from notebooks import generate
 from recipes import bert_from_scratch, bert_mlm, causal_lm, glue_controller, glue_custom_loop, text_classifier
 from tests import test_pages

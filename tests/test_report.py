@@ -7,7 +7,7 @@ import pytest
 
 from common.files import write_json
 from common.report import METRICS, no_better, print_plan, report
-from common.training.schedules import WarmUpPolynomialDecay
+from common.training import WarmUpPolynomialDecay
 from keras_replicas import Batches, data_parallel
 
 RUN = {

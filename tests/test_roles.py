@@ -10,7 +10,7 @@ import pytest
 from common.data import roles
 from common.data.labelled import Examples, LabelledTexts
 from common.data.roles import role_pairs
-from common.scores.classification import classifier_results
+from common.classification_scores import classifier_results
 
 PAIRS = role_pairs()
 

@@ -1,6 +1,6 @@
 import pytest
 
-from common.training.scaling import scale
+from common.training import scale
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])

@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 
-from common.training.schedules import WarmUpPolynomialDecay
+from common.training import WarmUpPolynomialDecay
 
 
 def test_one_continuous_curve_from_above_zero_to_the_peak_to_zero():

@@ -31,7 +31,7 @@ class Task:
 
     texts: tuple[str, ...]  # columns of the texts
     submission: str = "test.tsv"  # file name that GLUE wants for predictions of the test split
-    metrics: tuple[str, ...] = ("accuracy",)  # of `common.scores.classification`; the main one first
+    metrics: tuple[str, ...] = ("accuracy",)  # of `common.classification_scores`; the main one first
     classes: tuple[str, ...] = ("0", "1")  # in the Hub's order; none for regression
     label: str = "label"  # column of the label
     header: tuple[str, ...] = ()  # columns of train.tsv and dev.tsv, where their first line does not name them

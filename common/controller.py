@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_replicas import Checkpoints, distribute, exchange, is_chief, steps_in_one_call
 
-from ..files import read_json, write_json
+from .files import read_json, write_json
 
 LOOP_SECONDS = 5.0  # at most: signals are not handled while TensorFlow runs a loop
 Output = dict[str, float]

@@ -1,20 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's optimizers, with the settings that BERT-like models are trained with."""
+"""What decides how a model learns: scaling to N replicas, the learning rate's schedule, loss and optimizers."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import ops
 
 HEADS = ["logits", "mlm_head"]  # in the paths of the output layers of KerasHub's tasks
 STACK = 2**23  # about how many numbers a stack of kernels has; a step takes several times its memory
 # RoBERTa's (Liu et al. 2019, arXiv:1907.11692), stable at high rates.
 ROBERTA = {"beta_2": 0.98, "epsilon": 1e-6}
 NOT_DECAYED = ["bias", "gamma", "beta"]
+
+
+def scale(
+    batch_size: int, learning_rate: float, replicas: int, rule: Literal["sqrt", "linear", "none"]
+) -> tuple[int, float]:
+    """The batch size of all replicas together, and the learning rate for it, from those of one replica.
+
+    N replicas take N times the examples of one in each step: a step takes as long, and an epoch has 1/N of the steps.
+
+    Args:
+        batch_size, learning_rate: for one replica.
+        replicas: N, their number.
+        rule: by which the learning rate follows. `linear`, times N: Goyal et al. 2017, arXiv:1706.02677; for SGD, with
+            a warm-up. `sqrt`, times the square root of N: Krizhevsky 2014, arXiv:1404.5997, derived for Adam by Malladi
+            et al. 2022, arXiv:2205.10287: Adam divides by the gradient's size, mostly noise, which N times the examples
+            make √N times smaller. `none`: as given.
+    """
+    factor = {"linear": float(replicas), "sqrt": math.sqrt(replicas), "none": 1.0}[rule]
+    print(f"global batch: {batch_size} examples x {replicas} replica(s) = {batch_size * replicas}")
+    print(f"peak learning rate: {learning_rate * factor:g}, {rule} scaling of {learning_rate:g}", flush=True)
+    return batch_size * replicas, learning_rate * factor
+
+
+@keras.saving.register_keras_serializable(package="recipes")
+class WarmUpPolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
+    """Linear warm-up to `peak`, then Keras's `PolynomialDecay` to zero.
+
+    Of W warm-up steps, step s (from 0) has peak * (s + 1) / (W + 1), so that no step is spent at rate zero and the
+    warm-up meets the decay, which starts with `peak` at step W and would be zero at `total_steps`. Warm-up and linear
+    decay are BERT's (Devlin et al. 2018, arXiv:1810.04805, appendix A.2).
+
+    Args:
+        peak: peak learning rate.
+        total_steps: steps of the whole run.
+        warmup: fraction of all steps that are warm-up, below 1.
+        power: of the decay; 1: linear.
+    """
+
+    def __init__(self, peak: float, total_steps: int, warmup: float = 0.1, power: float = 1.0):
+        self.peak, self.total_steps, self.warmup, self.power = peak, total_steps, warmup, power
+        self.warmup_steps = min(int(warmup * total_steps), total_steps - 1)
+        self.decay = keras.optimizers.schedules.PolynomialDecay(
+            peak, decay_steps=total_steps - self.warmup_steps, end_learning_rate=0.0, power=power
+        )
+
+    def __call__(self, step):
+        """The rate for optimizer step `step`, a number or scalar tensor counted from 0; a scalar tensor."""
+        step = ops.cast(step, "float32")
+        warming_up = self.peak * (step + 1) / (self.warmup_steps + 1)
+        decaying = self.decay(ops.maximum(step - self.warmup_steps, 0.0))
+        return ops.where(step < self.warmup_steps, warming_up, decaying)
+
+    def get_config(self):
+        """The constructor's arguments."""
+        return {name: getattr(self, name) for name in ("peak", "total_steps", "warmup", "power")}
+
+
+class CrossEntropy(keras.losses.Loss):
+    """As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with fewer passes over the logits."""
+
+    adds_up = True  # for `data_parallel`
+
+    def __init__(self, reduction="mean_with_sample_weight", name="cross_entropy", dtype=None):
+        super().__init__(name, reduction, dtype)
+
+    def call(self, y_true, y_pred):
+        """The loss of each label, in nats, in y_true's shape; see `cross_entropy`."""
+        return cross_entropy(y_pred, tf.cast(y_true, tf.int32))  # Keras has cast the labels to floats
+
+
+@tf.custom_gradient
+def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """log(sum(exp(logits))) - logits[label], whose gradient is softmax(logits) less 1 at the label.
+
+    The exponentials serve both the loss and the gradient. Takes logits [..., classes] and labels, int32 [...]; returns
+    the loss of each label, in nats, [...].
+    """
+    highest = tf.reduce_max(logits, axis=-1, keepdims=True)
+    exponentials = tf.exp(logits - highest)
+    total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
+
+    def gradient(of_losses):
+        of_losses = of_losses[..., None]
+        is_label = tf.range(tf.shape(logits)[-1]) == labels[..., None]
+        return exponentials * (of_losses / total) - tf.where(is_label, of_losses, 0.0), None
+
+    own = tf.gather(logits, labels[..., None], batch_dims=labels.shape.rank)
+    return tf.squeeze(highest + tf.math.log(total) - own, axis=-1), gradient
 
 
 def adamw(schedule, weight_decay: float = 0.01) -> keras.optimizers.Optimizer:

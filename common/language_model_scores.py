@@ -7,8 +7,8 @@ from typing import Any
 import keras_hub
 import numpy as np
 
-from ..data.rows import RowBatches
-from ..log import one_epoch
+from .data.rows import RowBatches
+from .log import one_epoch
 
 # In a vocabulary of byte pairs, whose alphabet has a letter for each byte, those of white space, and of the bytes of a
 # UTF-8 character after its first; and SentencePiece's letter for a space.

@@ -20,9 +20,9 @@ from sklearn.pipeline import make_pipeline
 
 from keras_replicas import is_chief
 
-from ..data.labelled import LabelledTexts
-from ..data.vocabulary import encode
-from .language_model import entry
+from .data.labelled import LabelledTexts
+from .data.vocabulary import encode
+from .language_model_scores import entry
 
 
 def scores_of(texts: LabelledTexts, split: str, outputs: np.ndarray) -> dict[str, float]:
