@@ -109,7 +109,6 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
         saved = read_json(folder / "config.json") or {}
         if files and "kept" not in saved:
             raise UserError(f"{folder} holds files, but no run: give another folder")
-        folder.mkdir(parents=True, exist_ok=True)
         lock = _locked(folder)
         if files == {folder / "config.json"}:  # nothing came of it: a run with other options may begin
             saved = {}
@@ -118,13 +117,12 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
             aside = folder.with_name(f"{folder.name}.old-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
             folder.rename(aside)
             print(f"The old run is now in {aside}; delete it when you no longer need it.", flush=True)
+            lock, saved = _locked(folder), {}
             for log in aside.rglob("*.log") if launch else ():  # the launcher is writing them
                 (folder / log.relative_to(aside)).parent.mkdir(parents=True, exist_ok=True)
                 log.rename(folder / log.relative_to(aside))
-            folder.mkdir(exist_ok=True)
-            lock, saved = _locked(folder), {}
         known = saved.get("options", options)
-        if different := [name for name in {**known, **options} if known.get(name) != options.get(name)]:
+        if different := [name for name in known | options if known.get(name) != options.get(name)]:
             shown = ", ".join(f"{name} {known.get(name)!r}, not {options.get(name)!r}" for name in different)
             raise UserError(f"{folder} holds a run with other options: {shown}. Give another folder, or --overwrite")
         saved = {"options": options, "launch": launch, "opened": uuid.uuid4().hex, "kept": saved.get("kept", {})}
@@ -135,6 +133,7 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
 
 
 def _locked(folder: Path) -> TextIO:
+    folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / ".lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,9 +21,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-from common.command_line import parse, quiet_stderr, run
+from common.command_line import FIRST, FREE, INPUT, Bounds, LanguageModelOptions, parse, quiet_stderr, run
 from common.model.sizes import Size, check_model
-from common.options import FIRST, FREE, INPUT, Bounds, LanguageModelOptions
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,10 @@ from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
 from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import load_wordpieces, train_wordpieces
 from common.language_model_scores import language_model_scores
-from common.log import RunLog
+from common.log import RunLog, print_plan, report
 from common.model.huggingface import preset_tokenizer
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
 from common.model.saving import save_task
-from common.report import print_plan, report
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
@@ -94,7 +92,7 @@ def masked_batches(
         seeds = mask_seeds(config.seed, epochs if training else None, examples)
         return mask_tokens(ids, is_token, seeds, tokenizer, config.mask_rate if training else EVALUATION_RATE)
 
-    return rows.batches(make_batch, batch_size, shuffle=training, seed=config.seed)
+    return RowBatches(rows, make_batch, batch_size, shuffle=training, seed=config.seed)
 
 
 def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=0.0) -> keras.Model:

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from common.data.answers import CHAT_FORMS, PLAIN, answer_rows, chat_form, marked_ids
-from common.data.vocabulary import encode, train_byte_pairs
+from common.data.byte_pairs import train_byte_pairs
+from common.data.vocabulary import encode
 from keras_replicas import UserError
 
 SAID = [("system", "Be kind."), ("user", "Who are you?"), ("assistant", "A model.")]

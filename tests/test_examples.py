@@ -9,9 +9,9 @@ import pytest
 import sentencepiece
 import tensorflow as tf
 
+from common.data.byte_pairs import train_byte_pairs
 from common.data.examples import EncodedTexts
 from common.data.labelled import Examples, LabelledTexts
-from common.data.vocabulary import train_byte_pairs
 from keras_replicas import data_parallel, make_strategy
 
 HUB = keras_hub.models

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import pytest
 
-from common.options import FREE, INPUT, Bounds, Count, FitOptions, Rate, Share
+from common.command_line import FREE, INPUT, Bounds, Count, FitOptions, Rate, Share
 from keras_replicas import UserError
 
 
@@ -75,5 +75,7 @@ def test_an_input_must_not_lie_in_the_runs_folder(tmp_path, monkeypatch):
 def test_a_resumed_run_must_have_all_options_but_the_free_ones():
     free = {"workdir", "replicas", "checkpoint_every", "overwrite", "dry_run", "accumulate", "jit"}
     config = Config(seed=7)
-    assert config.fixed() == {name: value for name, value in vars(config).items() if name not in free}
-    assert config.fixed()["seed"] == 7
+    assert config.fixed("a") == {"recipe": "a"} | {
+        name: value for name, value in vars(config).items() if name not in free
+    }
+    assert config.fixed("a")["seed"] == 7

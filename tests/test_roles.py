@@ -7,10 +7,10 @@ import keras_hub
 import numpy as np
 import pytest
 
+from common.classification_scores import classifier_results
 from common.data import roles
 from common.data.labelled import Examples, LabelledTexts
 from common.data.roles import role_pairs
-from common.classification_scores import classifier_results
 
 PAIRS = role_pairs()
 

@@ -56,7 +56,7 @@ def answer_rows(
                 )
         write_rows(path, splits, length, tokenizer, {})
 
-    return open_rows(str(cached("answers", [json.dumps([dialogues, fingerprint(tokenizer), length])], write)))
+    return open_rows(cached("answers", [json.dumps([dialogues, fingerprint(tokenizer), length])], write))
 
 
 def _encoded(dialogues: list[Dialogue], tokenizer: keras_hub.models.Tokenizer) -> Iterator[np.ndarray]:

@@ -31,22 +31,20 @@ def mask_tokens(
     """
     never = [unknown_id(tokenizer), tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id]
     may_be_chosen = tf.pad(is_token & tf.reduce_all(ids[..., None] != tf.constant(never), axis=-1), [[0, 0], [1, 1]])
-    ids = tf.pad(tf.where(is_token, ids, tokenizer.pad_token_id), [[0, 0], [1, 1]])
-    length, count = tf.shape(ids)[1], tf.reduce_sum(tf.cast(is_token, tf.int32), axis=1, keepdims=True)
+    ids, count = tf.pad(ids, [[0, 0], [1, 1]]), tf.reduce_sum(tf.cast(is_token, tf.int32), axis=1, keepdims=True)
+    length = tf.shape(ids)[1]
     place = tf.range(length)
     ids = tf.where(place == 0, tokenizer.start_token_id, tf.where(place == count + 1, tokenizer.end_token_id, ids))
     is_token = (place < count + 2) & (count > 0)
     ids = tf.where(is_token, ids, tokenizer.pad_token_id)
 
-    slots = tf.maximum(_round(rate * tf.cast(length, tf.float32)), 1)
     # A position's numbers must not depend on the length: a sequence is padded according to its neighbours in the batch.
     noise = tf.reshape(uniform_noise(seeds, 3 * length), [-1, length, 3])
     priority, choice, replacement = tf.unstack(noise, axis=2)
-
+    slots = _share(rate, length)
     candidates = tf.reduce_sum(tf.cast(may_be_chosen, tf.int32), axis=1)
-    chosen = tf.minimum(tf.maximum(_round(rate * tf.cast(candidates, tf.float32)), 1), candidates)
     order = tf.argsort(tf.where(may_be_chosen, priority, 2.0), axis=1)[:, :slots]  # the chosen come first
-    used = tf.range(slots) < chosen[:, None]
+    used = tf.range(slots) < tf.minimum(_share(rate, candidates), candidates)[:, None]
     positions = tf.where(used, order, 0)
     labels = tf.where(used, tf.gather(ids, positions, batch_dims=1), tokenizer.pad_token_id)
 
@@ -57,7 +55,6 @@ def mask_tokens(
     rows = tf.broadcast_to(tf.range(tf.shape(ids)[0])[:, None], tf.shape(order))
     target = tf.stack([rows, tf.where(used, order, length)], axis=-1)
     token_ids = tf.tensor_scatter_nd_update(tf.pad(ids, [[0, 0], [0, 1]]), target, hidden)[:, :length]
-
     x = {"token_ids": token_ids, "padding_mask": tf.cast(is_token, tf.int32), "mask_positions": positions}
     if isinstance(tokenizer, keras_hub.models.BertTokenizer):
         x["segment_ids"] = tf.zeros_like(ids)
@@ -94,8 +91,8 @@ def uniform_noise(seeds: tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
 
 
 def _mixed(z: tf.Tensor) -> tf.Tensor:
-    z = (z ^ _shifted(z, 30)) * tf.constant(0xBF58476D1CE4E5B9, tf.uint64)
-    z = (z ^ _shifted(z, 27)) * tf.constant(0x94D049BB133111EB, tf.uint64)
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ _shifted(z, bits)) * tf.constant(factor, tf.uint64)
     return z ^ _shifted(z, 31)
 
 
@@ -103,5 +100,5 @@ def _shifted(z: tf.Tensor, bits: int) -> tf.Tensor:
     return tf.bitwise.right_shift(z, tf.constant(bits, tf.uint64))
 
 
-def _round(x: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.round(x), tf.int32)
+def _share(rate: float, number: tf.Tensor) -> tf.Tensor:
+    return tf.maximum(tf.cast(tf.round(rate * tf.cast(number, tf.float32)), tf.int32), 1)

@@ -6,10 +6,11 @@ import functools
 import keras_hub
 
 from ..data.answers import answer_rows
+from ..data.byte_pairs import train_byte_pairs
 from ..data.corpora import open_corpus
 from ..data.dialogues import is_dialogues, read_dialogues, said_in
-from ..data.rows import Rows, corpus_rows, open_rows, rows_tokenizer
-from ..data.vocabulary import train_byte_pairs
+from ..data.row_folders import open_folder
+from ..data.rows import Rows, corpus_rows
 from .causal_lm import make_preprocessor
 
 
@@ -33,7 +34,8 @@ def causal_rows(
     """
     make = functools.partial(make_preprocessor, preset, seq_length=seq_length)
     if data and not is_dialogues(data):
-        return make(rows_tokenizer(data)), open_rows(data)
+        rows, tokenizer = open_folder(data)
+        return make(tokenizer), rows
     if data:
         dialogues = read_dialogues(data)
         texts, source = said_in(dialogues)["train"], repr(dialogues)
