@@ -5,10 +5,9 @@ import functools
 
 import keras_hub
 
-from ..data.answers import answer_rows
 from ..data.byte_pairs import train_byte_pairs
 from ..data.corpora import open_corpus
-from ..data.dialogues import is_dialogues, read_dialogues, said_in
+from ..data.dialogues import answer_rows, is_dialogues, read_dialogues, said_in
 from ..data.row_folders import open_folder
 from ..data.rows import Rows, corpus_rows
 from .causal_lm import make_preprocessor
@@ -38,7 +37,7 @@ def causal_rows(
         return make(tokenizer), rows
     if data:
         dialogues = read_dialogues(data)
-        texts, source = said_in(dialogues)["train"], repr(dialogues)
+        texts, source = functools.partial(said_in, dialogues["train"]), repr(dialogues)
     else:
         opened = open_corpus(corpus)
         texts, source = opened.splits["train"], opened.fingerprint
