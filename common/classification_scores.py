@@ -23,7 +23,7 @@ from keras_replicas import is_chief
 from .data.labelled import LabelledTexts
 from .data.vocabulary import encode
 from .language_model_scores import entry
-from .log import Scores
+from .log import Scores, Told
 from .log import report as report_with
 
 # Names of metrics in reports. The first that a task has is its main metric: accuracy for MRPC, Pearson correlation for
@@ -134,29 +134,26 @@ def _words(ids: list[list[int]]) -> list[tuple[int, int]]:
 
 
 def report(results: dict[str, Any]) -> str:
-    """The results as lines of text, as `common.log.report`, with each split's metrics and those of its baselines.
+    """As `common.log.report`, with each split's metrics and those of its baselines.
 
     It warns of a model that does not beat, by its main metric, those that ignore word order, nor, in regression, by its
     loss, the mean of the training labels.
     """
-    return report_with(results, _rows_on, _learned)
+    return report_with(results, _told_of)
 
 
-def _rows_on(of: Scores, split: str) -> list[tuple[str, str]]:
-    main = next(title for metric, title in METRICS.items() if metric in of)
+def _told_of(split: str, of: Scores) -> Told:
+    metric, title = next((metric, title) for metric, title in METRICS.items() if metric in of)
 
     def shown(prefix: str = "") -> str:
         """The metrics that begin so, such as `68.4%, F1 0.812`."""
         found = {each: of[prefix + each] for each in METRICS if prefix + each in of}
         texts = [f"{METRICS[each]} {value:{'.1%' if each == 'accuracy' else '.3f'}}" for each, value in found.items()]
-        return ", ".join(texts).removeprefix(f"{main} ")
+        return ", ".join(texts).removeprefix(f"{title} ")
 
     means = [("  mean baseline", f"{of['mean_loss']:.3f}")] if "mean_loss" in of else []
-    simple = [(f"  {title} baseline", shown(f"{each}_")) for each, title in BASELINES.items() if shown(f"{each}_")]
-    return [(f"{split} loss", f"{of['loss']:.3f}"), *means, (f"{split} {main}", shown()), *simple]
-
-
-def _learned(of: Scores) -> bool:
-    metric = next(metric for metric in METRICS if metric in of)
-    simple = [of[f"{each}_{metric}"] for each in BASELINES if f"{each}_{metric}" in of]
-    return of["loss"] < of.get("mean_loss", np.inf) and of[metric] > max(simple, default=-np.inf) + MARGIN
+    baselines = [each for each in BASELINES if f"{each}_{metric}" in of]
+    simple = [(f"  {BASELINES[each]} baseline", shown(f"{each}_")) for each in baselines]
+    best = max((of[f"{each}_{metric}"] for each in baselines), default=-np.inf)
+    learned = of["loss"] < of.get("mean_loss", np.inf) and of[metric] > best + MARGIN
+    return [(f"{split} loss", f"{of['loss']:.3f}"), *means, (f"{split} {title}", shown()), *simple], learned

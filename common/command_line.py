@@ -7,7 +7,6 @@ Nothing here imports TensorFlow, so that `--help` and invalid options respond at
 
 import contextlib
 import dataclasses
-import enum
 import errno
 import io
 import logging
@@ -33,17 +32,10 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound="DataclassInstance")
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 MOST = 2**31 - 1
-
-
-class Mark(enum.Enum):
-    """What may stand in the `Annotated` of an option."""
-
-    FIRST = "`--help` shows it before the others"
-    FREE = "it does not change what is computed: a resumed run may have another value"
-    INPUT = "a file or folder that is read: it must not lie in the run's folder, which `--overwrite` moves aside"
-
-
-FIRST, FREE, INPUT = Mark
+# Marks, which may stand in the `Annotated` of an option.
+FIRST = "`--help` shows it before the others"
+FREE = "it does not change what is computed: a resumed run may have another value"
+INPUT = "a file or folder that is read: it must not lie in the run's folder, which `--overwrite` moves aside"
 
 
 class Bounds(NamedTuple):
@@ -79,18 +71,17 @@ class RunOptions:
     dry_run: Annotated[bool, FIRST, FREE] = False  # print the plan, and the memory of three steps; write nothing
 
     def __post_init__(self):
-        workdir = self.workdir  # type: ignore[attr-defined]
+        workdir = Path(self.workdir).resolve()  # type: ignore[attr-defined]
         for name, marks in marks_of(type(self)).items():
             value = getattr(self, name)
-            bounds = next((mark for mark in marks if isinstance(mark, Bounds)), None)
-            if bounds and value is not None and not bounds.least <= value <= bounds.most:
-                at = f"at least {bounds.least}" if value < bounds.least else f"at most {bounds.most}"
-                at = "a finite number" if value in (math.inf, -math.inf) or value != value else at
-                raise UserError(f"{option(name)} must be {at}; got {value}")
+            for least, most in (mark for mark in marks if isinstance(mark, Bounds) and value is not None):
+                if not least <= value <= most:
+                    at = f"at least {least}" if value < least else f"at most {most}"
+                    at = "a finite number" if value in (math.inf, -math.inf) or value != value else at
+                    raise UserError(f"{option(name)} must be {at}; got {value}")
             if value == "" != getattr(type(self), name):  # it would be the current folder
                 raise UserError(f"{option(name)} is empty: name one, or leave it out")
-            is_file = INPUT in marks and os.path.exists(value)
-            if is_file and Path(value).resolve().is_relative_to(Path(workdir).resolve()):
+            if INPUT in marks and os.path.exists(value) and Path(value).resolve().is_relative_to(workdir):
                 raise UserError(f"{option(name)} {value} lies in the run's folder, which --overwrite moves aside")
 
     def fixed(self, recipe: str) -> dict[str, Any]:
@@ -144,18 +135,13 @@ def option(name: str) -> str:
 
 
 def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] | None = None) -> Config:
-    """Reads a recipe's options from the command line.
-
-    `--help` shows the recipe's docstring, the options marked `FIRST`, and the others in a box of their own.
+    """Reads a recipe's options from the command line; exits with one line and status 2 where they are invalid.
 
     Args:
         config_class: a dataclass with one field per option.
-        recipe_doc: the docstring.
+        recipe_doc: what `--help` shows first; the options marked `FIRST` follow, then the others.
         arguments: those after the recipe's name; None for this process's own. With None, Ctrl-C asks the run to save
             and exit, as SIGTERM does; a second Ctrl-C ends the process at once.
-
-    Raises:
-        SystemExit: 0 after `--help` and a completion script; 2, after one line on standard error, for invalid options.
     """
     if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in a script's background
         signal.signal(signal.SIGINT, _ask_to_stop)
@@ -238,8 +224,7 @@ def until_reader_leaves() -> Iterator[None]:
     """Exits with status 141 and no message, as on SIGPIPE, when the reader of the output is gone, as in `... | head`.
 
     SIGPIPE itself would also end the process at a socket whose other end has closed. If standard output is closed,
-    output is dropped; characters that its encoding lacks are printed as `?`. On a full disk, the status is 1, after one
-    line.
+    output is dropped; what its encoding lacks is printed as `?`. On a full disk, the status is 1, after one line.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -42,22 +42,14 @@ def finite(content: Any) -> Any:
 
 
 def cached(name: str, inputs: list[str], make: Callable[[Path], None]) -> Path:
-    """The file or folder that `make` writes for these inputs, made once on this machine.
+    """The file or folder that `make` writes to the path that it is given, made once on this machine.
 
-    Args:
-        name: its name; a hash of the inputs is put before it.
-        inputs: all that its content depends on.
-        make: writes it to the path that it is given, which is renamed when complete. It must not ask for a cached one.
-
-    Returns:
-        A path in `$XDG_CACHE_HOME/keras-data-parallel-recipes` (by default under `~/.cache`) or, if that cannot be
-        written, in a folder that is deleted when the process exits.
-
-    Raises:
-        OSError: when the disk is full.
+    It is in `$XDG_CACHE_HOME/keras-data-parallel-recipes` (by default under `~/.cache`) or, if that cannot be written,
+    in a folder that is deleted when the process exits. A hash of `inputs`, all that its content depends on, stands
+    before its name. `make` must not ask for a cached one.
     """
-    folder = _cache(os.environ.get("XDG_CACHE_HOME"))
     key = hashlib.sha256("\0".join(inputs).encode("utf-8", "surrogateescape")).hexdigest()[:20]
+    folder = _cache(os.environ.get("XDG_CACHE_HOME"))
     path, unfinished = folder / f"{key}-{name}", folder / "unfinished"
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a machine's workers want the same files: one makes them, the others wait

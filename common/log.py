@@ -131,59 +131,48 @@ def hardware() -> dict[str, Any]:
     return {"cpu": cpu, "cores": os.cpu_count(), "gpus": [gpu.get("device_name") for gpu in gpus]}
 
 
-Scores = dict[str, Any]  # of a split, such as `loss` and `accuracy`
+Scores = dict[str, float]  # of a split, such as `loss` and `accuracy`
+Told = tuple[list[tuple[str, str]], bool]  # a report's lines, each with a title; whether the model beats its baseline
 
 
-def language_model_rows(of: Scores, split: str) -> list[tuple[str, str]]:
-    """A report's rows on a split."""
-    loss, unigram = of["loss"], of["unigram_loss"]
+def of_language_model(split: str, scores: Scores) -> Told:
+    """What a report tells of a language model's scores on a split; NaN never beats the unigram baseline."""
+    loss, unigram = scores["loss"], scores["unigram_loss"]
     difference = f"{abs(unigram - loss):.3f} nats {'better' if loss < unigram else 'worse'}"
-    return [
-        (f"{split} loss", f"{loss:.3f}, perplexity {of['perplexity']:.1f}"),
+    lines = [
+        (f"{split} loss", f"{loss:.3f}, perplexity {scores['perplexity']:.1f}"),
         ("  unigram baseline", f"{unigram:.3f}: the model is {difference}"),
-        (f"{split} accuracy", f"{of['accuracy']:.1%}"),
-        ("  bits per character", f"{of['bits_per_character']:.3f}"),
+        (f"{split} accuracy", f"{scores['accuracy']:.1%}"),
+        ("  bits per character", f"{scores['bits_per_character']:.3f}"),
     ]
+    return lines, loss < unigram - MARGIN
 
 
-def report(
-    results: dict[str, Any],
-    rows_on: Callable[[Scores, str], list[tuple[str, str]]] = language_model_rows,
-    learned: Callable[[Scores], bool] = lambda of: of["loss"] < of["unigram_loss"] - MARGIN,
-) -> str:
-    """The results as lines of text.
-
-    Args:
-        results: of `train_and_evaluate`, or from `results.json` with null for NaN and infinity.
-        rows_on: what is told of the scores of a split.
-        learned: whether a model with these scores on the validation split beats its baseline; NaN never does.
-    """
-    rate = _numbers(results["learning_rate"])
+def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told] = of_language_model) -> str:
+    """The results of a run, as lines of text; those of `results.json` may have null for NaN and infinity."""
+    results, rate = _numbers(results), _numbers(results["learning_rate"])
     batch = f"global batch {results['global_batch_size']}, on {results['replicas']} replica(s)"
-    rows = [
+    lines = [
         ("steps", f"{results['steps']}, {batch}"),
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
         ("peak memory", f"{results['peak_memory_mb']:,} MiB of host memory"),
         ("padding", f"{results['padding_fraction']:.2%}"),
         ("learning rate", f"first {rate['first']:.2e}, peak {rate['peak']:.2e}, last {rate['last']:.2e}"),
-        ("training loss", f"{_numbers(results)['train_loss']:.3f}, mean over the last epoch"),
+        ("training loss", f"{results['train_loss']:.3f}, mean over the last epoch"),
     ]
-    warned = False
-    for split, name in (("val_", "validation"), ("test_", "test")):
-        scores = {key.removeprefix(split): each for key, each in _numbers(results).items() if key.startswith(split)}
-        if scores:
-            rows += rows_on(scores, name)
-            warned |= name == "validation" and not learned(scores)
-    if warned:
-        advice = "try a third of the --learning-rate, or more --epochs"
-        rows.append(("warning", f"the model does not beat its baseline on the validation split: {advice}"))
-    rows.append(("work directory", results["config"]["workdir"]))
-    width = max(20, *(len(name) for name, _ in rows))
-    return "\n".join(f"{name:{width}} {value}" for name, value in rows)
+    for prefix, split in (("val_", "validation"), ("test_", "test")):
+        if scores := {key.removeprefix(prefix): results[key] for key in results if key.startswith(prefix)}:
+            told, learned = told_of(split, scores)
+            lines += told
+            if split == "validation" and not learned:
+                advice = "try a third of the --learning-rate, or more --epochs"
+                lines.append(("warning", f"the model does not beat its baseline on the validation split: {advice}"))
+    lines.append(("work directory", results["config"]["workdir"]))
+    width = max(20, *(len(title) for title, _ in lines))
+    return "\n".join(f"{title:{width}} {text}" for title, text in lines)
 
 
 def _numbers(entries: dict[str, Any]) -> dict[str, Any]:
-    """The same with NaN for null."""
     return {name: math.nan if value is None else value for name, value in entries.items()}
 
 
@@ -193,8 +182,7 @@ def print_plan(model: keras.Model, train: Any, schedule: Callable, total_steps: 
     Args:
         model: compiled; it is trained for `TRAINED` steps, on all workers.
         train: data that begins at any step, of (x, y, sample_weight).
-        schedule: the learning rate of a step, counted from 0.
-        total_steps: steps of the run.
+        schedule: the learning rate of a step, counted from 0, of `total_steps`.
         tokenizer: KerasHub's, of the ids.
 
     Returns:

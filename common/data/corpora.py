@@ -48,9 +48,9 @@ def open_corpus(corpus: str) -> Corpus:
 
     Args:
         corpus: one of
-            - `docstrings`: English from the docstrings of the packages that this project depends on and CPython's
-              `pydoc_data.topics`; needs no network. One source module in 10 is held out for validation, and its
-              paragraphs that share eight consecutive words with the training text are dropped;
+            - `docstrings`: English from docstrings of `PACKAGES` and CPython's `pydoc_data.topics`; needs no network.
+              One module in 10 is held out for validation, without its paragraphs that share eight consecutive words
+              with the training text;
             - `wikitext-2`, `wikitext-103`: Merity et al. 2016, arXiv:1609.07843, from the Hugging Face Hub
               (`Salesforce/wikitext`, the token version);
             - `hf://user/name` or `hf://user/name/configuration`: any data set on the Hub with a column `text`, read as
@@ -86,20 +86,15 @@ def open_corpus(corpus: str) -> Corpus:
 
 
 def from_hub(function: str, name: str, *configuration: str, **options: Any) -> Any:
-    """What a function of the `datasets` library, such as `load_dataset`, returns for a data set on the Hub.
-
-    Raises:
-        UserError: when it cannot be fetched.
-    """
+    """What a function of the `datasets` library returns for a data set on the Hub; a `UserError` without it."""
     import datasets  # not above: it takes a second
 
     try:
         return getattr(datasets, function)(name, *configuration, **options)
     except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
-        raise UserError(
-            f"cannot fetch {name} from the Hugging Face Hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            "Without a network, download its files elsewhere, and give their folder"
-        ) from error
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        way_out = "Without a network, download its files elsewhere, and give their folder"
+        raise UserError(f"cannot fetch {name} from the Hugging Face Hub ({why}). {way_out}") from error
 
 
 def _from_hub(corpus: str) -> Corpus:

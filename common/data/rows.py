@@ -44,13 +44,13 @@ class Rows:
     """
 
     def __init__(self, shards: list[Path], rows: int, length: int, checksum: int):
-        self._paths, self._rows, self.length, self.checksum = shards, rows, length, checksum
+        self._rows, self.length, self.checksum = rows, length, checksum
         self._size, self._in_a_shard, self._shards = _size(length), SHARD_BYTES // _size(length), []
         for path in shards:
             shape = [path.stat().st_size // self._size, self._size]
             with tf.device("CPU"):  # of a file, this is a tensor in memory that is mapped to it
-                region = {"shape": shape, "memory_region_name": str(path.resolve())}
-                self._shards.append(tf.raw_ops.ImmutableConst(dtype=tf.uint8, **region))
+                shard = tf.raw_ops.ImmutableConst(dtype=tf.uint8, shape=shape, memory_region_name=str(path.resolve()))
+            self._shards.append(shard)
 
     def __len__(self):
         return self._rows
@@ -91,12 +91,7 @@ class Rows:
 
 
 class RowBatches(Batches):
-    """`Batches` of `rows`, which workers must have alike, and a run from its beginning to its end.
-
-    Args:
-        rows: what is counted and checked.
-        make_batch, batch_size, shuffle, seed: see `keras_replicas.Batches`; the first makes batches of epochs and rows.
-    """
+    """`Batches` that a function makes of epochs and `rows`, which workers must have alike, and a resumed run, too."""
 
     def __init__(self, rows: Rows, make_batch: Callable, batch_size: int, *, shuffle: bool, seed: int):
         super().__init__(make_batch, batch_size, size=len(rows), shuffle=shuffle, seed=seed)
@@ -110,13 +105,10 @@ class RowBatches(Batches):
 def text_rows(
     texts: Iterable[np.ndarray], length: int, before: tuple = (), after: tuple = (), overlap: int = 0
 ) -> Iterator[np.ndarray]:
-    """All texts as one row of ids, cut into rows of `length`; the last one may be shorter.
+    """All texts' ids as one row, cut into rows of `length`; the last one may be shorter.
 
-    Args:
-        texts: the ids of each.
-        length: of the rows.
-        before, after: ids that are put before and after each text that has any.
-        overlap: how many ids each row begins with that end the row before it.
+    Each text that has ids is put between those of `before` and `after`. A row begins with the last `overlap` ids of the
+    one before.
     """
     row, step, texts = np.empty(0, np.int32), length - overlap, filter(len, texts)
     around = np.array(before, np.int32), np.array(after, np.int32)
@@ -136,14 +128,13 @@ def write_rows(
 
     Args:
         folder: created if missing.
-        splits: rows of ids, each at most `length`; those of no label as -2 - id.
-        length: of all rows.
+        splits: rows of at most `length` ids; those of no label as -2 - id.
+        length: of all rows, with padding.
         tokenizer: KerasHub's, of the ids.
         facts: what the rows are of, which JSON must hold, for the manifest.
 
     Raises:
         UserError: when a split but `test` has no rows.
-        OSError: when the disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
     counts = {}
@@ -183,11 +174,10 @@ def corpus_rows(
     """The rows of a corpus's splits, written where they are not yet.
 
     Args:
-        corpus: the texts.
-        tokenizer: which makes ids of them.
+        corpus, tokenizer: the texts, and what makes ids of them.
         length, before, after, overlap: see `text_rows`.
         pack: False for a row for each line of a text, cut to `length`, in place of `text_rows`.
-        keep: where they are kept: this machine's cache, or a folder of `row_folders.kept_in`.
+        keep: where they are kept: this machine's cache, or `row_folders.kept_in` a folder.
 
     Raises:
         UserError: as `write_rows` and `open_rows`.
@@ -209,11 +199,7 @@ def corpus_rows(
 
 
 def open_rows(folder: Path) -> dict[str, Rows]:
-    """The rows of each split in a folder that `write_rows` has filled.
-
-    Raises:
-        UserError: when there are none, or they are damaged, or cannot be read.
-    """
+    """The rows of each split in a folder of `write_rows`; a `UserError` when there are none, or they are damaged."""
     manifest, splits = read_json(folder / "manifest.json") or {}, {}
     try:
         for split, facts in manifest["splits"].items():

@@ -28,12 +28,8 @@ TEXTS_AT_ONCE = 64
 def train_wordpieces(documents: Documents, source: str, size: int) -> keras_hub.models.BertTokenizer:
     """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` word pieces.
 
-    The same documents and size, at least 100, give the same vocabulary on every machine. It is cached.
-
-    Args:
-        documents: opens their stream, and gives the same ones each time.
-        source: identifies them, such as a corpus's fingerprint.
-        size: see above.
+    The same documents, which `source` identifies, and size, at least 100, give the same one on every machine. It is
+    cached.
     """
 
     def train(path: Path) -> None:
@@ -65,10 +61,7 @@ def load_wordpieces(path: str | Path) -> keras_hub.models.BertTokenizer:
     """Reads a vocabulary file: one word piece per line; its line number, from 0, is its id.
 
     As in BERT, a vocabulary in which only the special tokens have capital letters is for text that is lower-cased and
-    stripped of accents.
-
-    Raises:
-        UserError: when the file cannot be read, or lacks one of BERT's special tokens.
+    stripped of accents. Raises a `UserError` when it cannot be read, or lacks one of BERT's special tokens.
     """
     try:
         text = tf.io.gfile.GFile(str(path)).read().replace("\r\n", "\n")
