@@ -20,16 +20,12 @@ import tempfile
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TextIO, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TextIO
 
 import tyro
 
 from keras_replicas import UserError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Config = TypeVar("Config", bound="DataclassInstance")
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 MOST = 2**31 - 1
 # Marks, which may stand in the `Annotated` of an option.
@@ -134,7 +130,7 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] | None = None) -> Config:
+def parse(config_class: Any, recipe_doc: str, arguments: Sequence[str] | None = None) -> Any:
     """Reads a recipe's options from the command line; exits with one line and status 2 where they are invalid.
 
     Args:
@@ -193,7 +189,7 @@ def _ask_to_stop(*_: object) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def run(main: Callable[[Config], None], config: Config) -> None:
+def run(main: Callable[[Any], None], config: Any) -> None:
     """Calls `main(config)`, prints what the library logs, and turns expected errors into a message and an exit status.
 
     That is 2 after a `UserError`, and 1 if the disk is full, or another worker has died or cannot be reached.

@@ -32,6 +32,7 @@ TITLE = "= [^=].* ="  # the line with which an article of WikiText begins
 DOCUMENT_LIMIT = 20_000  # characters; longer text is split into several documents, so that memory is bounded
 HELD_OUT = 10  # one part in this many is the validation split of a corpus without one
 PACKAGES = ("keras", "keras_hub", "numpy")  # whose docstrings are a corpus
+NO_TEXT = re.compile("[\0\udc80-\udcff]")  # what bytes that are not UTF-8 are read as
 STRINGS = re.compile(r'(^[ \t]*[rR]?)?"""(.*?)"""', re.DOTALL | re.MULTILINE)  # the first group: what stands alone
 
 
@@ -73,8 +74,8 @@ def open_corpus(corpus: str) -> Corpus:
     if not os.path.exists(path):  # Path's raises an error for a long name
         names = ", ".join(["docstrings", *WIKITEXT, "hf://user/name"])
         raise UserError(f"the corpus {corpus} is neither {names}, nor an existing file or folder")
-    if (path / WIKITEXT_FILES["train"]).is_file():
-        files = {split: path / name for split, name in WIKITEXT_FILES.items() if (path / name).is_file()}
+    files = {split: path / name for split, name in WIKITEXT_FILES.items() if (path / name).is_file()}
+    if "train" in files:
         if "validation" not in files:
             raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
         lines = {split: functools.partial(_lines, [file]) for split, file in files.items()}
@@ -123,15 +124,11 @@ def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
 def _lines(files: Iterable[Path]) -> Iterator[str]:
     """The lines of UTF-8 files, without what is blank at their ends, and a blank one after each file."""
     for file in files:
-        with file.open("rb") as lines:
+        with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
             for number, line in enumerate(lines, start=1):
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError:
-                    text = "\0"
-                if "\0" in text:
+                if NO_TEXT.search(line):
                     raise UserError(f"{file}, line {number} is not UTF-8 text; convert it first")
-                yield text.rstrip()
+                yield line.rstrip()
         yield ""
 
 

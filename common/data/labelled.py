@@ -110,7 +110,7 @@ class LabelledTexts:
 def open_examples(
     task: str, data: str = "", text_columns: str = "", label_column: str = "", regression: bool = False
 ) -> LabelledTexts:
-    """Reads a data set into memory.
+    """Reads a data set into memory; raises a `UserError` when it cannot be read, or is invalid.
 
     Args:
         task: `own`, for your own data; `roles`, for generated pairs, which need no network; or one of GLUE in `TASKS`.
@@ -122,9 +122,6 @@ def open_examples(
         label_column: for `own`, the name of the labels' column. The classes are the distinct labels in `train`,
             sorted by value if all are numbers, otherwise as texts.
         regression: for `own`, whether the labels are numbers to predict, from -1e12 to 1e12, not classes.
-
-    Raises:
-        UserError: when it cannot be read, or is invalid.
     """
     if task != "own" and (text_columns or label_column or regression):
         raise UserError("only the task own has columns to choose, and regression")
@@ -137,7 +134,14 @@ def open_examples(
         metrics = ("pearson", "spearman") if regression else ("accuracy", "f1")
         facts = Task(column_names(text_columns), metrics=metrics, classes=(), label=label_column)
     if not data:
-        tables = _role_tables() if task == "roles" else _from_hub(facts, task)
+        tables = (
+            _from_hub(facts, task)
+            if task != "roles"
+            else {
+                split: [("", dict(zip((*PAIR, "label"), pair, strict=True))) for pair in pairs]
+                for split, pairs in role_pairs().items()
+            }
+        )
     else:
         whole = task == "own" and not Path(data).is_dir()
         files = {"train": Path(data)} if whole else _split_files(Path(data), SUFFIXES if task == "own" else (".tsv",))
@@ -199,20 +203,16 @@ def column_names(columns: str) -> tuple[str, ...]:
 def to_examples(rows: Iterable[Row], texts: Sequence[str], label: str = "", classes: Sequence[str] = ()) -> Examples:
     """The examples in rows of `read_rows`, with their texts in these columns, and labels if there is a column.
 
-    Labels are some of the classes or, without classes, numbers. Raises a `ValueError` when they are not, a column is
+    Labels are some of the classes or, without classes, numbers. Raises a `UserError` when they are not, a column is
     missing, or a text is not a string.
     """
-    labels: list[Any] = []
-    found = Examples([], labels if label else None, [])
-    for number, (where, row) in enumerate(rows):
-        pieces = tuple(_value(where, row, column) for column in texts)
+    rows = [*rows]
+    found = [tuple(_value(where, row, column) for column in texts) for where, row in rows]
+    for (where, _), pieces in zip(rows, found, strict=True):
         if not all(isinstance(piece, str) for piece in pieces):
             raise UserError(f"{where}: {shortened(texts)} must be text; got {shortened(map(json.dumps, pieces))}")
-        found.texts.append(pieces)
-        found.indices.append(str(row.get("index", number)))
-        if label:
-            labels.append(_label(where, _value(where, row, label), classes))
-    return found
+    labels = [_label(where, _value(where, row, label), classes) for where, row in rows] if label else None
+    return Examples(found, labels, [str(row.get("index", number)) for number, (_, row) in enumerate(rows)])
 
 
 def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
@@ -225,13 +225,6 @@ def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
             raise UserError(f"{folder} has {wrong}")
         files.update((split, folder / name) for name in found)
     return files
-
-
-def _role_tables() -> dict[str, list[Row]]:
-    return {
-        split: [("", dict(zip((*PAIR, "label"), p, strict=True))) for p in pairs]
-        for split, pairs in role_pairs().items()
-    }
 
 
 def _from_hub(task: Task, name: str) -> dict[str, list[Row]]:

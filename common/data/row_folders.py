@@ -28,10 +28,9 @@ FEATURES = {name: tf.io.RaggedFeature(tf.int64) for name in ("token_ids", "input
 
 
 def kept_in(folder: str) -> Callable[[str, list[str], Callable[[Path], None]], Path]:
-    """What keeps the rows of a corpus in a folder, which may be remote, such as `gs://bucket/rows`; see `corpus_rows`.
+    """For `corpus_rows`: what keeps rows in a folder, which may be remote, such as `gs://bucket/rows`.
 
-    Raises:
-        UserError: when it holds something else, or the file system does not answer.
+    It raises a `UserError` when the folder holds something else, or the file system does not answer.
     """
     folder = folder.rstrip("/")
 
@@ -56,10 +55,8 @@ def open_folder(folder: str) -> tuple[dict[str, Rows], keras_hub.models.Tokenize
     """The rows of each split in a folder, and the tokenizer of their ids.
 
     A remote folder is copied to the cache first; one of `tf.train.Example`, in files named as in `NAMES`, with BERT's
-    `vocab.txt` or Hugging Face's `tokenizer.json` of BERT, RoBERTa or GPT-2, is converted into the cache.
-
-    Raises:
-        UserError: when there are no rows, they are damaged, or the file system does not answer.
+    `vocab.txt` or Hugging Face's `tokenizer.json` of BERT, RoBERTa or GPT-2, is converted into the cache. Raises a
+    `UserError` when there are no rows, they are damaged, or the file system does not answer.
     """
     place = _local(folder.rstrip("/"))
     rows, saved = open_rows(place), place / "tokenizer"
