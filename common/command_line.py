@@ -194,8 +194,9 @@ def run(main: Callable[[Any], None], config: Any) -> None:
 
     That is 2 after a `UserError`, and 1 if the disk is full, or another worker has died or cannot be reached.
     """
-    logger, handler = logging.getLogger("keras_replicas"), logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("\n%(message)s"))  # on a line of its own: a progress bar may be in the last
+    logger, handler = logging.getLogger("keras_replicas"), logging.Handler()
+    # On a line of its own: a progress bar may be in the last one.
+    handler.emit = lambda record: print(f"\n{record.getMessage()}", flush=True)  # type: ignore[method-assign]
     logger.setLevel(logging.INFO)
     logger.propagate, logger.handlers = False, [handler]  # one, however often it is called
     try:
@@ -232,9 +233,9 @@ def until_reader_leaves() -> Iterator[None]:
         finally:
             sys.stdout.flush()  # here, not at the interpreter's end
     except Exception as error:
-        left = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+        left = [s for s in (sys.stdout, sys.stderr) if isinstance(error, BrokenPipeError) and _has_no_reader(s)]
         full = [line for line in str(error).splitlines() if os.strerror(errno.ENOSPC) in line]  # TensorFlow's, too
-        if not full and not (left and isinstance(error, BrokenPipeError)):
+        if not full and not left:
             raise
         for stream in left or [sys.stdout]:
             with contextlib.suppress(OSError):  # the interpreter would report at its end what it cannot write

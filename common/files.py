@@ -6,7 +6,6 @@ import fcntl
 import functools
 import hashlib
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -27,18 +26,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON atomically, with null for NaN and infinity: a reader never finds half a file."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    unfinished.write_text(json.dumps(finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    unfinished.write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
     _sync(unfinished)
     unfinished.replace(path)
-
-
-def finite(content: Any) -> Any:
-    """The content with None for NaN and infinity, which JSON lacks."""
-    if isinstance(content, dict):
-        return {name: finite(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def cached(name: str, inputs: list[str], make: Callable[[Path], None]) -> Path:

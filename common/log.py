@@ -29,17 +29,13 @@ MARGIN = 0.03
 
 
 class RunLog(StepLog):
-    """A `StepLog` that shows each step's own values in TensorBoard, too, and measures throughput.
+    """A `StepLog` that measures throughput, and shows each step's own values in TensorBoard, under `train/`.
 
-    `tensorboard/` holds each step's `loss`, metrics and `learning_rate` under `train/`. Keras's own `TensorBoard` would
-    show the epoch's means so far.
+    Keras's own `TensorBoard` would show the epoch's means so far.
 
     Args:
-        folder: of the run.
+        folder: of the run; `board` writes to `tensorboard/` in it, for the chief alone.
         data: what is trained on: data that begins at any step, with `padding_mask` in x.
-
-    Attributes:
-        board: the writer to `tensorboard/`; only the chief's writes.
     """
 
     def __init__(self, folder: Path, data: Any):
@@ -181,12 +177,10 @@ def print_plan(model: keras.Model, train: Any, schedule: Callable, total_steps: 
 
     Args:
         model: compiled; it is trained for `TRAINED` steps, on all workers.
-        train: data that begins at any step, of (x, y, sample_weight).
+        train: data that begins at any step, of (x, y, sample_weight), whose ids are the `tokenizer`'s.
         schedule: the learning rate of a step, counted from 0, of `total_steps`.
-        tokenizer: KerasHub's, of the ids.
 
-    Returns:
-        {}: there are no results.
+    Returns {}: there are no results.
     """
     x, y, weight = next(iter(one_epoch(train)))
     tokens_in_first = int(tf.reduce_sum(x["padding_mask"]))

@@ -35,7 +35,9 @@ def kept_in(folder: str) -> Callable[[str, list[str], Callable[[Path], None]], P
     folder = folder.rstrip("/")
 
     def keep(name: str, inputs: list[str], write: Callable[[Path], None]) -> Path:
-        if not _has_rows(folder):
+        with _answering(folder):
+            has_rows = tf.io.gfile.exists(f"{folder}/manifest.json")
+        if not has_rows:
             made = cached(name, inputs, write)
             with _answering(folder):
                 there = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
@@ -70,19 +72,13 @@ def open_folder(folder: str) -> tuple[dict[str, Rows], keras_hub.models.Tokenize
 
 def _local(folder: str) -> Path:
     """Where the rows of a folder lie on this machine."""
-    has_rows = _has_rows(folder)
     with _answering(folder):
-        if not has_rows:
+        if not tf.io.gfile.exists(f"{folder}/manifest.json"):
             return _converted(folder)
         if "://" not in folder:
             return Path(folder)
         manifest = tf.io.gfile.GFile(f"{folder}/manifest.json").read()
         return cached("rows", [folder, manifest], lambda path: _copy(folder, str(path)))
-
-
-def _has_rows(folder: str) -> bool:
-    with _answering(folder):
-        return tf.io.gfile.exists(f"{folder}/manifest.json")
 
 
 @contextlib.contextmanager
