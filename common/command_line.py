@@ -178,7 +178,11 @@ def parse(config_class: Any, recipe_doc: str, arguments: Sequence[str] | None = 
 
 def _part(config_class: type, fields: dict[str, dataclasses.Field]) -> Any:
     """The same class with some of the options only: tyro still finds its source, whose comments are the help."""
-    own = {"__dataclass_fields__": fields, "__init__": lambda self, **values: vars(self).update(values), "__doc__": ""}
+    own = {
+        "__dataclass_fields__": fields,
+        "__init__": lambda self, **values: self.__dict__.update(values),
+        "__doc__": "",
+    }
     return type(config_class.__name__, (config_class,), {**vars(config_class), **own})
 
 

@@ -31,8 +31,10 @@ def train_byte_pairs(documents: Documents, source: str, size: int) -> keras_hub.
         split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-        first = {"special_tokens": [*BYTE_PAIR_TOKENS], "initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet())}
-        trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, **first)
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, special_tokens=[*BYTE_PAIR_TOKENS], initial_alphabet=alphabet, show_progress=False
+        )
         tokenizer.train_from_iterator((document.replace(UNKNOWN, "") for document in documents()), trainer)
         tokenizer.save(str(path))
 

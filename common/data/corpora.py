@@ -151,8 +151,9 @@ def _documents(lines: Iterable[str], begins: str) -> Iterator[str]:
 
 def _pieces(text: str) -> list[str]:
     """The text, if it is not blank; a longer one than the limit is cut, at spaces if there are any."""
-    text, as_is = text.strip(), {"expand_tabs": False, "replace_whitespace": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, DOCUMENT_LIMIT, **as_is) if len(text) > DOCUMENT_LIMIT else [text] * bool(text)
+    if len(text := text.strip()) <= DOCUMENT_LIMIT:
+        return [text] if text else []
+    return textwrap.wrap(text, DOCUMENT_LIMIT, expand_tabs=False, replace_whitespace=False, break_on_hyphens=False)
 
 
 def _held_out(documents: Documents) -> dict[str, Documents]:

@@ -133,19 +133,16 @@ def open_examples(
     if facts is None:
         metrics = ("pearson", "spearman") if regression else ("accuracy", "f1")
         facts = Task(column_names(text_columns), metrics=metrics, classes=(), label=label_column)
-    if not data:
-        tables = (
-            _from_hub(facts, task)
-            if task != "roles"
-            else {
-                split: [("", dict(zip((*PAIR, "label"), pair, strict=True))) for pair in pairs]
-                for split, pairs in role_pairs().items()
-            }
-        )
-    else:
+    tables: dict[str, list[Row]] = {}
+    if task == "roles":
+        for split, pairs in role_pairs().items():
+            tables[split] = [("", dict(zip((*PAIR, "label"), pair, strict=True))) for pair in pairs]
+    elif data:
         whole = task == "own" and not Path(data).is_dir()
         files = {"train": Path(data)} if whole else _split_files(Path(data), SUFFIXES if task == "own" else (".tsv",))
         tables = {split: [*read_rows(file, () if split == "test" else facts.header)] for split, file in files.items()}
+    else:
+        tables = _from_hub(facts, task)
     classes = [*facts.classes]
     if task == "own" and not regression:
         classes = sorted({_class_name(where, _value(where, row, label_column)) for where, row in tables["train"]})

@@ -236,5 +236,5 @@ def _checksum(paths: list[Path]) -> int:
     """The CRC-32 of the files' content, one after the other."""
     checksum = 0
     for path in paths:
-        checksum = zlib.crc32(np.memmap(path, np.uint8, "r"), checksum)
+        checksum = zlib.crc32(np.memmap(path, np.uint8, "r").data, checksum)
     return checksum

@@ -6,7 +6,7 @@ import functools
 import keras_hub
 
 from ..data.byte_pairs import train_byte_pairs
-from ..data.corpora import open_corpus
+from ..data.corpora import Documents, open_corpus
 from ..data.dialogues import answer_rows, is_dialogues, read_dialogues, said_in
 from ..data.row_folders import open_folder
 from ..data.rows import Rows, corpus_rows
@@ -35,6 +35,7 @@ def causal_rows(
     if data and not is_dialogues(data):
         rows, tokenizer = open_folder(data)
         return make(tokenizer), rows
+    texts: Documents
     if data:
         dialogues = read_dialogues(data)
         texts, source = functools.partial(said_in, dialogues["train"]), repr(dialogues)

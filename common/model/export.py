@@ -26,7 +26,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from keras_replicas import UserError
 
-from ..data.vocabulary import SPLIT, UNKNOWN
+from ..data.byte_pairs import SPLIT
+from ..data.vocabulary import UNKNOWN
 from ..files import write_json
 from .huggingface import huggingface_weights
 from .presets import from_preset, load_json, one_line, require_head
