@@ -5,8 +5,8 @@ A random order gives a batch's examples similar lengths, as in transformers' `Le
 are shuffled, sorted by length within groups of some batches, and divided into batches, which are shuffled in turn.
 """
 
+import itertools
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras_hub
@@ -17,8 +17,9 @@ from tqdm import tqdm
 from keras_replicas import Batches, UserError, locate
 
 from .labelled import LabelledTexts
+from .vocabulary import encode
 
-EXAMPLES_AT_ONCE = 1024
+EXAMPLES_AT_ONCE = 4096
 GROUP = 64  # batches whose examples are sorted by length together; a quarter of an epoch's, if that is fewer
 
 
@@ -39,7 +40,7 @@ class EncodedTexts:
         least = int(np.sum(np.asarray(empty["token_ids"]) != self._pad)) + len(example)
         if preprocessor.sequence_length < least:
             raise UserError(f"a sequence of less than {least} tokens has no room for one of each text: make it longer")
-        self.inputs = {split: self._encode(split, part.texts) for split, part in texts.splits.items()}
+        self.inputs = {split: self._encode(split, part.texts, [*empty]) for split, part in texts.splits.items()}
 
     def sizes(self) -> dict[str, int]:
         """The number of examples in each split."""
@@ -58,16 +59,20 @@ class EncodedTexts:
         numbers = None if labels is None else np.array(labels, kind)
         return TextBatches(self.inputs[split], self._pad, numbers, batch_size, shuffle_seed)
 
-    def _encode(self, split: str, texts: list[tuple[str, ...]]) -> dict[str, np.ndarray]:
-        def inputs_from(start: int) -> dict[str, np.ndarray]:
-            inputs = self.preprocessor(x=tuple(map(list, zip(*texts[start : start + EXAMPLES_AT_ONCE], strict=True))))
-            kinds = {name: np.int32 if name == "token_ids" else np.uint8 for name in inputs}
-            return {name: np.asarray(values).astype(kinds[name]) for name, values in inputs.items()}
-
-        starts = range(0, len(texts), EXAMPLES_AT_ONCE)
-        with ThreadPoolExecutor() as threads:
-            parts = [*tqdm(threads.map(inputs_from, starts), f"tokens of {split}", len(starts), delay=5)]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    def _encode(self, split: str, texts: list[tuple[str, ...]], names: list[str]) -> dict[str, np.ndarray]:
+        columns = len(texts[0])
+        shown = tqdm(itertools.chain(*texts), f"tokens of {split}", columns * len(texts), unit=" texts", delay=5)
+        ids = encode(shown, self.preprocessor.tokenizer)
+        segment = tf.RaggedTensorSpec([None, None], tf.int32)
+        pack = tf.function(self.preprocessor.packer, input_signature=[(segment,) * columns])
+        parts: list[dict[str, np.ndarray]] = []
+        while group := list(itertools.islice(ids, columns * EXAMPLES_AT_ONCE)):
+            segments = [group[column::columns] for column in range(columns)]
+            ragged = (tf.RaggedTensor.from_row_lengths(np.concatenate(rows), [*map(len, rows)]) for rows in segments)
+            token_ids, segment_ids = (np.asarray(ids_of) for ids_of in pack(tuple(ragged)))
+            whole = {"token_ids": token_ids, "segment_ids": segment_ids, "padding_mask": token_ids != self._pad}
+            parts.append({name: whole[name].astype(np.int32 if name == "token_ids" else np.uint8) for name in names})
+        return {name: np.concatenate([part[name] for part in parts]) for name in names}
 
 
 class TextBatches(Batches):
