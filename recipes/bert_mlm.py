@@ -59,9 +59,7 @@ from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import load_wordpieces, train_wordpieces
 from common.language_model_scores import language_model_scores
 from common.log import RunLog
-from common.model.huggingface import preset_tokenizer
-from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
-from common.model.saving import save_task
+from common.model.presets import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer, save_task
 from common.report import print_plan, report
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale

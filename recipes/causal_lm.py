@@ -64,12 +64,10 @@ from common.data.dialogues import is_dialogues
 from common.data.rows import RowBatches, Rows
 from common.language_model_scores import language_model_scores
 from common.log import RunLog
-from common.model.causal_data import causal_rows
-from common.model.causal_lm import make_causal_lm
-from common.model.generate import print_continuations
+from common.model.causal_lm import causal_rows, make_causal_lm
+from common.model.generate import Samples, beginnings, print_continuations
+from common.model.presets import save_task
 from common.model.publish import Publish
-from common.model.samples import Samples, beginnings
-from common.model.saving import save_task
 from common.report import print_plan, report
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale

@@ -1,17 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal language models, uncompiled: GPT-2 from a size, or any of KerasHub's from a preset."""
+"""Causal language models, uncompiled: GPT-2 from a size, or any of KerasHub's from a preset; and their rows."""
 
 import inspect
-import math
 
 import keras
 import keras_hub
 
 from keras_replicas import UserError
 
-from .presets import backbone_from_size, enable_lora, from_preset
+from ..data.answers import answer_rows
+from ..data.corpora import open_corpus
+from ..data.dialogues import is_dialogues, read_dialogues, said_in
+from ..data.rows import Rows, corpus_rows, open_rows, rows_tokenizer
+from ..data.vocabulary import train_byte_pairs
+from .presets import backbone_from_size, check_positions, enable_lora, from_preset
 
 END = "<|endoftext|>"  # GPT-2's only special token
+
+
+def causal_rows(
+    corpus: str, data: str, preset: str, vocabulary_size: int, seq_length: int
+) -> tuple[keras_hub.models.CausalLMPreprocessor, dict[str, Rows]]:
+    """A model's preprocessor, which has the tokenizer, and each split's rows: one token longer than a sequence.
+
+    All text of a corpus becomes one row, with the tokenizer's end token and, if it is another one, its start token
+    between documents, and each row begins with the last token of the one before: every token but the first is a label.
+
+    Args:
+        corpus: see `open_corpus`; used if there are no `data`.
+        data: prompts with answers, see `read_dialogues`; or a folder of rows of text, whose length they have.
+        preset: whose tokenizer it is; empty for one trained on the text.
+        vocabulary_size: of that one.
+        seq_length: tokens of a sequence.
+
+    Raises:
+        UserError: when there is no such data or preset, or they do not belong together.
+    """
+    if data and not is_dialogues(data):
+        return make_preprocessor(preset, rows_tokenizer(data), seq_length), open_rows(data)
+    if data:
+        dialogues = read_dialogues(data)
+        texts, source = said_in(dialogues)["train"], repr(dialogues)
+    else:
+        opened = open_corpus(corpus)
+        texts, source = opened.splits["train"], opened.fingerprint
+    trained = None if preset else train_byte_pairs(texts, source, vocabulary_size)
+    preprocessor = make_preprocessor(preset, trained, seq_length)
+    tokenizer = preprocessor.tokenizer
+    if data:
+        return preprocessor, answer_rows(dialogues, tokenizer, seq_length + 1)
+    start, end = tokenizer.start_token_id, tokenizer.end_token_id
+    before, after = (start,) if start is not None else (), (end,) if end != start else ()
+    return preprocessor, corpus_rows(opened, tokenizer, seq_length + 1, before=before, after=after, overlap=1)
 
 
 def make_preprocessor(
@@ -54,7 +94,7 @@ def make_causal_lm(
 
     Args:
         preset: a KerasHub name, or a folder or `hf://` in a form that KerasHub reads; or empty.
-        size: a size of `sizes.py`, if there is no preset; see `presets.backbone_from_size`.
+        size: a size of `sizes.py`, if there is no preset; see `backbone_from_size`.
         preprocessor: the model's preprocessor.
         dropout: the model's dropout, in families that have one.
         lora_rank: rank of adapters for the attention's query and value kernels; only these are then trained.
@@ -72,9 +112,7 @@ def make_causal_lm(
         backbone = backbone_from_size(models.GPT2Backbone, size, tokens, dropout, preprocessor.sequence_length)
     if {*backbone.input} != {"token_ids", "padding_mask"}:
         raise UserError(f"the preset {preset} takes {', '.join(sorted(backbone.input))}; give a model of text alone")
-    length, positions = preprocessor.sequence_length, getattr(backbone, "max_sequence_length", math.inf)
-    if length > positions:
-        raise UserError(f"{length} tokens are more than the {positions} positions of the preset {preset}")
+    check_positions(backbone, preprocessor.sequence_length, preset)
     if tokens > backbone.vocabulary_size:
         known = f"its tokenizer has {tokens} tokens, the model {backbone.vocabulary_size}"
         raise UserError(f"the preset {preset} is of parts that do not belong together: {known}")

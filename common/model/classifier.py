@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text classifiers, uncompiled: of any family that KerasHub has one for, from a preset, or a BERT from a size."""
 
-import math
 from pathlib import Path
 
 import keras
@@ -10,9 +9,16 @@ import keras_hub
 from keras_replicas import UserError, is_chief
 
 from ..files import write_json
-from .huggingface import preset_tokenizer, read_weights
-from .presets import backbone_from_size, enable_lora, from_preset, huggingface_type
-from .saving import save_task
+from .presets import (
+    backbone_from_size,
+    check_positions,
+    enable_lora,
+    from_preset,
+    huggingface_type,
+    preset_tokenizer,
+    read_weights,
+    save_task,
+)
 
 
 def make_preprocessor(
@@ -69,8 +75,7 @@ def make_classifier(
         backbone = backbone_from_size(models.BertBackbone, size, tokens, dropout, length)
     if "padding_mask" not in backbone.input:
         raise UserError(f"the preset {preset} is a {type(backbone).__name__}, which has no padding mask; give a BERT")
-    if length > (positions := getattr(backbone, "max_sequence_length", math.inf)):
-        raise UserError(f"{length} tokens are more than the {positions} positions of the preset {preset}")
+    check_positions(backbone, length, preset)
     if lora_rank:
         enable_lora(backbone, lora_rank)
         for layer in backbone.layers:
@@ -78,8 +83,8 @@ def make_classifier(
                 layer.trainable = True
     options = {"backbone": backbone, "preprocessor": preprocessor, "num_classes": num_classes, "dropout": dropout}
     if preset and not bert:
-        kind = models.TextClassifier
-        model = from_preset(kind, preset, load_weights=False, activation=None, compile=False, **options)
+        loaded = {"load_weights": False, "activation": None, "compile": False}
+        model = from_preset(models.TextClassifier, preset, **loaded, **options)
     else:
         model = models.BertTextClassifier(**options, compile=False)
     model.output_dense.dtype_policy = keras.DTypePolicy("float32")  # bfloat16 has no number between 256 and 258
@@ -88,13 +93,10 @@ def make_classifier(
 
 
 def save_classifier(model: keras_hub.models.TextClassifier, classes: list[str], texts: int, folder: Path) -> None:
-    """Saves a classifier as `save_task` does, and what its inputs and outputs are in `labels.json`.
+    """Saves a classifier as `save_task` does, and what it takes and gives in `labels.json`.
 
-    Args:
-        model: a model with its preprocessor.
-        classes: names of the classes, in the order of its outputs; empty for regression.
-        texts: number of texts that make an example, 1 or 2.
-        folder: see `save_task`.
+    That is the names of the classes, in the order of its outputs, none for regression; and how many texts make an
+    example, 1 or 2.
     """
     save_task(model, model.preprocessor, folder)
     if is_chief():

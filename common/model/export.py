@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports a BERT masked language model, or a causal language model, to Hugging Face transformers.
 
-KerasHub exports causal models itself, of the families GPT-2, Llama 3, Mistral, Qwen and Gemma. GPT-2 is the same there
-up to rounding. Tokenizers of GPT-2 and BERT are written here, because they split a text as KerasHub's do, not as those
-of transformers: GPT-2's begins it with an end token, as KerasHub's preprocessor does; BERT's differs from KerasHub's in
-characters that Unicode's NFKC changes, such as wide letters.
+KerasHub exports causal models itself. Tokenizers of GPT-2 and BERT are written here, for they split a text as those of
+KerasHub do: GPT-2's begins it with an end token, and BERT's differs in characters that Unicode's NFKC changes.
 
-KerasHub's BERT differs in its head from every BERT of transformers. Its encoder has the tanh form of gelu and its head
-the exact one; the head's norm has an epsilon of 1e-5 and all others 1e-12. A `config.json` has one `hidden_act` and one
-`layer_norm_eps` for all: ours are the encoder's. In transformers, an exported model's logits are then off by up to 2e-3
-and its probabilities by 2e-4 (for the default run's model, with logits from -9 to 12, on every token of ten sentences);
-with the exact gelu, by 5e-3 and 2e-4. Nothing else differs: with both corrected in Keras's head, 5e-6 is left.
-Published checkpoints have the exact gelu, so their encoder is off by as much here, as it is in KerasHub.
+KerasHub's BERT has the tanh form of gelu in its encoder and the exact one in its head, whose norm has an epsilon of
+1e-5, all others 1e-12. A `config.json` has one of each: ours are the encoder's. In transformers, logits are then off by
+up to 2e-3 and probabilities by 2e-4 (the default run's model, all tokens of ten sentences). Nothing else differs.
 """
 
 import math
@@ -28,8 +23,7 @@ from keras_replicas import UserError
 
 from ..data.vocabulary import SPLIT, UNKNOWN
 from ..files import write_json
-from .huggingface import huggingface_weights
-from .presets import from_preset, load_json, one_line, require_head
+from .presets import from_preset, get_file, huggingface_weights, load_json, one_line
 
 # What KerasHub's BertTokenizer splits at, and what of that is a word by itself: punctuation and Chinese characters.
 SPACE = r"[ \t\n\r\f]|\p{Cc}|\p{Cf}"
@@ -37,6 +31,18 @@ CHINESE = (
     r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2CEAF}\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
 )
 ALONE = rf"[!-/:-@\[-`{{-~{CHINESE}]|\p{{P}}"
+# In a `config.json`, what a BertBackbone has under another name.
+CONFIG = {
+    "vocab_size": "vocabulary_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "hidden_size": "hidden_dim",
+    "intermediate_size": "intermediate_dim",
+    "max_position_embeddings": "max_sequence_length",
+    "type_vocab_size": "num_segments",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "dropout",
+}
 
 
 def export(preset: str, folder: Path) -> str:
@@ -57,11 +63,11 @@ def export(preset: str, folder: Path) -> str:
         raise UserError(f"{folder} already exists; give a new folder")
     with one_line(f"cannot load {preset} as a model that KerasHub saved"):
         kind = load_json(preset, "task.json")["class_name"]
-    bert, task = kind == "BertMaskedLM", getattr(keras_hub.models, kind, object)
+        if bert := kind == "BertMaskedLM":
+            get_file(preset, "task.weights.h5")  # without it, the head would be random
+    task = getattr(keras_hub.models, kind, object)
     if not bert and not issubclass(task, keras_hub.models.CausalLM):
         raise UserError(f"cannot export {preset}, a {kind}: give a BertMaskedLM or a causal language model")
-    if bert:
-        require_head(preset, kind)
     model = from_preset(task, preset, dtype="float32", compile=False)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     try:
@@ -79,47 +85,32 @@ def export(preset: str, folder: Path) -> str:
 def _write_causal(model: keras_hub.models.CausalLM, folder: Path) -> None:
     model.export_to_transformers(str(folder))
     tokenizer = model.preprocessor.tokenizer
-    if not isinstance(tokenizer, keras_hub.models.GPT2Tokenizer):
-        return
-    config = load_json(str(folder)) | {"architectures": ["GPT2LMHeadModel"]}  # which KerasHub's own loader asks for
-    write_json(folder / "config.json", config)
-    merges = [tuple(merge.split(" ")) for merge in tokenizer.merges if not merge.startswith("#version")]
-    own, end = Tokenizer(models.BPE(dict(tokenizer.vocabulary), merges)), tokenizer.end_token
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    own.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"), to_bytes])
-    own.decoder = decoders.ByteLevel()
-    own.add_special_tokens([end])
-    own.post_processor = processors.TemplateProcessing(f"{end} $0", special_tokens=[(end, tokenizer.end_token_id)])
-    _write_tokenizer(own, folder, model, bos_token=end, eos_token=end, unk_token=end)
+    if isinstance(tokenizer, keras_hub.models.GPT2Tokenizer):
+        config = load_json(str(folder)) | {"architectures": ["GPT2LMHeadModel"]}  # which KerasHub's own loader asks for
+        write_json(folder / "config.json", config)
+        merges = [tuple(merge.split(" ")) for merge in tokenizer.merges if not merge.startswith("#version")]
+        own, end = Tokenizer(models.BPE(dict(tokenizer.vocabulary), merges)), tokenizer.end_token
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        own.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), to_bytes])
+        own.decoder = decoders.ByteLevel()
+        own.add_special_tokens([end])
+        own.post_processor = processors.TemplateProcessing(f"{end} $0", special_tokens=[(end, tokenizer.end_token_id)])
+        _write_tokenizer(own, folder, model, bos_token=end, eos_token=end, unk_token=end)
 
 
 def _write_bert(model: keras_hub.models.BertMaskedLM, folder: Path) -> None:
     backbone, tokenizer, variables = model.backbone, model.preprocessor.tokenizer, huggingface_weights(model)
-    tensors = {}
-    for name, variable in variables.items():
-        tensor = np.array(variable)
-        if variable.path.endswith("kernel"):
-            outputs = variables[name.replace(".weight", ".bias")]
-            tensor = np.ascontiguousarray(tensor.reshape(-1, math.prod(outputs.shape)).T)
-        tensors[name] = tensor.ravel() if name.endswith(".bias") else tensor
+    tensors = {name: np.array(variable) for name, variable in variables.items()}
+    for name, tensor in tensors.items():
+        if variables[name].path.endswith("kernel"):  # there [outputs, inputs]
+            outputs = math.prod(variables[name.replace(".weight", ".bias")].shape)
+            tensors[name] = np.ascontiguousarray(tensor.reshape(-1, outputs).T)
+        elif name.endswith(".bias"):
+            tensors[name] = tensor.ravel()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["BertForMaskedLM"],
-        "model_type": "bert",
-        "vocab_size": backbone.vocabulary_size,
-        "num_hidden_layers": backbone.num_layers,
-        "num_attention_heads": backbone.num_heads,
-        "hidden_size": backbone.hidden_dim,
-        "intermediate_size": backbone.intermediate_dim,
-        "max_position_embeddings": backbone.max_sequence_length,
-        "type_vocab_size": backbone.num_segments,
-        "hidden_dropout_prob": backbone.dropout,
-        "attention_probs_dropout_prob": backbone.dropout,
-        "hidden_act": "gelu_pytorch_tanh",
-        "layer_norm_eps": 1e-12,
-        "pad_token_id": tokenizer.pad_token_id,
-        "dtype": "float32",
-    }
+    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "dtype": "float32"}
+    config |= {theirs: getattr(backbone, ours) for theirs, ours in CONFIG.items()}
+    config |= {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-12, "pad_token_id": tokenizer.pad_token_id}
     write_json(folder / "config.json", config)
     pieces = tokenizer.get_vocabulary()
     (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
@@ -130,13 +121,14 @@ def _write_bert(model: keras_hub.models.BertMaskedLM, folder: Path) -> None:
         steps += [normalizers.NFC(), normalizers.Lowercase()]
         steps += [normalizers.Replace("ß", "ss"), normalizers.Replace("ς", "σ")]
     own.normalizer = normalizers.Sequence(steps)
-    splits = ((SPACE, "removed"), (ALONE, "isolated"))
-    own.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(at), how) for at, how in splits])
+    splits = [pre_tokenizers.Split(Regex(SPACE), "removed"), pre_tokenizers.Split(Regex(ALONE), "isolated")]
+    own.pre_tokenizer = pre_tokenizers.Sequence(splits)
     own.decoder = decoders.WordPiece()
-    ends = {"cls_token": tokenizer.cls_token, "sep_token": tokenizer.sep_token}
-    special = {"pad_token": tokenizer.pad_token, "unk_token": UNKNOWN, "mask_token": tokenizer.mask_token} | ends
+    cls, sep = tokenizer.cls_token, tokenizer.sep_token
+    special = {"pad_token": tokenizer.pad_token, "unk_token": UNKNOWN, "mask_token": tokenizer.mask_token}
+    special |= {"cls_token": cls, "sep_token": sep}
     own.add_special_tokens([*special.values()])
-    own.post_processor = processors.BertProcessing(*((token, ids[token]) for token in reversed(ends.values())))
+    own.post_processor = processors.BertProcessing((sep, ids[sep]), (cls, ids[cls]))
     form = {"do_lower_case": tokenizer.lowercase, "strip_accents": tokenizer.strip_accents}
     _write_tokenizer(own, folder, model, **special, **form)
 

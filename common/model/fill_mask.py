@@ -11,9 +11,7 @@ import numpy as np
 from keras_replicas import UserError
 
 from ..data.vocabulary import encode
-from .huggingface import preset_tokenizer
-from .masked_lm import masked_lm_from_preset
-from .presets import huggingface_type, require_head
+from .presets import get_file, huggingface_type, load_json, masked_lm_from_preset, one_line, preset_tokenizer
 
 SENTENCES = (  # to try out a model of the default text
     "Returns a [MASK] with the same shape as the input.",
@@ -25,7 +23,7 @@ SENTENCES = (  # to try out a model of the default text
 def fill_mask(
     model: keras_hub.models.MaskedLM, tokenizer: keras_hub.models.Tokenizer, sentence: str, top: int = 5
 ) -> list[list[dict[str, Any]]]:
-    """The likeliest tokens for each mask of a sentence.
+    """The likeliest tokens for each mask of a sentence, as a pipeline of transformers gives them.
 
     Args:
         model, tokenizer: a BERT or RoBERTa, and the tokenizer it was trained with.
@@ -68,9 +66,13 @@ def fill_mask(
 
 
 def print_filled_masks(preset: str, sentences: Iterable[str] = SENTENCES) -> None:
-    """Prints sentences with the likeliest tokens for their masks, by a preset with its head."""
+    """Prints sentences with the likeliest tokens for their masks, by a preset with its head, or raises a UserError."""
     if not huggingface_type(preset):
-        require_head(preset, "BertMaskedLM", "RobertaMaskedLM")
+        kinds = ("BertMaskedLM", "RobertaMaskedLM")
+        with one_line(f"cannot load {preset} as a {' or '.join(kinds)} that KerasHub saved"):
+            if (kind := load_json(preset, "task.json")["class_name"]) not in kinds:
+                raise UserError(f"it is a {kind}")
+            get_file(preset, "task.weights.h5")  # without it, the head would be random
     model, tokenizer = masked_lm_from_preset(preset, dtype="float32"), preset_tokenizer(preset)
     for sentence in sentences:
         print(f"\n{sentence}")
