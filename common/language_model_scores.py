@@ -25,8 +25,7 @@ def language_model_scores(
     own word as context, and word pieces count the letters of normalised text.
 
     Args:
-        split: the split that was evaluated.
-        scores: the model's scores on it, with its `loss` and `accuracy`.
+        split, scores: what was evaluated, and its `loss` and `accuracy`.
         batches: those of the evaluation, (x, y, sample_weight); the ids in y with a weight are the tokens to predict.
         train: those of the training, whose rows are counted for the baseline.
         tokenizer: KerasHub's tokenizer of the ids.

@@ -21,17 +21,13 @@ STACK = 2**23  # numbers in a stack of matrices, about; a step of Muon takes sev
 def scale(
     batch_size: int, learning_rate: float, replicas: int, rule: Literal["sqrt", "linear", "none"]
 ) -> tuple[int, float]:
-    """The batch size of all replicas together, and the learning rate for it, from those of one replica.
+    """The batch size of N replicas together, and the learning rate for it, from those of one replica.
 
-    N replicas take N times the examples of one in each step: a step takes as long, and an epoch has 1/N of the steps.
-
-    Args:
-        batch_size, learning_rate: for one replica.
-        replicas: N, their number.
-        rule: by which the learning rate follows. `linear`, times N: Goyal et al. 2017, arXiv:1706.02677; for SGD, with
-            a warm-up. `sqrt`, times the square root of N: Krizhevsky 2014, arXiv:1404.5997, derived for Adam by Malladi
-            et al. 2022, arXiv:2205.10287: Adam divides by the gradient's size, mostly noise, which N times the examples
-            make √N times smaller. `none`: as given.
+    They take N times the examples of one in each step: a step takes as long, and an epoch has 1/N of the steps. The
+    learning rate follows by a rule. `linear`, times N: Goyal et al. 2017, arXiv:1706.02677; for SGD, with a warm-up.
+    `sqrt`, times the square root of N: Krizhevsky 2014, arXiv:1404.5997, derived for Adam by Malladi et al. 2022,
+    arXiv:2205.10287: Adam divides by the gradient's size, mostly noise, which N times the examples make √N times
+    smaller. `none`: as given.
     """
     factor = {"linear": float(replicas), "sqrt": math.sqrt(replicas), "none": 1.0}[rule]
     print(f"global batch: {batch_size} examples x {replicas} replica(s) = {batch_size * replicas}")
@@ -43,14 +39,8 @@ def scale(
 class WarmUpPolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
     """Linear warm-up to `peak`, then Keras's `PolynomialDecay` to zero, as BERT's (arXiv:1810.04805, appendix A.2).
 
-    Of W warm-up steps, step s (from 0) has peak * (s + 1) / (W + 1), so that no step is spent at rate zero. The decay
-    starts with `peak` at step W and would be zero at `total_steps`.
-
-    Args:
-        peak: peak learning rate.
-        total_steps: steps of the whole run.
-        warmup: fraction of all steps that are warm-up, below 1.
-        power: of the decay; 1: linear.
+    Of W warm-up steps, the fraction `warmup` of `total_steps`, step s (from 0) has peak * (s + 1) / (W + 1), so that no
+    step is spent at rate zero. The decay, linear if its `power` is 1, begins at step W and ends at `total_steps`.
     """
 
     def __init__(self, peak: float, total_steps: int, warmup: float = 0.1, power: float = 1.0):
@@ -87,10 +77,7 @@ class CrossEntropy(keras.losses.Loss):
 
 @tf.custom_gradient
 def _cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """log(sum(exp(logits))) - logits[label], whose gradient is softmax(logits) less 1 at the label.
-
-    The same exponentials serve the loss and the gradient.
-    """
+    """log(sum(exp(logits))) - logits[label]; its gradient, softmax(logits) less 1 at the label, uses the same powers."""
     highest = tf.reduce_max(logits, axis=-1, keepdims=True)
     exponentials = tf.exp(logits - highest)
     total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
@@ -107,9 +94,7 @@ def _cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
 def adamw(schedule, weight_decay: float = 0.01) -> keras.optimizers.Optimizer:
     """AdamW with RoBERTa's settings, whose weight decay spares biases and norms. Call it in the strategy's scope.
 
-    Args:
-        schedule: a schedule of the learning rate, or a number.
-        weight_decay: fraction of each weight that a step subtracts, times the learning rate.
+    The schedule, or number, is of the learning rate; a step subtracts it times `weight_decay` times each weight.
     """
     optimizer = AdamW(schedule, weight_decay=weight_decay, beta_2=BETA_2, epsilon=EPSILON)
     optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
@@ -117,13 +102,9 @@ def adamw(schedule, weight_decay: float = 0.01) -> keras.optimizers.Optimizer:
 
 
 def muon(schedule, weight_decay: float = 0.01, clip_norm: float | None = 1.0) -> keras.optimizers.Optimizer:
-    """Muon for the kernels of hidden layers, and the above AdamW for the rest. Call it in the strategy's scope.
+    """Muon for the kernels of hidden layers, and the above AdamW for the rest, with 0.4 times the learning rate.
 
-    What AdamW trains, embeddings above all, learns with 0.4 times the rate.
-
-    Args:
-        schedule, weight_decay: see `adamw`.
-        clip_norm: global norm to which the gradient is clipped, as BERT's and GPT-3's.
+    Gradients are clipped to the global norm `clip_norm`, as BERT's and GPT-3's. Call it in the strategy's scope.
     """
     adam = {"adam_lr_ratio": 0.4, "adam_weight_decay": weight_decay, "adam_beta_2": BETA_2, "epsilon": EPSILON}
     optimizer = Muon(schedule, weight_decay=weight_decay, exclude_layers=HEADS, global_clipnorm=clip_norm, **adam)
@@ -148,9 +129,8 @@ class Muon(keras.optimizers.Muon):
     iterations (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). Its root mean square is 0.2 times the
     learning rate, about AdamW's, so that one rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 
-    Keras's own silently leaves every kernel of more than two dimensions to AdamW, including those of KerasHub's
-    attention. Here each head of such a kernel is a matrix of its own; see `matrix_axes`. Under a strategy, it is for
-    `data_parallel` and `apply_summed`, by which every replica updates its own copies.
+    Keras's own leaves kernels of more than two dimensions to AdamW, those of KerasHub's attention among them. Here each
+    head is a matrix of its own; see `matrix_axes`. Under a strategy, it needs `data_parallel` or `apply_summed`.
     """
 
     def _should_use_adamw(self, variable):
@@ -202,15 +182,8 @@ def matrix_axes(shape: Sequence[int]) -> list[int]:
 
 def _adam_step(optimizer, gradient, variable, learning_rate, mean, square, beta_1, beta_2) -> None:
     step = tf.cast(optimizer.iterations + 1, variable.dtype)
-    tf.raw_ops.ResourceApplyAdam(
-        var=variable.handle,
-        m=mean.value.handle,
-        v=square.value.handle,
-        beta1_power=beta_1**step,
-        beta2_power=beta_2**step,
-        lr=tf.cast(learning_rate, variable.dtype),
-        beta1=beta_1,
-        beta2=beta_2,
-        epsilon=optimizer.epsilon,
-        grad=tf.cast(tf.convert_to_tensor(gradient), variable.dtype),  # of a table, it may be rows
-    )
+    handles = {"var": variable.handle, "m": mean.value.handle, "v": square.value.handle}
+    betas = {"beta1": beta_1, "beta2": beta_2, "beta1_power": beta_1**step, "beta2_power": beta_2**step}
+    rate, dense = tf.cast(learning_rate, variable.dtype), tf.convert_to_tensor(gradient)  # of a table, it may be rows
+    grad = tf.cast(dense, variable.dtype)
+    tf.raw_ops.ResourceApplyAdam(**handles, **betas, lr=rate, epsilon=optimizer.epsilon, grad=grad)

@@ -29,12 +29,9 @@ def causal_rows(
     Args:
         corpus: see `open_corpus`; used if there are no `data`.
         data: prompts with answers, see `read_dialogues`; or a folder of rows of text, whose length they have.
-        preset: whose tokenizer it is; empty for one trained on the text.
-        vocabulary_size: of that one.
-        seq_length: tokens of a sequence.
+        preset: whose tokenizer it is; empty for one of `vocabulary_size`, trained on the text.
 
-    Raises:
-        UserError: when there is no such data or preset, or they do not belong together.
+    Raises a UserError when there is no such data or preset, or they do not belong together.
     """
     if data and not is_dialogues(data):
         return make_preprocessor(preset, rows_tokenizer(data), seq_length), open_rows(data)
@@ -60,11 +57,8 @@ def make_preprocessor(
     """A model's preprocessor, for `seq_length` tokens: a preset's, or GPT-2's for a vocabulary of byte pairs.
 
     Of a `RobertaTokenizer`, the end token `</s>` becomes GPT-2's, with the same id; the other four special tokens stand
-    for no text, and are never predicted. If both a preset and a tokenizer are given, they must agree.
-
-    Raises:
-        UserError: when there is no such preset of a causal language model, it cannot be fetched, or it has another
-            vocabulary; or when the tokenizer is not of byte pairs.
+    for no text, and are never predicted. Raises a UserError when there is no such preset of a causal language model, it
+    cannot be fetched, or it and the tokenizer do not agree; or when that is not of byte pairs.
     """
     if not isinstance(tokenizer, keras_hub.tokenizers.BytePairTokenizer | None):
         raise UserError(f"a causal language model needs byte pairs; this vocabulary is a {type(tokenizer).__name__}")
@@ -90,18 +84,9 @@ def make_causal_lm(
 ) -> keras_hub.models.CausalLM:
     """A causal language model of any family that KerasHub has, from a preset or, without one, a GPT-2 from a size.
 
-    Call it inside the strategy's scope.
-
-    Args:
-        preset: a KerasHub name, or a folder or `hf://` in a form that KerasHub reads; or empty.
-        size: a size of `sizes.py`, if there is no preset; see `backbone_from_size`.
-        preprocessor: the model's preprocessor.
-        dropout: the model's dropout, in families that have one.
-        lora_rank: rank of adapters for the attention's query and value kernels; only these are then trained.
-
-    Raises:
-        UserError: when there is no such preset, it cannot be fetched, it needs more than text, it has too few
-            positions or another vocabulary than its tokenizer, or KerasHub has no LoRA for it.
+    Call it inside the strategy's scope. With a `lora_rank`, only adapters of the attention's query and value kernels
+    are trained. Raises a UserError when there is no such preset, it cannot be fetched, it needs more than text, it has
+    too few positions or another vocabulary than its tokenizer, or KerasHub has no LoRA for it.
     """
     models, tokens = keras_hub.models, preprocessor.tokenizer.vocabulary_size()
     if preset:

@@ -26,8 +26,7 @@ def make_preprocessor(
 ) -> keras_hub.models.TextClassifierPreprocessor:
     """A classifier's preprocessor, for `seq_length` tokens: a preset's own, or BERT's for a tokenizer of word pieces.
 
-    Raises:
-        UserError: when there is no such preset, it cannot be fetched, or KerasHub has no classifier of its kind.
+    Raises a UserError when there is no such preset, it cannot be fetched, or KerasHub has no classifier of its kind.
     """
     if preset and huggingface_type(preset) != "bert":
         return from_preset(keras_hub.models.TextClassifierPreprocessor, preset, sequence_length=seq_length)
@@ -46,7 +45,8 @@ def make_classifier(
 ) -> keras_hub.models.TextClassifier:
     """A text classifier: a randomly initialized head on a preset's encoder or, without a preset, a BERT from a size.
 
-    Call it inside the strategy's scope.
+    Call it inside the strategy's scope. Raises a UserError when there is no such preset, it cannot be fetched, it has
+    too few positions, or KerasHub has no classifier of its kind, or one that does not tell tokens from padding.
 
     Args:
         preset: a KerasHub name, or a folder or `hf://` in KerasHub's or Hugging Face's form; or empty.
@@ -57,11 +57,7 @@ def make_classifier(
             AdamW would need many steps to get there.
         dropout: dropout of the encoder and the head.
         lora_rank: rank of adapters for the attention's query and value kernels. Only these, the pooler and the head are
-            then trained; 0 to train all weights.
-
-    Raises:
-        UserError: when there is no such preset, it cannot be fetched, it has too few positions, or KerasHub has no
-            classifier of its kind, or one that does not tell tokens from padding.
+            then trained.
     """
     models, length, bert = keras_hub.models, preprocessor.sequence_length, huggingface_type(preset) == "bert"
     if bert:

@@ -27,10 +27,8 @@ from .presets import from_preset, get_file, huggingface_weights, load_json, one_
 
 # What KerasHub's BertTokenizer splits at, and what of that is a word by itself: punctuation and Chinese characters.
 SPACE = r"[ \t\n\r\f]|\p{Cc}|\p{Cf}"
-CHINESE = (
-    r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2CEAF}\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
-)
-ALONE = rf"[!-/:-@\[-`{{-~{CHINESE}]|\p{{P}}"
+HAN = r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2CEAF}\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
+ALONE = rf"[!-/:-@\[-`{{-~{HAN}]|\p{{P}}"
 # In a `config.json`, what a BertBackbone has under another name.
 CONFIG = {
     "vocab_size": "vocabulary_size",
@@ -40,23 +38,14 @@ CONFIG = {
     "intermediate_size": "intermediate_dim",
     "max_position_embeddings": "max_sequence_length",
     "type_vocab_size": "num_segments",
-    "hidden_dropout_prob": "dropout",
-    "attention_probs_dropout_prob": "dropout",
-}
+} | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), "dropout")
 
 
 def export(preset: str, folder: Path) -> str:
-    """Writes a folder that transformers loads, complete or not at all.
+    """Writes a preset of a `BertMaskedLM` or a causal language model to an empty or new folder, whole or not at all.
 
-    Args:
-        preset: what KerasHub saved of a `BertMaskedLM` or a causal language model: a name, or a folder.
-        folder: destination; it must be empty or not exist.
-
-    Returns:
-        The task for which `transformers.pipeline(task, folder)` loads it: `fill-mask` or `text-generation`.
-
-    Raises:
-        UserError: when the preset is neither, its family is not exported, or the folder cannot be written.
+    Returns the task for which `transformers.pipeline(task, folder)` loads it: `fill-mask` or `text-generation`. Raises
+    a UserError when the preset is neither, its family is not exported, or the folder cannot be written.
     """
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -124,10 +113,10 @@ def _write_bert(model: keras_hub.models.BertMaskedLM, folder: Path) -> None:
     splits = [pre_tokenizers.Split(Regex(SPACE), "removed"), pre_tokenizers.Split(Regex(ALONE), "isolated")]
     own.pre_tokenizer = pre_tokenizers.Sequence(splits)
     own.decoder = decoders.WordPiece()
-    cls, sep = tokenizer.cls_token, tokenizer.sep_token
-    special = {"pad_token": tokenizer.pad_token, "unk_token": UNKNOWN, "mask_token": tokenizer.mask_token}
-    special |= {"cls_token": cls, "sep_token": sep}
+    special = {name: getattr(tokenizer, name) for name in ("pad_token", "mask_token", "cls_token", "sep_token")}
+    special["unk_token"] = UNKNOWN
     own.add_special_tokens([*special.values()])
+    cls, sep = special["cls_token"], special["sep_token"]
     own.post_processor = processors.BertProcessing((sep, ids[sep]), (cls, ids[cls]))
     form = {"do_lower_case": tokenizer.lowercase, "strip_accents": tokenizer.strip_accents}
     _write_tokenizer(own, folder, model, **special, **form)

@@ -23,18 +23,10 @@ SENTENCES = (  # to try out a model of the default text
 def fill_mask(
     model: keras_hub.models.MaskedLM, tokenizer: keras_hub.models.Tokenizer, sentence: str, top: int = 5
 ) -> list[list[dict[str, Any]]]:
-    """The likeliest tokens for each mask of a sentence, as a pipeline of transformers gives them.
+    """A BERT's or RoBERTa's likeliest tokens for each mask of a sentence: `[MASK]`, or the model's, such as `<mask>`.
 
-    Args:
-        model, tokenizer: a BERT or RoBERTa, and the tokenizer it was trained with.
-        sentence: text with one or more masks: `[MASK]`, or the model's own, such as `<mask>`.
-        top: number of guesses for each mask.
-
-    Returns:
-        For each mask, its guesses, the likeliest first: `score`, its probability; `token`, its id; `token_str`, its
-        text; and `sequence`, the sentence with the guess in the mask's place.
-
-    Raises a UserError when there is no mask, or the sentence is longer than the model's positions.
+    A guess has a `score`, its probability; a `token`, its id; `token_str`, its text; and `sequence`, the sentence with
+    it in the mask's place. Raises a UserError when there is no mask, or more tokens than the model has positions.
     """
     texts = sentence.replace("[MASK]", tokenizer.mask_token).split(tokenizer.mask_token)
     # A mask is a word with the space before it, as in RoBERTa's own tokenizer; BERT's ignores spaces.
@@ -48,9 +40,9 @@ def fill_mask(
         raise UserError(f"no {tokenizer.mask_token} in {sentence!r}; put one in place of a word to predict")
     if len(ids) > model.backbone.max_sequence_length:
         raise UserError(f"the sentence has {len(ids)} tokens; the model takes {model.backbone.max_sequence_length}")
-    row, masks = np.array([ids], np.int32), np.array([positions], np.int32)
-    inputs = {"token_ids": row, "segment_ids": 0 * row, "padding_mask": 0 * row + 1, "mask_positions": masks}
-    logits = model({name: inputs[name] for name in model.input}, training=False)[0]
+    row = np.array([ids], np.int32)
+    inputs = {"token_ids": row, "segment_ids": 0 * row, "padding_mask": 0 * row + 1, "mask_positions": [positions]}
+    logits = model({name: np.array(inputs[name]) for name in model.input}, training=False)[0]
     spaced = isinstance(tokenizer, keras_hub.models.RobertaTokenizer)  # its tokens bring the space before a word
     found = []
     for number, scores in enumerate(keras.ops.convert_to_numpy(keras.ops.softmax(logits)), start=1):

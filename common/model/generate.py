@@ -20,16 +20,11 @@ TOKENS = 4  # of a row that has no prompt
 def make_sampler(
     name: str = "top-k", k: int = 10, p: float = 0.9, temperature: float = 1.0, seed: int = 0
 ) -> keras_hub.samplers.Sampler:
-    """KerasHub's sampler.
+    """KerasHub's sampler, or a UserError when there is none of this name, or a value is out of range.
 
-    Args:
-        name: `greedy`, the likeliest token; `top-k`, one of the k likeliest (Fan et al. 2018, arXiv:1805.04833);
-            `top-p`, one of the fewest that together have a probability of p (Holtzman et al. 2019, arXiv:1904.09751);
-            or `random`, one of all.
-        k, p: see `name`.
-        temperature, seed: the first divides the logits: below 1, what is likely becomes likelier.
-
-    Raises a UserError when there is no such sampler, or a value is out of range.
+    `greedy`: the likeliest token; `top-k`: one of the k likeliest (Fan et al. 2018, arXiv:1805.04833); `top-p`: one of
+    the fewest that together have a probability of p (Holtzman et al. 2019, arXiv:1904.09751); `random`: one of all. The
+    temperature divides the logits: below 1, what is likely becomes likelier.
     """
     if not 1e-6 <= temperature < math.inf:  # in float32, logits cannot be divided by less
         raise UserError(f"the temperature must be at least 1e-6, and finite; got {temperature:g}")
@@ -47,11 +42,9 @@ def continuations(
 ) -> Iterator[str]:
     """The prompts, each followed by what the model adds, up to its end token or `tokens` tokens.
 
-    The sampler starts afresh for each: a prompt gives the same text each time, whatever the other prompts.
-
-    Raises:
-        UserError: when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`;
-            when k exceeds the vocabulary; when the model's logits are not finite, and the sampler draws.
+    The sampler starts afresh for each: a prompt gives the same text each time, whatever the other prompts. Raises a
+    UserError when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`; when k
+    exceeds the vocabulary; when the model's logits are not finite, and the sampler draws.
     """
     if (getattr(sampler, "k", None) or 1) > (size := model.backbone.vocabulary_size):
         raise UserError(f"the k of top-k, {sampler.k}, is more than the {size} tokens of the vocabulary")

@@ -60,15 +60,10 @@ def masked_lm_from_size(
 
 
 def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None = None) -> keras_hub.models.MaskedLM:
-    """A BERT or RoBERTa with the weights of a preset, uncompiled.
+    """A BERT or RoBERTa with the weights of a preset, uncompiled, in a Keras dtype policy; None for the current one.
 
-    Args:
-        preset: its name or folder. KerasHub's need not have a masked language model's head: it is then random.
-        dropout: the model's dropout, whatever the preset was saved with.
-        dtype: a Keras dtype policy; None for the current one.
-
-    Raises:
-        UserError: when there is no such preset, it cannot be fetched, or it is of another kind.
+    KerasHub's presets need not have a masked language model's head: it is then random. Raises a UserError when there is
+    no such preset, it cannot be fetched, or it is of another kind.
     """
     models, options = keras_hub.models, {"dropout": dropout, "dtype": dtype, "load_weights": False}
     if huggingface_type(preset):
@@ -87,18 +82,11 @@ def _without_pooler(model: keras_hub.models.MaskedLM) -> keras_hub.models.Masked
 
 
 def backbone_from_size(kind: Any, size: str, vocabulary_size: int, dropout: float, seq_length: int) -> Any:
-    """A transformer with random weights.
+    """A `BertBackbone`, `RobertaBackbone` or `GPT2Backbone` of a size, with random weights and at least 512 positions.
 
     Its position embeddings, trained like all weights, begin as the sinusoids of Vaswani et al. 2017, arXiv:1706.03762,
     section 3.5. With these, one rotation leads to a token's neighbour, the same at every position; starting from BERT's
     noise, each position has to be learned by itself.
-
-    Args:
-        kind: `BertBackbone`, `RobertaBackbone` or `GPT2Backbone`.
-        size: a size of `sizes.py`.
-        vocabulary_size: number of tokens that it embeds.
-        dropout: its dropout.
-        seq_length: tokens per sequence; the model has at least 512 positions.
     """
     positions, sizes = max(512, seq_length), dimensions(size)
     backbone = kind(vocabulary_size=vocabulary_size, **sizes, dropout=dropout, max_sequence_length=positions)
@@ -134,11 +122,8 @@ def check_positions(backbone: keras_hub.models.Backbone, seq_length: int, preset
 def save_task(model: keras_hub.models.Task, preprocessor: keras_hub.models.Preprocessor, folder: Path) -> None:
     """Saves a preset that KerasHub loads without this project, including the preprocessor; only the chief saves.
 
-    Adapters are merged into their kernels. By themselves, they are beside these in `adapters.lora.h5`, to be loaded by
-    `backbone.load_lora_weights` into the backbone that they adapt. The folder's parent must exist.
-
-    Raises:
-        OSError: `ENOSPC`, before anything is written, when the disk has no room (h5py would crash the process).
+    Adapters are merged into their kernels; by themselves, for `backbone.load_lora_weights`, they are beside these in
+    `adapters.lora.h5`. Raises an OSError, `ENOSPC`, before it writes to a disk without room: h5py would crash.
     """
     if not is_chief():
         return
@@ -171,9 +156,8 @@ def from_preset(kind: Any, preset: str, **kwargs) -> Any:
 def get_file(preset: str, name: str) -> Path:
     """The path of a preset's file, such as `config.json`, fetched first if it is not on this machine.
 
-    Raises:
-        FileNotFoundError: when the preset, a folder or `hf://user/name`, has no such file.
-        ValueError, OSError, RuntimeError: when there is no such preset, or it cannot be fetched.
+    Raises a FileNotFoundError when the preset, a folder or `hf://user/name`, has no such file, and a ValueError,
+    OSError or RuntimeError when there is no such preset, or it cannot be fetched.
     """
     known = keras_hub.models.Backbone.presets | keras_hub.models.Task.presets
     handle = known[preset]["kaggle_handle"] if preset in known else preset
@@ -233,10 +217,9 @@ def huggingface_weights(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def read_weights(model: keras.Model, preset: str) -> bool:
-    """Loads the weights of a `BertBackbone` or `BertMaskedLM` from a preset in Hugging Face's form.
+    """Loads a `BertBackbone` or `BertMaskedLM` from Hugging Face's form; returns whether that has a pooler.
 
-    Returns whether it has a pooler; if not, the model's is left as it is. Raises a UserError when it lacks other
-    weights, such as the head's.
+    If not, the model's is left as it is. Raises a UserError when other weights are missing, such as the head's.
     """
     variables = huggingface_weights(model)
     with one_line(f"cannot load {preset}"), safe_open(get_file(preset, "model.safetensors"), "numpy") as file:
@@ -244,8 +227,7 @@ def read_weights(model: keras.Model, preset: str) -> bool:
         names = {name.replace(".gamma", ".weight").replace(".beta", ".bias"): name for name in file.keys()}  # noqa: SIM118
         names |= {f"bert.{name}": own for name, own in names.items()}
         names.setdefault(DECODER_BIAS, names.get("cls.predictions.decoder.bias", ""))  # another name for the same
-        missing = [name for name in variables if not names.get(name) and ".pooler." not in name]
-        if missing:
+        if missing := [name for name in variables if not names.get(name) and ".pooler." not in name]:
             raise UserError(f"it lacks {missing[0]}: give a BERT{' with its head' * (DECODER_BIAS in variables)}")
         for name, variable in variables.items():
             if name in names:  # where a kernel is [outputs, inputs]

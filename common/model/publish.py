@@ -25,14 +25,13 @@ class Publish(keras.callbacks.Callback):
     """Uploads a snapshot at each epoch's end, in the background, by `hf upload`; at the end, `finish` the model.
 
     An upload is a process that ends with this one. While one runs, no other snapshot is made. If it fails, a line says
-    so, its output is in `upload.log`, and the run goes on. Only the chief saves and uploads.
+    so, its output is in `upload.log`, and the run goes on. `finish` waits `patience` seconds at most.
 
     Args:
-        uri: `hf://user/name`; empty for no snapshots and no uploads.
+        uri: `hf://user/name`; empty for no snapshots and no uploads. Only the chief saves and uploads.
         public: whether a new repository is public rather than private. An existing one keeps its visibility.
         folder: the run's; the last snapshot is in `snapshot/` in it, the finished model in `preset/`.
         save: `save(folder)` writes the model as a preset to a folder, which it creates; on the chief alone.
-        patience: seconds for which `finish` waits.
     """
 
     def __init__(self, uri: str, public: bool, folder: Path, save: Callable[[Path], Any], patience: float = 1800):

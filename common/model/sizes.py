@@ -43,10 +43,8 @@ def dimensions(size: str) -> dict[str, int]:
 
 
 def check_model(preset: str, size: str | None, seq_length: int) -> None:
-    """Raises a UserError unless a model can come from there: a preset or a size.
-
-    Not when both are given, or there is no such size, or the preset, if it is a folder, is not of a language model or
-    has too few positions for `seq_length` tokens.
+    """Raises a UserError when both a preset and a size are given, or there is no such size, or the preset, if it is a
+    folder, is not of a language model or has too few positions for `seq_length` tokens.
     """
     if size:
         dimensions(size)
