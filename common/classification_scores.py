@@ -22,7 +22,6 @@ from keras_replicas import is_chief
 
 from .data.labelled import NO_LIMITS, LabelledTexts
 from .data.vocabulary import encode
-from .language_model_scores import entry
 
 
 def scores_of(texts: LabelledTexts, split: str, outputs: np.ndarray) -> dict[str, float]:
@@ -40,7 +39,7 @@ def scores_of(texts: LabelledTexts, split: str, outputs: np.ndarray) -> dict[str
     else:
         predictions = np.asarray(outputs, np.float64)[:, 0]
         loss = np.mean((predictions - labels) ** 2)
-    return {entry(split, "loss"): float(loss)} | _metrics(texts, split, predictions)
+    return {_entry(split, "loss"): float(loss)} | _metrics(texts, split, predictions)
 
 
 def classifier_results(
@@ -64,7 +63,7 @@ def classifier_results(
             majority = np.full(len(ids[split]), np.bincount(labels["train"]).argmax())
             results |= _metrics(texts, split, majority, "majority_")
         else:
-            results[entry(split, "mean_loss")] = float(np.mean((labels[split] - labels["train"].mean()) ** 2))
+            results[_entry(split, "mean_loss")] = float(np.mean((labels[split] - labels["train"].mean()) ** 2))
     for name, features in {"length": _lengths, "bag_of_words": _words}.items():
         of_classes = OneVsRestClassifier(LogisticRegression(solver="liblinear"))
         model = make_pipeline(CountVectorizer(analyzer=features), of_classes if texts.classes else Ridge())
@@ -89,6 +88,10 @@ def write_predictions(folder: Path, texts: LabelledTexts, outputs: dict[str, np.
         (folder / name).write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8")
 
 
+def _entry(split: str, name: str) -> str:
+    return f"{'val' if split == 'validation' else split}_{name}"
+
+
 def _metrics(texts: LabelledTexts, split: str, predictions: np.ndarray, prefix: str = "") -> dict[str, float]:
     labels, classes = np.array(texts.splits[split].labels), range(len(texts.classes))
     varied = np.ptp(labels) and np.ptp(predictions)
@@ -100,7 +103,7 @@ def _metrics(texts: LabelledTexts, split: str, predictions: np.ndarray, prefix: 
         "pearson": lambda *of: scipy.stats.pearsonr(*of)[0] if varied else 0,
         "spearman": lambda *of: scipy.stats.spearmanr(*of)[0] if varied else 0,
     }
-    return {entry(split, prefix + name): float(functions[name](labels, predictions)) for name in texts.metrics}
+    return {_entry(split, prefix + name): float(functions[name](labels, predictions)) for name in texts.metrics}
 
 
 def _lengths(ids: list[list[int]]) -> list[tuple[int, int]]:

@@ -43,7 +43,8 @@ def language_model_scores(
         "bits_per_character": scores["loss"] / math.log(2) / np.mean(characters[targets]),
         "unigram_loss": unigram_loss(train.rows.counts(len(pieces)), targets),
     }
-    return {entry(split, name): float(value) for name, value in own.items()}
+    prefix = "val" if split == "validation" else split
+    return {f"{prefix}_{name}": float(value) for name, value in own.items()}
 
 
 def unigram_loss(counts: np.ndarray, targets: np.ndarray) -> float:
@@ -54,8 +55,3 @@ def unigram_loss(counts: np.ndarray, targets: np.ndarray) -> float:
     """
     log_probability = np.log((counts + 1) / (counts.sum() + len(counts)))
     return float(-log_probability[targets].mean())
-
-
-def entry(split: str, name: str) -> str:
-    """The name of an entry of `results.json`: `val_loss` for the split `validation` and the name `loss`."""
-    return f"{'val' if split == 'validation' else split}_{name}"

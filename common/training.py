@@ -77,7 +77,7 @@ class CrossEntropy(keras.losses.Loss):
 
 @tf.custom_gradient
 def _cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """log(sum(exp(logits))) - logits[label]; its gradient, softmax(logits) less 1 at the label, uses the same powers."""
+    """log(sum(exp(logits))) - logits[label]; its gradient, softmax(logits) less 1 at the label, shares powers."""
     highest = tf.reduce_max(logits, axis=-1, keepdims=True)
     exponentials = tf.exp(logits - highest)
     total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,7 +128,7 @@ def save_task(model: keras_hub.models.Task, preprocessor: keras_hub.models.Prepr
         return
     needed = sum(4 * math.prod(weight.shape) for weight in model.weights) + 2**20
     if shutil.disk_usage(folder.parent).free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
     model.preprocessor = preprocessor
     model.save_to_preset(str(folder))
     if any(weight.name.startswith("lora_") for weight in model.weights):
