@@ -22,10 +22,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-from common.command_line import parse, quiet_stderr, run
+from common.command_line import FIRST, FREE, Bounds, LanguageModelOptions, parse, quiet_stderr, run
 from common.model.push_target import check_push_to
 from common.model.sizes import check_model
-from common.options import FIRST, FREE, Bounds, LanguageModelOptions
 
 
 @dataclass(frozen=True)
@@ -58,15 +57,16 @@ with quiet_stderr():
     import keras
     import keras_hub
 
+from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import open_corpus
 from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
-from common.data.rows import RowBatches, Rows, corpus_rows, open_rows
-from common.data.vocabulary import train_byte_pairs, train_wordpieces
+from common.data.row_folders import kept_in, open_folder
+from common.data.rows import RowBatches, Rows, corpus_rows
+from common.data.vocabulary import train_wordpieces
 from common.language_model_scores import language_model_scores
-from common.log import RunLog
+from common.log import RunLog, print_plan, report
 from common.model.presets import masked_lm_from_size, save_task
 from common.model.publish import Publish
-from common.report import print_plan, report
 from common.run_folder import chief_alone, open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
@@ -80,8 +80,8 @@ def make_datasets(config: Config, batch_size: int) -> tuple[keras_hub.models.Tok
     after, folder = (tokenizer.end_token_id,), config.data or os.path.join(config.workdir, "data")
     make = functools.partial(corpus_rows, corpus, tokenizer, config.seq_length - 2, after=after)  # and [CLS], [SEP]
     if not config.dry_run:
-        chief_alone(lambda: make(folder=folder))
-    rows = make() if config.dry_run else open_rows(folder)
+        chief_alone(lambda: make(keep=kept_in(folder)))
+    rows = make() if config.dry_run else open_folder(folder)[0]
     return tokenizer, {
         part: masked_batches(config, tokenizer, rows[part], batch_size, part == "train") for part in rows
     }
@@ -97,7 +97,7 @@ def masked_batches(
         seeds = mask_seeds(config.seed, epochs if training else None, examples)
         return mask_tokens(ids, is_token, seeds, tokenizer, config.mask_rate if training else EVALUATION_RATE)
 
-    return rows.batches(make_batch, batch_size, shuffle=training, seed=config.seed)
+    return RowBatches(rows, make_batch, batch_size, shuffle=training, seed=config.seed)
 
 
 def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=0.0) -> keras.Model:
@@ -132,8 +132,9 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, tokenizer)
 
         log = RunLog(run.folder, train)
-        saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
-        checkpoints = Checkpoints(run.folder / "checkpoints", **saving)
+        checkpoints = Checkpoints(
+            run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True
+        )
         save = functools.partial(save_task, model, model.preprocessor_cls(tokenizer, sequence_length=config.seq_length))
         publish = Publish(config.push_to, config.push_public, run.folder, save)
         data = {"validation_data": batches["validation"], "epochs": config.epochs}

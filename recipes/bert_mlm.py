@@ -21,9 +21,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-from common.command_line import parse, quiet_stderr, run
+from common.command_line import FIRST, FREE, INPUT, Bounds, LanguageModelOptions, parse, quiet_stderr, run
 from common.model.sizes import Size, check_model
-from common.options import FIRST, FREE, INPUT, Bounds, LanguageModelOptions
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,8 @@ from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
 from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import load_wordpieces, train_wordpieces
 from common.language_model_scores import language_model_scores
-from common.log import RunLog
+from common.log import RunLog, print_plan, report
 from common.model.presets import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer, save_task
-from common.report import print_plan, report
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
@@ -75,8 +73,8 @@ def make_datasets(config: Config, batch_size: int) -> tuple[keras_hub.models.Tok
         tokenizer = load_wordpieces(config.vocabulary)
     else:
         tokenizer = train_wordpieces(corpus.splits["train"], corpus.fingerprint, config.vocabulary_size)
-    shape = {"pack": config.pack == "full", "after": (tokenizer.end_token_id,)}
-    rows = corpus_rows(corpus, tokenizer, config.seq_length - 2, **shape)  # with room for [CLS] and [SEP]
+    length = config.seq_length - 2  # with room for [CLS] and [SEP]
+    rows = corpus_rows(corpus, tokenizer, length, pack=config.pack == "full", after=(tokenizer.end_token_id,))
     return tokenizer, {
         part: masked_batches(config, tokenizer, rows[part], batch_size, part == "train") for part in rows
     }
@@ -92,7 +90,7 @@ def masked_batches(
         seeds = mask_seeds(config.seed, epochs if training else None, examples)
         return mask_tokens(ids, is_token, seeds, tokenizer, config.mask_rate if training else EVALUATION_RATE)
 
-    return rows.batches(make_batch, batch_size, shuffle=training, seed=config.seed)
+    return RowBatches(rows, make_batch, batch_size, shuffle=training, seed=config.seed)
 
 
 def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=0.0) -> keras.Model:
@@ -130,8 +128,9 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, tokenizer)
 
         log = RunLog(run.folder, train)
-        saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
-        checkpoints = Checkpoints(run.folder / "checkpoints", **saving)
+        checkpoints = Checkpoints(
+            run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True
+        )
         callbacks = [log, keras.callbacks.TensorBoard(run.folder / "tensorboard"), checkpoints]
         model.fit(train, epochs=config.epochs, validation_data=batches["validation"], callbacks=callbacks)
 

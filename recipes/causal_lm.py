@@ -23,10 +23,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from common.command_line import parse, quiet_stderr, run
+from common.command_line import FIRST, FREE, INPUT, Bounds, LanguageModelOptions, parse, quiet_stderr, run
 from common.model.push_target import check_push_to
 from common.model.sizes import CausalSize, check_model
-from common.options import FIRST, FREE, INPUT, Bounds, LanguageModelOptions
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,11 @@ with quiet_stderr():
 from common.data.dialogues import is_dialogues
 from common.data.rows import RowBatches, Rows
 from common.language_model_scores import language_model_scores
-from common.log import RunLog
+from common.log import RunLog, print_plan, report
 from common.model.causal_lm import causal_rows, make_causal_lm
 from common.model.generate import Samples, beginnings, print_continuations
 from common.model.presets import save_task
 from common.model.publish import Publish
-from common.report import print_plan, report
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
@@ -91,7 +89,7 @@ def causal_batches(config: Config, rows: Rows, batch_size: int, training: bool) 
         x = {"token_ids": ids[:, :-1], "padding_mask": tf.cast(is_token[:, :-1], tf.int32)}
         return x, ids[:, 1:], tf.cast(is_label[:, 1:], tf.float32)
 
-    return rows.batches(make_batch, batch_size, shuffle=training, seed=config.seed)
+    return RowBatches(rows, make_batch, batch_size, shuffle=training, seed=config.seed)
 
 
 def build_model(config: Config, preprocessor: keras_hub.models.CausalLMPreprocessor, schedule=0.0) -> keras.Model:
@@ -126,8 +124,13 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, tokenizer)
 
         log = RunLog(run.folder, train)
-        saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
-        checkpoints = Checkpoints(run.folder / "checkpoints", trained_only=bool(config.lora_rank), **saving)
+        checkpoints = Checkpoints(
+            run.folder / "checkpoints",
+            every=config.checkpoint_every,
+            max_steps=total_steps,
+            exit_on_sigterm=True,
+            trained_only=bool(config.lora_rank),
+        )
         texts = beginnings(batches["validation"].rows, tokenizer)
         publish = Publish(
             config.push_to, config.push_public, run.folder, functools.partial(save_task, model, preprocessor)

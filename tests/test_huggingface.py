@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from common.data.corpora import open_corpus
-from common.data.vocabulary import encode, train_byte_pairs, train_wordpieces
+from common.data.byte_pairs import train_byte_pairs
+from common.data.vocabulary import encode, train_wordpieces
 from common.model import causal_lm
 from common.model import export as exporting
 from common.model.classifier import make_classifier, make_preprocessor

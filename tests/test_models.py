@@ -9,7 +9,8 @@ import keras_hub
 import numpy as np
 import pytest
 
-from common.data.vocabulary import train_byte_pairs, train_wordpieces
+from common.data.byte_pairs import train_byte_pairs
+from common.data.vocabulary import train_wordpieces
 from common.model import causal_lm, classifier
 from common.model.fill_mask import fill_mask, print_filled_masks
 from common.model.generate import causal_lm_for_generation, continuations, make_sampler, print_continuations

@@ -5,8 +5,8 @@ A random order gives a batch's examples similar lengths, as in transformers' `Le
 are shuffled, sorted by length within groups of some batches, and divided into batches, which are shuffled in turn.
 """
 
-import itertools
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras_hub
@@ -17,23 +17,16 @@ from tqdm import tqdm
 from keras_replicas import Batches, UserError, locate
 
 from .labelled import LabelledTexts
-from .vocabulary import encode
 
-EXAMPLES_AT_ONCE = 4096
+EXAMPLES_AT_ONCE = 1024
 GROUP = 64  # batches whose examples are sorted by length together; a quarter of an epoch's, if that is fewer
 
 
 class EncodedTexts:
-    """Labelled texts, encoded on all cores by a KerasHub preprocessor's tokenizer and packer.
+    """Labelled texts, encoded on all cores by the tokenizer and the `packer` of a KerasHub preprocessor.
 
-    Args:
-        texts: the data set.
-        preprocessor: of any family that has a `packer`, such as BERT, RoBERTa, DistilBERT, ALBERT and DeBERTaV3.
-
-    Attributes:
-        texts, preprocessor: as given.
-        inputs: for each split, what the preprocessor makes of its texts, by name: `token_ids` and, if the family has
-            them, `padding_mask` (0 for padding) and `segment_ids`; integers, [examples, sequence length].
+    `inputs` has for each split what the preprocessor makes of its texts: `token_ids` and, if the family has them,
+    `padding_mask` (0 for padding) and `segment_ids`; integers, [examples, sequence length].
 
     Raises:
         UserError: when the preprocessor's `sequence_length` has no room for a token of each text.
@@ -46,7 +39,7 @@ class EncodedTexts:
         least = int(np.sum(np.asarray(empty["token_ids"]) != self._pad)) + len(example)
         if preprocessor.sequence_length < least:
             raise UserError(f"a sequence of less than {least} tokens has no room for one of each text: make it longer")
-        self.inputs = {split: self._encode(split, part.texts, [*empty]) for split, part in texts.splits.items()}
+        self.inputs = {split: self._encode(split, part.texts) for split, part in texts.splits.items()}
 
     def sizes(self) -> dict[str, int]:
         """The number of examples in each split."""
@@ -58,28 +51,23 @@ class EncodedTexts:
         With a seed, each epoch has a new random order: a pure function of the seed and the step, for any number of
         replicas. A batch is (x, y, sample_weight), with weight 0 where there is no example. Without a seed, the
         examples come in their own order, and nothing else does, so that `predict` returns a row for each. Of a split
-        without labels, a batch is (x,). `batch_size` is of all replicas together.
-
-        x has the `inputs`, int32 [examples, length]: a multiple of 8 tokens that holds the longest text of the batch.
+        without labels, a batch is (x,). x has the `inputs`, int32 [examples, length], of a multiple of 8 tokens that
+        holds the longest text of the whole batch.
         """
         labels, kind = self.texts.splits[split].labels, np.int32 if self.texts.classes else np.float32
         numbers = None if labels is None else np.array(labels, kind)
         return TextBatches(self.inputs[split], self._pad, numbers, batch_size, shuffle_seed)
 
-    def _encode(self, split: str, texts: list[tuple[str, ...]], names: list[str]) -> dict[str, np.ndarray]:
-        columns = len(texts[0])
-        shown = tqdm(itertools.chain(*texts), f"tokens of {split}", columns * len(texts), unit=" texts", delay=5)
-        ids = encode(shown, self.preprocessor.tokenizer)
-        segment = tf.RaggedTensorSpec([None, None], tf.int32)
-        pack = tf.function(self.preprocessor.packer, input_signature=[(segment,) * columns])
-        parts: list[dict[str, np.ndarray]] = []
-        while group := list(itertools.islice(ids, columns * EXAMPLES_AT_ONCE)):
-            segments = [group[column::columns] for column in range(columns)]
-            ragged = (tf.RaggedTensor.from_row_lengths(np.concatenate(rows), [*map(len, rows)]) for rows in segments)
-            token_ids, segment_ids = (np.asarray(ids_of) for ids_of in pack(tuple(ragged)))
-            whole = {"token_ids": token_ids, "segment_ids": segment_ids, "padding_mask": token_ids != self._pad}
-            parts.append({name: whole[name].astype(np.int32 if name == "token_ids" else np.uint8) for name in names})
-        return {name: np.concatenate([part[name] for part in parts]) for name in names}
+    def _encode(self, split: str, texts: list[tuple[str, ...]]) -> dict[str, np.ndarray]:
+        def inputs_from(start: int) -> dict[str, np.ndarray]:
+            inputs = self.preprocessor(x=tuple(map(list, zip(*texts[start : start + EXAMPLES_AT_ONCE], strict=True))))
+            kinds = {name: np.int32 if name == "token_ids" else np.uint8 for name in inputs}
+            return {name: np.asarray(values).astype(kinds[name]) for name, values in inputs.items()}
+
+        starts = range(0, len(texts), EXAMPLES_AT_ONCE)
+        with ThreadPoolExecutor() as threads:
+            parts = [*tqdm(threads.map(inputs_from, starts), f"tokens of {split}", len(starts), delay=5)]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 class TextBatches(Batches):
@@ -93,13 +81,11 @@ class TextBatches(Batches):
         lengths = (np.arange(1, ids.shape[1] + 1) * (ids != pad)).max(axis=1)
         with tf.device("CPU"):
             self._inputs = {name: tf.constant(values) for name, values in inputs.items()}
-            self._lengths, self._labels = (
-                tf.constant(lengths, tf.int64),
-                None if labels is None else tf.constant(labels),
-            )
+            self._lengths = tf.constant(lengths, tf.int64)
+            self._labels = None if labels is None else tf.constant(labels)
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """The parts, for the replicas of an input pipeline, of the batches from that step on, without end."""
+        """See `Batches`."""
         replicas, here = context.num_replicas_in_sync, context.num_replicas_in_sync // context.num_input_pipelines
         steps, part, first = len(self), -(-self.batch_size // replicas), context.input_pipeline_id * here
 
@@ -115,7 +101,7 @@ class TextBatches(Batches):
         return own.map(self._read, num_parallel_calls=2).prefetch(8)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Facts that must be the same on all workers, and from a run's beginning to its end."""
+        """See `Batches`."""
         return super().fingerprint() | {"checksum of texts and labels": self._checksum}
 
     def _steps(self, epoch: tf.Tensor) -> tf.Tensor:

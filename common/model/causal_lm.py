@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal language models, uncompiled: GPT-2 from a size, or any of KerasHub's from a preset; and their rows."""
 
+import functools
 import inspect
 
 import keras
@@ -8,11 +9,11 @@ import keras_hub
 
 from keras_replicas import UserError
 
-from ..data.answers import answer_rows
-from ..data.corpora import open_corpus
-from ..data.dialogues import is_dialogues, read_dialogues, said_in
-from ..data.rows import Rows, corpus_rows, open_rows, rows_tokenizer
-from ..data.vocabulary import train_byte_pairs
+from ..data.byte_pairs import train_byte_pairs
+from ..data.corpora import Documents, open_corpus
+from ..data.dialogues import answer_rows, is_dialogues, read_dialogues, said_in
+from ..data.row_folders import open_folder
+from ..data.rows import Rows, corpus_rows
 from .presets import backbone_from_size, check_positions, enable_lora, from_preset
 
 END = "<|endoftext|>"  # GPT-2's only special token
@@ -34,10 +35,12 @@ def causal_rows(
     Raises a UserError when there is no such data or preset, or they do not belong together.
     """
     if data and not is_dialogues(data):
-        return make_preprocessor(preset, rows_tokenizer(data), seq_length), open_rows(data)
+        rows, tokenizer = open_folder(data)
+        return make_preprocessor(preset, tokenizer, seq_length), rows
+    texts: Documents
     if data:
         dialogues = read_dialogues(data)
-        texts, source = said_in(dialogues)["train"], repr(dialogues)
+        texts, source = functools.partial(said_in, dialogues["train"]), repr(dialogues)
     else:
         opened = open_corpus(corpus)
         texts, source = opened.splits["train"], opened.fingerprint

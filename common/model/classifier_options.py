@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ..options import FIRST, INPUT, Bounds, Count, Rate, RunOptions, Share
+from ..command_line import FIRST, INPUT, Bounds, Count, Rate, RunOptions, Share
 from .sizes import Size, check_model
 
 

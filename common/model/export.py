@@ -21,7 +21,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from keras_replicas import UserError
 
-from ..data.vocabulary import SPLIT, UNKNOWN
+from ..data.byte_pairs import SPLIT
+from ..data.vocabulary import UNKNOWN
 from ..files import write_json
 from .presets import from_preset, get_file, huggingface_weights, load_json, one_line
 
