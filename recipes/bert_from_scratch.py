@@ -65,7 +65,8 @@ from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import train_wordpieces
 from common.language_model_scores import language_model_scores
 from common.log import RunLog, print_plan, report
-from common.model.presets import masked_lm_from_size, save_task
+from common.model.masked_lm import masked_lm_from_size
+from common.model.presets import save_task
 from common.model.publish import Publish
 from common.run_folder import chief_alone, open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale

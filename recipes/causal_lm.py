@@ -63,8 +63,7 @@ from common.data.dialogues import is_dialogues
 from common.data.rows import RowBatches, Rows
 from common.language_model_scores import language_model_scores
 from common.log import RunLog, print_plan, report
-from common.model.causal_lm import causal_rows, make_causal_lm
-from common.model.generate import Samples, beginnings, print_continuations
+from common.model.causal_lm import Samples, beginnings, causal_rows, make_causal_lm, print_continuations
 from common.model.presets import save_task
 from common.model.publish import Publish
 from common.run_folder import open_run

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from common.model.presets import masked_lm_from_size, save_task
+from common.model.masked_lm import masked_lm_from_size
+from common.model.presets import save_task
 from common.model.publish import Publish
 from common.model.push_target import check_push_to
 from keras_replicas import Batches, data_parallel, make_strategy

@@ -9,16 +9,8 @@ import keras_hub
 from keras_replicas import UserError, is_chief
 
 from ..files import write_json
-from .presets import (
-    backbone_from_size,
-    check_positions,
-    enable_lora,
-    from_preset,
-    huggingface_type,
-    preset_tokenizer,
-    read_weights,
-    save_task,
-)
+from .masked_lm import huggingface_type, preset_tokenizer, read_weights
+from .presets import backbone_from_size, check_positions, enable_lora, from_preset, save_task
 
 
 def make_preprocessor(

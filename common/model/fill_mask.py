@@ -11,7 +11,8 @@ import numpy as np
 from keras_replicas import UserError
 
 from ..data.vocabulary import encode
-from .presets import get_file, huggingface_type, load_json, masked_lm_from_preset, one_line, preset_tokenizer
+from .masked_lm import get_file, huggingface_type, load_json, masked_lm_from_preset, preset_tokenizer
+from .presets import one_line
 
 SENTENCES = (  # to try out a model of the default text
     "Returns a [MASK] with the same shape as the input.",

@@ -19,12 +19,12 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from common.data.byte_pairs import SPLIT
+from common.data.vocabulary import UNKNOWN
+from common.files import write_json
+from common.model.masked_lm import get_file, huggingface_weights, load_json
+from common.model.presets import from_preset, one_line
 from keras_replicas import UserError
-
-from ..data.byte_pairs import SPLIT
-from ..data.vocabulary import UNKNOWN
-from ..files import write_json
-from .presets import from_preset, get_file, huggingface_weights, load_json, one_line
 
 # What KerasHub's BertTokenizer splits at, and what of that is a word by itself: punctuation and Chinese characters.
 SPACE = r"[ \t\n\r\f]|\p{Cc}|\p{Cf}"
