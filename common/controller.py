@@ -115,6 +115,7 @@ class Controller:
                 self._print("train", f"{1 / seconds:6.1f} steps/s", means)
                 if self.global_step % eval_interval == 0 or self.global_step == train_steps:
                     output = self.evaluate()
+                self.log.board.flush()  # a kill takes nothing of saved steps, which are not done again
                 # After the evaluation: a run resumed from a checkpoint saved before it would skip it.
                 workers = exchange({"stop": self.checkpoints.told_to_stop, "seconds": seconds})
                 self._steps_in_time = max(int(LOOP_SECONDS / max(theirs["seconds"] for theirs in workers)), 1)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
+from common.model import publish as publishing
 from common.model.masked_lm import masked_lm_from_size
 from common.model.presets import save_task
 from common.model.publish import Publish
@@ -56,9 +57,10 @@ def preset(tmp_path_factory):
 
 
 @pytest.fixture
-def publisher(preset, tmp_path):
+def publisher(preset, tmp_path, monkeypatch):
     """A callback that copies a preset instead of saving one."""
-    return Publish(URI, False, tmp_path, lambda folder: shutil.copytree(preset, folder, dirs_exist_ok=True))
+    monkeypatch.setattr(publishing, "save_task", lambda *given: shutil.copytree(preset, given[2], dirs_exist_ok=True))
+    return Publish(URI, False, tmp_path, PREPROCESSOR)
 
 
 def test_each_epochs_model_arrives_with_its_card(hub, tmp_path):
@@ -68,7 +70,7 @@ def test_each_epochs_model_arrives_with_its_card(hub, tmp_path):
         model.compile("adam", loss, weighted_metrics=["accuracy"])
     x, y, weights = (np.array(part) if i else part for i, part in enumerate(PREPROCESSOR([TEXT] * 8)))
     data = Batches(({name: np.array(value) for name, value in x.items()}, y, weights), 8)
-    publish = Publish(URI, False, tmp_path, lambda folder: save_task(model, PREPROCESSOR, folder))
+    publish = Publish(URI, False, tmp_path, PREPROCESSOR)
     arrived = []
 
     class Wait(keras.callbacks.Callback):  # so that the next snapshot finds no upload at hand
@@ -90,12 +92,11 @@ def test_each_epochs_model_arrives_with_its_card(hub, tmp_path):
 
 
 @pytest.mark.parametrize("public", [False, True])
+@pytest.mark.usefixtures("publisher")
 def test_a_new_repository_is_private_unless_asked_for_otherwise(public, hub, preset, tmp_path, capfd):
-    def save(folder):
-        shutil.copytree(preset, folder)
-        (folder / "my notes.txt").write_text("not the run's, and not uploaded")
-
-    Publish(URI, public, tmp_path, save).finish("fill-mask", {})
+    (tmp_path / "preset").mkdir()
+    (tmp_path / "preset/my notes.txt").write_text("not the run's, and not uploaded")
+    Publish(URI, public, tmp_path, PREPROCESSOR).finish("fill-mask", {})
     assert hub.public is public
     assert hub.files.keys() == files_in(preset).keys() | {"README.md"}
     assert capfd.readouterr() == (f"\nuploading to {URI}\n", "")
@@ -134,9 +135,9 @@ def test_an_upload_that_hangs_holds_up_nothing(hub, publisher, preset, capfd, tm
     assert "The run is complete, but not uploaded" in capfd.readouterr().out
     publisher.upload.kill()
     script = (
-        "import pathlib, shutil; from common.model.publish import Publish\n"
-        f"publish = Publish({URI!r}, False, pathlib.Path({str(tmp_path)!r}), "
-        f"lambda folder: shutil.copytree({str(preset)!r}, folder))\n"
+        "import pathlib, shutil; from common.model import publish as module\n"
+        f"module.save_task = lambda model, preprocessor, folder: shutil.copytree({str(preset)!r}, folder)\n"
+        f"publish = module.Publish({URI!r}, False, pathlib.Path({str(tmp_path)!r}), None)\n"
         "publish.on_epoch_end(0); print(publish.upload.pid, flush=True); raise SystemExit(143)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -153,27 +154,28 @@ def ended(stat):
 
 
 def test_without_a_uri_or_not_by_the_chief_nothing_is_uploaded(tmp_path, monkeypatch):
-    callback = Publish("", False, tmp_path, lambda folder: folder.mkdir())
+    monkeypatch.setattr(publishing, "save_task", lambda model, preprocessor, folder: folder.mkdir(exist_ok=True))
+    callback = Publish("", False, tmp_path, PREPROCESSOR)
     callback.on_epoch_end(0, {})
     callback.finish("fill-mask", {})
     assert [*files_in(tmp_path)] == ["preset/README.md"] and not callback.upload
     (tmp_path / "preset/README.md").unlink()
     workers = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(workers))
-    callback = Publish(URI, False, tmp_path, lambda folder: None)
+    callback = Publish(URI, False, tmp_path, PREPROCESSOR)
     callback.on_epoch_end(0, {})
     callback.finish("fill-mask", {})
     assert not files_in(tmp_path) and not callback.upload
 
 
 def test_a_snapshot_is_whole_or_not_there(hub, publisher, tmp_path, monkeypatch, capsys):
-    def fill_the_disk(folder):
+    def fill_the_disk(model, preprocessor, folder):
         folder.mkdir()
         (folder / "config.json").write_text("{")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(publisher, "save", fill_the_disk)
+        patch.setattr(publishing, "save_task", fill_the_disk)
         publisher.on_epoch_end(2)
     assert "snapshot of epoch 3 could not be written ([Errno 28] No space left on device)." in capsys.readouterr().out
     assert not publisher.upload and not (tmp_path / "snapshot").exists()

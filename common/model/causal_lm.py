@@ -194,11 +194,11 @@ def beginnings(rows: Rows, tokenizer: keras_hub.models.Tokenizer, count: int = 3
 
 
 class Samples(keras.callbacks.Callback):
-    """Writes to `board`, at each epoch's end, how the model continues some texts, with the same draws each time."""
+    """Writes to `board`, at each epoch's end, how the model continues the beginnings of rows, with the same draws."""
 
-    def __init__(self, board: tf.summary.SummaryWriter, texts: Sequence[str]):
+    def __init__(self, board: tf.summary.SummaryWriter, rows: Rows, tokenizer: keras_hub.models.Tokenizer):
         super().__init__()
-        self.board, self.texts, self.sampler = board, texts, make_sampler()
+        self.board, self.texts, self.sampler = board, beginnings(rows, tokenizer), make_sampler()
 
     def on_epoch_end(self, epoch, logs=None):
         """Writes the texts verbatim, line breaks included, on the chief; for a diverged model, why there are none."""

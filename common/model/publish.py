@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ import keras
 from huggingface_hub import ModelCardData
 
 from keras_replicas import is_chief
+
+from .presets import save_task
 
 OWN = [f"--include={name}" for name in ("*.json", "*.h5", "assets/*", "README.md")]  # nothing of the user's
 
@@ -30,15 +31,14 @@ class Publish(keras.callbacks.Callback):
     Args:
         uri: `hf://user/name`; empty for no snapshots and no uploads. Only the chief saves and uploads.
         public: whether a new repository is public rather than private. An existing one keeps its visibility.
-        folder: the run's; the last snapshot is in `snapshot/` in it, the finished model in `preset/`.
-        save: `save(folder)` writes the model as a preset to a folder, which it creates; on the chief alone.
+        folder, preprocessor: the run's and the model's; a snapshot is in `snapshot/`, the finished model in `preset/`.
     """
 
-    def __init__(self, uri: str, public: bool, folder: Path, save: Callable[[Path], Any], patience: float = 1800):
+    def __init__(self, uri: str, public: bool, folder: Path, preprocessor: Any, patience: float = 1800):
         super().__init__()
-        self.uri, self.folder, self.save, self.patience = uri if is_chief() else "", folder, save, patience
+        self.uri, self.folder, self.preprocessor = uri if is_chief() else "", folder, preprocessor
         self.words = ["upload", uri.removeprefix("hf://"), "--no-private" if public else "--private"]
-        self.log, self.upload = folder / "upload.log", None  # the process of the last upload
+        self.log, self.patience, self.upload = folder / "upload.log", patience, None
 
     def on_epoch_end(self, epoch, logs=None):
         """Saves a snapshot, and begins to upload it. A full disk is reported."""
@@ -67,7 +67,7 @@ class Publish(keras.callbacks.Callback):
                 print(f"The run is complete, but not uploaded (see {self.log}). To try again:\n    {again}", flush=True)
 
     def _publish(self, folder: Path, title: str, task: str | None, values: dict[str, Any]) -> None:
-        self.save(folder)
+        save_task(self.model, self.preprocessor, folder)
         if is_chief():
             head = ModelCardData(library_name="keras-hub", pipeline_tag=task, tags=["keras"]).to_yaml()
             told = re.sub('"(?!hf://)[^"]*/', '"', json.dumps(values, indent=4))  # of a path, its end
