@@ -67,7 +67,6 @@ from common.language_model_scores import language_model_scores
 from common.log import RunLog, print_plan, report
 from common.model.masked_lm import masked_lm_from_size
 from common.model.publish import Publish
-from common.model.saving import save_task
 from common.run_folder import chief_alone, open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
@@ -136,8 +135,8 @@ def train_and_evaluate(config: Config) -> dict:
         checkpoints = Checkpoints(
             run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True
         )
-        save = functools.partial(save_task, model, model.preprocessor_cls(tokenizer, sequence_length=config.seq_length))
-        publish = Publish(config.push_to, config.push_public, run.folder, save)
+        preprocessor = model.preprocessor_cls(tokenizer, sequence_length=config.seq_length)
+        publish = Publish(config.push_to, config.push_public, run.folder, preprocessor)
         data = {"validation_data": batches["validation"], "epochs": config.epochs}
         model.fit(train, **data, callbacks=[log, publish, checkpoints])
 

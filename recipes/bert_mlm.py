@@ -58,9 +58,8 @@ from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import load_wordpieces, train_wordpieces
 from common.language_model_scores import language_model_scores
 from common.log import RunLog, print_plan, report
-from common.model.huggingface import preset_tokenizer
-from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
-from common.model.saving import save_task
+from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
+from common.model.presets import save_task
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy

@@ -12,7 +12,6 @@ predict each token from those before it, across documents' ends too, as GPT-3 di
 section 2.3): that what follows an end token begins anew.
 """
 
-import functools
 import os
 import sys
 
@@ -63,12 +62,8 @@ from common.data.dialogues import is_dialogues
 from common.data.rows import RowBatches, Rows
 from common.language_model_scores import language_model_scores
 from common.log import RunLog, print_plan, report
-from common.model.causal_data import causal_rows
-from common.model.causal_lm import make_causal_lm
-from common.model.generate import print_continuations
+from common.model.causal_lm import Samples, causal_rows, make_causal_lm, print_continuations
 from common.model.publish import Publish
-from common.model.samples import Samples, beginnings
-from common.model.saving import save_task
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
@@ -133,15 +128,13 @@ def train_and_evaluate(config: Config) -> dict:
             exit_on_sigterm=True,
             trained_only=bool(config.lora_rank),
         )
-        texts = beginnings(batches["validation"].rows, tokenizer)
-        publish = Publish(
-            config.push_to, config.push_public, run.folder, functools.partial(save_task, model, preprocessor)
-        )
-        callbacks = [log, Samples(log.board, texts), publish, checkpoints]
+        publish = Publish(config.push_to, config.push_public, run.folder, preprocessor)
+        samples = Samples(log.board, batches["validation"].rows, tokenizer)
+        callbacks = [log, samples, publish, checkpoints]
         model.fit(train, epochs=config.epochs, validation_data=batches["validation"], callbacks=callbacks)
 
-        results = {"recipe": "causal_lm", "global_batch_size": batch_size, "config": asdict(config), "prompts": texts}
-        results |= log.results(replicas)
+        results = {"recipe": "causal_lm", "global_batch_size": batch_size, "config": asdict(config)}
+        results |= log.results(replicas) | {"prompts": samples.texts}
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
             results |= language_model_scores(split, scores, part, train, tokenizer)
