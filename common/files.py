@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files: written atomically, and cached in the user's cache folder where they depend only on their inputs."""
+"""Files: written atomically, cached where they depend only on their inputs, or fetched from the Hugging Face Hub."""
 
 import atexit
 import fcntl
@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from keras_replicas import UserError
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -52,6 +54,18 @@ def cached(name: str, inputs: list[str], make: Callable[[Path], None]) -> Path:
                 _sync(file)
             unfinished.rename(path)
     return path
+
+
+def from_hub(function: str, name: str, *configuration: str, **options: Any) -> Any:
+    """What a function of the `datasets` library returns for a data set on the Hub; a `UserError` without it."""
+    import datasets  # not above: it takes a second
+
+    try:
+        return getattr(datasets, function)(name, *configuration, **options)
+    except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        way_out = "Without a network, download its files elsewhere, and give their folder"
+        raise UserError(f"cannot fetch {name} from the Hugging Face Hub ({why}). {way_out}") from error
 
 
 @functools.cache

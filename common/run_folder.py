@@ -25,9 +25,7 @@ PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # their 
 class Run:
     """An open run; see `open_run`. At the end of its `with`, others may open it.
 
-    Attributes:
-        folder: where it keeps its files.
-        results: the content of `results.json`; None while the run is not complete.
+    It keeps its files in `folder`; `results` is the content of `results.json`, None while the run is not complete.
     """
 
     def __init__(self, folder: Path, saved: dict[str, Any], lock: TextIO | None = None):
@@ -66,9 +64,8 @@ def open_run(folder: str | None, options: dict[str, Any], *, overwrite: bool = F
         overwrite: whether to move a run that is there aside, with its folder, and start afresh; but not one that was
             interrupted and has the same options, nor one that the same launcher started: these are resumed.
 
-    Raises:
-        UserError: on all workers, when they differ in options, packages or code, or do not share the folder; when it
-            cannot be written, holds files but no run, is open in another process, or has a run with other options.
+    Raises a `UserError` on all workers, when they differ in options, packages or code, or do not share the folder; when
+    it cannot be written, holds files but no run, is open in another process, or has a run with other options.
     """
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     agree(options | versions | {"code": _checksum_of_code()}, "was started differently from the chief")

@@ -22,7 +22,7 @@ from typing import Any
 
 from keras_replicas import UserError
 
-from ..files import cached
+from ..files import cached, from_hub
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 SPLITS = ("train", "validation", "test")
@@ -84,18 +84,6 @@ def open_corpus(corpus: str) -> Corpus:
     if not found:
         raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
     return Corpus(_held_out(lambda: _documents(_lines(found), "")), _checksum(found))
-
-
-def from_hub(function: str, name: str, *configuration: str, **options: Any) -> Any:
-    """What a function of the `datasets` library returns for a data set on the Hub; a `UserError` without it."""
-    import datasets  # not above: it takes a second
-
-    try:
-        return getattr(datasets, function)(name, *configuration, **options)
-    except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
-        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        way_out = "Without a network, download its files elsewhere, and give their folder"
-        raise UserError(f"cannot fetch {name} from the Hugging Face Hub ({why}). {way_out}") from error
 
 
 def _from_hub(corpus: str) -> Corpus:

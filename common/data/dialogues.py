@@ -47,12 +47,9 @@ def is_dialogues(data: str) -> bool:
 def read_dialogues(data: str) -> dict[str, list[Dialogue]]:
     """The dialogues of each split.
 
-    Args:
-        data: a `.jsonl` file, of which one dialogue in 10, chosen by a hash of its text, is held out for validation; or
-            a folder with `train.jsonl`, `validation.jsonl` and, if there, `test.jsonl`.
-
-    Raises:
-        UserError: when a file is missing or malformed (with the line, counted from 1), or a split is empty.
+    They are those of a `.jsonl` file, of which one dialogue in 10, chosen by a hash of its text, is held out for
+    validation; or of a folder with `train.jsonl`, `validation.jsonl` and, if there, `test.jsonl`. Raises a `UserError`
+    when a file is missing or malformed (with the line, counted from 1), or a split is empty.
     """
     splits: dict[str, list[Dialogue]] = {"train": [], "validation": []}
     if data.endswith(".jsonl"):
@@ -75,10 +72,9 @@ def said_in(dialogues: list[Dialogue]) -> Iterator[str]:
 def answer_rows(
     dialogues: dict[str, list[Dialogue]], tokenizer: keras_hub.models.Tokenizer, length: int
 ) -> dict[str, Rows]:
-    """The rows of each split's dialogues, cut to `length` tokens; those that then have no label are left out, and told.
+    """The rows of each split's dialogues, cut to `length` tokens.
 
-    Raises:
-        UserError: when that leaves a split without a row.
+    Those that then have no label are left out, and told; a `UserError` when that leaves a split without a row.
     """
 
     def write(path: Path) -> None:

@@ -27,10 +27,8 @@ class EncodedTexts:
     """Labelled texts, encoded on all cores by the tokenizer and the `packer` of a KerasHub preprocessor.
 
     `inputs` has for each split what the preprocessor makes of its texts: `token_ids` and, if the family has them,
-    `padding_mask` (0 for padding) and `segment_ids`; integers, [examples, sequence length].
-
-    Raises:
-        UserError: when the preprocessor's `sequence_length` has no room for a token of each text.
+    `padding_mask` (0 for padding) and `segment_ids`; integers, [examples, sequence length]. Raises a `UserError` when
+    this length has no room for a token of each text.
     """
 
     def __init__(self, texts: LabelledTexts, preprocessor: keras_hub.models.TextClassifierPreprocessor):

@@ -56,14 +56,11 @@ class Rows:
         return self._rows
 
     def read(self, examples: tf.Tensor, trim: bool = False) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Rows as tensors, for use in `Dataset.map`.
+        """Token ids, int32 [examples, length], 0 for padding; whether each is a token, and whether it is a label.
 
         Args:
             examples: int64 vector of rows; -1 gives a row of padding.
             trim: whether to cut off what is padding in all these rows, but for a multiple of 32.
-
-        Returns:
-            Token ids, int32 [examples, length], 0 for padding; whether each is a token, and whether it is a label.
         """
         wanted = tf.maximum(examples, 0)
         shard, place = wanted // self._in_a_shard, wanted % self._in_a_shard
@@ -128,13 +125,11 @@ def write_rows(
 
     Args:
         folder: created if missing.
-        splits: rows of at most `length` ids; those of no label as -2 - id.
+        splits: rows of at most `length` ids of the `tokenizer`; those of no label as -2 - id.
         length: of all rows, with padding.
-        tokenizer: KerasHub's, of the ids.
         facts: what the rows are of, which JSON must hold, for the manifest.
 
-    Raises:
-        UserError: when a split but `test` has no rows.
+    Raises a `UserError` when a split but `test` has no rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     counts = {}
@@ -166,21 +161,15 @@ def corpus_rows(
     length: int,
     *,
     pack: bool = True,
-    before: tuple[int, ...] = (),
-    after: tuple[int, ...] = (),
+    before: tuple = (),
+    after: tuple = (),
     overlap: int = 0,
     keep: Callable[..., Path] = cached,
 ) -> dict[str, Rows]:
-    """The rows of a corpus's splits, written where they are not yet.
+    """The rows of a corpus's splits, made by `text_rows`, and written where they are not yet.
 
-    Args:
-        corpus, tokenizer: the texts, and what makes ids of them.
-        length, before, after, overlap: see `text_rows`.
-        pack: False for a row for each line of a text, cut to `length`, in place of `text_rows`.
-        keep: where they are kept: this machine's cache, or `row_folders.kept_in` a folder.
-
-    Raises:
-        UserError: as `write_rows` and `open_rows`.
+    With `pack` False, each line of a text is a row, cut to `length`. What keeps them is this machine's cache, or
+    `row_folders.kept_in(folder)`.
     """
     facts = {"corpus": corpus.fingerprint, "tokenizer": fingerprint(tokenizer), "pack": pack}
     facts |= {"before": list(before), "after": list(after), "overlap": overlap}

@@ -25,8 +25,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[Row]:
             files, in which a quotation mark is a part of the text. A table's first line names its columns.
         columns: of a table whose first line is a row already, as in GLUE's CoLA.
 
-    Raises:
-        UserError: when there is no such file, or it is malformed; the message gives the line, counted from 1.
+    Raises a `UserError` when there is no such file, or it is malformed: it gives the line, counted from 1.
     """
     where = str(path)
 

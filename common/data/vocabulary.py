@@ -4,7 +4,7 @@
 import collections
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from keras_replicas import UserError
 
 from ..files import cached
-from .corpora import Documents
 
 UNKNOWN = "[UNK]"  # how a corpus writes unknown words
 NO_PIECE = "\ue000"  # a character for private use, of which no word piece is made: WordPiece gives it the id of [UNK]
@@ -25,7 +24,7 @@ ALPHABET_SIZE = 200  # maximum number of characters in a trained WordPiece vocab
 TEXTS_AT_ONCE = 64
 
 
-def train_wordpieces(documents: Documents, source: str, size: int) -> keras_hub.models.BertTokenizer:
+def train_wordpieces(documents: Callable[[], Iterator[str]], source: str, size: int) -> keras_hub.models.BertTokenizer:
     """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` word pieces.
 
     The same documents, which `source` identifies, and size, at least 100, give the same one on every machine. It is
