@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import keras_hub
 import numpy as np
@@ -98,7 +99,7 @@ def _write_bert(model: keras_hub.models.BertMaskedLM, folder: Path) -> None:
         elif name.endswith(".bias"):
             tensors[name] = tensor.ravel()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "dtype": "float32"}
+    config: dict[str, Any] = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "dtype": "float32"}
     config |= {theirs: getattr(backbone, ours) for theirs, ours in CONFIG.items()}
     config |= {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-12, "pad_token_id": tokenizer.pad_token_id}
     write_json(folder / "config.json", config)
