@@ -25,24 +25,19 @@ OWN = [f"--include={name}" for name in ("*.json", "*.h5", "assets/*", "README.md
 class Publish(keras.callbacks.Callback):
     """Uploads a snapshot at each epoch's end, in the background, by `hf upload`; at the end, `finish` the model.
 
-    An upload is a process that ends with this one. While one runs, no other snapshot is made. One that fails is a line
-    here and text in `upload.log`, and the run goes on. `finish` waits `patience` seconds at most.
+    An upload is a process that ends with this one. While one runs, no other snapshot is made. If it fails, a line says
+    so, its output is in `upload.log`, and the run goes on. `finish` waits `patience` seconds at most.
 
     Args:
-        uri: `hf://user/name`; empty for no snapshots and no uploads. Only the chief saves and uploads.
-        public: whether a new repository is public rather than private. An existing one keeps its visibility.
+        uri, public: `hf://user/name`, or empty for no uploads; whether it is public, if it is new. The chief uploads.
         folder, preprocessor: the run's and the model's; a snapshot is in `snapshot/`, the finished model in `preset/`.
     """
 
     def __init__(self, uri: str, public: bool, folder: Path, preprocessor: Any, patience: float = 1800):
         super().__init__()
-        self.uri, self.folder, self.preprocessor, self.patience = (
-            uri if is_chief() else "",
-            folder,
-            preprocessor,
-            patience,
-        )
+        self.uri, self.folder, self.preprocessor = uri if is_chief() else "", folder, preprocessor
         self.words = ["upload", uri.removeprefix("hf://"), "--no-private" if public else "--private"]
+        self.log, self.patience = folder / "upload.log", patience
         self.upload: Any = None
 
     def on_epoch_end(self, epoch, logs=None):
@@ -50,7 +45,7 @@ class Publish(keras.callbacks.Callback):
         if not self.uri or (self.upload and self.upload.poll() is None):
             return
         if self.upload and self.upload.returncode:
-            print(f"\nA snapshot was not uploaded (see {self.folder}/upload.log); the next one is tried.", flush=True)
+            print(f"\nA snapshot was not uploaded (see {self.log}); the next one is tried.", flush=True)
         shutil.rmtree(snapshot := self.folder / "snapshot", ignore_errors=True)
         try:
             self._publish(snapshot, f"{self.folder.name}, in training: after epoch {epoch + 1}", None, logs or {})
@@ -69,10 +64,7 @@ class Publish(keras.callbacks.Callback):
                 self.upload.wait(self.patience)
             if self.upload.returncode != 0:  # None: it hangs
                 again = shlex.join(["hf", *self.upload.args[3:]])
-                print(
-                    f"The run is complete, but not uploaded (see {self.folder}/upload.log). To try again:\n    {again}",
-                    flush=True,
-                )
+                print(f"The run is complete, but not uploaded (see {self.log}). To try again:\n    {again}", flush=True)
 
     def _publish(self, folder: Path, title: str, task: str | None, values: dict[str, Any]) -> None:
         save_task(self.model, self.preprocessor, folder)
@@ -83,6 +75,6 @@ class Publish(keras.callbacks.Callback):
             (folder / "README.md").write_text(card, encoding="utf-8")
         if self.uri:
             hf = [sys.executable, "-m", "huggingface_hub.cli.hf", *self.words, str(folder), *OWN, "--quiet"]
-            with (self.folder / "upload.log").open("w") as log:
+            with self.log.open("w") as log:
                 self.upload = subprocess.Popen(hf, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             atexit.register(self.upload.kill)
