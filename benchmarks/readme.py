@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from common.run.results import report
-
 import benchmarks.input
 from benchmarks import (
     causal,
@@ -23,6 +21,7 @@ from benchmarks import (
     throughput,
     versions,
 )
+from common.report import report
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -133,14 +132,10 @@ def wikitext_table(summary: dict) -> str:
 
 def throughput_table(results: dict) -> str:
     """What `python -m benchmarks throughput` measured, a table for each size."""
+    sizes = {size: results["sizes"][size] for size in throughput.BATCHES if size in results["sizes"]}
     parts = []
-    for size, one in sorted(results["sizes"].items(), key=lambda pair: pair[1]["flops_per_token"]):
-        single, half = (f"{one['peak_flops'][dtype] / 1e9:,.0f}" for dtype in ("float32", "bfloat16"))
-        parts.append(
-            f"BERT-{size}, vocabulary size {one['pieces']:,}, {one['flops_per_token'] / 1e6:,.1f} MFLOP per token; "
-            f"the machine's peak is {single} GFLOP/s in float32, {half} in bfloat16:"
-        )
-        parts += [throughput.table(one), hardware_line(one)]
+    for size, one in sizes.items():
+        parts += [f"BERT-{size}, vocabulary size {one['pieces']:,}:", throughput.table(one), hardware_line(one)]
     return "\n\n".join(parts)
 
 

@@ -40,7 +40,12 @@ def main(arguments: argparse.Namespace) -> None:
     with temporary_folder() as folder:
         text = prepare_text(arguments, 128, folder)
         options = {"corpus": text["corpus"], "vocabulary": text["vocabulary"], "seq_length": 128}
-        options |= {"model": arguments.model, "precision": "float32", "batch_size": arguments.batch_size}
+        options |= {
+            "recipe": "bert_mlm",
+            "mask_rate": 0.15,
+            "model": arguments.model,
+            "batch_size": arguments.batch_size,
+        }
         results |= {"pieces": text["pieces"], "before": arguments.before}
         results["ways"] = {
             name: compare(options | {"jit": jit}, arguments)
