@@ -20,7 +20,7 @@ from benchmarks.workers import once
 
 PUBLISHED, OURS = "published", "ours"
 # The recipe's, where the published settings differ.
-DEFAULTS = {"optimizer": "muon", "mask_rate": 0.3, "seq_length": 64}
+DEFAULTS = {"optimizer": "muon", "mask_rate": 0.3, "seq_length": 64, "batch_size": 32}
 AS_PUBLISHED = {"optimizer": "adamw", "mask_rate": 0.15, "seq_length": 128}
 FOR_EVER = 10**6  # steps, or epochs
 # One run per line: whose pipeline; learning rate; dropout; the share of the time for which it trains; and options of

@@ -121,7 +121,7 @@ def wikitext_table(summary: dict) -> str:
     ]
     return "\n".join(
         [
-            f"```text\n{report(summary['results'])}\n```",
+            report_table(summary["results"]),
             "",
             "| sentence | guesses, with their probabilities |",
             "| --- | --- |",
@@ -167,8 +167,6 @@ def recipes_table(results: dict[str, dict]) -> str:
         if "val_unigram_loss" in found:
             better = found["val_unigram_loss"] - found["val_loss"]
             result = f"loss {found['val_loss']:.3f}, {better:.3f} nats below the unigram baseline"
-            if "val_bigram_loss" in found:
-                result += f", {found['val_bigram_loss'] - found['val_loss']:.3f} below the bigram's"
         else:
             bag, majority = found["val_bag_of_words_accuracy"], found["val_majority_accuracy"]
             result = f"accuracy {found['val_accuracy']:.3f}; bag of words {bag:.3f}, majority class {majority:.3f}"
@@ -176,8 +174,18 @@ def recipes_table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-# The tables of `python -m benchmarks NAME`.
+def report_table(results: dict) -> str:
+    """The report of a run."""
+    return f"```text\n{report(results)}\n```"
+
+
+# What is made of a file of results, by its name.
 MEASURED = {
+    "bert_mlm": report_table,
+    "causal_lm": report_table,
+    "doctor": parity_table,
+    "shards": shards_table,
+    "keras_tests": keras_tests.line,
     "throughput": throughput_table,
     "scaling": with_machine(scaling.tables),
     "peers": with_machine(peers.table),
@@ -196,7 +204,6 @@ MEASURED = {
 def tables() -> dict[str, Callable[[], str]]:
     """The functions that make the tables, by name."""
     return {
-        **{name: lambda name=name: f"```text\n{report(_results(name))}\n```" for name in ("bert_mlm", "causal_lm")},
         "recipes": lambda: recipes_table(
             {name: _results(name) for name in RECIPES if name != "bert_from_scratch"}
             | {"bert_from_scratch": _results("wikitext-2")["results"]}
@@ -205,16 +212,9 @@ def tables() -> dict[str, Callable[[], str]]:
             *(_results("doctor"), _faults(), _results("throughput"), _results("peers")),
             *(_results("fine_tuning")["scores"], _results("same_steps")["tasks"]["mrpc"]),
         ),
-        "doctor": lambda: parity_table(_results("doctor")),
         "faults": lambda: faults_table(_faults()),
-        "shards": lambda: shards_table(_results("shards")),
         "wikitext": lambda: wikitext_table(_results("wikitext-2")),
-        "keras_tests": lambda: keras_tests.line(_results("keras_tests")),
-        **{
-            name: lambda name=name: MEASURED[name](_results(name))
-            for name in MEASURED
-            if (RESULTS / f"{name}.json").exists()
-        },
+        **{name: lambda name=name: MEASURED[name](_results(name)) for name in MEASURED},
     }
 
 
