@@ -111,12 +111,12 @@ class LanguageModelOptions(FitOptions):
 
     # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder
     corpus: Annotated[str, FIRST, INPUT] = "docstrings"
-    seq_length: Annotated[int, Bounds(3, 2**16)] = 64  # tokens per sequence
+    seq_length: Annotated[int, Bounds(3, 2**16)] = 32  # tokens per sequence
     batch_size: Annotated[Count, FIRST] = 16  # sequences per replica in a step
     learning_rate: Annotated[Rate, FIRST] = None  # peak for one replica; default: 5e-3, or 1e-4 from a preset
     warmup: Share = 0.1  # fraction of all steps that are warm-up
     dropout: Share = 0.0  # the papers' is 0.1; with few epochs, a model learns more without
-    epochs: Annotated[Count, FIRST] = 3
+    epochs: Annotated[Count, FIRST] = 2
 
 
 def marks_of(options: type) -> dict[str, tuple[Any, ...]]:
@@ -198,6 +198,10 @@ def run(main: Callable[[Any], None], config: Any) -> None:
 
     That is 2 after a `UserError`, and 1 if the disk is full, or another worker has died or cannot be reached.
     """
+    if not (sys.stdout and sys.stdout.isatty()):  # a line for each epoch, no progress bar
+        import keras
+
+        keras.config.disable_interactive_logging()
     logger, handler = logging.getLogger("keras_replicas"), logging.Handler()
     # On a line of its own: a progress bar may be in the last one.
     handler.emit = lambda record: print(f"\n{record.getMessage()}", flush=True)  # type: ignore[method-assign]

@@ -38,8 +38,8 @@ class Config(LanguageModelOptions):
         ""  # folder of the tokenizer and the shards, local or gs://; empty: in the workdir
     )
     architecture: Literal["bert", "roberta"] = "bert"  # with its tokenizer: WordPiece, or byte-level BPE
-    vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 4096  # tokens in the vocabulary
-    model: Annotated[str, FIRST] = "tiny"  # nano | tiny | mini | small | medium | base | large, or a JSON file
+    vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 2048  # tokens in the vocabulary
+    model: Annotated[str, FIRST] = "micro"  # nano | micro | tiny | mini | small | medium | base | large, or a JSON file
     mask_rate: Annotated[float, Bounds(0.01, 0.99)] = 0.3  # fraction of tokens masked in training; 0.15 in validation
     push_to: Annotated[str, FREE] = ""  # hf://user/name: upload the model after each epoch, in the background
     push_public: Annotated[bool, FREE] = False  # if it is new there, it is public

@@ -32,11 +32,10 @@ class Config(LanguageModelOptions):
     workdir: Annotated[str, FIRST, FREE] = "runs/bert_mlm"  # work directory: results, logs, checkpoints, preset
     # KerasHub name, or folder made by save_to_preset, to start from; empty: random weights
     preset: Annotated[str, FIRST, INPUT] = ""
-    model: Annotated[Size | None, FIRST] = (
-        None  # BERT's size, with random weights; default: tiny, unless a preset is given
-    )
+    # BERT's size, with random weights; default: micro, unless a preset is given
+    model: Annotated[Size | None, FIRST] = None
     vocabulary: Annotated[str, INPUT] = ""  # WordPiece file, one word piece per line; empty: trained on the corpus
-    vocabulary_size: Annotated[int, Bounds(100, 2**20)] = 4096  # word pieces in a trained vocabulary
+    vocabulary_size: Annotated[int, Bounds(100, 2**20)] = 2048  # word pieces in a trained vocabulary
     pack: Literal["full", "none"] = "full"  # full: no padding; none: one line per sequence, padded within its batch
     mask_rate: Annotated[float, Bounds(0.01, 0.99)] = 0.3  # fraction of tokens masked in training; 0.15 in validation
 
@@ -99,7 +98,7 @@ def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=
     if config.preset:
         model = masked_lm_from_preset(config.preset, config.dropout)
     else:
-        model = masked_lm_from_size(config.model or "tiny", tokenizer, config.dropout, config.seq_length)
+        model = masked_lm_from_size(config.model or "micro", tokenizer, config.dropout, config.seq_length)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
     model.compile(muon(schedule), loss, weighted_metrics=["accuracy"], jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate, mean_over="labels")

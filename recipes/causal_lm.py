@@ -38,9 +38,9 @@ class Config(LanguageModelOptions):
     preset: Annotated[str, FIRST, INPUT] = ""
     # of a preset, train adapters of this rank alone (LoRA), with --learning-rate 1e-3; default: all weights
     lora_rank: Annotated[int | None, Bounds(1, 2**10)] = None
-    # GPT-2's size, with random weights; default: tiny, unless a preset is given
+    # GPT-2's size, with random weights; default: micro, unless a preset is given
     model: Annotated[CausalSize | None, FIRST] = None
-    vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 4096  # byte pairs in a trained vocabulary
+    vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 2048  # byte pairs in a trained vocabulary
     push_to: Annotated[str, FREE] = ""  # hf://user/name: upload the model after each epoch, in the background
     push_public: Annotated[bool, FREE] = False  # if it is new there, it is public
 
@@ -91,7 +91,7 @@ def causal_batches(config: Config, rows: Rows, batch_size: int, training: bool) 
 
 def build_model(config: Config, preprocessor: keras_hub.models.CausalLMPreprocessor, schedule=0.0) -> keras.Model:
     """A compiled `CausalLM`. Call it inside the strategy's scope."""
-    model = make_causal_lm(config.preset, config.model or "tiny", preprocessor, config.dropout, config.lora_rank)
+    model = make_causal_lm(config.preset, config.model or "micro", preprocessor, config.dropout, config.lora_rank)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
     model.compile(muon(schedule), loss, weighted_metrics=["accuracy"], jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate, mean_over="labels")

@@ -11,7 +11,8 @@ from keras_replicas import UserError
 # Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
 # arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.
 SIZES = {
-    "nano": (1, 64),  # ours, published nowhere: for tests
+    "nano": (1, 64),  # ours, for tests
+    "micro": (1, 128),  # ours, for a minute of two cores
     "tiny": (2, 128),
     "mini": (4, 256),
     "small": (4, 512),
@@ -19,7 +20,7 @@ SIZES = {
     "base": (12, 768),
     "large": (24, 1024),
 }
-Size = Literal["nano", "tiny", "mini", "small", "medium", "base", "large"]
+Size = Literal["nano", "micro", "tiny", "mini", "small", "medium", "base", "large"]
 # GPT-2's own: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2.
 GPT2_SIZES = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
 CausalSize = Literal[Size, "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
