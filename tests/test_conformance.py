@@ -623,9 +623,13 @@ def away_from_plain(feature: str, ours: dict | str) -> float | str:
         return ours
     if feature not in PLAIN:
         PLAIN[feature] = run(keras.Model, ROWS[feature])
-    assert ours.keys() == PLAIN[feature].keys()
+    return largest_difference(ours, PLAIN[feature])
+
+
+def largest_difference(ours: dict, plain: dict) -> float:
+    assert ours.keys() == plain.keys()
     largest = 0.0
-    for name, value in PLAIN[feature].items():
+    for name, value in plain.items():
         for mine, theirs in zip(tf.nest.flatten(ours[name]), tf.nest.flatten(value), strict=True):
             mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
             assert mine.shape == theirs.shape, name

@@ -113,10 +113,12 @@ def test_an_interrupted_fit_ends_like_one_that_was_not(tmp_path, data, replicas)
     assert_same(fit(strategy, tmp_path / "killed", data), undisturbed)
 
 
-def test_a_fit_that_is_complete_returns_its_history(tmp_path, monkeypatch):
+def test_a_fit_that_is_complete_returns_its_history_and_says_so(tmp_path, monkeypatch, caplog):
     undisturbed = fit(None, tmp_path, "arrays")
+    assert "complete" not in caplog.text
     as_in_a_new_process(monkeypatch)
     assert_same(fit(None, tmp_path, "arrays", Interrupt(1)), undisturbed)  # no step is done
+    assert f"The fit in {tmp_path} is complete: nothing is trained" in caplog.text
     longer = fit(None, tmp_path, "arrays", epochs=4)
     assert_same(longer, fit(None, tmp_path / "longer", "arrays", epochs=4))
 
@@ -140,17 +142,6 @@ def test_a_second_fit_has_checkpoints_of_its_own(tmp_path, monkeypatch):
     assert_same(program(tmp_path / "killed"), undisturbed)
 
 
-def test_early_stopping_goes_on_where_it_was(tmp_path):
-    def early():
-        return keras.callbacks.EarlyStopping(monitor="loss", patience=1, min_delta=9.0, restore_best_weights=True)
-
-    undisturbed = fit(None, tmp_path / "undisturbed", "arrays", early(), epochs=9)
-    assert len(undisturbed[1].epoch) == 2
-    with pytest.raises(KeyboardInterrupt):
-        fit(None, tmp_path / "killed", "arrays", early(), Interrupt(8), epochs=9)  # in the second epoch
-    assert_same(fit(None, tmp_path / "killed", "arrays", early(), epochs=9), undisturbed)
-
-
 def test_a_resumed_run_goes_on_with_the_seeds_that_it_began_with(tmp_path):
     """Whatever the program sets: without a seed of its own, it has another each time."""
     undisturbed = fit(None, tmp_path / "undisturbed", "arrays")
@@ -172,13 +163,16 @@ def test_model_checkpoint_remembers_what_was_best(tmp_path):
     assert best.read_bytes() == of_first_epoch
 
 
-def test_max_steps_ends_within_an_epoch(tmp_path):
+def test_max_steps_ends_within_an_epoch(tmp_path, monkeypatch):
     model, _ = fit(None, tmp_path / "a", "arrays", max_steps=8)
     assert model.optimizer.iterations.numpy() == 8
     interrupted(None, tmp_path / "b", "arrays", 7, max_steps=8)
     again, _ = fit(None, tmp_path / "b", "arrays", max_steps=8)
     for mine, theirs in zip(again.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+    as_in_a_new_process(monkeypatch)
+    model, _ = fit(None, tmp_path / "a", "arrays", max_steps=7)  # in the same epoch of 6: nothing is left
+    assert model.optimizer.iterations.numpy() == 8
 
 
 def test_a_callback_s_own_state_is_kept(tmp_path):
@@ -201,30 +195,11 @@ def test_a_callback_s_own_state_is_kept(tmp_path):
     assert counts.epochs == 3
 
 
-def test_what_cannot_be_resumed_is_refused(tmp_path):
-    interrupted(None, tmp_path, "arrays", 5)
-    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
-        make_model(None).fit(**DATA["arrays"](), epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
-    with pytest.raises(ValueError, match="save_freq='epoch'"):
-        fit(None, tmp_path, "arrays", keras.callbacks.ModelCheckpoint(tmp_path / "x.keras", save_freq=2))
-    with pytest.raises(ValueError, match="another fit: .*optimizer SGD, not Adam"):
-        model = keras.Sequential([keras.layers.Dense(2)])
-        model.compile("sgd", "mse")
-        kr.data_parallel(model).fit(X, X[:, :2], verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
-    with pytest.raises(TypeError, match="distributed"):
-        data = kr.distribute(strategy := kr.make_strategy(2), kr.Batches((X, Y), 8))
-        make_model(strategy).fit(data, steps_per_epoch=2, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
-    with pytest.raises(ValueError, match="every must be at least 1"):
-        kr.Checkpoints(tmp_path, every=0)
-
-
 def test_shuffling_without_a_seed_is_told(tmp_path):
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(52).batch(8)
     tf.random.set_seed(None)
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(52).batch(8)
-    model = make_model(None)
     with pytest.warns(UserWarning, match="shuffled without a seed"):
-        model.fit(data, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
+        make_model(None).fit(data, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
 
 
 def test_sigterm_saves_and_exits_where_it_is_asked_for(tmp_path):
@@ -241,31 +216,6 @@ def test_sigterm_saves_and_exits_where_it_is_asked_for(tmp_path):
     assert left.value.code == 143
     assert saved.saved_step == model.steps_done == 3  # the signal came during the third step
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_fit_of_other_data_is_refused_and_a_complete_one_says_so(tmp_path, caplog, monkeypatch):
-    interrupted(None, tmp_path, "arrays", 5)
-    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=0.5)
-    for other, told in (
-        ({"x": X + 1, "y": Y, "batch_size": 8}, r"checksum of the first and the last row \d+, not \d+"),
-        ({"x": X, "y": Y, "batch_size": 16}, "batch_size 16, not 8"),
-    ):
-        with pytest.raises(ValueError, match=f"another fit: .*{told}.* Give another folder"):
-            make_model(None).fit(
-                **other, validation_split=0.2, epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path), plateau]
-            )
-    fit(None, tmp_path, "arrays")
-    assert "complete" not in caplog.text
-    as_in_a_new_process(monkeypatch)
-    fit(None, tmp_path, "arrays")
-    assert f"The fit in {tmp_path} is complete: nothing is trained" in caplog.text
-
-
-def test_a_model_of_keras_s_own_is_refused(tmp_path):
-    model = keras.Sequential([keras.layers.Dense(2)])
-    model.compile("sgd", "mse")
-    with pytest.raises(TypeError, match="Checkpoints needs a model of data_parallel"):
-        model.fit(X, X[:, :2], verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
 
 
 class Stopping(keras.callbacks.EarlyStopping):
@@ -367,30 +317,48 @@ def test_a_second_fit_after_a_longer_first_is_another(tmp_path, monkeypatch):
         program(2)
 
 
-def test_other_ends_and_folders(tmp_path, monkeypatch):
-    fit(None, tmp_path / "a", "arrays", max_steps=9)
-    as_in_a_new_process(monkeypatch)
-    model, _ = fit(None, tmp_path / "a", "arrays", max_steps=8)  # in the same epoch of 6: nothing is left
-    assert model.optimizer.iterations.numpy() == 9
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot write to .*file \(File exists\): give another folder"):
-        fit(None, tmp_path / "file", "arrays")
-    with pytest.raises(ValueError, match="one Checkpoints"):
-        fit(None, tmp_path / "b", "arrays", kr.Checkpoints(tmp_path / "c"))
-    with pytest.raises(ValueError, match="data without a known end needs a number of steps"):
-        make_model(None).fit(generator(), verbose=0, callbacks=[kr.Checkpoints(tmp_path / "d")])
+def compiled(*layers, optimizer="adam"):
+    model = keras.Sequential([*layers, keras.layers.Dense(2)])
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
 
 
-def test_another_optimizer_or_width_is_another_model(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("model", "data", "told"),
+    [
+        (None, {"x": X + 1}, r"checksum of the first and the last row \d+, not \d+.* Give another folder"),
+        (None, {"batch_size": 16}, "batch_size 16, not 8"),
+        (lambda: kr.data_parallel(compiled(optimizer="sgd")), {}, "optimizer SGD, not Adam"),
+        (lambda: kr.data_parallel(compiled(keras.layers.Dense(7))), {}, "variables of the model"),
+    ],
+)
+def test_another_fit_is_refused_and_is_no_damage(model, data, told, tmp_path, caplog):
     interrupted(None, tmp_path, "arrays", 5)
-    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=0.5)
-    model = make_model(None)
-    model.compile("sgd", model.loss, metrics=["accuracy"])
-    with pytest.raises(ValueError, match="another fit: optimizer SGD, not Adam"):
-        model.fit(**DATA["arrays"](), epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path), plateau])
-    layers = [keras.layers.Dense(7, "tanh"), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
-    model = kr.data_parallel(keras.Sequential(layers))
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-    with pytest.raises(ValueError, match="another fit: .*variables of the model"):
-        model.fit(**DATA["arrays"](), epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path), plateau])
+    callbacks = [kr.Checkpoints(tmp_path), keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=0.5)]
+    model = (model or (lambda: make_model(None)))()
+    with pytest.raises(ValueError, match=f"another fit: .*{told}"):
+        model.fit(**DATA["arrays"]() | data, epochs=3, verbose=0, callbacks=callbacks)
     assert "damaged" not in caplog.text
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path):
+    def refused(told, *callbacks, error=ValueError, model=None, folder="a", **data):
+        data = {"x": X, "y": Y, "batch_size": 8} | data
+        with pytest.raises(error, match=told):
+            (model or make_model(None)).fit(
+                **data, verbose=0, callbacks=[kr.Checkpoints(tmp_path / folder), *callbacks]
+            )
+
+    interrupted(None, tmp_path / "other", "arrays", 5)
+    refused("ReduceLROnPlateau", folder="other", **DATA["arrays"](), epochs=3)  # which is not among the callbacks now
+    (tmp_path / "file").touch()
+    refused(r"cannot write to .*file \(File exists\): give another folder", folder="file")
+    refused("save_freq='epoch'", keras.callbacks.ModelCheckpoint(tmp_path / "x.keras", save_freq=2))
+    refused("one Checkpoints", kr.Checkpoints(tmp_path / "b"))
+    refused("data without a known end needs a number of steps", x=generator(), y=None, batch_size=None)
+    refused("Checkpoints needs a model of data_parallel", error=TypeError, model=compiled())
+    data = kr.distribute(strategy := kr.make_strategy(2), kr.Batches((X, Y), 8))
+    given = {"x": data, "y": None, "batch_size": None, "steps_per_epoch": 2}
+    refused("distributed", error=TypeError, model=make_model(strategy), **given)
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        kr.Checkpoints(tmp_path, every=0)

@@ -25,6 +25,18 @@ def imports(path):
     return names
 
 
+COMMANDS = [path for path in (ROOT / "recipes").glob("*.py") if path not in RECIPES]
+
+
+@pytest.mark.parametrize(
+    ("files", "lines"),
+    [(MODULES, 3_300), (COMMANDS, 800), ([*(ROOT / "tests").glob("*.py")], 9_000)],
+    ids=["common", "commands", "tests"],
+)
+def test_the_house_is_small(files, lines):
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= lines
+
+
 def test_keras_nlp_is_keras_hub():
     assert keras_nlp.models.BertMaskedLM is keras_hub.models.BertMaskedLM
 

@@ -110,34 +110,6 @@ def test_several_steps_a_call_end_where_the_epoch_does(tmp_path):
     assert [end for end in heard if isinstance(end, tuple)] == [(2, 3, False), (5, 4, True), (2, 6, True)]
 
 
-class LooksUpAgain(keras.Model):
-    """Its own loss reads a table, whose gradient is one of rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = keras.layers.Embedding(10, 4)
-
-    def call(self, x):
-        return self.table(x)
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return keras.ops.mean((y_pred - 1) ** 2) + keras.ops.mean(self.table(x) ** 2)
-
-
-def test_a_loss_of_ones_own_may_look_up_an_embedding():
-    ids = np.arange(12).reshape(4, 3) % 10
-
-    def trained(replicas):
-        keras.utils.set_random_seed(0)
-        with make_strategy(replicas).scope():
-            model = data_parallel(LooksUpAgain)()
-            model.compile(keras.optimizers.SGD(0.1))
-        model.fit(ids, ids, batch_size=4, verbose=0)
-        return model.get_weights()[0]
-
-    np.testing.assert_allclose(trained(2), trained(1), atol=1e-7)
-
-
 class Shifted(keras.losses.MeanSquaredError):
     """As Keras's, under another name."""
 
