@@ -227,50 +227,46 @@ class Adding(keras.layers.Layer):
 
 
 class State(keras.layers.Layer):
-    """What a layer may keep: a count of examples, from more than float32 can count, which `evaluate` changes too."""
+    """What a layer may keep and a function (state, x, training) updates; it begins at more than float32 can count."""
 
-    aggregation, dtype_, begin = "sum", "int64", 2**24 + 1
+    def __init__(self, update, aggregation="sum", dtype="int64", begin=2**24 + 1):
+        super().__init__()
+        self.update, self.given = update, {"dtype": dtype, "aggregation": aggregation, "trainable": False}
+        self.begin = keras.initializers.Constant(begin)
 
     def build(self, shape):
-        begin, keys = keras.initializers.Constant(self.begin), {"trainable": False, "aggregation": self.aggregation}
-        self.state = self.add_weight((), dtype=self.dtype_, initializer=begin, **keys)
+        self.state = self.add_weight((), initializer=self.begin, **self.given)
 
     def call(self, x, training=False):
-        self.update(x, training)
+        self.update(self.state, x, training)
         return x
 
-    def update(self, x, training):
-        self.state.assign_add(tf.shape(x, out_type=tf.int64)[0])
+
+def keeps(update, *given):
+    return functional([lambda: State(update, *given)])
 
 
-class InCond(State):
+def count(state, x, training):
+    """Of examples; `evaluate` changes it too."""
+    state.assign_add(tf.shape(x, out_type=tf.int64)[0])
+
+
+def count_in_cond(state, x, training):
     """The same, in a `tf.cond` and in a loop."""
-
-    def update(self, x, training):
-        if training:
-            tf.cond(tf.size(x) > 0, lambda: self.state.assign_add(1), lambda: tf.identity(self.state.value))
-        tf.while_loop(
-            lambda i: i < tf.shape(x)[0] - 1, lambda i: i + tf.cast(self.state.assign_add(1) > 0, i.dtype), [0]
-        )
+    if training:
+        tf.cond(tf.size(x) > 0, lambda: state.assign_add(1), lambda: tf.identity(state.value))
+    tf.while_loop(lambda i: i < tf.shape(x)[0] - 1, lambda i: i + tf.cast(state.assign_add(1) > 0, i.dtype), [0])
 
 
-class Average(State):
+def average(state, x, training):
     """A moving average of the examples, from 1e30."""
-
-    aggregation, dtype_, begin = "mean", "float32", 1e30
-
-    def update(self, x, training):
-        if training:
-            self.state.assign(tf.where(self.state > 1e20, 0.0, 0.9 * self.state) + 0.1 * tf.reduce_mean(x))
+    if training:
+        state.assign(tf.where(state > 1e20, 0.0, 0.9 * state) + 0.1 * tf.reduce_mean(x))
 
 
-class Undeclared(State):
-    """The largest, of which no aggregation is known."""
-
-    aggregation, dtype_, begin = "none", "float32", -np.inf
-
-    def update(self, x, training):
-        self.state.assign(tf.maximum(self.state, tf.reduce_max(x)))
+def largest(state, x, training):
+    """Of which no aggregation is known."""
+    state.assign(tf.maximum(state, tf.reduce_max(x)))
 
 
 class Lookup(keras.layers.StringLookup):
@@ -533,10 +529,10 @@ ROWS = {
     "a `train_step` of one's own, no `call`": row(own(Autoencoder), (X[:24],), evaluated=False, predicts=False),
     "`@tf.function` on a `train_step`": row(own(Compiled), (X[:24],), evaluated=False, predicts=False),
     "layers made in the first call": row(own(Lazy), (X,), loss=lambda: None),
-    'a layer\'s count, `aggregation="sum"`': row(functional([State])),
-    "a layer's count in a `tf.cond` and a loop": row(functional([InCond]), bound=3e-6),
-    'a layer\'s moving average, `aggregation="mean"`': row(functional([Average]), bound=3e-6),
-    "a layer's maximum": row(functional([Undeclared]), refused=(2, 4)),
+    'a layer\'s count, `aggregation="sum"`': row(keeps(count)),
+    "a layer's count in a `tf.cond` and a loop": row(keeps(count_in_cond), bound=3e-6),
+    'a layer\'s moving average, `aggregation="mean"`': row(keeps(average, "mean", "float32", 1e30), bound=3e-6),
+    "a layer's maximum": row(keeps(largest, "none", "float32", -np.inf), refused=(2, 4)),
     "words, of which a lookup refuses others": row(looked_up, (np.array(list("abc" * 8 + "a"))[:, None], Y[:25])),
     "outputs [batch x time, vocabulary], a loss that adds up": row(
         own(Flat), (IDS, IDS), loss=FlatCrossEntropy, predicts=False
@@ -674,9 +670,7 @@ def test_the_page_has_every_row():
     assert list(json.loads(RESULTS.read_text())["rows"]) == list(ROWS)
 
 
-def test_arrays_splits_callbacks_and_single_batches(tmp_path):
-    """What Keras's own `fit` does beside, on two replicas as on none."""
-
+def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):
     def run(model_class):
         keras.utils.set_random_seed(0)
         model = functional()(model_class)
@@ -688,9 +682,10 @@ def test_arrays_splits_callbacks_and_single_batches(tmp_path):
             keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=10.0),
             keras.callbacks.TensorBoard(tmp_path / "board"),
         ]
-        first = model.fit(X, Y, BATCH, 3, validation_split=0.3, callbacks=callbacks, shuffle=False, verbose=0).history
-        own = [model.train_on_batch(X[:7], Y[:7]), model.test_on_batch(X[:1], Y[:1]), model.predict_on_batch(X[:6])]
-        return *first.values(), *own, model.optimizer.learning_rate.numpy(), *model.get_weights()
+        given = {"validation_split": 0.3, "callbacks": callbacks, "shuffle": False, "verbose": 0}
+        history = model.fit(X, Y, BATCH, 3, **given).history
+        assert len((tmp_path / "log.csv").read_text().splitlines()) == 4 and (tmp_path / "best.keras").exists()
+        return *history.values(), model.optimizer.learning_rate.numpy(), *model.get_weights()
 
     plain = run(keras.Model)
     with make_strategy(2).scope():

@@ -21,7 +21,7 @@ from keras_replicas.launch import free_addresses, tf_configs
 from tests.conftest import MESSAGES, ROOT
 
 LAUNCH = [sys.executable, "-m", "keras_replicas", "launch"]
-RECIPES = [sys.executable, "-m", "recipes"]
+RECIPES = [sys.executable, "-m", "recipes", "launch"]
 # A script that ends, dies or waits as it is told, without TensorFlow. Its files are named after its rank and its start.
 SCRIPT = """
 import json, os, signal, sys, time
@@ -52,16 +52,10 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(*words, cwd=ROOT, command=RECIPES, **options):
-    environment = {"env": os.environ | {"PYTHONPATH": str(ROOT)}} | options
-    return subprocess.Popen(
-        [*command, *map(str, words)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **environment,
-    )
+def start(*words, cwd=ROOT, command=LAUNCH, env=(), **options):
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(env)
+    return subprocess.Popen([*command, *map(str, words)], cwd=cwd, env=environment, **options)
 
 
 def finish(process):
@@ -74,7 +68,14 @@ def finish(process):
 
 
 def launched(folder, *words):
-    return finish(start(*words, cwd=folder, command=LAUNCH))
+    return finish(start(*words, cwd=folder))
+
+
+def waiting(folder, *words, workers=2, script="train.py", command=LAUNCH, **options):
+    """A launcher whose workers have all begun, and wait."""
+    launcher = start("--workers", workers, *words, script, "wait", cwd=folder, command=command, **options)
+    begun(folder, workers)
+    return launcher
 
 
 def log(folder, worker):
@@ -104,11 +105,7 @@ WRONG = [
     ("--workers 1 --max-restarts -1 train.py", {}, "--max-restarts: must be a whole number from 0 to 999999, not '-1'"),
     ("--workers 1 --join-timeout 0 train.py", {}, "--join-timeout: must be a whole number from 1 to 999999, not '0'"),
     ("--workers 1 --join-timeout 10000000000 train.py", {}, "from 1 to 999999, not '10000000000'"),
-    (
-        "--workers 2 train.py",
-        {"SLURM_STEP_NUM_TASKS": "abc"},
-        "SLURM_STEP_NUM_TASKS must be a whole number from 1 to 999999, not 'abc'",
-    ),
+    ("--workers 2 train.py", {"SLURM_STEP_NUM_TASKS": "abc"}, "SLURM_STEP_NUM_TASKS must be a whole number from 1 to"),
     ("--workers 2 train.py", {"TF_CONFIG": "{'worker': 1"}, "TF_CONFIG is malformed"),
     ("--workers 2 --hosts a:1,b:1 --node-rank 0 train.py", {}, "leave it out when hosts are given"),
     ("train.py", {}, "give --workers N for N workers on this machine, or --hosts"),
@@ -127,8 +124,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("words", "environment", "message"), WRONG)
 def test_what_is_wrong_is_told_before_anything_starts(words, environment, message, folder, no_tensorflow):
-    no_tensorflow = no_tensorflow | {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
-    done = finish(start(*words.split(), cwd=folder, command=LAUNCH, env=no_tensorflow | environment))
+    path = {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
+    done = finish(start(*words.split(), cwd=folder, env=path | environment))
     MESSAGES.append((f"launch {words}", done[2].strip()))
     assert done[:2] == (2, "") and message in done[2] and done[2].count("\n") == 1
     assert not (folder / "logs").exists()
@@ -136,15 +133,15 @@ def test_what_is_wrong_is_told_before_anything_starts(words, environment, messag
 
 @pytest.mark.parametrize("words", ["", "--help", "launch --help", "doctor --help"])
 def test_the_guide_and_help_need_no_tensorflow(words, no_tensorflow):
-    environment = no_tensorflow | {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
+    environment = {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
     status, output, errors = finish(start(*words.split(), command=LAUNCH[:-1], env=environment))
     assert (status, errors) == (0, "") and "python -m keras_replicas" in output
 
 
 def test_a_recipe_is_launched_by_its_name():
-    status, _, errors = finish(start("launch", "--workers", 2, "bert"))
+    status, _, errors = finish(start("--workers", 2, "bert", command=RECIPES))
     assert status == 2 and "there is no recipe bert. Choose one of: bert_from_scratch bert_mlm" in errors
-    status, output, errors = finish(start("launch", "--workers", 1, "bert_mlm", "--help"))
+    status, output, errors = finish(start("--workers", 1, "bert_mlm", "--help", command=RECIPES))
     assert (status, errors) == (0, "") and "--mask-rate" in output
 
 
@@ -201,9 +198,9 @@ def test_wrong_input_is_not_tried_again(worker, folder):
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_after_a_death_all_start_again(fault, folder):
-    launcher = start("--workers", 2, "--max-restarts", 1, "train.py", "wait", cwd=folder, command=LAUNCH)
-    for time_ in range(2):
-        begun(folder, start=time_)
+    launcher = waiting(folder, "--max-restarts", 1)
+    for number in range(2):
+        begun(folder, start=number)
         first, second = children(launcher.pid)
         os.kill(second, fault)
         if fault == signal.SIGSTOP:
@@ -217,33 +214,25 @@ def test_after_a_death_all_start_again(fault, folder):
 
 @pytest.mark.parametrize("told", ["the launcher", "a worker"])
 def test_sigterm_lets_all_save(told, folder):
-    launcher = start("--workers", 2, "--max-restarts", 9, "train.py", "wait", cwd=folder, command=LAUNCH)
-    begun(folder)
+    launcher = waiting(folder, "--max-restarts", 9)
     os.kill(launcher.pid if told == "the launcher" else children(launcher.pid)[1], signal.SIGTERM)
     status, output, errors = finish(launcher)
     assert (status, errors) == (143, "") and output.endswith("saved\n") and log(folder, 1).endswith("saved\n")
 
 
-def test_a_second_signal_waits_for_no_one(folder):
+@pytest.mark.parametrize(
+    ("then", "seconds", "status"), [("a second signal", 1000, 143), ("leave", 1000, 0), ("time passes", 0.1, 143)]
+)
+def test_who_does_not_listen_may_end_in_time_or_is_killed(then, seconds, status, folder):
     (folder / "deaf.py").write_text(SCRIPT.replace("sys.exit(143)", "pass"))
-    launcher = start("--workers", 2, "deaf.py", "wait", cwd=folder, command=LAUNCH)
-    begun(folder)
-    launcher.send_signal(signal.SIGTERM)
-    wait_until(lambda: "saved" in log(folder, 1), "the first signal")
-    launcher.send_signal(signal.SIGTERM)
-    assert finish(launcher)[0] == 143
-
-
-@pytest.mark.parametrize(("leave", "status"), [(True, 0), (False, 143)])
-def test_who_does_not_listen_may_end_in_time_or_is_killed(leave, status, folder):
-    (folder / "deaf.py").write_text(SCRIPT.replace("sys.exit(143)", "pass"))
-    seconds, run = 1000 if leave else 0.1, "raise SystemExit(__main__.main())"
+    run = "raise SystemExit(__main__.main())"
     hasty = f"from keras_replicas import __main__, processes; processes.TO_SAVE = {seconds}; {run}"
-    command = (sys.executable, "-c", hasty, "launch")
-    launcher = start("--workers", 2, "deaf.py", "wait", cwd=folder, command=command)
-    begun(folder)
+    launcher = waiting(folder, script="deaf.py", command=(sys.executable, "-c", hasty, "launch"))
     launcher.send_signal(signal.SIGTERM)
-    if leave:
+    if then == "a second signal":
+        wait_until(lambda: "saved" in log(folder, 1), "the first signal")
+        launcher.send_signal(signal.SIGTERM)
+    if then == "leave":
         (folder / "done").touch()
     assert finish(launcher)[0] == status
 
@@ -253,7 +242,8 @@ def test_a_signal_after_a_death_still_lets_the_others_save(folder):
     saving = SCRIPT.replace("sys.exit(143)", f"{wait}\n    sys.exit(143)")
     saving += "if task == 1:\n    sys.exit(1)\nwhile True:\n    time.sleep(0.01)\n"
     (folder / "saving.py").write_text(saving)
-    launcher = start("--workers", 2, "--max-restarts", 9, "saving.py", cwd=folder, command=LAUNCH)
+    launcher = start("--workers", 2, "--max-restarts", 9, "saving.py", cwd=folder)
+    begun(folder)
     wait_until(lambda: len(children(launcher.pid)) < 2, "the death")
     launcher.send_signal(signal.SIGTERM)
     wait_until((folder / "told").exists, "the signal")
@@ -264,30 +254,23 @@ def test_a_signal_after_a_death_still_lets_the_others_save(folder):
 
 
 @pytest.mark.parametrize(("workers", "given"), [(2, ["0,1", "2,3"]), (5, ["0", "1", "2", "3", "4"])])
-def test_each_worker_has_gpus_of_its_own(tmp_path, workers, given):
+def test_each_worker_has_gpus_of_its_own(folder, workers, given, monkeypatch):
     """By a stand-in for `nvidia-smi`; what the workers find in their environment is real."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3 4; do echo GPU $i: NVIDIA H100; done\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    (tmp_path / "train.py").write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\n")
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    launcher = start("--workers", workers, "train.py", cwd=tmp_path, command=LAUNCH, env=environment)
-    status, output, errors = finish(launcher)
+    (folder / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3 4; do echo GPU $i: NVIDIA H100; done\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    (folder / "train.py").write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    status, output, errors = launched(folder, "--workers", workers, "train.py")
     assert status == 0
     assert errors == ("1 GPU(s) stay unused: all workers must have the same number\n" if workers == 2 else "")
-    assert [output.strip(), *(log(tmp_path, worker).strip() for worker in range(1, workers))] == given
+    assert [output.strip(), *(log(folder, worker).strip() for worker in range(1, workers))] == given
 
 
 @pytest.mark.parametrize(("ignored", "status"), [(True, 0), (False, 143)])
 def test_under_nohup_it_goes_on_when_the_terminal_closes(folder, ignored, status):
     hangup = signal.SIG_IGN if ignored else signal.SIG_DFL
-    launcher = start(
-        *("--workers", 1, "train.py", "wait"),
-        cwd=folder,
-        command=LAUNCH,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
-    )
-    begun(folder, workers=1)
+    launcher = waiting(folder, workers=1, preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup))
     launcher.send_signal(signal.SIGHUP)
     time.sleep(0.5)
     (folder / "done").touch()
@@ -295,8 +278,7 @@ def test_under_nohup_it_goes_on_when_the_terminal_closes(folder, ignored, status
 
 
 def test_workers_do_not_outlive_their_launcher(folder):
-    launcher = start("--workers", 2, "train.py", "wait", cwd=folder, command=LAUNCH)
-    begun(folder)
+    launcher = waiting(folder)
     workers = children(launcher.pid)
     launcher.kill()
     finish(launcher)

@@ -17,7 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from benchmarks.faults import children, weights_of
 from common.data.roles import role_pairs
-from recipes import bert_mlm
+from keras_replicas import UserError
+from recipes import __main__, bert_mlm
 from tests.conftest import ROOT, articles_after_the_licence
 
 LANGUAGE_MODELS = ["bert_mlm", "bert_from_scratch", "causal_lm"]
@@ -178,6 +179,58 @@ def test_it_goes_on_from_its_own_preset(trained):
     assert again["val_loss"] == pytest.approx(results["val_loss"], rel=1e-5)
 
 
+@pytest.fixture
+def recipes(monkeypatch, capsys):
+    """A function that does what `python -m recipes` does, and returns the lines that it prints."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["recipes", *map(str, words)])
+        capsys.readouterr()
+        __main__.main()
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_masks_are_filled_and_texts_continued(trained, recipes):
+    (_, masked), (_, causal) = trained("bert_mlm"), trained("causal_lm")
+    _, sentence, *guesses = recipes("fill-mask", "The [MASK] of [MASK].", "--preset", masked / "preset")
+    assert sentence == "The [MASK] of [MASK]." and len(guesses) == 10  # five for each
+    for half in (guesses[:5], guesses[5:]):
+        scores = [float(guess.split()[0]) for guess in half]
+        assert scores == sorted(scores, reverse=True) and 0 < sum(scores) <= 1
+    words = "generate", "You may", "--preset", causal / "preset", "--tokens", 8, "--sampler"
+    assert recipes(*words, "top-k") == recipes(*words, "top-k") != recipes(*words, "top-k", "--seed", 1)
+    assert recipes(*words, "greedy") == recipes(*words, "top-k", "--top-k", 1)
+    assert recipes(*words, "greedy")[0].startswith("You may")
+
+
+def test_texts_are_classified(trained, recipes, pairs, tmp_path):
+    _, workdir = trained("text_classifier")
+    preset = "--preset", workdir / "preset"
+    first, second, _ = role_pairs()["validation"][0]
+    header, answer = (line.split("\t") for line in recipes("classify", first, second, *preset))
+    assert header == ["index", "prediction", "0", "1"] and sum(map(float, answer[2:])) == pytest.approx(1, abs=1e-3)
+    table, columns = tmp_path / "table.tsv", ("--text-columns", "first, second")
+    file = "--data", pairs / "validation.csv"
+    assert recipes("classify", *file, *columns, "--output", table, *preset) == [f"{table}: 44 predictions"]
+    rows = ["\t".join(line.split("\t")[:2]) for line in table.read_text().splitlines()]
+    assert rows == (workdir / "predictions/validation.tsv").read_text().splitlines()
+    (empty := tmp_path / "empty.csv").write_text("first,second\n")
+    for words, told in (
+        ([], "give one text, or two"),
+        (["a", *file, *columns], "give one text, or two"),
+        (["a"], r"takes 2 text\(s\) of an example, not 1"),
+        (file, "--data and --text-columns"),
+        (["a", "b", *columns], "--data and --text-columns"),
+        (["--data", empty, *columns], "empty.csv has no examples"),
+        (["a", "b", "--output", table], "table.tsv already exists; give a new file"),
+        (["a", "b", "--preset", trained("bert_mlm")[1] / "preset"], "no classifier that a recipe has saved"),
+    ):
+        with pytest.raises(UserError, match=told):
+            recipes("classify", *preset, *words)
+
+
 STOPS = [(name, signal.SIGKILL) for name in (*LANGUAGE_MODELS, *OF_TEXTS)]
 STOPS += [(name, signal.SIGTERM) for name in ("bert_mlm", "glue_controller", "glue_custom_loop")]
 
@@ -214,7 +267,7 @@ def test_two_workers_compute_what_one_process_does(name, trained, options, tmp_p
     of = options(name, workdir=str(tmp_path / "run"))
     del of["replicas"]
     done = subprocess.run(command(name, of, "launch", "--workers", "2"), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "") and "\nwork directory " in done.stdout
     two = json.loads((tmp_path / "run/results.json").read_text())
     assert (two["workers"], two["replicas"], trained(name)[0]["workers"]) == (2, 2, 1)
     same_losses((two, tmp_path / "run"), trained(name), rtol=2e-6)

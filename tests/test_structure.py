@@ -1,28 +1,20 @@
 """The rules of the house that a machine can hold."""
 
 import ast
-import importlib.util
-from pathlib import Path
 
 import keras_hub
 import keras_nlp
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.conftest import ROOT, imported
+
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.py") if not path.name.startswith("_"))
 MODULES = sorted((ROOT / "common").rglob("*.py"))
 ROOMS = sorted(path.parent for path in (ROOT / "common").glob("*/__init__.py"))
 
 
 def imports(path):
-    package, names = ".".join(path.relative_to(ROOT).parent.parts), set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            names |= {f"{module}.{alias.name}" for alias in node.names} | {module}
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return names
+    return imported(path.read_text(encoding="utf-8"), ".".join(path.relative_to(ROOT).parent.parts))
 
 
 COMMANDS = [path for path in (ROOT / "recipes").glob("*.py") if path not in RECIPES]
