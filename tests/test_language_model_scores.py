@@ -24,7 +24,7 @@ def word_pieces():
 def byte_pairs():
     """In its alphabet, ü is the letters Ã and ¼, Ġ is a space, and Ċ a line break."""
     pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "ab", "Ġcde", "f", "ĠÃ", "¼Ċ"]
-    return keras_hub.models.RobertaTokenizer({piece: number for number, piece in enumerate(pieces)}, [])
+    return keras_hub.models.RobertaTokenizer({piece: number for number, piece in enumerate(pieces)}, ["a b"])
 
 
 @pytest.mark.parametrize(("make", "targets", "characters"), [(word_pieces, [5, 6, 7], 6), (byte_pairs, [6, 8, 9], 4)])
