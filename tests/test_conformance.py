@@ -269,16 +269,11 @@ def largest(state, x, training):
     state.assign(tf.maximum(state, tf.reduce_max(x)))
 
 
-class Lookup(keras.layers.StringLookup):
-    """Refuses what is not in its vocabulary."""
-
-    def __init__(self):
-        super().__init__(vocabulary=list("abc"), num_oov_indices=0)
-
-
 def looked_up(model_class):
+    """The lookup refuses what is not in its vocabulary."""
     words = keras.Input((1,), dtype="string")
-    outputs = keras.layers.Flatten()(keras.layers.Embedding(3, 4)(Lookup()(words)))
+    ids = keras.layers.StringLookup(vocabulary=list("abc"), num_oov_indices=0)(words)
+    outputs = keras.layers.Flatten()(keras.layers.Embedding(3, 4)(ids))
     return model_class(words, keras.layers.Dense(CLASSES)(outputs))
 
 
@@ -363,11 +358,8 @@ def with_validation(model, *data):
 def on_batches(model, x, y, weight):
     steps = [slice(0, 7), slice(7, 8), slice(8, 16)]
     train = [model.train_on_batch(x[s], y[s], sample_weight=weight[s]) for s in steps]
-    return {
-        "train_on_batch": train,
-        "test_on_batch": model.test_on_batch(x[:3], y[:3]),
-        "predict_on_batch": model.predict_on_batch(x[:5]),
-    }
+    others = model.test_on_batch(x[:3], y[:3]), model.predict_on_batch(x[:5])
+    return {"train_on_batch": train, "test_on_batch": others[0], "predict_on_batch": others[1]}
 
 
 def interrupted(save_and_load):
@@ -402,45 +394,23 @@ def in_a_preset(model, folder):
     return again
 
 
-def row(
-    make=None,
-    data=None,
-    optimizer=None,
-    loss=None,
-    fit=None,
-    refused=(),
-    accumulate=1,
-    bound=BOUND,
-    evaluated=None,
-    predicts=None,
-    **options,
-):
+def row(make=None, data=None, loss=None, evaluated=None, predicts=None, **given):
     """One feature.
 
     Args:
         make: a function of `keras.Model`, or of what `data_parallel` makes of it, that gives the model.
         data: (x, y, weight) or fewer, arrays.
-        optimizer, loss: functions that make them.
-        fit: arguments of `fit`, or a function of (model, *data) that trains it and returns numbers by name.
-        refused: numbers of replicas on which it is refused in words.
-        accumulate: the attribute of our models.
-        bound: of the difference.
+        loss: a function that makes it; so does `optimizer`.
         evaluated, predicts: whether it is evaluated, and used to predict.
-        **options: of `compile`, or functions that make them.
+        **given: `optimizer`; `fit`, its arguments, or a function of (model, *data) that trains it and returns numbers
+            by name; `refused`, the numbers of replicas on which it is refused in words; `accumulate`; `bound`, of the
+            difference; the rest are options of `compile`, or functions that make them.
     """
-    return {
-        "make": make or functional(),
-        "data": data or (X, Y, WEIGHT),
-        "optimizer": optimizer or sgd(),
-        "loss": loss or cross_entropy,
-        "options": options,
-        "fit": fit or {},
-        "refused": refused,
-        "evaluated": bool(make or data or loss or options) if evaluated is None else evaluated,
-        "predicts": make is not None if predicts is None else predicts,
-        "accumulate": accumulate,
-        "bound": bound,
-    }
+    found = {"optimizer": sgd(), "fit": {}, "refused": (), "accumulate": 1, "bound": BOUND}
+    found |= {name: given.pop(name) for name in found if name in given}
+    found |= {"make": make or functional(), "data": data or (X, Y, WEIGHT), "loss": loss or cross_entropy}
+    found["evaluated"] = bool(make or data or loss or given) if evaluated is None else evaluated
+    return found | {"options": given, "predicts": make is not None if predicts is None else predicts}
 
 
 def two(**options):

@@ -21,14 +21,21 @@ def batches(*data, size=BATCH):
     return tf.data.Dataset.from_tensor_slices(data).batch(size).with_options(no_autotune())
 
 
-def make_model(replicas, *layers, optimizer=None, loss="mse", policy="float32", accumulate=1, **options):
+def sgd(rate=0.1, **options):
+    """What makes it, in the strategy's scope."""
+    return lambda: keras.optimizers.SGD(rate, **options)
+
+
+def make_model(
+    replicas, *layers, optimizer=keras.optimizers.SGD, loss="mse", policy="float32", accumulate=1, **options
+):
     keras.utils.set_random_seed(1)
     keras.config.set_dtype_policy(policy)
     try:
         with make_strategy(replicas).scope():
             dense = keras.layers.Dense(FEATURES, "tanh"), *layers, keras.layers.Dense(FEATURES)
             model = keras.Sequential([keras.Input((FEATURES,)), *dense])
-            model.compile(optimizer or keras.optimizers.SGD(0.1), loss, **options)
+            model.compile(optimizer(), loss, **options)
             return data_parallel(model, accumulate=accumulate)
     finally:
         keras.config.set_dtype_policy("float32")
@@ -48,8 +55,7 @@ def test_all_options_at_once_end_with_the_same_weights(replicas):
     data = np.tile(X[:16], (2, 1)), np.tile(Y[:16], (2, 1)), np.tile(WEIGHTS, 4)
     found = []
     for each, options in (1, {}), (replicas, {"accumulate": 2, "jit_compile": True, "steps_per_execution": 3}):
-        optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.5)
-        model = make_model(each, optimizer=optimizer, loss=mean_with_sample_weight(), **options)
+        model = make_model(each, optimizer=sgd(global_clipnorm=0.5), loss=mean_with_sample_weight(), **options)
         history = model.fit(batches(*data, size=8), epochs=2, verbose=0).history
         found.append([*history["loss"], *weights_of(model)])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
@@ -81,8 +87,7 @@ def test_a_mean_over_anything_else_is_refused():
 
 
 def test_in_float16_the_gradient_is_clipped_as_it_is_without_the_losss_scale():
-    optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.01)
-    model = make_model(2, optimizer=optimizer, policy="mixed_float16")
+    model = make_model(2, optimizer=sgd(global_clipnorm=0.01), policy="mixed_float16")
     before = weights_of(model)
     model.fit(batches(X, Y, size=19), verbose=0)
     assert model.optimizer.iterations.numpy() == 1  # not skipped for an overflow
@@ -128,7 +133,7 @@ def test_steps_of_one_call_keep_their_own_values():
 
 
 def test_epoch_values_are_exact_and_steps_are_their_own():
-    model = make_model(2, optimizer=keras.optimizers.SGD(0.0))
+    model = make_model(2, optimizer=sgd(0.0))
     unknown = batches(X, Y).filter(lambda *_: True)  # fit does not know how long it is
     history = model.fit(unknown, verbose=0, callbacks=[keep := Keep()]).history
     losses, sizes = np.square(model.predict(X, verbose=0) - Y).mean(axis=1), [7, 7, 5]
@@ -205,7 +210,7 @@ class Die(keras.callbacks.Callback):
 @pytest.mark.slow
 def test_backup_and_restore_goes_on_with_the_epoch_after_the_last_whole_one(tmp_path):
     def trained(folder, *callbacks):
-        model = make_model(2, keras.layers.BatchNormalization(), optimizer=keras.optimizers.Adam(0.1))
+        model = make_model(2, keras.layers.BatchNormalization(), optimizer=lambda: keras.optimizers.Adam(0.1))
         backup = keras.callbacks.BackupAndRestore(tmp_path / folder)
         epochs = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: begun.append(epoch))
         model.fit(batches(X, Y), epochs=4, verbose=0, callbacks=[backup, epochs, *callbacks])

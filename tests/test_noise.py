@@ -58,7 +58,7 @@ class Note(keras.layers.Layer):
             self.seen.append(values.tobytes())
             return values
 
-        return tf.ensure_shape(tf.numpy_function(note, [x], x.dtype), x.shape)
+        return x + 0 * tf.stop_gradient(tf.ensure_shape(tf.numpy_function(note, [x], x.dtype), x.shape))
 
 
 def test_fit_draws_other_noise_for_each_replica_part_and_step_and_keeps_its_seeds():

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import keras
 import keras_hub
 import numpy as np
 import pytest
@@ -53,6 +54,8 @@ def options(pairs, corpus):
     def of(name, **changes):
         small = {"model": "nano", "vocabulary_size": 300, "seq_length": 32, "dropout": 0.0, "epochs": 2}
         small |= {"replicas": 2, "batch_size": 12, "lr_scaling": "none", "learning_rate": 1e-3, "checkpoint_every": 4}
+        if name == "bert_from_scratch":
+            small["architecture"] = "roberta"
         if name in LANGUAGE_MODELS:
             return small | {"corpus": str(corpus)} | changes
         columns = {"text_columns": "first,second", "label_column": "same"}
@@ -289,6 +292,41 @@ def test_with_another_number_of_workers_it_goes_on_as_one_run(trained, options, 
     results = train("bert_mlm", of)
     assert results["resumed_from_step"] >= 41 and results["global_batch_size"] == 24
     same_losses((results, tmp_path / "run"), trained("bert_mlm", **long), rtol=2e-6)
+
+
+# Prompts of all lengths, and what follows from them.
+ANSWERS = [{"prompt": f"{'Say, ' * (i % 5)}what comes after {i}? ", "response": f"It is {i + 1}."} for i in range(99)]
+
+
+@pytest.mark.slow
+def test_of_prompts_with_answers_the_answers_alone_are_learned(trained, tmp_path):
+    """By KerasHub alone, an example at a time."""
+    for split, rows in (("train", ANSWERS[:80]), ("validation", ANSWERS[80:])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"data": str(tmp_path), "seq_length": 64}
+    two, workdir = trained("causal_lm", **given)
+    same_losses(trained("causal_lm", replicas=1, batch_size=24, **given), (two, workdir))
+    plain = keras_hub.models.CausalLM.from_preset(str(workdir / "preset"), compile=False)
+    tokenizer, losses = plain.preprocessor.tokenizer, []
+    for row in ANSWERS[80:]:
+        start = [tokenizer.start_token_id, *tokenizer(row["prompt"])]
+        ids = np.array([[*start, *tokenizer(row["response"]), tokenizer.end_token_id]])
+        logits = plain({"token_ids": ids[:, :-1], "padding_mask": np.ones_like(ids[:, :-1])})
+        each = keras.losses.sparse_categorical_crossentropy(ids[:, 1:], logits, from_logits=True)
+        losses += np.array(each)[0, len(start) - 1 :].tolist()
+    assert two["val_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_numbers_are_predicted(trained):
+    number = {"label_column": "same", "regression": True}
+    results, workdir = trained("glue_custom_loop", **number)
+    same_losses(trained("glue_custom_loop", replicas=1, batch_size=24, **number), (results, workdir))
+    rows = (workdir / "predictions/validation.tsv").read_text().splitlines()[1:]
+    predicted, labels = [float(row.split("\t")[1]) for row in rows], [row[2] for row in role_pairs()["validation"][:44]]
+    assert results["val_loss"] == pytest.approx(np.mean(np.subtract(predicted, labels) ** 2), rel=1e-4)
+    assert results["val_pearson"] == pytest.approx(np.corrcoef(predicted, labels)[0, 1], abs=1e-4)
+    assert not [name for name in results if "accuracy" in name or "f1" in name]
 
 
 @pytest.mark.slow

@@ -87,29 +87,16 @@ os._exit(0)
 @pytest.mark.slow
 def test_two_workers_tell_each_other():
     addresses = free_addresses(2)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", OF_TWO],
-            cwd=ROOT,
-            env=os.environ | {"TF_CONFIG": json.dumps(worker_config(addresses, index))},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
+    environments = [os.environ | {"TF_CONFIG": json.dumps(worker_config(addresses, index))} for index in range(2)]
+    processes = [subprocess.Popen([sys.executable, "-c", OF_TWO], env=each, **options) for each in environments]
     try:
         answers = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    told = [
-        [{"worker": 0}, {"worker": 1}],
-        "lost",
-        None,
-        "worker 1 is another: seed 1, not 0, more 2, not None",
-        [15_000, 300_000],
-    ]
-    assert answers == [told, told]
+    different = "worker 1 is another: seed 1, not 0, more 2, not None"
+    assert answers == [[[{"worker": 0}, {"worker": 1}], "lost", None, different, [15_000, 300_000]]] * 2
 
 
 def test_who_has_not_come_is_named(monkeypatch):

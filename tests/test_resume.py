@@ -245,9 +245,7 @@ def test_a_second_fit_has_checkpoints_of_its_own(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         program(tmp_path / "killed", 9)
     assert_same(program(tmp_path / "killed"), undisturbed)
-    with pytest.raises(
-        ValueError, match=r"fit-2 has .* another fit: steps of fits before \[14\], not \[21"
-    ):
+    with pytest.raises(ValueError, match=r"fit-2 has .* another fit: steps of fits before \[14\], not \[21"):
         program(tmp_path / "killed", epochs=3)
 
 
@@ -283,6 +281,30 @@ def test_sigterm_saves_and_exits_where_it_is_asked_for(tmp_path):
     assert left.value.code == 143
     assert saved.saved_step == model.steps_done == 3  # the signal came during the third step
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_of_what_is_trained_alone_the_rest_must_be_the_same(tmp_path):
+    """As for adapters, whose base would make a checkpoint large."""
+
+    def program(folder, *callbacks, base=1.0):
+        model = make_model()
+        model.build((None, 4))
+        model.layers[0].set_weights([np.full((4, 6), base), np.zeros(6)])
+        model.layers[0].trainable = False
+        model.compile("adam", model.loss)
+        saved = kr.Checkpoints(folder, every=3, trained_only=True)
+        return model, model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[saved, *callbacks])
+
+    undisturbed = program(tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        program(tmp_path / "killed", Interrupt(8))
+    assert (4, 6) not in [tuple(shape) for _, shape in tf.train.list_variables(str(tmp_path / "killed/ckpt-6"))]
+    with pytest.raises(ValueError, match=r"checksum of the weights that are not trained \d+, not \d+"):
+        program(tmp_path / "killed", base=2.0)
+    ours, theirs = program(tmp_path / "killed"), undisturbed
+    assert ours[1].history == theirs[1].history
+    for mine, their in zip(ours[0].trainable_variables, theirs[0].trainable_variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), their.numpy())
 
 
 @pytest.mark.parametrize(
