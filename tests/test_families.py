@@ -10,6 +10,7 @@ import pytest
 import sentencepiece
 
 from common.data.vocabulary import train_byte_pairs
+from common.model.causal_lm import make_preprocessor
 from recipes import causal_lm, text_classifier
 from tests.conftest import ROOT
 from tests.test_examples import tokenizer_of
@@ -41,8 +42,8 @@ def documents():
 
 def decoders_tokenizer(family):
     if family in ("GPT2", "Qwen"):
-        trained = train_byte_pairs(documents, "licence", 300)
-        return getattr(HUB, f"{family}Tokenizer")(trained.vocabulary | {"<|endoftext|>": 300}, trained.merges)
+        tokenizer = make_preprocessor("", train_byte_pairs(documents, "licence", 300), 32).tokenizer
+        return getattr(HUB, f"{family}Tokenizer")(tokenizer.vocabulary, tokenizer.merges)
     model, start, end = io.BytesIO(), *(("<bos>", "<eos>") if family == "Gemma" else ("<s>", "</s>"))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=documents(), model_writer=model, vocab_size=200, hard_vocab_limit=False, minloglevel=2,
