@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+from benchmarks.features import IDS, ONE_HOT, largest_difference, like, row, run
+from benchmarks.features import X as ALL
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 from keras_replicas.noise import noise_seeds
 from keras_replicas.private import minor
-from tests.test_conformance import IDS, ONE_HOT, largest_difference, like, row, run
-from tests.test_conformance import X as ALL
 
 pytestmark = pytest.mark.slow  # test_data_parallel.py and test_conformance.py have shorter ones
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from benchmarks.features import no_autotune
 from keras_replicas import data_parallel, make_strategy
 from tests.conftest import collective_strategy
-from tests.test_conformance import no_autotune
 
 FEATURES, BATCH = 4, 7
 X, Y = np.random.default_rng(0).normal(size=(2, 19, FEATURES)).astype(np.float32)

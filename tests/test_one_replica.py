@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from benchmarks.features import Autoencoder, X, Y
 from keras_replicas import Checkpoints, StepLog, data_parallel
-from tests.test_conformance import Autoencoder, X, Y
 
 X, Y = X[:22], Y[:22]
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
