@@ -100,6 +100,20 @@ class LooksUpAgain(keras.Model):
         return ops.mean((y_pred - 1) ** 2) + ops.mean(self.table(x) ** 2)
 
 
+class Rematerialized(layers.Layer):
+    """A layer whose activations are computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        return keras.remat(self.dense)(x)
+
+
 class Slow(keras.optimizers.SGD):
     """Has its own `apply_gradients`."""
 
@@ -160,6 +174,7 @@ ROWS = {
     },
     "a saturated sigmoid": saturated(tf.nn.sigmoid, "binary_crossentropy"),
     "a saturated sigmoid of Keras's": saturated(ops.sigmoid, "binary_crossentropy"),
+    "what is computed again in the backward pass": mean(of(Rematerialized)),
     "a loss with state": mean(lambda kind: like(kind, Own)(), loss=None),
     "a loss that looks up an embedding": mean(lambda kind: like(kind, LooksUpAgain)(), (IDS, IDS), loss=None),
     "an optimizer with its own apply_gradients": mean(of(), optimizer=lambda: Slow(0.1)),

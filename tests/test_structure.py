@@ -38,6 +38,13 @@ def test_common_never_imports_recipes(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "recipes"]
 
 
+def test_helpers_take_values_and_no_config():
+    """But for `main(config)`, which `command_line` calls."""
+    for path in MODULES:
+        arguments = {node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.arg)}
+        assert "config" not in arguments or path.name == "command_line.py", path
+
+
 def in_order(arrows):
     """The names, each after all that it points to."""
     found = []
