@@ -137,9 +137,8 @@ def saturated(activation, loss):
     return mean(made, loss=loss, optimizer=lambda: keras.optimizers.SGD(0.01), bound=1e-5)
 
 
-def convolutions():
-    parts = [layers.Conv2D(4, 3), layers.BatchNormalization(), layers.MaxPooling2D(2), layers.DepthwiseConv2D(2)]
-    return keras.Sequential([*parts, layers.GlobalAveragePooling2D()])
+CONVOLUTIONS = [lambda: layers.Conv2D(4, 3), layers.BatchNormalization, lambda: layers.MaxPooling2D(2)]
+CONVOLUTIONS += [lambda: layers.DepthwiseConv2D(2), layers.GlobalAveragePooling2D]
 
 
 def masked():
@@ -148,7 +147,7 @@ def masked():
 
 GAPS = IDS[:EXAMPLES] * (np.arange(6) < 4)
 ROWS = {
-    "images": mean(of(convolutions, shape=IMAGES.shape[1:]), (IMAGES, Y), bound=1e-5),
+    "images": mean(of(*CONVOLUTIONS, shape=IMAGES.shape[1:]), (IMAGES, Y), bound=1e-5),
     "images in a sequence": mean(
         of(lambda: layers.ConvLSTM2D(2, 3), layers.Flatten, shape=(None, *IMAGES.shape[1:])), (IMAGES[:, None], Y)
     ),
