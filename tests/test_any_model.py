@@ -137,7 +137,7 @@ def saturated(activation, loss):
     return mean(made, loss=loss, optimizer=lambda: keras.optimizers.SGD(0.01), bound=1e-5)
 
 
-CONVOLUTIONS = [lambda: layers.Conv2D(4, 3), layers.BatchNormalization, lambda: layers.MaxPooling2D(2)]
+CONVOLUTIONS = [lambda: layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization, lambda: layers.MaxPooling2D(2)]
 CONVOLUTIONS += [lambda: layers.DepthwiseConv2D(2), layers.GlobalAveragePooling2D]
 
 
