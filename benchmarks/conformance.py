@@ -3,8 +3,8 @@
 
     python -m benchmarks conformance
 
-runs all rows of `tests/test_conformance.py`, which says what a row is and holds the same bound. Results go to
-`benchmarks/results/conformance.json`; `python -m benchmarks.readme` makes the table of docs/conformance.md of them.
+runs all rows of `benchmarks/features.py`. Results go to `benchmarks/results/conformance.json`;
+`python -m benchmarks.readme` makes the table of docs/conformance.md of them.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from benchmarks.machine import machine
 
 RESULTS = Path(__file__).parent / "results" / "conformance.json"
 REPLICAS = (1, 2, 4)
-BOUND = 1e-6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +27,7 @@ def main(arguments: argparse.Namespace) -> None:
     from tests.conftest import divide_the_cpu
 
     divide_the_cpu()  # before its first use
-    from tests.test_conformance import ROWS, difference
+    from benchmarks.features import ROWS, difference
 
     chosen = itertools.islice(ROWS, 3 if arguments.quick else None)
     rows: dict[str, dict] = {}

@@ -181,7 +181,7 @@ class Checkpoints(keras.callbacks.Callback):
             facts: of the data; they must be those that it began with.
         """
         model = self.model
-        variables = model.trainable_variables if self._trained_only else fit_state.variables_of(model)
+        variables = fit_state.variables_of(model, self._trained_only)
         self._objects = {"fit": variables, "optimizer": model.optimizer.variables if model.optimizer else []}
         self._state_variable = tf.Variable(b"")
         self._checkpoint = tf.train.Checkpoint(**self._objects, state=self._state_variable)

@@ -57,10 +57,14 @@ def from_bytes(content: bytes) -> dict[str, Any]:
     return json.loads(arrays["json"].tobytes(), object_hook=with_arrays)
 
 
-def variables_of(model: Any) -> list[keras.Variable]:
-    """The variables of a model of `data_parallel` but those of its metrics, and the state of Keras's global seed."""
-    of_metrics = {id(variable) for variable in model._metric_variables()}
-    variables = [variable for variable in model.variables if id(variable) not in of_metrics]
+def variables_of(model: Any, trained_only: bool) -> list[keras.Variable]:
+    """The variables of a model of `data_parallel` but those of its metrics, and the state of Keras's global seed.
+
+    With `trained_only`, not the weights that are not trained; the seeds of its layers always.
+    """
+    left_out = {id(variable) for variable in model._metric_variables()}
+    left_out |= {id(weight) for weight in model.weights if trained_only and not weight.trainable}
+    variables = [variable for variable in model.variables if id(variable) not in left_out]
     return [*variables, model.global_seed_generator.state]
 
 

@@ -1,7 +1,9 @@
 """One process, one TensorFlow: the CPU as four logical devices, so that tests can ask for 1, 2 or 4 replicas."""
 
+import ast
 import atexit
 import functools
+import importlib.util
 import os
 import random
 import shutil
@@ -65,6 +67,21 @@ def articles_after_the_licence(seed: int, count: int) -> Iterator[list[str]]:
         yield lines
 
 
+def imported(code: str, package: str = "") -> set[str]:
+    """The modules that code imports, in functions too, and, as `module.name`, what it takes from them.
+
+    Without the name of its package, imports that are relative to it are left out.
+    """
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and (package or not node.level):
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names |= {module, *(f"{module}.{each.name}" for each in node.names)}
+    return names
+
+
 @pytest.fixture(scope="session")
 def no_tensorflow(tmp_path_factory) -> dict[str, str]:
     """The environment of a process in which importing TensorFlow fails."""
@@ -87,21 +104,12 @@ def wikitext(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small(wikitext, tmp_path):
-    """Options of a run that takes seconds; dropout 0, so that replicas can be compared."""
-    return {
-        "corpus": str(wikitext),
-        "workdir": str(tmp_path / "run"),
-        "model": "nano",
-        "vocabulary_size": 300,
-        "seq_length": 32,
-        "batch_size": 8,
-        "dropout": 0.0,
-        "epochs": 1,
-        "max_steps": 6,
-    }
+    """Options of a run that takes seconds."""
+    options = {"corpus": str(wikitext), "workdir": str(tmp_path / "run"), "model": "nano", "vocabulary_size": 300}
+    return options | {"seq_length": 32, "batch_size": 8, "dropout": 0.0, "epochs": 1, "max_steps": 6}
 
 
-# (input, what is answered), filled by tests/test_bad_input.py.
+# (input, what is answered), which tests fill.
 MESSAGES: list[tuple[str, str]] = []
 
 

@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops as tensorflow_module
 
+from benchmarks.features import no_autotune
 from keras_replicas import device_copies
 from keras_replicas.batches import Batches, distribute
 from keras_replicas.model import data_parallel
 from keras_replicas.strategy import make_strategy
-from tests.test_conformance import no_autotune
 
 X = np.zeros((8, 4), np.float32)
 

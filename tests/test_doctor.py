@@ -5,15 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.readme import with_tables
 from keras_replicas import doctor
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
 MODELS = ["masked", "causal", "batch_norm"]
 RESUMED = "masked, interrupted in the middle of an epoch"
 
@@ -70,46 +69,30 @@ def test_every_check_passes():
     assert found["machine"]["keras"].endswith("(tested)")
 
 
-# A fault, and the check that must tell of it.
+# A fault, in a file, and the check that must tell of it.
 FAULTS = {
-    "gradients are divided by a little too much": (
-        (
-            "keras_replicas/step.py",
-            "share = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)",
-            "share = 0.999 / divisor",
-        ),
-        "masked, 4 replicas",
-    ),
-    "moments are of a replica's part": (
-        ("keras_replicas/batchnorm.py", "total, count = sum_over_replicas(sums)", "total, count = sums"),
-        "batch_norm, 2 replicas",
-    ),
-    "a run begins anew": (
-        (
-            "keras_replicas/checkpoints.py",
-            "self.saved_step = self._asked_at = self._files.restore(self._checkpoint)",
-            "self.saved_step = self._asked_at = 0",
-        ),
-        RESUMED,
-    ),
+    # Gradients are divided by a little too much.
+    "masked, 4 replicas": ("step.py", "divide_no_nan(tf.ones_like(divisor), divisor)", "divide(0.999, divisor)"),
+    # Moments are of a replica's part.
+    "batch_norm, 2 replicas": ("batchnorm.py", "total, count = sum_over_replicas(sums)", "total, count = sums"),
+    # A run begins anew.
+    RESUMED: ("checkpoints.py", "_asked_at = self._files.restore(self._checkpoint)", "_asked_at = 0"),
 }
-
-
-def test_the_faults_can_be_made():
-    assert all((ROOT / file).read_text().count(right) == 1 for (file, right, _), _ in FAULTS.values())
 
 
 @pytest.mark.slow
 def test_faults_are_told_of(tmp_path):
     shutil.copytree(ROOT / "keras_replicas", tmp_path / "keras_replicas")
-    for (file, right, wrong), _ in FAULTS.values():
-        (tmp_path / file).write_text((tmp_path / file).read_text().replace(right, wrong))
+    for name, right, wrong in FAULTS.values():
+        file = tmp_path / "keras_replicas" / name
+        assert file.read_text().count(right) == 1
+        file.write_text(file.read_text().replace(right, wrong))
     done = run("keras_replicas", "--json", cwd=tmp_path)
     assert done.returncode == 1
     found = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
     failed = {check for check, row in found.items() if not row["passed"]}
     assert failed == {check for check, row in found.items() if row["found"].startswith("DIFFERENT")}
-    assert failed >= {check for _, check in FAULTS.values()}
+    assert failed >= FAULTS.keys()
 
 
 def test_its_page_has_the_results():

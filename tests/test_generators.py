@@ -21,20 +21,26 @@ def sparse_batches(count=3):
         yield x, random.normal(size=(4, 2)).astype(np.float32)
 
 
-def ways_of(model_class, data):
-    keras.utils.set_random_seed(0)
-    model = model_class([keras.layers.Dense(2)])
-    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
-    history = model.fit(data(), validation_data=data(), shuffle=False, verbose=0).history
-    return [*history.values(), model.evaluate(data(), verbose=0), model.predict(data(), verbose=0)]
-
-
 def test_sparse_matrices_of_scipy_are_divided_among_replicas():
+    def ways_of(model_class, data):
+        keras.utils.set_random_seed(0)
+        model = model_class([keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        history = model.fit(data(), validation_data=data(), shuffle=False, verbose=0).history
+        return [*history.values(), model.evaluate(data(), verbose=0), model.predict(data(), verbose=0)]
+
     plain = ways_of(keras.Sequential, lambda: ((x.toarray(), y) for x, y in sparse_batches()))
     with make_strategy(2).scope():
         ours = ways_of(data_parallel(keras.Sequential), sparse_batches)
     for mine, theirs in zip(ours, plain, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def make_model(optimizer="sgd", loss="mse", strategy=None, **options):
+    with (strategy or make_strategy(2)).scope():
+        model = data_parallel(keras.Sequential)([keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(optimizer, loss, **options)
+    return model
 
 
 class Numbered(keras.utils.PyDataset):
@@ -69,9 +75,7 @@ class Turned(Numbered):
 
 def labels_seen(dataset, strategy=None, **options):
     """The label of each batch: the model says 0, and the loss is the distance."""
-    with (strategy or make_strategy(2)).scope():
-        model = data_parallel(keras.Sequential)([keras.layers.Dense(1, kernel_initializer="zeros")])
-        model.compile(keras.optimizers.SGD(0.0), "mae")
+    model = make_model(keras.optimizers.SGD(0.0), "mae", strategy)
     losses = []
     keep = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: losses.extend(model.step_values["loss"])
@@ -95,9 +99,7 @@ def test_what_a_py_dataset_does_between_epochs_is_done():
 @pytest.mark.parametrize("endless", [False, True])
 def test_an_epoch_has_the_steps_asked_for_where_calls_do_not_divide_it(endless, eagerly):
     """Keras does 6 and 4 steps of 10 batches, and more of endless data."""
-    with make_strategy(2).scope():
-        model = data_parallel(keras.Sequential)([keras.layers.Dense(1)])
-        model.compile("sgd", "mse", steps_per_execution=2, run_eagerly=eagerly)
+    model = make_model(steps_per_execution=2, run_eagerly=eagerly)
     x = np.ones((40, 1), np.float32)
     data = (((x[:4], x[:4]) for _ in iter(int, 1)),) if endless else (x, x, 4)
     steps = []
@@ -116,9 +118,7 @@ def test_a_generator_after_batches_of_ours_is_still_read_once():
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_the_optimizer_counts_no_step_beyond_the_data(steps_per_execution):
     """Keras's does, so that schedules and Adam's corrections of bias are ahead."""
-    with make_strategy(2).scope():
-        model = data_parallel(keras.Sequential)([keras.layers.Dense(1)])
-        model.compile("adam", "mse", steps_per_execution=steps_per_execution)
+    model = make_model("adam", steps_per_execution=steps_per_execution)
     x, calls = np.ones((20, 1), np.float32), []
     keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: calls.append(model.steps_in_call))
     model.fit(x, x, 4, epochs=3, verbose=0, callbacks=[keep])
@@ -135,9 +135,6 @@ def test_predictions_of_batches_are_in_the_order_of_the_rows():
 
 @pytest.mark.parametrize("given", ["y", "sample_weight", "class_weight"])
 def test_labels_and_weights_beside_data_that_holds_them_are_refused(given):
-    with make_strategy(2).scope():
-        model = data_parallel(keras.Sequential([keras.layers.Dense(1)]))
-        model.compile("sgd", "mse")
-    x = np.ones((4, 1), np.float32)
+    model, x = make_model(), np.ones((4, 1), np.float32)
     with pytest.raises(ValueError, match="a Batches holds y and weights itself: leave out y, sample_weight, class_wei"):
         model.fit(Batches((x, x), 4), verbose=0, **{given: {0: 2.0} if given == "class_weight" else x})

@@ -150,32 +150,3 @@ def needs(operation, name: str) -> bool:
     """Whether an operation's tensors come from one of that name."""
     sources = [tensor.op for tensor in operation.inputs]
     return any(name in each.name + "/" or needs(each, name) for each in sources)
-
-
-class Rematerialized(keras.layers.Layer):
-    """A layer whose activations are computed again in the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def build(self, shape):
-        self.dense.build(shape)
-
-    def call(self, x):
-        return keras.remat(self.dense)(x)
-
-
-def test_what_is_computed_again_in_the_backward_pass_is_trained():
-    x, y = np.random.default_rng(0).normal(size=(5, 3)), np.ones([5, 1])
-
-    def kernel(strategy, wrap):
-        keras.utils.set_random_seed(0)
-        with strategy.scope():
-            model = wrap(keras.Sequential([keras.Input([3]), Rematerialized()]))
-            model.compile("sgd", "mse")
-        model.fit(x, y, batch_size=3, shuffle=False, verbose=0)
-        return model.get_weights()[0]
-
-    plain = kernel(tf.distribute.get_strategy(), lambda model: model)
-    np.testing.assert_allclose(kernel(make_strategy(2), data_parallel), plain, rtol=1e-5)

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from notebooks import tutobook
-from tests.conftest import ROOT
+from tests.conftest import ROOT, imported
 
 GUIDE = tutobook.GUIDES / "data_parallel_training_with_keras_hub.py"
 SOURCE = GUIDE.read_text(encoding="utf-8")
@@ -36,29 +36,17 @@ def check_results(printed):
     return baseline - loss
 
 
-def test_the_header_is_that_of_keras_io():
+def test_it_has_the_form_of_keras_io_and_imports_what_a_reader_has():
+    """Nothing of this project: it is to be read and run without it."""
     lines = SOURCE.splitlines()
     assert lines[0] == lines[7] == '"""' and not lines[8]
     fields = dict(line.split(": ", 1) for line in lines[1:7])
     assert list(fields) == HEADER
     assert all(re.fullmatch(r"\d{4}/\d\d/\d\d", fields[name]) for name in ("Date created", "Last modified"))
     assert re.fullmatch(r"[A-Z].{,98}\.", fields["Description"])
-
-
-def test_its_lines_are_few_and_short():
-    lines = SOURCE.splitlines()
-    assert len(lines) <= 250
-    assert not [line for line in lines if len(line) > 90 or line != line.rstrip()]
+    assert len(lines) <= 250 and not [line for line in lines if len(line) > 90 or line != line.rstrip()]
     assert not [line for line in lines if '"""' in line and line != '"""']  # as keras.io's generator asks for
-
-
-def test_it_imports_what_a_reader_has():
-    """Nothing of this project: it is to be read and run without it."""
-    nodes = [node for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {
-        name for node in nodes for name in ([node.module] if "module" in vars(node) else [a.name for a in node.names])
-    }
-    others = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    others = {name.split(".")[0] for name in imported(SOURCE)} - sys.stdlib_module_names
     assert others == {"keras", "keras_hub", "numpy", "tensorflow"}
 
 
@@ -71,34 +59,22 @@ def test_it_names_the_versions_installed_and_the_issues_of_the_page():
     assert issues and all(text == link and f"[#{text}]: " in page for text, link in issues)
 
 
-def test_the_notebook_is_what_is_generated():
+def test_the_notebook_is_what_is_generated_and_was_run():
     generated = tutobook.notebook_of(GUIDE)
-    advice = "run `python -m notebooks.tutobook`"
-    assert [(c.cell_type, c.source) for c in NOTEBOOK.cells] == [(c.cell_type, c.source) for c in generated.cells], (
-        advice
-    )
+    same = [(c.cell_type, c.source) for c in NOTEBOOK.cells] == [(c.cell_type, c.source) for c in generated.cells]
+    assert same, "run `python -m notebooks.tutobook`"
     header, *_ = NOTEBOOK.cells
     assert header.source.startswith("# Data-parallel training") and "**Date created:** 2" in header.source
     code = ast.parse("\n".join(cell.source for cell in cells("code")))
-    assert ast.dump(code) == ast.dump(without_text(ast.parse(SOURCE)))
-
-
-def without_text(tree):
-    def is_text(node):
-        return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-    tree.body = [node for node in tree.body if not is_text(node)]
-    return tree
-
-
-def test_words_stand_before_each_cell_of_code():
+    tree = ast.parse(SOURCE)
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    ]
+    assert ast.dump(code) == ast.dump(tree)
     kinds = [cell.cell_type for cell in NOTEBOOK.cells]
-    assert kinds.count("code") > 7
+    assert kinds.count("code") > 7  # words stand before each
     assert all(before == "markdown" for before, kind in zip(kinds, kinds[1:], strict=False) if kind == "code")
     assert [cell for cell in cells("markdown") if cell.source.startswith("## ")]
-
-
-def test_the_notebook_was_run():
     assert [cell.execution_count for cell in cells("code")] == list(range(1, len(cells("code")) + 1))
     outputs = [output for cell in cells("code") for output in cell.outputs]
     assert {output.get("name") for output in outputs} == {"stdout"}

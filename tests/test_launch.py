@@ -6,30 +6,22 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.faults import children
 from keras_replicas.cluster import worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.launch import free_addresses, tf_configs
-from tests.conftest import MESSAGES
-from tests.test_bert_mlm import weights_of
+from tests.conftest import MESSAGES, ROOT
 
-ROOT = Path(__file__).parent.parent
 LAUNCH = [sys.executable, "-m", "keras_replicas", "launch"]
-RECIPES = [sys.executable, "-m", "recipes"]
-OPTIONS = (
-    *("--corpus", "LICENSE", "--model", "nano", "--vocabulary-size", "300", "--seq-length", "16"),
-    *("--learning-rate", "5e-3", "--lr-scaling", "none", "--checkpoint-every", "7"),
-)
+RECIPES = [sys.executable, "-m", "recipes", "launch"]
 # A script that ends, dies or waits as it is told, without TensorFlow. Its files are named after its rank and its start.
 SCRIPT = """
 import json, os, signal, sys, time
@@ -60,16 +52,10 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(*words, cwd=ROOT, command=RECIPES, **options):
-    environment = {"env": os.environ | {"PYTHONPATH": str(ROOT)}} | options
-    return subprocess.Popen(
-        [*command, *map(str, words)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **environment,
-    )
+def start(*words, cwd=ROOT, command=LAUNCH, env=(), **options):
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(env)
+    return subprocess.Popen([*command, *map(str, words)], cwd=cwd, env=environment, **options)
 
 
 def finish(process):
@@ -82,19 +68,18 @@ def finish(process):
 
 
 def launched(folder, *words):
-    return finish(start(*words, cwd=folder, command=LAUNCH))
+    return finish(start(*words, cwd=folder))
+
+
+def waiting(folder, *words, workers=2, script="train.py", command=LAUNCH, **options):
+    """A launcher whose workers have all begun, and wait."""
+    launcher = start("--workers", workers, *words, script, "wait", cwd=folder, command=command, **options)
+    begun(folder, workers)
+    return launcher
 
 
 def log(folder, worker):
     return (folder / f"logs/worker-{worker}.log").read_text()
-
-
-def results_of(workdir):
-    return json.loads((workdir / "results.json").read_text())
-
-
-def steps_of(workdir):
-    return [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]
 
 
 def wait_until(condition, what):
@@ -104,9 +89,10 @@ def wait_until(condition, what):
         time.sleep(0.01)
 
 
-def wait_for(path, lines=0):
-    """Until there is a file, with so many lines."""
-    wait_until(lambda: path.exists() and path.read_text().count("\n") >= lines, path)
+def begun(folder, workers=2, start=0):
+    """Waits until that start of all workers has begun."""
+    for worker in range(workers):
+        wait_until((folder / f"begun-{worker}-{start}").exists, f"start {start} of worker {worker}")
 
 
 def is_over(pid):
@@ -119,11 +105,7 @@ WRONG = [
     ("--workers 1 --max-restarts -1 train.py", {}, "--max-restarts: must be a whole number from 0 to 999999, not '-1'"),
     ("--workers 1 --join-timeout 0 train.py", {}, "--join-timeout: must be a whole number from 1 to 999999, not '0'"),
     ("--workers 1 --join-timeout 10000000000 train.py", {}, "from 1 to 999999, not '10000000000'"),
-    (
-        "--workers 2 train.py",
-        {"SLURM_STEP_NUM_TASKS": "abc"},
-        "SLURM_STEP_NUM_TASKS must be a whole number from 1 to 999999, not 'abc'",
-    ),
+    ("--workers 2 train.py", {"SLURM_STEP_NUM_TASKS": "abc"}, "SLURM_STEP_NUM_TASKS must be a whole number from 1 to"),
     ("--workers 2 train.py", {"TF_CONFIG": "{'worker': 1"}, "TF_CONFIG is malformed"),
     ("--workers 2 --hosts a:1,b:1 --node-rank 0 train.py", {}, "leave it out when hosts are given"),
     ("train.py", {}, "give --workers N for N workers on this machine, or --hosts"),
@@ -142,8 +124,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("words", "environment", "message"), WRONG)
 def test_what_is_wrong_is_told_before_anything_starts(words, environment, message, folder, no_tensorflow):
-    no_tensorflow = no_tensorflow | {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
-    done = finish(start(*words.split(), cwd=folder, command=LAUNCH, env=no_tensorflow | environment))
+    path = {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
+    done = finish(start(*words.split(), cwd=folder, env=path | environment))
     MESSAGES.append((f"launch {words}", done[2].strip()))
     assert done[:2] == (2, "") and message in done[2] and done[2].count("\n") == 1
     assert not (folder / "logs").exists()
@@ -151,15 +133,15 @@ def test_what_is_wrong_is_told_before_anything_starts(words, environment, messag
 
 @pytest.mark.parametrize("words", ["", "--help", "launch --help", "doctor --help"])
 def test_the_guide_and_help_need_no_tensorflow(words, no_tensorflow):
-    environment = no_tensorflow | {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
+    environment = {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
     status, output, errors = finish(start(*words.split(), command=LAUNCH[:-1], env=environment))
     assert (status, errors) == (0, "") and "python -m keras_replicas" in output
 
 
 def test_a_recipe_is_launched_by_its_name():
-    status, _, errors = finish(start("launch", "--workers", 2, "bert"))
+    status, _, errors = finish(start("--workers", 2, "bert", command=RECIPES))
     assert status == 2 and "there is no recipe bert. Choose one of: bert_from_scratch bert_mlm" in errors
-    status, output, errors = finish(start("launch", "--workers", 1, "bert_mlm", "--help"))
+    status, output, errors = finish(start("--workers", 1, "bert_mlm", "--help", command=RECIPES))
     assert (status, errors) == (0, "") and "--mask-rate" in output
 
 
@@ -216,10 +198,9 @@ def test_wrong_input_is_not_tried_again(worker, folder):
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_after_a_death_all_start_again(fault, folder):
-    launcher = start("--workers", 2, "--max-restarts", 1, "train.py", "wait", cwd=folder, command=LAUNCH)
-    for time_ in range(2):
-        for worker in range(2):
-            wait_for(folder / f"begun-{worker}-{time_}")
+    launcher = waiting(folder, "--max-restarts", 1)
+    for number in range(2):
+        begun(folder, start=number)
         first, second = children(launcher.pid)
         os.kill(second, fault)
         if fault == signal.SIGSTOP:
@@ -233,36 +214,25 @@ def test_after_a_death_all_start_again(fault, folder):
 
 @pytest.mark.parametrize("told", ["the launcher", "a worker"])
 def test_sigterm_lets_all_save(told, folder):
-    launcher = start("--workers", 2, "--max-restarts", 9, "train.py", "wait", cwd=folder, command=LAUNCH)
-    for worker in range(2):
-        wait_for(folder / f"begun-{worker}-0")
+    launcher = waiting(folder, "--max-restarts", 9)
     os.kill(launcher.pid if told == "the launcher" else children(launcher.pid)[1], signal.SIGTERM)
     status, output, errors = finish(launcher)
     assert (status, errors) == (143, "") and output.endswith("saved\n") and log(folder, 1).endswith("saved\n")
 
 
-def test_a_second_signal_waits_for_no_one(folder):
+@pytest.mark.parametrize(
+    ("then", "seconds", "status"), [("a second signal", 1000, 143), ("leave", 1000, 0), ("time passes", 0.1, 143)]
+)
+def test_who_does_not_listen_may_end_in_time_or_is_killed(then, seconds, status, folder):
     (folder / "deaf.py").write_text(SCRIPT.replace("sys.exit(143)", "pass"))
-    launcher = start("--workers", 2, "deaf.py", "wait", cwd=folder, command=LAUNCH)
-    for worker in range(2):
-        wait_for(folder / f"begun-{worker}-0")
-    launcher.send_signal(signal.SIGTERM)
-    wait_until(lambda: "saved" in log(folder, 1), "the first signal")
-    launcher.send_signal(signal.SIGTERM)
-    assert finish(launcher)[0] == 143
-
-
-@pytest.mark.parametrize(("leave", "status"), [(True, 0), (False, 143)])
-def test_who_does_not_listen_may_end_in_time_or_is_killed(leave, status, folder):
-    (folder / "deaf.py").write_text(SCRIPT.replace("sys.exit(143)", "pass"))
-    seconds, run = 1000 if leave else 0.1, "raise SystemExit(__main__.main())"
+    run = "raise SystemExit(__main__.main())"
     hasty = f"from keras_replicas import __main__, processes; processes.TO_SAVE = {seconds}; {run}"
-    command = (sys.executable, "-c", hasty, "launch")
-    launcher = start("--workers", 2, "deaf.py", "wait", cwd=folder, command=command)
-    for worker in range(2):
-        wait_for(folder / f"begun-{worker}-0")
+    launcher = waiting(folder, script="deaf.py", command=(sys.executable, "-c", hasty, "launch"))
     launcher.send_signal(signal.SIGTERM)
-    if leave:
+    if then == "a second signal":
+        wait_until(lambda: "saved" in log(folder, 1), "the first signal")
+        launcher.send_signal(signal.SIGTERM)
+    if then == "leave":
         (folder / "done").touch()
     assert finish(launcher)[0] == status
 
@@ -272,11 +242,11 @@ def test_a_signal_after_a_death_still_lets_the_others_save(folder):
     saving = SCRIPT.replace("sys.exit(143)", f"{wait}\n    sys.exit(143)")
     saving += "if task == 1:\n    sys.exit(1)\nwhile True:\n    time.sleep(0.01)\n"
     (folder / "saving.py").write_text(saving)
-    launcher = start("--workers", 2, "--max-restarts", 9, "saving.py", cwd=folder, command=LAUNCH)
-    wait_for(folder / "begun-0-0")
+    launcher = start("--workers", 2, "--max-restarts", 9, "saving.py", cwd=folder)
+    begun(folder)
     wait_until(lambda: len(children(launcher.pid)) < 2, "the death")
     launcher.send_signal(signal.SIGTERM)
-    wait_for(folder / "told")
+    wait_until((folder / "told").exists, "the signal")
     time.sleep(3)  # more than the others get without a signal
     (folder / "ready").touch()
     status, _, errors = finish(launcher)
@@ -284,30 +254,23 @@ def test_a_signal_after_a_death_still_lets_the_others_save(folder):
 
 
 @pytest.mark.parametrize(("workers", "given"), [(2, ["0,1", "2,3"]), (5, ["0", "1", "2", "3", "4"])])
-def test_each_worker_has_gpus_of_its_own(tmp_path, workers, given):
+def test_each_worker_has_gpus_of_its_own(folder, workers, given, monkeypatch):
     """By a stand-in for `nvidia-smi`; what the workers find in their environment is real."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3 4; do echo GPU $i: NVIDIA H100; done\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    (tmp_path / "train.py").write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\n")
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    launcher = start("--workers", workers, "train.py", cwd=tmp_path, command=LAUNCH, env=environment)
-    status, output, errors = finish(launcher)
+    (folder / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3 4; do echo GPU $i: NVIDIA H100; done\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    (folder / "train.py").write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    status, output, errors = launched(folder, "--workers", workers, "train.py")
     assert status == 0
     assert errors == ("1 GPU(s) stay unused: all workers must have the same number\n" if workers == 2 else "")
-    assert [output.strip(), *(log(tmp_path, worker).strip() for worker in range(1, workers))] == given
+    assert [output.strip(), *(log(folder, worker).strip() for worker in range(1, workers))] == given
 
 
 @pytest.mark.parametrize(("ignored", "status"), [(True, 0), (False, 143)])
 def test_under_nohup_it_goes_on_when_the_terminal_closes(folder, ignored, status):
     hangup = signal.SIG_IGN if ignored else signal.SIG_DFL
-    launcher = start(
-        *("--workers", 1, "train.py", "wait"),
-        cwd=folder,
-        command=LAUNCH,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
-    )
-    wait_for(folder / "begun-0-0")
+    launcher = waiting(folder, workers=1, preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup))
     launcher.send_signal(signal.SIGHUP)
     time.sleep(0.5)
     (folder / "done").touch()
@@ -315,9 +278,7 @@ def test_under_nohup_it_goes_on_when_the_terminal_closes(folder, ignored, status
 
 
 def test_workers_do_not_outlive_their_launcher(folder):
-    launcher = start("--workers", 2, "train.py", "wait", cwd=folder, command=LAUNCH)
-    for worker in range(2):
-        wait_for(folder / f"begun-{worker}-0")
+    launcher = waiting(folder)
     workers = children(launcher.pid)
     launcher.kill()
     finish(launcher)
@@ -354,202 +315,42 @@ def test_ctrl_c_on_a_terminal_lets_all_save(folder):
     assert b"\x1b[1m2/3\x1b[0m\r\x1b[1m3/3" in shown and b"saved" in shown
 
 
-def assert_equal(workdir, other):
-    """Within the bounds of `doctor`."""
-    for ours, theirs in zip(steps_of(workdir), steps_of(other), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
-        assert {**ours, "loss": 0} == {**theirs, "loss": 0}
-    ours, theirs = weights_of(results_of(workdir)), weights_of(results_of(other))
-    assert sum(np.linalg.norm(ours[k] - theirs[k]) ** 2 for k in theirs) <= 1e-12 * sum(
-        np.linalg.norm(weight) ** 2 for weight in theirs.values()
-    )
-    assert results_of(workdir)["val_loss"] == pytest.approx(results_of(other)["val_loss"], rel=1e-6)
-
-
-ENDS = ("--epochs", "2", "--max-steps", "40", "--replicas", "1")
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """A run of one process, on one replica."""
-    workdir = tmp_path_factory.mktemp("alone") / "run"
-    status, _, errors = finish(start("run", "bert_mlm", *OPTIONS, "--batch-size", 8, *ENDS, "--workdir", workdir))
-    assert (status, errors) == (0, "")
-    return workdir
-
-
-@pytest.mark.slow
-def test_two_workers_that_are_stopped_and_killed_compute_what_one_process_does(alone, tmp_path):
-    workdir, logs = tmp_path / "run", tmp_path / "logs"
-    words = ("--workers", 2, "--max-restarts", 1, "--log-dir", logs, "bert_mlm", *OPTIONS, "--batch-size", 4, *ENDS)
-    # Saved after each step: SIGTERM comes to a step that is saved already.
-    words = ("launch", *words, "--checkpoint-every", 1, "--workdir", workdir)
-    launcher = start(*words)
-    wait_for(workdir / "steps.jsonl", 5)
-    launcher.send_signal(signal.SIGTERM)
-    status, output, _ = finish(launcher)
-    assert status == 143 and "Stopped by a signal after step" in output
-    launcher = start(*words)
-    wait_for(workdir / "steps.jsonl", len(steps_of(workdir)) + 5)
-    os.kill(children(launcher.pid)[1], signal.SIGKILL)
-    status, output, errors = finish(launcher)
-    assert status == 0 and errors.endswith("error: worker 1 was killed by SIGKILL\n1 restart(s) left\n")
-    assert "batch: 4 examples x 2 replica(s) = 8" in output and "Traceback" not in output
-    assert "validation loss" in output and "validation loss" not in (logs / "worker-1.log").read_text()
-    results = results_of(workdir)
-    assert (results["workers"], results["replicas"], results["global_batch_size"], results["steps"]) == (2, 2, 8, 40)
-    assert_equal(workdir, alone)
-
-
-@pytest.mark.long
-def test_a_run_on_two_workers_goes_on_with_one_and_with_four(alone, tmp_path):
-    workdir = tmp_path / "run"
-
-    def words(batch_size):
-        return (*OPTIONS, "--batch-size", batch_size, *ENDS, "--workdir", workdir)
-
-    def stop_after(steps, launcher):
-        wait_for(workdir / "steps.jsonl", steps)
-        launcher.send_signal(signal.SIGTERM)
-        assert finish(launcher)[0] == 143
-
-    stop_after(5, start("launch", "--workers", 2, "bert_mlm", *words(4)))
-    stop_after(20, start("launch", "--workers", 1, "bert_mlm", *words(4)))
-    status, output, errors = finish(start("launch", "--workers", 4, "bert_mlm", *words(4)))
-    assert (status, errors) == (0, "") and "batch: 2 examples x 4 replica(s) = 8" in output
-    assert results_of(workdir)["workers"] == 4 and results_of(workdir)["resumed_from_step"] >= 20
-    assert_equal(workdir, alone)
-
-
-def by_hand(words, folders, roots=(ROOT, ROOT), code=None):
-    """Two workers, each with words, a current folder and a project of its own; their status and errors."""
-    addresses = free_addresses(2)
-    started = []
-    for i, (folder, root) in enumerate(zip(folders, roots, strict=True)):
-        config = json.dumps(worker_config(addresses, i))
-        environment = os.environ | {"TF_CONFIG": config, "PYTHONPATH": str(root)}
-        program = ["-c", code] if code else [str(root / "recipes/bert_mlm.py")]
-        command = [sys.executable, *program, *map(str, words[i])]
-        options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, cwd=folder, env=environment, **options))
-    return [(status, errors.strip()) for status, _, errors in map(finish, started)]
-
-
-@pytest.mark.slow
-def test_workers_that_do_not_belong_together_are_refused(tmp_path):
-    words = (*OPTIONS, "--corpus", ROOT / "LICENSE", "--workdir", "run")
-    refused = by_hand([words, (*words, "--seed", 1)], (tmp_path, tmp_path))
-    message = "error: worker 1 was started differently from the chief: seed 1, not 0"
-    assert refused == [(2, message)] * 2 and not (tmp_path / "run").exists()
-
-    for folder in ("common", "recipes", "keras_replicas"):
-        shutil.copytree(ROOT / folder, tmp_path / "project" / folder)
-    with (tmp_path / "project/keras_replicas/order.py").open("a") as file:
-        file.write("# A change.\n")
-    refused = by_hand([words, words], (tmp_path, tmp_path), (ROOT, tmp_path / "project"))
-    assert refused[0] == refused[1] and refused[0][0] == 2
-    assert re.fullmatch(r"error: worker 1 was started differently from the chief: code '\w+', not '\w+'", refused[0][1])
-
-    (tmp_path / "elsewhere").mkdir()
-    refused = by_hand([words, words], (tmp_path, tmp_path / "elsewhere"))
-    message = "error: worker 1 does not see the chief's folder run: use a shared file system"
-    assert refused == [(2, message)] * 2
-
-
-@pytest.mark.slow
-def test_workers_with_other_data_are_refused(tmp_path):
-    """Two texts of one size, by the same path on two hosts; each is read from the worker's own current folder."""
-    text = (ROOT / "LICENSE").read_text()
-    for host, train in (("0", text), ("1", text.replace("Work", "Wort"))):
-        (tmp_path / host / "texts").mkdir(parents=True)
-        (tmp_path / host / "texts/wiki.train.tokens").write_text(train)
-        (tmp_path / host / "texts/wiki.valid.tokens").write_text(text)
-    characters = [f"{at}{chr(code)}" for code in range(33, 127) for at in ("", "##")]
-    (tmp_path / "vocabulary").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters]))
-    words = (*OPTIONS, "--corpus", "texts", "--workdir", tmp_path / "run", "--vocabulary", tmp_path / "vocabulary")
-    refused = by_hand([words, words], (tmp_path / "0", tmp_path / "1"))
-    assert refused[0] == refused[1] and refused[0][0] == 2
-    message = r"error: worker 1 has different data than the chief: checksum of train \d+, not \d+"
-    assert re.match(message, refused[0][1]) and not (tmp_path / "run/steps.jsonl").exists()
-
-
-# A worker whose model starts from its own index.
-OTHER_WEIGHTS = """
-import sys
-from keras_replicas import Checkpoints, make_strategy, worker_index
-from common.run.command_line import run
-import keras
-
-def restore(folder):
-    with make_strategy(1).scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
-    model.set_weights([weight * 0 + worker_index() for weight in model.get_weights()])
-    Checkpoints(folder, model=model).restore()
-
-run(restore, sys.argv[1])
-"""
-
-
-@pytest.mark.slow
-def test_workers_with_other_weights_are_refused(tmp_path):
-    addresses = free_addresses(2)
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", OTHER_WEIGHTS, str(tmp_path)],
-            cwd=ROOT,
-            env=os.environ | {"TF_CONFIG": json.dumps(worker_config(addresses, index)), "KERAS_BACKEND": "tensorflow"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    for status, _, errors in map(finish, workers):
-        message = r"error: worker 1 starts from different weights .*: checksum of the weights \d+, not \d+\n"
-        assert status == 2 and re.search(message, errors)
-
-
-# A worker that says it has one device more than it has, or chose another precision, than the chief.
+# A worker of two, whose data or weights are its own; it prints what refuses them.
 DIFFERENT = """
-import dataclasses, sys
-from keras_replicas import make_strategy, worker_index
-from common.run.command_line import run
-from common.run.runs import RecipeRun
+import sys, keras, numpy as np
+from keras_replicas import Checkpoints, UserError, data_parallel, exchange, make_strategy, worker_index
 
-@dataclasses.dataclass
-class Config:
-    workdir: str
-    batch_size: int = 8
-    lr_scaling: str = "none"
-    overwrite: bool = False
-
-def main(config):
-    make_strategy()
-    opened = RecipeRun("a", config)
-    opened.keep("chosen_precision", ("float32", sys.argv[2])[worker_index()])
-    opened.scale(config, (2, int(sys.argv[3]))[worker_index()], 0.1, "sgd")
-
-run(main, Config(sys.argv[1]))
+own = worker_index()
+with make_strategy().scope():
+    model = data_parallel(keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]))
+    model.compile("sgd", "mse")
+for refused in (
+    lambda: model.fit(np.full([4, 2], own), np.ones([4, 1]), verbose=0),
+    lambda: Checkpoints(sys.argv[1], model=model).restore(),
+):
+    model.set_weights([weight * 0 + own for weight in model.get_weights()])
+    try:
+        refused()
+    except UserError as error:
+        print(error)
+exchange({})  # before one leaves
 """
 
 
 @pytest.mark.slow
-def test_workers_with_other_devices_or_precision_are_refused(tmp_path):
-    def told(*words):
-        ended = by_hand([words] * 2, (ROOT, ROOT), code=DIFFERENT)
-        return [(status, errors.splitlines()[-1]) for status, errors in ended]
-
-    different = "worker 1 has different devices than the chief, or --precision auto chose another dtype policy there"
-    for precision, replicas, message in (
-        ("float32", 4, "replicas 2, not 1"),
-        ("mixed_bfloat16", 2, "precision 'mixed_bfloat16', not 'float32'"),
-    ):
-        assert told(tmp_path / str(replicas), precision, replicas) == [(2, f"error: {different}: {message}")] * 2
+def test_workers_with_other_data_or_weights_are_refused_by_all(folder):
+    (folder / "different.py").write_text(DIFFERENT)
+    status, output, _ = launched(folder, "--workers", 2, "different.py", folder / "saved")
+    data, weights = (line for line in output.splitlines() if line.startswith("worker 1"))
+    assert status == 0 and all(f"{line}\n" in log(folder, 1) for line in (data, weights))
+    assert data.startswith("worker 1 is given other data than the chief: give every worker the same whole batches")
+    assert re.search(r"worker 1 starts from different weights .*: checksum of the weights \d+, not \d+$", weights)
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_come_is_named(tmp_path):
+def test_a_worker_that_does_not_come_is_named(folder):
     addresses = free_addresses(2)
-    hosts = ("--hosts", ",".join(addresses), "--node-rank", 1, "--join-timeout", 2, "--log-dir", tmp_path)
-    status, _, errors = finish(start("launch", *hosts, "bert_mlm", *OPTIONS, "--workdir", tmp_path / "run"))
-    assert status == 2 and errors.endswith(f"these workers have not joined within 2 s: {addresses[0]}\n")
+    (folder / "waits.py").write_text("from keras_replicas import make_strategy\nmake_strategy()")
+    hosts = ("--hosts", ",".join(addresses), "--node-rank", 1, "--join-timeout", 2)
+    status, _, errors = launched(folder, *hosts, "waits.py")
+    assert status != 0 and f"these workers have not joined within 2 s: {addresses[0]}" in errors

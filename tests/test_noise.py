@@ -1,13 +1,25 @@
+"""Dropout's noise: another for each layer, replica and step, and none that is counted."""
+
+import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_replicas import data_parallel, make_strategy, noise_of_step
 from keras_replicas.noise import noise_seeds
-from tests.test_data_parallel import make_model
+
+
+def make_model(*layers, **options):
+    keras.utils.set_random_seed(1)
+    with make_strategy(2).scope():
+        dropouts = keras.layers.Dropout(0.5), keras.layers.Dropout(0.5)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), *dropouts, *layers])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        return data_parallel(model, **options)
 
 
 def test_no_two_draws_of_a_run_have_the_same_seed():
     """A seed is two words: the replica is in the high half of the first, and the second has room for 65,536 draws."""
-    model = make_model(2, dropout=0.1)
+    model = make_model()
     strategy = model.distribute_strategy
     own = [int(v.value[0]) for v in model.non_trainable_variables if v.name == "seed_generator_state"]
     own.append(model.global_seed)
@@ -16,3 +28,42 @@ def test_no_two_draws_of_a_run_have_the_same_seed():
         for layer, seed in zip(own, seeds, strict=True):
             words = np.array([np.asarray(of_replica) for of_replica in strategy.experimental_local_results(seed)])
             assert words.tolist() == [[layer + (replica << 32), step * 65_536] for replica in range(2)]
+
+
+def test_a_loop_of_ones_own_draws_the_noise_of_a_step():
+    model, ones = make_model(), tf.ones((500, 4))
+    strategy = model.distribute_strategy
+
+    @tf.function
+    def outputs(step):
+        def on_replica():
+            with noise_of_step(model, step):
+                return model(ones, training=True)
+
+        return strategy.experimental_local_results(strategy.run(on_replica))
+
+    drawn = [each.numpy().tobytes() for step in (0, 1) for each in outputs(tf.constant(step))]
+    assert len({*drawn}) == 4 and outputs(tf.constant(0))[1].numpy().tobytes() == drawn[1]
+
+
+class Note(keras.layers.Layer):
+    """Keeps what it is given, in every pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def call(self, x):
+        def note(values):
+            self.seen.append(values.tobytes())
+            return values
+
+        return x + 0 * tf.stop_gradient(tf.ensure_shape(tf.numpy_function(note, [x], x.dtype), x.shape))
+
+
+def test_fit_draws_other_noise_for_each_replica_part_and_step_and_keeps_its_seeds():
+    model = make_model(note := Note(), accumulate=2)
+    seeds, x = [variable.numpy()[0] for variable in model.non_trainable_variables], np.ones((1024, 4), np.float32)
+    model.fit(x, x, batch_size=512, verbose=0)
+    assert len(note.seen) == len({*note.seen}) == 8
+    assert [variable.numpy()[0] for variable in model.non_trainable_variables] == seeds

@@ -1,9 +1,10 @@
+"""The order of examples: every epoch has each once, and it is random."""
+
 import numpy as np
 import pytest
 import tensorflow as tf
-from common.data.order import NO_EXAMPLE, steps_per_epoch
 
-from keras_replicas import locate
+from keras_replicas.order import NO_EXAMPLE, locate, steps_per_epoch
 
 
 def places(num_examples, batch, seed, epochs=2):

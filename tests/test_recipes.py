@@ -2,26 +2,39 @@
 
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import h5py
+import keras
 import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from benchmarks.faults import children, weights_of
 from common.data.labelled import role_pairs
-from recipes import bert_mlm
-from tests.conftest import ROOT
+from keras_replicas import UserError
+from recipes import __main__, bert_mlm
+from tests.conftest import ROOT, articles_after_the_licence
 
 LANGUAGE_MODELS = ["bert_mlm", "bert_from_scratch", "causal_lm"]
 OF_TEXTS = ["text_classifier", "glue_controller", "glue_custom_loop"]
 FIT = [*LANGUAGE_MODELS, "text_classifier"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """A short text for each split, in WikiText's form."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for seed, (name, articles) in enumerate((("train", 8), ("valid", 2), ("test", 1))):
+        lines = [line for article in articles_after_the_licence(seed, articles) for line in article[:20]]
+        (folder / f"wiki.{name}.tokens").write_text("\n".join([" = Heading = ", "", *lines]))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +47,48 @@ def pairs(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def options(pairs, wikitext, tmp_path):
-    """A function of a recipe's name and of changes: options of a run that takes seconds."""
+@pytest.fixture(scope="module")
+def options(pairs, corpus):
+    """A function of a recipe's name and of changes: options of a run that takes seconds, of two uneven epochs."""
 
     def of(name, **changes):
-        small = {"model": "nano", "vocabulary_size": 300, "seq_length": 32, "batch_size": 8, "dropout": 0.0}
-        small |= {"workdir": str(tmp_path / "run"), "max_steps": 9, "checkpoint_every": 4, "learning_rate": 1e-3}
+        small = {"model": "nano", "vocabulary_size": 300, "seq_length": 32, "dropout": 0.0, "epochs": 2}
+        small |= {"replicas": 2, "batch_size": 12, "lr_scaling": "none", "learning_rate": 1e-3, "checkpoint_every": 4}
+        if name == "bert_from_scratch":
+            small["architecture"] = "roberta"
         if name in LANGUAGE_MODELS:
-            return small | {"corpus": str(wikitext)} | changes
+            return small | {"corpus": str(corpus)} | changes
         columns = {"text_columns": "first,second", "label_column": "same"}
         return small | {"task": "own", "data": str(pairs)} | columns | changes
 
     return of
 
 
+def mostly_slow(cases, quick):
+    """Those of these numbers stay in the quick tier: each is a run or two."""
+    marks = [() if number in quick else pytest.mark.slow for number in range(len(cases))]
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=True)]
+
+
 def train(name, of):
     recipe = importlib.import_module(f"recipes.{name}")
     return recipe.train_and_evaluate(recipe.Config(**of))
+
+
+@pytest.fixture(scope="module")
+def trained(options, tmp_path_factory):
+    """A function of a recipe's name and of changes: the results of a run, and its folder; each is trained once."""
+    runs = {}
+
+    def of(name, **changes):
+        key = str((name, sorted(changes.items())))
+        if key not in runs:
+            workdir = tmp_path_factory.mktemp(name) / "run"
+            runs[key] = train(name, options(name, workdir=str(workdir), **changes)), workdir
+        return runs[key]
+
+    return of
 
 
 def command(name, of, verb="run", *words):
@@ -69,169 +106,242 @@ def losses_of(workdir):
     return [line["loss"] for line in lines_of(workdir)]
 
 
-def weights_of(workdir):
-    weights = {}
-    for path in sorted(Path(workdir, "preset").glob("*.weights.h5")):
-        with h5py.File(path) as file:
-            file.visititems(
-                lambda name, item: weights.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
-            )
-    assert len(weights) > 10
-    return weights
-
-
-def same_weights(ours, theirs):
-    ours, theirs = weights_of(ours), weights_of(theirs)
-    assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in theirs)
+def same_losses(ours, theirs, rtol=1e-5):
+    """Of two runs: of each step, and of the validation."""
+    np.testing.assert_allclose(losses_of(ours[1]), losses_of(theirs[1]), rtol=rtol)
+    assert ours[0]["val_loss"] == pytest.approx(theirs[0]["val_loss"], rel=rtol)
 
 
 @pytest.mark.parametrize("name", [*LANGUAGE_MODELS, *OF_TEXTS])
-def test_replicas_do_not_change_what_is_computed(name, options, tmp_path):
-    """The last batch of an epoch divides by neither 2 nor 3."""
-    shared = {"lr_scaling": "none", "max_steps": 0, "epochs": 1}
-    found = []
-    for replicas in (1, 2, 3) if name == "bert_mlm" else (1, 2):
-        of = options(
-            name, workdir=str(tmp_path / str(replicas)), replicas=replicas, batch_size=24 // replicas, **shared
-        )
-        found.append(train(name, of))
-        assert found[-1]["replicas"] == replicas and found[-1]["global_batch_size"] == 24
-        np.testing.assert_allclose(losses_of(tmp_path / str(replicas)), losses_of(tmp_path / "1"), rtol=2e-5)
-        assert found[-1]["val_loss"] == pytest.approx(found[0]["val_loss"], rel=2e-5)
-
-
-def test_fit_a_controller_and_a_loop_compute_the_same(options, tmp_path):
-    for name in OF_TEXTS:
-        train(name, options(name, workdir=str(tmp_path / name), max_steps=0, epochs=2, replicas=2))
-        np.testing.assert_allclose(losses_of(tmp_path / name), losses_of(tmp_path / OF_TEXTS[0]), rtol=1e-5)
-
-
-@pytest.mark.parametrize("change", [{"accumulate": 2}, {"jit": True}, {"accumulate": 4, "replicas": 1}], ids=str)
-@pytest.mark.parametrize("name", ["bert_mlm", "text_classifier"])
-def test_how_a_step_is_computed_does_not_change_what_is(name, change, options, tmp_path):
-    plain = train(name, options(name, workdir=str(tmp_path / "plain"), replicas=change.get("replicas", 2)))
-    other = train(name, options(name, **{"replicas": 2} | change))
-    assert other["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-5)
-    np.testing.assert_allclose(losses_of(tmp_path / "run"), losses_of(tmp_path / "plain"), rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", [*LANGUAGE_MODELS, *OF_TEXTS])
-def test_what_a_run_leaves(name, options, tmp_path, capsys):
-    of = options(name, epochs=2, max_steps=0, replicas=2)
-    results = train(name, of)
-    workdir = tmp_path / "run"
+def test_what_a_run_leaves(name, trained, capsys):
+    results, workdir = trained(name)
     saved = json.loads((workdir / "results.json").read_text())
-    assert (
-        saved == json.loads(json.dumps(results))
-        and saved["recipe"] == name
-        and saved["config"]["workdir"] == str(workdir)
-    )
-    for entry in ("replicas", "workers", "global_batch_size", "steps", "seconds", "tokens_per_second", "train_loss"):
+    assert saved == json.loads(json.dumps(results))
+    assert (saved["recipe"], saved["config"]["workdir"]) == (name, str(workdir))
+    for entry in ("workers", "steps", "seconds", "tokens_per_second", "train_loss", "peak_memory_mb"):
         assert saved[entry] > 0, entry
-    assert saved["resumed_from_step"] is None and 0 <= saved["padding_fraction"] < 1 and saved["versions"]["keras"]
+    assert (saved["replicas"], saved["global_batch_size"], saved["resumed_from_step"]) == (2, 24, None)
+    assert 0 <= saved["padding_fraction"] < 1 and {"keras", "tensorflow"} <= saved["versions"].keys()
     lines = lines_of(workdir)
     assert [line["step"] for line in lines] == [*range(1, saved["steps"] + 1)]
     rates = [line["learning_rate"] for line in lines]
     assert saved["learning_rate"] == {"first": rates[0], "peak": max(rates), "last": rates[-1]}
-    assert max(rates) == pytest.approx(1e-3 * 2**0.5) and 0 < rates[-1] < rates[0]
+    assert max(rates) == pytest.approx(1e-3) and 0 < rates[-1] < rates[0]
     board = EventAccumulator(str(workdir / "tensorboard"), {"tensors": 0})
     board.Reload()
     shown = {event.step: float(tf.make_ndarray(event.tensor_proto)) for event in board.Tensors("train/loss")}
     if name != "glue_controller":  # whose loops show their means
         assert shown == pytest.approx({line["step"]: line["loss"] for line in lines})
     if name in LANGUAGE_MODELS:
-        assert saved["val_perplexity"] == pytest.approx(np.exp(saved["val_loss"])) and saved["test_unigram_loss"] > 0
-        assert saved["val_bits_per_character"] > 0
+        assert saved["val_perplexity"] == pytest.approx(np.exp(saved["val_loss"]))
+        assert saved["val_bits_per_character"] > 0 and saved["test_unigram_loss"] > 0
+        assert ("samples" in board.Tags()["tensors"]) == (name == "causal_lm")
         task = keras_hub.models.CausalLM if name == "causal_lm" else keras_hub.models.MaskedLM
         task.from_preset(str(workdir / "preset"))
     else:
         assert {"val_bag_of_words_accuracy", "val_length_f1", "val_majority_accuracy"} <= saved.keys()
-        table = (workdir / "predictions/validation.tsv").read_text().splitlines()
-        assert len(table) == 45 and table[0] == "index\tprediction"
-        keras_hub.models.TextClassifier.from_preset(str(workdir / "preset"))
+        table = [line.split("\t") for line in (workdir / "predictions/validation.tsv").read_text().splitlines()]
+        assert table[0] == ["index", "prediction"] and len(table) == 45
+        plain = keras_hub.models.TextClassifier.from_preset(str(workdir / "preset"))
+        rows = role_pairs()["validation"][:44]
+        logits = plain.predict(tuple([row[i] for row in rows] for i in range(2)), verbose=0)
+        assert [[str(i), str(row.argmax())] for i, row in enumerate(logits)] == table[1:]
         assert (workdir / "best/task.json").exists() == (name == "glue_controller")
     capsys.readouterr()
-    assert train(name, of) == saved  # again
+    assert train(name, saved["config"]) == saved  # again
     assert "is complete; --overwrite starts afresh" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", FIT)
+@pytest.mark.parametrize(
+    ("name", "replicas"), [*((name, 1) for name in (*LANGUAGE_MODELS, *OF_TEXTS)), ("bert_mlm", 3)]
+)
+def test_replicas_do_not_change_what_is_computed(name, replicas, trained):
+    """The last batch of an epoch divides by neither 2 nor 3."""
+    of = trained(name, replicas=replicas, batch_size=24 // replicas)
+    assert of[0]["replicas"] == replicas and of[0]["global_batch_size"] == 24
+    same_losses(of, trained(name), rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", OF_TEXTS[1:])
+def test_fit_a_controller_and_a_loop_compute_the_same(name, trained):
+    same_losses(trained(name), trained("text_classifier"))
+
+
+PAIRS = [(name, change) for name in ("bert_mlm", "text_classifier") for change in ({"accumulate": 2}, {"jit": True})]
+
+
+@pytest.mark.parametrize(("name", "change"), mostly_slow(PAIRS, quick=[0, 1, 2]), ids=str)
+def test_how_a_step_is_computed_does_not_change_what_is(name, change, trained):
+    same_losses(trained(name, **change), trained(name))
+
+
+@pytest.mark.parametrize("name", mostly_slow(FIT, quick=[0, 2]))
 def test_a_dry_run_prints_the_plan_and_writes_nothing(name, options, tmp_path, capsys):
-    assert train(name, options(name, dry_run=True)) == {}
+    assert train(name, options(name, dry_run=True, max_steps=9, workdir=str(tmp_path / "run"))) == {}
     said = capsys.readouterr().out
-    for expected in (
-        "parameters in float32",
-        "9 steps",
-        "learning rate by step",
-        "'s input:",
-        "peak memory in the first 3",
-    ):
-        assert expected in said, said
+    for told in ("parameters in float32", "9 steps", "learning rate by step", "'s input:", "memory in the first 3"):
+        assert told in said, said
     assert not (tmp_path / "run").exists()
 
 
-def test_it_goes_on_from_its_own_preset(options, tmp_path):
-    first = train("bert_mlm", options("bert_mlm", max_steps=40, learning_rate=5e-3))
-    preset = {"preset": str(tmp_path / "run/preset"), "model": None, "workdir": str(tmp_path / "next")}
-    assert train("bert_mlm", options("bert_mlm", **preset))["val_loss"] < first["val_loss"] + 0.05
-    assert json.loads((tmp_path / "next/results.json").read_text())["learning_rate"]["peak"] == pytest.approx(
-        1e-3 * 2**0.5
-    )
+def test_it_goes_on_from_its_own_preset(trained):
+    """At a rate of zero it is the model that was saved."""
+    results, workdir = trained("bert_mlm")
+    again, _ = trained("bert_mlm", preset=str(workdir / "preset"), model=None, learning_rate=1e-12, max_steps=1)
+    assert again["val_loss"] == pytest.approx(results["val_loss"], rel=1e-5)
+
+
+@pytest.fixture
+def recipes(monkeypatch, capsys):
+    """A function that does what `python -m recipes` does, and returns the lines that it prints."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["recipes", *map(str, words)])
+        capsys.readouterr()
+        __main__.main()
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_masks_are_filled_and_texts_continued(trained, recipes):
+    (_, masked), (_, causal) = trained("bert_mlm"), trained("causal_lm")
+    _, sentence, *guesses = recipes("fill-mask", "The [MASK] of [MASK].", "--preset", masked / "preset")
+    assert sentence == "The [MASK] of [MASK]." and len(guesses) == 10  # five for each
+    for half in (guesses[:5], guesses[5:]):
+        scores = [float(guess.split()[0]) for guess in half]
+        assert scores == sorted(scores, reverse=True) and 0 < sum(scores) <= 1
+    words = "generate", "You may", "--preset", causal / "preset", "--tokens", 8, "--sampler"
+    assert recipes(*words, "top-k") == recipes(*words, "top-k") != recipes(*words, "top-k", "--seed", 1)
+    assert recipes(*words, "greedy") == recipes(*words, "top-k", "--top-k", 1)
+    assert recipes(*words, "greedy")[0].startswith("You may")
+
+
+def test_texts_are_classified(trained, recipes, pairs, tmp_path):
+    _, workdir = trained("text_classifier")
+    preset = "--preset", workdir / "preset"
+    first, second, _ = role_pairs()["validation"][0]
+    header, answer = (line.split("\t") for line in recipes("classify", first, second, *preset))
+    assert header == ["index", "prediction", "0", "1"] and sum(map(float, answer[2:])) == pytest.approx(1, abs=1e-3)
+    table, columns = tmp_path / "table.tsv", ("--text-columns", "first, second")
+    file = "--data", pairs / "validation.csv"
+    assert recipes("classify", *file, *columns, "--output", table, *preset) == [f"{table}: 44 predictions"]
+    rows = ["\t".join(line.split("\t")[:2]) for line in table.read_text().splitlines()]
+    assert rows == (workdir / "predictions/validation.tsv").read_text().splitlines()
+    (empty := tmp_path / "empty.csv").write_text("first,second\n")
+    for words, told in (
+        ([], "give one text, or two"),
+        (["a", *file, *columns], "give one text, or two"),
+        (["a"], r"takes 2 text\(s\) of an example, not 1"),
+        (file, "--data and --text-columns"),
+        (["a", "b", *columns], "--data and --text-columns"),
+        (["--data", empty, *columns], "empty.csv has no examples"),
+        (["a", "b", "--output", table], "table.tsv already exists; give a new file"),
+        (["a", "b", "--preset", trained("bert_mlm")[1] / "preset"], "no classifier that a recipe has saved"),
+    ):
+        with pytest.raises(UserError, match=told):
+            recipes("classify", *preset, *words)
+
+
+STOPS = [(name, signal.SIGKILL) for name in (*LANGUAGE_MODELS, *OF_TEXTS)]
+STOPS += [(name, signal.SIGTERM) for name in ("bert_mlm", "glue_controller", "glue_custom_loop")]
+
+
+def stopped_after(steps, words, of, sent, child=None):
+    """Runs a command, sends a signal once so many steps are done, and returns the status."""
+    begun = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while begun.poll() is None and len(lines_of(of["workdir"])) < steps:
+        time.sleep(0.002)
+    os.kill(begun.pid if child is None else children(begun.pid)[child], sent)
+    return begun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sent"), [*((name, signal.SIGKILL) for name in (*LANGUAGE_MODELS, *OF_TEXTS)), ("bert_mlm", signal.SIGTERM), ("glue_controller", signal.SIGTERM), ("glue_custom_loop", signal.SIGTERM)])  # fmt: skip
-def test_a_run_that_was_stopped_ends_with_the_same_bits(name, sent, options, tmp_path):
+@pytest.mark.parametrize(("name", "sent"), STOPS)
+def test_a_run_that_was_stopped_ends_with_the_same_bits(name, sent, trained, options, tmp_path):
     """Stopped in a process of its own, at any step; it goes on in this one, with dropout."""
-    of = options(
-        name, max_steps=60, epochs=9, dropout=0.1, **({"steps_per_loop": 3} if name == "glue_controller" else {})
-    )
-    train(name, of | {"workdir": str(tmp_path / "whole")})
-    begun = subprocess.Popen(command(name, of), cwd=ROOT, stdout=subprocess.DEVNULL)
-    while begun.poll() is None and len(lines_of(of["workdir"])) < 21:
-        time.sleep(0.002)
-    begun.send_signal(sent)
+    long = {"max_steps": 60, "epochs": 20, "dropout": 0.1}
+    long |= {"steps_per_loop": 3} if name == "glue_controller" else {}
+    _, whole = trained(name, **long)
+    of = options(name, workdir=str(tmp_path / "run"), **long)
+    begun = stopped_after(21, command(name, of), of, sent)
     assert begun.wait(600) == (143 if sent == signal.SIGTERM else -9)
     results = train(name, of)
     assert 16 <= results["resumed_from_step"] < 60 and results["steps"] == 60
-    assert lines_of(of["workdir"]) == lines_of(tmp_path / "whole")
-    same_weights(of["workdir"], tmp_path / "whole")
+    assert lines_of(of["workdir"]) == lines_of(whole)
+    ours, theirs = weights_of(tmp_path / "run"), weights_of(whole)
+    assert len(ours) > 10 and ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert_from_scratch", "causal_lm", "text_classifier", "glue_controller"])
-def test_two_workers_compute_what_one_process_does(name, options, tmp_path):
-    of = options(name)
+def test_two_workers_compute_what_one_process_does(name, trained, options, tmp_path):
+    of = options(name, workdir=str(tmp_path / "run"))
+    del of["replicas"]
     done = subprocess.run(command(name, of, "launch", "--workers", "2"), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "") and "\nwork directory " in done.stdout
     two = json.loads((tmp_path / "run/results.json").read_text())
-    one = train(name, of | {"workdir": str(tmp_path / "one"), "replicas": 2})
-    assert (two["workers"], two["replicas"], one["workers"]) == (2, 2, 1)
-    np.testing.assert_allclose(losses_of(tmp_path / "run"), losses_of(tmp_path / "one"), rtol=1e-6)
-    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-6)
+    assert (two["workers"], two["replicas"], trained(name)[0]["workers"]) == (2, 2, 1)
+    same_losses((two, tmp_path / "run"), trained(name), rtol=2e-6)
 
 
 @pytest.mark.slow
-def test_with_another_number_of_workers_it_goes_on_as_one_run(options, tmp_path):
-    """Two workers, then three, then one process; each is stopped, but the last."""
-    of = options("bert_mlm", batch_size=12, max_steps=60, epochs=9, checkpoint_every=5)
-    train("bert_mlm", of | {"workdir": str(tmp_path / "whole"), "replicas": 2})
-    for workers, steps in ((2, 11), (3, 31)):
-        words = command("bert_mlm", of | {"replicas": 1}, "launch", "--workers", str(workers))
-        begun = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while begun.poll() is None and len(lines_of(of["workdir"])) < steps:
-            time.sleep(0.01)
-        begun.terminate()
-        assert begun.wait(600) == 143
-    results = train("bert_mlm", of | {"replicas": 1})
-    assert results["resumed_from_step"] >= 31 and results["global_batch_size"] == 24
-    np.testing.assert_allclose(losses_of(of["workdir"]), losses_of(tmp_path / "whole"), rtol=1e-6)
+def test_with_another_number_of_workers_it_goes_on_as_one_run(trained, options, tmp_path):
+    """Two workers, of which one is killed and all are started again; then three; then one process."""
+    long = {"max_steps": 60, "epochs": 20}
+    of = options("bert_mlm", workdir=str(tmp_path / "run"), **long) | {"replicas": 1}
+    launch = command("bert_mlm", of, "launch", "--workers", "2", "--max-restarts", "1")
+    begun = stopped_after(6, launch, of, signal.SIGKILL, child=1)
+    while len(lines_of(of["workdir"])) < 21:
+        time.sleep(0.01)
+    begun.terminate()
+    assert begun.wait(600) == 143
+    begun = stopped_after(41, command("bert_mlm", of, "launch", "--workers", "3"), of, signal.SIGTERM)
+    assert begun.wait(600) == 143
+    results = train("bert_mlm", of)
+    assert results["resumed_from_step"] >= 41 and results["global_batch_size"] == 24
+    same_losses((results, tmp_path / "run"), trained("bert_mlm", **long), rtol=2e-6)
+
+
+# Prompts of all lengths, and what follows from them.
+ANSWERS = [{"prompt": f"{'Say, ' * (i % 5)}what comes after {i}? ", "response": f"It is {i + 1}."} for i in range(99)]
+
+
+@pytest.mark.slow
+def test_of_prompts_with_answers_the_answers_alone_are_learned(trained, tmp_path):
+    """By KerasHub alone, an example at a time."""
+    for split, rows in (("train", ANSWERS[:80]), ("validation", ANSWERS[80:])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"data": str(tmp_path), "seq_length": 64}
+    two, workdir = trained("causal_lm", **given)
+    same_losses(trained("causal_lm", replicas=1, batch_size=24, **given), (two, workdir))
+    plain = keras_hub.models.CausalLM.from_preset(str(workdir / "preset"), compile=False)
+    tokenizer, losses = plain.preprocessor.tokenizer, []
+    for row in ANSWERS[80:]:
+        start = [tokenizer.start_token_id, *tokenizer(row["prompt"])]
+        ids = np.array([[*start, *tokenizer(row["response"]), tokenizer.end_token_id]])
+        logits = plain({"token_ids": ids[:, :-1], "padding_mask": np.ones_like(ids[:, :-1])})
+        each = keras.losses.sparse_categorical_crossentropy(ids[:, 1:], logits, from_logits=True)
+        losses += np.array(each)[0, len(start) - 1 :].tolist()
+    assert two["val_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_numbers_are_predicted(trained):
+    number = {"label_column": "same", "regression": True}
+    results, workdir = trained("glue_custom_loop", **number)
+    same_losses(trained("glue_custom_loop", replicas=1, batch_size=24, **number), (results, workdir))
+    rows = (workdir / "predictions/validation.tsv").read_text().splitlines()[1:]
+    predicted, labels = [float(row.split("\t")[1]) for row in rows], [row[2] for row in role_pairs()["validation"][:44]]
+    assert results["val_loss"] == pytest.approx(np.mean(np.subtract(predicted, labels) ** 2), rel=1e-4)
+    assert results["val_pearson"] == pytest.approx(np.corrcoef(predicted, labels)[0, 1], abs=1e-4)
+    assert not [name for name in results if "accuracy" in name or "f1" in name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
-def test_half_precision_learns(precision, options):
-    results = train("bert_mlm", options("bert_mlm", precision=precision, max_steps=200, epochs=99, learning_rate=5e-3))
+def test_half_precision_learns(precision, trained):
+    results, _ = trained("bert_mlm", precision=precision, max_steps=200, epochs=99, learning_rate=5e-3)
     assert results["val_loss"] < results["val_unigram_loss"]
 
 

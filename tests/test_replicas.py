@@ -1,14 +1,10 @@
+"""What replicas tell each other, and several steps in one call."""
+
 import numpy as np
 import tensorflow as tf
-from common.training.explicit_step import COUNTS, MEANS, means_of
 
 from keras_replicas.loop import steps_in_one_call
-from keras_replicas.replicas import (
-    first_replica,
-    gather_over_replicas,
-    sum_over_replicas,
-)
-from keras_replicas.strategy import make_strategy
+from keras_replicas.replicas import gather_over_replicas
 from tests.conftest import collective_strategy
 
 
@@ -32,23 +28,6 @@ def test_logits_of_any_precision_are_gathered_by_collectives():
     for logits in all_logits:
         for rows in strategy.experimental_local_results(logits):
             np.testing.assert_array_equal(tf.cast(rows, tf.float32)[:, 0], np.arange(6) / 2)
-
-
-def test_sums_of_all_replicas_become_means_over_the_labels():
-    strategy = make_strategy(2)
-
-    @tf.function
-    def means():
-        def on_replica():
-            share = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group + 1, tf.float32)
-            parts = {"loss": 6.0, "accuracy": 1.0, "labels": 2.0, "tokens": 5.0, "slots": 8.0}
-            return means_of(sum_over_replicas({name: part * share for name, part in parts.items()}))
-
-        return first_replica(strategy, strategy.run(on_replica))
-
-    assert means() == {"loss": 3.0, "accuracy": 0.5, "labels": 6.0, "tokens": 15.0, "slots": 24.0}
-    nothing = means_of(dict.fromkeys((*MEANS, *COUNTS), tf.constant(0.0)))
-    assert not any(map(float, nothing.values()))
 
 
 def test_each_step_of_a_call_has_its_values_in_their_shapes_and_knows_of_the_stop():

@@ -65,27 +65,31 @@ DATA = {
 }
 
 
-def make_model(strategy, dropout=0.3, seed=7, **options):
+def make_model(strategy=None, seed=7, optimizer="adam", hidden=6):
     keras.utils.set_random_seed(seed)
     with strategy.scope() if strategy else contextlib.nullcontext():
-        layers = [keras.layers.Dense(6, "tanh"), keras.layers.Dropout(dropout), keras.layers.BatchNormalization()]
+        layers = keras.layers.Dense(hidden, "tanh"), keras.layers.Dropout(0.3), keras.layers.BatchNormalization()
         model = keras.Sequential([*layers, keras.layers.Dense(2)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("adam", loss, metrics=["accuracy"], **options)
+        model.compile(optimizer() if callable(optimizer) else optimizer, loss, metrics=["accuracy"])
         return kr.data_parallel(model)
 
 
-def fit(strategy, folder, data, *callbacks, every=3, epochs=3, max_steps=None, seed=7):
-    model = make_model(strategy, seed=seed)
+def plateau():
+    return keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=0.5)
+
+
+def fit(folder, *callbacks, data="arrays", strategy=None, every=3, epochs=3, max_steps=None, **options):
+    """The model, and its History; of arrays an epoch has 6 steps."""
+    model = make_model(strategy, **options)
     saved = kr.Checkpoints(folder, every=every, max_steps=max_steps)
-    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=0.5)
-    callbacks = [saved, plateau, *callbacks]  # wherever it stands
+    callbacks = [saved, plateau(), *callbacks]  # wherever it stands
     return model, model.fit(**DATA[data](), epochs=epochs, verbose=0, callbacks=callbacks)
 
 
-def interrupted(strategy, folder, data, steps, **options):
+def interrupted(folder, steps, *callbacks, **options):
     with pytest.raises(KeyboardInterrupt):
-        fit(strategy, folder, data, Interrupt(steps), **options)
+        fit(folder, *callbacks, Interrupt(steps), **options)
 
 
 def assert_same(ours, theirs):
@@ -107,165 +111,24 @@ QUICK = ("arrays", 2), ("tf.data", 2)
     [pytest.param(data, n, marks=() if (data, n) in QUICK else pytest.mark.slow) for data in DATA for n in (0, 2)],
 )
 def test_an_interrupted_fit_ends_like_one_that_was_not(tmp_path, data, replicas):
-    strategy = kr.make_strategy(replicas) if replicas else None
-    undisturbed = fit(strategy, tmp_path / "undisturbed", data)
-    interrupted(strategy, tmp_path / "killed", data, 8)  # within the second epoch, saved at step 6
-    assert_same(fit(strategy, tmp_path / "killed", data), undisturbed)
+    """Arrays with the seeds that it began with: without a seed of its own, a program has another each time."""
+    options = {"data": data, "strategy": kr.make_strategy(replicas) if replicas else None}
+    undisturbed = fit(tmp_path / "undisturbed", **options)
+    interrupted(tmp_path / "killed", 8, **options)  # within the second epoch, saved at step 6
+    assert_same(fit(tmp_path / "killed", **options, seed=8 if data == "arrays" else 7), undisturbed)
 
 
-def test_a_fit_that_is_complete_returns_its_history(tmp_path, monkeypatch):
-    undisturbed = fit(None, tmp_path, "arrays")
-    as_in_a_new_process(monkeypatch)
-    assert_same(fit(None, tmp_path, "arrays", Interrupt(1)), undisturbed)  # no step is done
-    longer = fit(None, tmp_path, "arrays", epochs=4)
-    assert_same(longer, fit(None, tmp_path / "longer", "arrays", epochs=4))
+class Counts(keras.callbacks.Callback):
+    epochs = 0
 
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs += 1
 
-def test_a_second_fit_has_checkpoints_of_its_own(tmp_path, monkeypatch):
-    def program(folder, interrupt=0):
-        as_in_a_new_process(monkeypatch)
-        model = make_model(None)
-        saved = kr.Checkpoints(folder, every=2)
-        first = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[saved])
-        model.layers[0].trainable = False
-        model.compile(keras.optimizers.SGD(0.1), model.loss, metrics=["accuracy"])
-        stop = [Interrupt(interrupt)] if interrupt else []
-        second = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[saved, *stop])
-        assert len(first.history["loss"]) == 2
-        return model, second
+    def state_dict(self):
+        return {"epochs": self.epochs}
 
-    undisturbed = program(tmp_path / "undisturbed")
-    with pytest.raises(KeyboardInterrupt):
-        program(tmp_path / "killed", 9)
-    assert_same(program(tmp_path / "killed"), undisturbed)
-
-
-def test_early_stopping_goes_on_where_it_was(tmp_path):
-    def early():
-        return keras.callbacks.EarlyStopping(monitor="loss", patience=1, min_delta=9.0, restore_best_weights=True)
-
-    undisturbed = fit(None, tmp_path / "undisturbed", "arrays", early(), epochs=9)
-    assert len(undisturbed[1].epoch) == 2
-    with pytest.raises(KeyboardInterrupt):
-        fit(None, tmp_path / "killed", "arrays", early(), Interrupt(8), epochs=9)  # in the second epoch
-    assert_same(fit(None, tmp_path / "killed", "arrays", early(), epochs=9), undisturbed)
-
-
-def test_a_resumed_run_goes_on_with_the_seeds_that_it_began_with(tmp_path):
-    """Whatever the program sets: without a seed of its own, it has another each time."""
-    undisturbed = fit(None, tmp_path / "undisturbed", "arrays")
-    interrupted(None, tmp_path / "killed", "arrays", 8)
-    assert_same(fit(None, tmp_path / "killed", "arrays", seed=8), undisturbed)
-
-
-def test_model_checkpoint_remembers_what_was_best(tmp_path):
-    best = tmp_path / "best.keras"
-
-    def program(*callbacks):
-        keep = keras.callbacks.ModelCheckpoint(best, monitor="learning_rate", mode="max", save_best_only=True)
-        return fit(None, tmp_path / "killed", "arrays", keep, *callbacks)
-
-    with pytest.raises(KeyboardInterrupt):
-        program(Interrupt(8))  # in the second epoch; the rate never rises, so the first is best
-    of_first_epoch = best.read_bytes()
-    program()
-    assert best.read_bytes() == of_first_epoch
-
-
-def test_max_steps_ends_within_an_epoch(tmp_path):
-    model, _ = fit(None, tmp_path / "a", "arrays", max_steps=8)
-    assert model.optimizer.iterations.numpy() == 8
-    interrupted(None, tmp_path / "b", "arrays", 7, max_steps=8)
-    again, _ = fit(None, tmp_path / "b", "arrays", max_steps=8)
-    for mine, theirs in zip(again.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-
-
-def test_a_callback_s_own_state_is_kept(tmp_path):
-    class Counts(keras.callbacks.Callback):
-        epochs = 0
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.epochs += 1
-
-        def state_dict(self):
-            return {"epochs": self.epochs}
-
-        def load_state_dict(self, state):
-            self.epochs = state["epochs"]
-
-    with pytest.raises(KeyboardInterrupt):
-        fit(None, tmp_path, "arrays", Counts(), Interrupt(8))
-    counts = Counts()
-    fit(None, tmp_path, "arrays", counts)
-    assert counts.epochs == 3
-
-
-def test_what_cannot_be_resumed_is_refused(tmp_path):
-    interrupted(None, tmp_path, "arrays", 5)
-    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
-        make_model(None).fit(**DATA["arrays"](), epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
-    with pytest.raises(ValueError, match="save_freq='epoch'"):
-        fit(None, tmp_path, "arrays", keras.callbacks.ModelCheckpoint(tmp_path / "x.keras", save_freq=2))
-    with pytest.raises(ValueError, match="another fit: .*optimizer SGD, not Adam"):
-        model = keras.Sequential([keras.layers.Dense(2)])
-        model.compile("sgd", "mse")
-        kr.data_parallel(model).fit(X, X[:, :2], verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
-    with pytest.raises(TypeError, match="distributed"):
-        data = kr.distribute(strategy := kr.make_strategy(2), kr.Batches((X, Y), 8))
-        make_model(strategy).fit(data, steps_per_epoch=2, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
-    with pytest.raises(ValueError, match="every must be at least 1"):
-        kr.Checkpoints(tmp_path, every=0)
-
-
-def test_shuffling_without_a_seed_is_told(tmp_path):
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(52).batch(8)
-    tf.random.set_seed(None)
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(52).batch(8)
-    model = make_model(None)
-    with pytest.warns(UserWarning, match="shuffled without a seed"):
-        model.fit(data, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
-
-
-def test_sigterm_saves_and_exits_where_it_is_asked_for(tmp_path):
-    class Terminate(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if self.model.steps_done == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)
-    model = make_model(None)
-    saved = kr.Checkpoints(tmp_path, exit_on_sigterm=True)
-    with pytest.raises(SystemExit) as left:
-        model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[Terminate(), saved])
-    assert left.value.code == 143
-    assert saved.saved_step == model.steps_done == 3  # the signal came during the third step
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_fit_of_other_data_is_refused_and_a_complete_one_says_so(tmp_path, caplog, monkeypatch):
-    interrupted(None, tmp_path, "arrays", 5)
-    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=0.5)
-    for other, told in (
-        ({"x": X + 1, "y": Y, "batch_size": 8}, r"checksum of the first and the last row \d+, not \d+"),
-        ({"x": X, "y": Y, "batch_size": 16}, "batch_size 16, not 8"),
-    ):
-        with pytest.raises(ValueError, match=f"another fit: .*{told}.* Give another folder"):
-            make_model(None).fit(
-                **other, validation_split=0.2, epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path), plateau]
-            )
-    fit(None, tmp_path, "arrays")
-    assert "complete" not in caplog.text
-    as_in_a_new_process(monkeypatch)
-    fit(None, tmp_path, "arrays")
-    assert f"The fit in {tmp_path} is complete: nothing is trained" in caplog.text
-
-
-def test_a_model_of_keras_s_own_is_refused(tmp_path):
-    model = keras.Sequential([keras.layers.Dense(2)])
-    model.compile("sgd", "mse")
-    with pytest.raises(TypeError, match="Checkpoints needs a model of data_parallel"):
-        model.fit(X, X[:, :2], verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
+    def load_state_dict(self, state):
+        self.epochs = state["epochs"]
 
 
 class Stopping(keras.callbacks.EarlyStopping):
@@ -284,44 +147,8 @@ class Stopping(keras.callbacks.EarlyStopping):
         self.epochs = state.get("array", 0)
 
 
-@pytest.mark.parametrize("steps", [4, 8])  # in the first epoch, and in the second
-def test_a_subclass_keeps_what_keras_s_class_remembers_and_its_own(steps, tmp_path):
-    def stopping():
-        return Stopping(monitor="loss", patience=1, min_delta=9.0, restore_best_weights=True)
-
-    undisturbed = fit(None, tmp_path / "undisturbed", "arrays", stopping(), epochs=9)
-    with pytest.raises(KeyboardInterrupt):
-        fit(None, tmp_path / "killed", "arrays", stopping(), Interrupt(steps), epochs=9)
-    again = stopping()
-    assert_same(fit(None, tmp_path / "killed", "arrays", again, epochs=9), undisturbed)
-    assert again.epochs == 2
-
-
-class AtEpoch(keras.callbacks.Callback):
-    """Does something when an epoch begins, or ends."""
-
-    def __init__(self, epoch, do, when="begin"):
-        super().__init__()
-        setattr(self, f"on_epoch_{when}", lambda at, logs=None: do() if at == epoch else None)
-
-
-def die():
-    raise KeyboardInterrupt
-
-
-def test_swapped_averages_are_swapped_back(tmp_path):
-    def program(folder, *callbacks):
-        model = make_model(None)
-        model.compile(keras.optimizers.Adam(0.01, use_ema=True), model.loss, metrics=["accuracy"])
-        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-        return model, model.fit(
-            X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[swap, kr.Checkpoints(folder), *callbacks]
-        )
-
-    undisturbed = program(tmp_path / "undisturbed")
-    with pytest.raises(KeyboardInterrupt):
-        program(tmp_path / "killed", AtEpoch(1, die))
-    assert_same(program(tmp_path / "killed"), undisturbed)
+def stopping():
+    return Stopping(monitor="loss", patience=1, min_delta=9.0, restore_best_weights=True)
 
 
 class StopAt9(keras.callbacks.Callback):
@@ -331,66 +158,188 @@ class StopAt9(keras.callbacks.Callback):
         self.model.stop_training = self.model.steps_done == 9
 
 
-def test_a_fit_that_a_callback_stopped_within_an_epoch_ends_that_epoch(tmp_path):
-    undisturbed = fit(None, tmp_path / "undisturbed", "arrays", StopAt9(), every=1)
+class DieAtEpoch1(keras.callbacks.Callback):
+    def __init__(self, when):
+        super().__init__()
+        setattr(self, f"on_epoch_{when}", self.die)
+
+    def die(self, epoch, logs=None):
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+
+def averaging():
+    return keras.optimizers.Adam(0.01, use_ema=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "die", "options", "epochs"),
+    [
+        (Counts, lambda: Interrupt(8), {}, 3),
+        (stopping, lambda: Interrupt(4), {"epochs": 9}, 2),  # in the first epoch
+        (stopping, lambda: Interrupt(8), {"epochs": 9}, 2),
+        (StopAt9, lambda: DieAtEpoch1("end"), {"every": 1}, 2),  # an epoch that was stopped within ends
+        (lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True), lambda: DieAtEpoch1("begin"), averaging, 3),
+    ],
+    ids=["its own", "EarlyStopping 1", "EarlyStopping 2", "stop", "SwapEMAWeights"],
+)
+def test_a_callback_goes_on_with_its_state(make, die, options, epochs, tmp_path):
+    options = {"optimizer": options} if callable(options) else options
+    undisturbed = fit(tmp_path / "undisturbed", make(), **options)
     with pytest.raises(KeyboardInterrupt):
-        fit(None, tmp_path / "killed", "arrays", StopAt9(), AtEpoch(1, die, "end"), every=1)
-    assert_same(fit(None, tmp_path / "killed", "arrays", StopAt9(), every=1), undisturbed)
-    assert undisturbed[1].epoch == [0, 1]
+        fit(tmp_path / "killed", make(), die(), **options)
+    again = make()
+    assert_same(fit(tmp_path / "killed", again, **options), undisturbed)
+    assert len(undisturbed[1].epoch) == epochs == getattr(again, "epochs", epochs)
+
+
+def test_model_checkpoint_remembers_what_was_best(tmp_path):
+    best = tmp_path / "best.keras"
+
+    def keep():
+        return keras.callbacks.ModelCheckpoint(best, monitor="learning_rate", mode="max", save_best_only=True)
+
+    interrupted(tmp_path / "killed", 8, keep())  # in the second epoch; the rate never rises, so the first is best
+    of_first_epoch = best.read_bytes()
+    fit(tmp_path / "killed", keep())
+    assert best.read_bytes() == of_first_epoch
+
+
+def test_a_fit_that_is_complete_returns_its_history_and_says_so(tmp_path, monkeypatch, caplog):
+    undisturbed = fit(tmp_path)
+    assert "complete" not in caplog.text
+    as_in_a_new_process(monkeypatch)
+    assert_same(fit(tmp_path, Interrupt(1)), undisturbed)  # no step is done
+    assert f"The fit in {tmp_path} is complete: nothing is trained" in caplog.text
+    assert_same(fit(tmp_path, epochs=4), fit(tmp_path / "longer", epochs=4))
 
 
 def test_where_the_end_is_damaged_the_last_checkpoint_serves(tmp_path, monkeypatch):
-    undisturbed = fit(None, tmp_path, "arrays")
+    undisturbed = fit(tmp_path)
     as_in_a_new_process(monkeypatch)
     (data,) = tmp_path.glob("end.data-*")
     content, kernel = data.read_bytes(), undisturbed[0].get_weights()[0].tobytes()
     assert kernel in content
     data.write_bytes(content.replace(kernel, bytes(len(kernel))))
-    assert_same(fit(None, tmp_path, "arrays"), undisturbed)
+    assert_same(fit(tmp_path), undisturbed)
     as_in_a_new_process(monkeypatch)
     for path in tmp_path.glob("ckpt-*.data-*"):
         path.write_bytes(b"")
-    assert_same(fit(None, tmp_path, "arrays"), undisturbed)
+    assert_same(fit(tmp_path), undisturbed)
 
 
-def test_a_second_fit_after_a_longer_first_is_another(tmp_path, monkeypatch):
-    def program(epochs):
+def test_a_second_fit_has_checkpoints_of_its_own(tmp_path, monkeypatch):
+    def program(folder, interrupt=0, epochs=2):
         as_in_a_new_process(monkeypatch)
-        model, saved = make_model(None), kr.Checkpoints(tmp_path)
-        for each in (epochs, 1):
-            model.fit(X, Y, batch_size=8, epochs=each, verbose=0, callbacks=[saved])
+        model, saved = make_model(), kr.Checkpoints(folder, every=2)
+        given = {"x": X, "y": Y, "batch_size": 8, "verbose": 0}
+        first = model.fit(**given, epochs=epochs, callbacks=[saved])
+        model.layers[0].trainable = False
+        model.compile(keras.optimizers.SGD(0.1), model.loss, metrics=["accuracy"])
+        stop = [Interrupt(interrupt)] if interrupt else []
+        second = model.fit(**given, epochs=2, callbacks=[saved, *stop])
+        assert len(first.history["loss"]) == epochs
+        return model, second
 
-    program(1)
-    with pytest.raises(
-        ValueError, match=r"fit-2 has checkpoints of another fit: steps of fits before \[14\], not \[7\]"
-    ):
-        program(2)
+    undisturbed = program(tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        program(tmp_path / "killed", 9)
+    assert_same(program(tmp_path / "killed"), undisturbed)
+    with pytest.raises(ValueError, match=r"fit-2 has .* another fit: steps of fits before \[21\], not \[14\]"):
+        program(tmp_path / "killed", epochs=3)
 
 
-def test_other_ends_and_folders(tmp_path, monkeypatch):
-    fit(None, tmp_path / "a", "arrays", max_steps=9)
+def test_max_steps_ends_within_an_epoch(tmp_path, monkeypatch):
+    model, _ = fit(tmp_path / "a", max_steps=8)
+    assert model.optimizer.iterations.numpy() == 8
+    interrupted(tmp_path / "b", 7, max_steps=8)
+    again, _ = fit(tmp_path / "b", max_steps=8)
+    for mine, theirs in zip(again.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
     as_in_a_new_process(monkeypatch)
-    model, _ = fit(None, tmp_path / "a", "arrays", max_steps=8)  # in the same epoch of 6: nothing is left
-    assert model.optimizer.iterations.numpy() == 9
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot write to .*file \(File exists\): give another folder"):
-        fit(None, tmp_path / "file", "arrays")
-    with pytest.raises(ValueError, match="one Checkpoints"):
-        fit(None, tmp_path / "b", "arrays", kr.Checkpoints(tmp_path / "c"))
-    with pytest.raises(ValueError, match="data without a known end needs a number of steps"):
-        make_model(None).fit(generator(), verbose=0, callbacks=[kr.Checkpoints(tmp_path / "d")])
+    model, _ = fit(tmp_path / "a", max_steps=7)  # in the same epoch of 6: nothing is left
+    assert model.optimizer.iterations.numpy() == 8
 
 
-def test_another_optimizer_or_width_is_another_model(tmp_path, caplog):
-    interrupted(None, tmp_path, "arrays", 5)
-    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=0.5)
-    model = make_model(None)
-    model.compile("sgd", model.loss, metrics=["accuracy"])
-    with pytest.raises(ValueError, match="another fit: optimizer SGD, not Adam"):
-        model.fit(**DATA["arrays"](), epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path), plateau])
-    layers = [keras.layers.Dense(7, "tanh"), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
-    model = kr.data_parallel(keras.Sequential(layers))
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-    with pytest.raises(ValueError, match="another fit: .*variables of the model"):
-        model.fit(**DATA["arrays"](), epochs=3, verbose=0, callbacks=[kr.Checkpoints(tmp_path), plateau])
+def test_shuffling_without_a_seed_is_told(tmp_path):
+    tf.random.set_seed(None)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(52).batch(8)
+    with pytest.warns(UserWarning, match="shuffled without a seed"):
+        make_model().fit(data, verbose=0, callbacks=[kr.Checkpoints(tmp_path)])
+
+
+def test_sigterm_saves_and_exits_where_it_is_asked_for(tmp_path):
+    class Terminate(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.model.steps_done == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before, model = signal.getsignal(signal.SIGTERM), make_model()
+    saved = kr.Checkpoints(tmp_path, exit_on_sigterm=True)
+    with pytest.raises(SystemExit) as left:
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[Terminate(), saved])
+    assert left.value.code == 143
+    assert saved.saved_step == model.steps_done == 3  # the signal came during the third step
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_of_what_is_trained_alone_the_rest_must_be_the_same(tmp_path):
+    """As for adapters, whose base would make a checkpoint large."""
+
+    def program(folder, *callbacks, base=1.0):
+        keras.utils.set_random_seed(7)
+        frozen = keras.layers.Dense(6, kernel_initializer=keras.initializers.Constant(base), trainable=False)
+        layers = keras.Input((4,)), frozen, keras.layers.Dense(2, "tanh"), keras.layers.Dropout(0.3)
+        model = kr.data_parallel(keras.Sequential([*layers, keras.layers.Dense(2)]))
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        saved = kr.Checkpoints(folder, every=3, trained_only=True)
+        return model, model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[saved, *callbacks])
+
+    undisturbed = program(tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        program(tmp_path / "killed", Interrupt(8))
+    assert (4, 6) not in [tuple(shape) for _, shape in tf.train.list_variables(str(tmp_path / "killed/ckpt-6"))]
+    with pytest.raises(ValueError, match=r"checksum of the weights that are not trained \d+, not \d+"):
+        program(tmp_path / "killed", base=2.0)
+    assert_same(program(tmp_path / "killed"), undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "told"),
+    [
+        ({}, {"x": X + 1}, r"checksum of the first and the last row \d+, not \d+.* Give another folder"),
+        ({}, {"batch_size": 16}, "batch_size 16, not 8"),
+        ({"optimizer": "sgd"}, {}, "optimizer SGD, not Adam"),
+        ({"hidden": 7}, {}, "checksum of their shapes"),
+    ],
+)
+def test_another_fit_is_refused_and_is_no_damage(options, data, told, tmp_path, caplog):
+    interrupted(tmp_path, 5)
+    given = {"epochs": 3, "verbose": 0, "callbacks": [kr.Checkpoints(tmp_path), plateau()]}
+    with pytest.raises(ValueError, match=f"another fit: .*{told}"):
+        make_model(**options).fit(**DATA["arrays"]() | data, **given)
     assert "damaged" not in caplog.text
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path):
+    def refused(told, *callbacks, error=ValueError, model=None, folder="a", **data):
+        data = {"x": X, "y": Y, "batch_size": 8} | data
+        with pytest.raises(error, match=told):
+            saved = kr.Checkpoints(tmp_path / folder)
+            (model or make_model()).fit(**data, verbose=0, callbacks=[saved, *callbacks])
+
+    interrupted(tmp_path / "other", 5)
+    refused("ReduceLROnPlateau", folder="other", **DATA["arrays"](), epochs=3)  # which is not among the callbacks now
+    (tmp_path / "file").touch()
+    refused(r"cannot write to .*file \(File exists\): give another folder", folder="file")
+    refused("save_freq='epoch'", keras.callbacks.ModelCheckpoint(tmp_path / "x.keras", save_freq=2))
+    refused("one Checkpoints", kr.Checkpoints(tmp_path / "b"))
+    refused("data without a known end needs a number of steps", x=generator(), y=None, batch_size=None)
+    plain = keras.Sequential([keras.layers.Dense(2)])
+    plain.compile("sgd", "sparse_categorical_crossentropy")
+    refused("Checkpoints needs a model of data_parallel", error=TypeError, model=plain)
+    data = kr.distribute(strategy := kr.make_strategy(2), kr.Batches((X, Y), 8))
+    given = {"x": data, "y": None, "batch_size": None, "steps_per_epoch": 2}
+    refused("distributed", error=TypeError, model=make_model(strategy), **given)
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        kr.Checkpoints(tmp_path, every=0)

@@ -16,25 +16,12 @@ from pathlib import Path
 import pytest
 
 from keras_replicas.cluster import PORT
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
 FILES = ROOT / "recipes/cluster"
 STEPS = 600  # of a few milliseconds: enough of them to stop a run in the middle
-OPTIONS = [
-    *("bert_mlm", "--corpus", str(ROOT / "LICENSE"), "--model", "nano", "--vocabulary-size", "300"),
-    *(
-        "--seq-length",
-        "16",
-        "--batch-size",
-        "4",
-        "--epochs",
-        "100",
-        "--max-steps",
-        str(STEPS),
-        "--checkpoint-every",
-        "10",
-    ),
-]
+OPTIONS = ["bert_mlm", "--corpus", str(ROOT / "LICENSE"), "--model", "nano", "--vocabulary-size", "300"]
+OPTIONS += f"--seq-length 16 --batch-size 4 --epochs 100 --checkpoint-every 10 --max-steps {STEPS}".split()
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` is this one
 
 
@@ -80,11 +67,10 @@ def started(command, log, **keywords):
         yield process
     finally:
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture
@@ -247,29 +233,22 @@ def manifest():
 
 
 @pytest.mark.slow
-def test_kubernetes_knows_every_word_of_the_manifest(manifest):
+def test_kubernetes_knows_every_word_of_the_manifest_and_its_parts_name_each_other(manifest):
     client = pytest.importorskip("kubernetes").client.ApiClient()
     assert list(manifest) == ["PersistentVolumeClaim", "Service", "Job"]
     for kind, part in manifest.items():
         model = client.deserialize(json.dumps(part), f"V1{kind}", "application/json")
         assert client.sanitize_for_serialization(model) == part  # what it does not know is lost on the way
-
-
-@pytest.mark.slow
-def test_the_parts_of_the_manifest_name_each_other(manifest):
-    job, service, claim = (manifest[kind] for kind in ("Job", "Service", "PersistentVolumeClaim"))
-    pod = job["spec"]["template"]["spec"]
+    claim, service, job = manifest.values()
+    pod, name = job["spec"]["template"]["spec"], job["metadata"]["name"]
     variables = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
-    assert variables["JOB_NAME"] == job["metadata"]["name"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name} and variables["JOB_NAME"] == name
     assert variables["JOB_SERVICE"] == pod["subdomain"] == service["metadata"]["name"]
     assert variables["JOB_WORKERS"] == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
     assert [port["port"] for port in service["spec"]["ports"]] == [PORT]
     claims = [volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["volumes"]]
-    assert claim["metadata"]["name"] in claims
-    assert {volume["name"] for volume in pod["volumes"]} == {
-        mount["name"] for mount in pod["containers"][0]["volumeMounts"]
-    }
+    mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert claim["metadata"]["name"] in claims and {volume["name"] for volume in pod["volumes"]} == mounts
 
 
 # A network with two hosts, as two pods have it, and the Service's names for them. The words are a pod's command.

@@ -1,3 +1,5 @@
+"""`make_strategy`: which devices, how many, with which threads and memory."""
+
 import ctypes
 import json
 import os
@@ -8,9 +10,12 @@ import pytest
 import tensorflow as tf
 
 from keras_replicas import strategy
+from keras_replicas.cluster import worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.strategy import make_strategy
 from tests.conftest import ROOT
+
+OF_TWO = json.dumps(worker_config(["a:1", "b:1"], 0))
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0, 2), (1, 1), (2, 2), (4, 4)])
@@ -26,20 +31,17 @@ def test_replicas_that_share_cores_take_one_thread_each(cores, replicas, threads
         f"strategy.num_cores = lambda: {cores}; strategy.make_strategy({replicas}); "
         "print(tf.config.threading.get_intra_op_parallelism_threads())"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{threads}\n"
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True) == f"{threads}\n"
 
 
 def test_more_than_can_be_split_now():
-    with pytest.raises(UserError, match="replicas must be a number of them, or 0, not -1"):
-        make_strategy(-1)
-    with pytest.raises(UserError, match="ask for replicas=8 in a new process"):
-        make_strategy(8)
+    for replicas, told in (-1, "a number of them, or 0, not -1"), (8, "ask for replicas=8 in a new process"):
+        with pytest.raises(UserError, match=told):
+            make_strategy(replicas)
 
 
 def test_a_cpu_worker_of_several_is_not_split(monkeypatch):
-    config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    monkeypatch.setenv("TF_CONFIG", OF_TWO)
     with pytest.raises(UserError, match="at most 1 replica.s. on this machine: leave out replicas=2"):
         make_strategy(2)
 
@@ -58,17 +60,14 @@ def four_gpus(monkeypatch):
     return visible
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(("asked", "given"), [(0, 4), (1, 1), (3, 3)])
-def test_gpus_that_are_not_asked_for_are_left_to_others(four_gpus, monkeypatch, asked, given):
-    assert make_strategy(asked) == [f"GPU:{i}" for i in range(given)]
-    assert four_gpus == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"][:given]
-
-
-@pytest.mark.parametrize(("asked", "given"), [(0, 4), (1, 1), (3, 3)])
-def test_gpus_that_a_worker_of_several_is_not_asked_for_are_left_to_others(four_gpus, monkeypatch, asked, given):
-    config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    assert make_strategy(asked) == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"][:given]
+def test_gpus_that_are_not_asked_for_are_left_to_others(asked, given, workers, four_gpus, monkeypatch):
+    if workers > 1:
+        monkeypatch.setenv("TF_CONFIG", OF_TWO)
+    left = ["GPU 0", "GPU 1", "GPU 2", "GPU 3"][:given]
+    assert make_strategy(asked) == (left if workers > 1 else [f"GPU:{i}" for i in range(given)])
+    assert four_gpus == left
 
 
 def test_more_gpus_than_are_there_or_were_left(four_gpus):
@@ -94,11 +93,11 @@ def test_a_single_gpu_is_divided_by_its_own_memory(monkeypatch):
 @pytest.mark.slow
 def test_a_worker_of_several_keeps_large_blocks_for_their_next_use(monkeypatch):
     """By the pages that are new to the process when it writes to a block, in one that makes a worker's strategy."""
-    config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    monkeypatch.setenv("TF_CONFIG", OF_TWO)
     program = """if True:
         import ctypes, resource
         from keras_replicas import strategy
+from keras_replicas.cluster import worker_config
         strategy.join = lambda communication: None  # which waits for the other
         strategy._warning = lambda made: made
         libc = ctypes.CDLL(None)
@@ -117,8 +116,7 @@ def test_a_worker_of_several_keeps_large_blocks_for_their_next_use(monkeypatch):
         new_pages()
         print(new_pages())
     """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    before, after = map(int, done.stdout.split())
+    before, after = map(int, subprocess.check_output([sys.executable, "-c", program], cwd=ROOT).split())
     assert before > 1000 and after < 100
 
 
@@ -144,24 +142,19 @@ def test_deterministic_turns_tf32_off_and_op_determinism_on():
 
 @pytest.mark.slow
 def test_a_tpu_that_is_not_there():
-    code = "from keras_replicas.strategy import make_strategy; make_strategy()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"TPU_NAME": "local"}, cwd=ROOT, capture_output=True, text=True
-    )
+    words = [sys.executable, "-c", "from keras_replicas.strategy import make_strategy; make_strategy()"]
+    environment = os.environ | {"TPU_NAME": "local"}
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert "keras_replicas.errors.UserError: no TPU at TPU_NAME=local (" in done.stderr
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, [2]), (2, [])])
 def test_a_worker_with_one_core_has_a_second_thread_to_answer_others(monkeypatch, cores, threads):
     asked = []
-    for name, instead in {
-        "num_cores": lambda: cores,
-        "num_workers": lambda: 2,
-        "keep_freed_memory": lambda: None,
-        "join": lambda options: "joined",
-        "_warning": lambda made: made,
-    }.items():
-        monkeypatch.setattr(f"keras_replicas.strategy.{name}", instead)
+    monkeypatch.setenv("TF_CONFIG", OF_TWO)
+    monkeypatch.setattr(strategy, "num_cores", lambda: cores)
+    monkeypatch.setattr(strategy, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(strategy, "join", lambda options: "joined")
+    monkeypatch.setattr(strategy, "_warning", lambda made: made)
     monkeypatch.setattr(tf.config.threading, "set_inter_op_parallelism_threads", asked.append)
-    assert make_strategy() == "joined"
-    assert asked == threads
+    assert make_strategy() == "joined" and asked == threads

@@ -1,28 +1,32 @@
 """The rules of the house that a machine can hold."""
 
 import ast
-import importlib.util
-from pathlib import Path
 
 import keras_hub
 import keras_nlp
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.conftest import ROOT, imported
+
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.py") if not path.name.startswith("_"))
 MODULES = sorted((ROOT / "common").rglob("*.py"))
 ROOMS = sorted(path.parent for path in (ROOT / "common").glob("*/__init__.py"))
 
 
 def imports(path):
-    package, names = ".".join(path.relative_to(ROOT).parent.parts), set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            names |= {f"{module}.{alias.name}" for alias in node.names} | {module}
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return names
+    return imported(path.read_text(encoding="utf-8"), ".".join(path.relative_to(ROOT).parent.parts))
+
+
+COMMANDS = [path for path in (ROOT / "recipes").glob("*.py") if path not in RECIPES]
+
+
+@pytest.mark.parametrize(
+    ("files", "lines"),
+    [(MODULES, 3_300), (COMMANDS, 800), ([*(ROOT / "tests").glob("*.py")], 9_000)],
+    ids=["common", "commands", "tests"],
+)
+def test_the_house_is_small(files, lines):
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= lines
 
 
 def test_keras_nlp_is_keras_hub():
@@ -32,6 +36,13 @@ def test_keras_nlp_is_keras_hub():
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
 def test_common_never_imports_recipes(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "recipes"]
+
+
+def test_helpers_take_values_and_no_config():
+    """But for `main(config)`, which `command_line` calls."""
+    for path in MODULES:
+        arguments = {node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.arg)}
+        assert "config" not in arguments or path.name == "command_line.py", path
 
 
 def in_order(arrows):
