@@ -33,9 +33,8 @@ class Config(LanguageModelOptions):
     workdir: Annotated[str, FIRST, FREE] = "runs/bert_mlm"  # work directory: results, logs, checkpoints, preset
     # KerasHub name, or folder made by save_to_preset, to start from; empty: random weights
     preset: Annotated[str, FIRST, INPUT] = ""
-    model: Annotated[Size | None, FIRST] = (
-        None  # BERT's size, with random weights; default: tiny, unless a preset is given
-    )
+    # BERT's size, with random weights; default: tiny, unless a preset is given
+    model: Annotated[Size | None, FIRST] = None
     vocabulary: Annotated[str, INPUT] = ""  # WordPiece file, one word piece per line; empty: trained on the corpus
     vocabulary_size: Annotated[int, Bounds(100, 2**20)] = 4096  # word pieces in a trained vocabulary
     pack: Literal["full", "none"] = "full"  # full: no padding; none: one line per sequence, padded within its batch
