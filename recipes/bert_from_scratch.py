@@ -131,8 +131,9 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, tokenizer)
 
         log = RunLog(run.folder, train)
-        saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
-        checkpoints = Checkpoints(run.folder / "checkpoints", **saving)
+        checkpoints = Checkpoints(
+            run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True
+        )
         save = functools.partial(save_task, model, model.preprocessor_cls(tokenizer, sequence_length=config.seq_length))
         publish = Publish(config.push_to, config.push_public, run.folder, save)
         data = {"validation_data": batches["validation"], "epochs": config.epochs}

@@ -76,8 +76,8 @@ def make_datasets(config: Config, batch_size: int) -> tuple[keras_hub.models.Tok
         tokenizer = load_wordpieces(config.vocabulary)
     else:
         tokenizer = train_wordpieces(corpus.splits["train"], corpus.fingerprint, config.vocabulary_size)
-    shape = {"pack": config.pack == "full", "after": (tokenizer.end_token_id,)}
-    rows = corpus_rows(corpus, tokenizer, config.seq_length - 2, **shape)  # with room for [CLS] and [SEP]
+    length = config.seq_length - 2  # with room for [CLS] and [SEP]
+    rows = corpus_rows(corpus, tokenizer, length, pack=config.pack == "full", after=(tokenizer.end_token_id,))
     return tokenizer, {
         part: masked_batches(config, tokenizer, rows[part], batch_size, part == "train") for part in rows
     }
@@ -131,8 +131,9 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, tokenizer)
 
         log = RunLog(run.folder, train)
-        saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
-        checkpoints = Checkpoints(run.folder / "checkpoints", **saving)
+        checkpoints = Checkpoints(
+            run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True
+        )
         callbacks = [log, keras.callbacks.TensorBoard(run.folder / "tensorboard"), checkpoints]
         model.fit(train, epochs=config.epochs, validation_data=batches["validation"], callbacks=callbacks)
 

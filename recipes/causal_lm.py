@@ -128,8 +128,13 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, tokenizer)
 
         log = RunLog(run.folder, train)
-        saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
-        checkpoints = Checkpoints(run.folder / "checkpoints", trained_only=bool(config.lora_rank), **saving)
+        checkpoints = Checkpoints(
+            run.folder / "checkpoints",
+            every=config.checkpoint_every,
+            max_steps=total_steps,
+            exit_on_sigterm=True,
+            trained_only=bool(config.lora_rank),
+        )
         texts = beginnings(batches["validation"].rows, tokenizer)
         publish = Publish(
             config.push_to, config.push_public, run.folder, functools.partial(save_task, model, preprocessor)

@@ -95,8 +95,9 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, data.preprocessor.tokenizer)
 
         log = RunLog(run.folder, train)
-        saving = {"every": config.checkpoint_every, "max_steps": total_steps, "exit_on_sigterm": True}
-        checkpoints = Checkpoints(run.folder / "checkpoints", **saving)
+        checkpoints = Checkpoints(
+            run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True
+        )
         model.fit(train, epochs=config.epochs, validation_data=validation, callbacks=[log, checkpoints])
 
         results = {"recipe": "text_classifier", "global_batch_size": batch_size, "config": asdict(config)}
