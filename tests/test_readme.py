@@ -49,7 +49,7 @@ def commands():
     """The words of each command of the pages and of the help, from `python` on."""
     lines = re.findall(r"^ +(python -m .*)", HELP, re.MULTILINE) + list(code_spans())
     for block in re.findall(r"^```sh\n(.*?)^```", "\n".join(PAGES.values()), re.MULTILINE | re.DOTALL):
-        lines += block.splitlines()
+        lines += block.replace("\\\n", "").splitlines()
     for line in lines:
         if found := re.search(
             r"\b(python -m (?:recipes|keras_replicas|benchmarks|notebooks\.generate)(?: .*)?)$", line
