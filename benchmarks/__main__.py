@@ -4,9 +4,8 @@
 import argparse
 import importlib
 
-from common.run.command_line import fail
-
-from keras_replicas.errors import UserError
+from common.command_line import fail
+from keras_replicas import UserError
 
 NAMES = {
     "throughput": "training speed, beside the published Keras example and transformers with Accelerate",

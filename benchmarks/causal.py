@@ -6,16 +6,15 @@ turn, round after round; only one computes at a time. Memory is the peak of its 
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine, write_results
 from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
-from benchmarks.text import temporary_folder
+from benchmarks.text import absolute, temporary_folder
 from benchmarks.workers import once
 
 SEQ_LENGTH, BATCH, RANK = 128, 16, 8
-PEERS, OURS = "benchmarks.transformers_causal:trainer", "benchmarks.ours_causal:trainer"
+PEERS, OURS = "benchmarks.transformers_causal:trainer", "benchmarks.ours:trainer"
 # One line per contender: its name, what makes it, its own arguments.
 CONTENDERS = (
     ("transformers, Accelerate", PEERS, {}),
@@ -42,12 +41,12 @@ def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     if arguments.quick:
         arguments.sizes, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
-    corpus = str(Path(arguments.corpus).resolve()) if Path(arguments.corpus).exists() else arguments.corpus
+    corpus = absolute(arguments.corpus)
     results: dict[str, Any] = {"machine": machine(), "dropout": arguments.dropout, "sizes": {}}
     for size in arguments.sizes.split(","):
         with temporary_folder() as folder:
             options = {"corpus": corpus, "vocabulary_size": arguments.vocabulary_size, "model": size}
-            once("benchmarks.ours_causal:writer", {"folder": folder, "seq_length": SEQ_LENGTH} | options)
+            once("benchmarks.text:gpt2_writer", {"folder": folder, "seq_length": SEQ_LENGTH} | options)
             results["sizes"][size] = measure(arguments, size, corpus, folder)
         print(f"{size}:\n\n{table(results['sizes'][size])}\n", flush=True)
     if not arguments.quick and not arguments.only:
@@ -59,7 +58,12 @@ def measure(arguments: argparse.Namespace, size: str, corpus: str, folder: str) 
     common = {"batch_size": BATCH, "dropout": arguments.dropout}
     own = {
         PEERS: {"folder": folder, "model": size},
-        OURS: {"corpus": corpus, "preset": f"{folder}/preset", "seq_length": SEQ_LENGTH},
+        OURS: {
+            "recipe": "causal_lm",
+            "corpus": corpus,
+            "preset": f"{folder}/preset",
+            "seq_length": SEQ_LENGTH,
+        },
     }
     chosen = [contender for contender in CONTENDERS if arguments.only in contender[0]]
     timed = [Timed(made_by, common | own[made_by] | words, arguments.seconds) for _, made_by, words in chosen]

@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Techniques for which `bert_mlm` has no option: each replaces a function or a class that the recipe uses."""
 
+import dataclasses
 import functools
+import sys
+from collections.abc import Callable
 
 import keras
 import numpy as np
 import tensorflow as tf
-from common.data.stream import Stream
 from keras_hub.src.models.bert import bert_masked_lm
 
-from common.training import optimizers
-from keras_replicas import locate
+from common.training import adamw as our_adamw
 
 
-def muon(recipe, one_matrix: bool = False, **settings) -> None:
-    """Muon with other settings."""
+def adamw(recipe) -> None:
+    """AdamW in place of Muon."""
+    recipe.muon = our_adamw
 
-    class Muon(optimizers.Muon):
+
+def muon(recipe, **settings) -> None:
+    """The recipe's optimizer with other settings: see its arguments."""
+    recipe.muon = functools.partial(recipe.muon, **settings)
+
+
+def muon_class(recipe, one_matrix: bool = False, **settings) -> None:
+    """The recipe's optimizer with settings of its class, which the recipe does not choose."""
+    module = sys.modules[recipe.muon.__module__]
+
+    class Muon(module.Muon):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs | settings)
 
@@ -31,7 +43,7 @@ def muon(recipe, one_matrix: bool = False, **settings) -> None:
                 update = self.lr_adjust(learning_rate * self.zeropower_via_newtonschulz5(matrix, self.ns_steps))
                 self.assign_sub(variable, tf.reshape(update, variable.shape))
 
-    optimizers.Muon = Muon
+    module.Muon = Muon
 
 
 def initial(recipe, positions: float = 0.0, kernels: bool = False) -> None:
@@ -61,69 +73,69 @@ def untied(recipe) -> None:
     bert_masked_lm.MaskedLMHead = lambda token_embedding, **kwargs: tied(token_embedding=None, **kwargs)
 
 
-def batches(recipe, rates: list[float] = (0.3, 0.3), shorter: bool = False) -> None:
-    """Other training batches: a mask rate that changes linearly, or sequences of half the length in the first half."""
+def mask_rates(recipe, first: float, last: float) -> None:
+    """A mask rate that changes linearly from epoch to epoch; that of the evaluation stays."""
     own = recipe.masked_batches
 
-    def masked_batches(config, vocabulary, sequences, split, batch_size):
-        usual = own(config, vocabulary, sequences, split, batch_size)
-        if split != "train":
-            return usual
-        rule = recipe.MaskingRule.of(vocabulary)
-        last = len(usual) * config.epochs * batch_size
+    def masked_batches(config, tokenizer, rows, batch_size, training):
+        def make_batch(epochs, examples):
+            ids, is_token, _ = rows.read(examples)
+            seeds = recipe.mask_seeds(config.seed, epochs, examples)
+            done = tf.cast(tf.reduce_max(epochs), tf.float32) / (config.epochs - 1)
+            return recipe.mask_tokens(ids, is_token, seeds, tokenizer, first + (last - first) * done)
 
-        def make_batch(positions, halved):
-            epochs, numbers = locate(positions, len(sequences[split]), batch_size, config.seed)
-            ids = recipe.read_sequences(sequences[split], numbers, rule.pad_id, trim=False)
-            if halved:
-                ids, epochs = tf.reshape(ids, [-1, config.seq_length // 2]), tf.repeat(epochs, 2)
-                numbers = tf.repeat(numbers, 2) * 2 + tf.tile(tf.constant([0, 1], tf.int64), [batch_size])
-            rate = rates[0] + (rates[1] - rates[0]) * tf.cast(positions[0] / last, tf.float32)
-            return recipe.mask_tokens(ids, recipe.mask_seeds(config.seed, epochs, numbers), rule, rate)
-
-        middle = last // batch_size // 2 * batch_size if shorter else 0
-        parts = [
-            tf.data.Dataset.range(*part).batch(batch_size).map(functools.partial(make_batch, halved=halved)).prefetch(8)
-            for part, halved in (((0, middle), True), ((middle, tf.int64.max), False))
-        ]
-        return Stream(lambda step, *_: parts[0].concatenate(parts[1]).skip(step), len(usual))  # for one replica
+        if not training:
+            return own(config, tokenizer, rows, batch_size, training)
+        return rows.batches(make_batch, batch_size, shuffle=True, seed=config.seed)
 
     recipe.masked_batches = masked_batches
+
+
+def short_first(recipe, **options) -> None:
+    """Sequences of another length, as many tokens in a step, in the first half of the run."""
+    _begin_with(recipe, lambda config: dataclasses.replace(config, **options), lambda batch_size: batch_size * 2, 1)
 
 
 def ramp(recipe) -> None:
     """Half the batch, twice as often, for the first half of the text."""
-    own = recipe.masked_batches
+    _begin_with(recipe, lambda config: config, lambda batch_size: batch_size // 2, 2)
 
-    def masked_batches(config, vocabulary, sequences, split, batch_size):
-        usual = own(config, vocabulary, sequences, split, batch_size)
-        if split != "train":
-            return usual
+
+def _begin_with(recipe, config_of: Callable, batch_size_of: Callable, times: int) -> None:
+    """Trains on other batches in place of the first half, `times` as many; for one replica."""
+    own = recipe.make_datasets
+
+    def make_datasets(config, batch_size):
+        tokenizer, batches = own(config, batch_size)
+        usual = batches["train"]
+        other = own(config_of(config), batch_size_of(batch_size))[1]["train"]
         middle = len(usual) * config.epochs // 2
 
-        def halves(*batch):
-            return tf.data.Dataset.from_tensor_slices(
-                tf.nest.map_structure(lambda leaf: tf.stack(tf.split(leaf, 2)), batch)
-            )
+        class Joined(type(usual)):
+            def __len__(self):
+                return (len(usual) * config.epochs + middle * (times - 1)) // config.epochs
 
-        def from_step(step, *_):  # for one replica
-            data = usual.iter_from_step(0, tf.distribute.InputContext())
-            return data.take(middle).flat_map(halves).concatenate(data.skip(middle)).skip(step)
+            def iter_from_step(self, step, context):
+                rest = usual.iter_from_step(middle, context)
+                return other.iter_from_step(0, context).take(middle * times).concatenate(rest).skip(step)
 
-        return Stream(from_step, len(usual) * 3 // 2)
+        joined = Joined.__new__(Joined)
+        joined.__dict__ |= vars(usual)
+        return tokenizer, batches | {"train": joined}
 
-    recipe.masked_batches = masked_batches
+    recipe.make_datasets = make_datasets
 
 
 def schedule(recipe, name: str) -> None:
     """Another decay of the learning rate."""
 
-    def cosine(peak, warmup, total):
-        return keras.optimizers.schedules.CosineDecay(0.0, total - warmup, warmup_target=peak, warmup_steps=warmup)
+    def cosine(peak, total, warmup):
+        steps = int(warmup * total)
+        return keras.optimizers.schedules.CosineDecay(0.0, total - steps, warmup_target=peak, warmup_steps=steps)
 
     class Stable(keras.optimizers.schedules.LearningRateSchedule):
-        def __init__(self, peak, warmup, total):
-            self.peak, self.warmup, self.total = peak, warmup, total
+        def __init__(self, peak, total, warmup):
+            self.peak, self.warmup, self.total = peak, int(warmup * total), total
 
         def __call__(self, step):
             step = keras.ops.cast(step, "float32")

@@ -2,7 +2,6 @@
 """Times the steps of a Keras `fit`."""
 
 import time
-from collections.abc import Callable
 
 import keras
 
@@ -10,16 +9,9 @@ WARM = 2  # steps at the beginning of each round, untimed: the first call compil
 
 
 class Clock(keras.callbacks.Callback):
-    """Seconds and tokens of the steps after the first `WARM`.
+    """The `seconds` of the steps after the first `WARM`."""
 
-    Args:
-        tokens_of: maps a step of this `fit`, counted from 0, to its tokens, not counting padding.
-    """
-
-    def __init__(self, tokens_of: Callable[[int], int]):
-        super().__init__()
-        self.tokens_of = tokens_of
-        self.seconds, self.tokens = 0.0, 0
+    seconds = 0.0
 
     def on_train_batch_end(self, batch, logs=None):
         """Reads the clock."""
@@ -28,4 +20,3 @@ class Clock(keras.callbacks.Callback):
             self.began = now
         elif batch + 1 > WARM:
             self.seconds = now - self.began
-            self.tokens += self.tokens_of(batch)

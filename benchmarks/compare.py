@@ -8,22 +8,18 @@ import argparse
 import statistics
 from typing import Any
 
-from benchmarks.machine import checkout, machine
+from benchmarks.machine import ROOT, checkout, machine
 from benchmarks.rounds import Timed, add_round_arguments, take_rounds
-from benchmarks.text import temporary_folder
-from benchmarks.workers import once
 
-BERT, CLASSIFIER, CAUSAL = "benchmarks.ours:trainer", "benchmarks.ours_classifier:trainer", "benchmarks.ours_causal"
-FLOAT32, BFLOAT16 = {"precision": "float32"}, {"precision": "mixed_bfloat16"}
-# One line per way to train: its name, what trains, its own arguments, and what is counted.
+# One line per way to train: the recipe, what its name adds, its own arguments, and what is counted.
 WAYS = (
-    ("bert_mlm", BERT, FLOAT32 | {"replicas": 1}, "tokens"),
-    ("bert_mlm, jit", BERT, FLOAT32 | {"replicas": 1, "jit": True}, "tokens"),
-    ("bert_mlm, bfloat16", BERT, BFLOAT16 | {"replicas": 1}, "tokens"),
-    ("bert_mlm, 2 replicas", BERT, FLOAT32 | {"replicas": 2}, "tokens"),
-    ("bert_mlm, 2 replicas, muon", BERT, FLOAT32 | {"replicas": 2, "optimizer": "muon"}, "tokens"),
-    ("text_classifier, 2 replicas", CLASSIFIER, FLOAT32 | {"replicas": 2}, "examples"),
-    ("causal_lm, 2 replicas", f"{CAUSAL}:trainer", FLOAT32 | {"replicas": 2}, "tokens"),
+    ("bert_mlm", "", {"replicas": 1}, "tokens"),
+    ("bert_mlm", ", jit", {"replicas": 1, "jit": True}, "tokens"),
+    ("bert_mlm", ", bfloat16", {"replicas": 1, "precision": "mixed_bfloat16"}, "tokens"),
+    ("bert_mlm", ", 2 replicas", {"replicas": 2}, "tokens"),
+    ("bert_mlm", ", 2 replicas, muon", {"replicas": 2, "optimizer": "muon"}, "tokens"),
+    ("text_classifier", ", 2 replicas", {"replicas": 2}, "examples"),
+    ("causal_lm", ", 2 replicas", {"replicas": 2}, "tokens"),
 )
 BATCH, SEQ_LENGTH = 32, 128
 
@@ -40,19 +36,19 @@ def main(arguments: argparse.Namespace) -> None:
     """Measures and prints."""
     if arguments.quick:
         arguments.model, arguments.vocabulary_size, arguments.rounds, arguments.seconds = "nano", 500, 1, 0.0
-    ways = [way for way in WAYS if arguments.only in way[0]]
-    with checkout(arguments.commit) as before, temporary_folder() as folder:
-        causal = {"vocabulary_size": min(arguments.vocabulary_size, 8192), "model": arguments.model}
-        once(f"{CAUSAL}:writer", {"folder": folder, "seq_length": SEQ_LENGTH} | causal)
-        own = {
-            BERT: {"model": arguments.model, "vocabulary_size": arguments.vocabulary_size, "seq_length": SEQ_LENGTH},
-            CLASSIFIER: {"model": arguments.model},
-            f"{CAUSAL}:trainer": {"preset": f"{folder}/preset", "seq_length": SEQ_LENGTH},
-        }
-        speeds = {}
-        for name, function, options, counted in ways:
-            words = {"batch_size": BATCH} | own[function] | options
-            sides = [Timed(function, words, arguments.seconds), Timed(function, words, arguments.seconds, before)]
+    size, length = {"model": arguments.model}, {"seq_length": SEQ_LENGTH}
+    own = {
+        "bert_mlm": size | length | {"vocabulary_size": arguments.vocabulary_size},
+        "text_classifier": size,
+        "causal_lm": size | length | {"vocabulary_size": min(arguments.vocabulary_size, 8192)},
+    }
+    speeds = {}
+    with checkout(arguments.commit) as before:
+        for recipe, more, options, counted in WAYS:
+            name, words = recipe + more, {"recipe": recipe, "batch_size": BATCH} | own[recipe] | options
+            if arguments.only not in name:
+                continue
+            sides = [Timed("benchmarks.ours:trainer", words, arguments.seconds, root) for root in (ROOT, before)]
             take_rounds(sides, arguments.rounds, name)
             speeds[name] = [side.per_second(counted) for side in sides]
     print(f"{arguments.commit} = 1; now: {machine()['commit']}\n\n{table(speeds)}")

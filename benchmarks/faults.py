@@ -34,7 +34,7 @@ OPTIONS = (
     *("--dropout", "0.1", "--epochs", "12", "--checkpoint-every", str(CHECKPOINT_EVERY)),
 )
 Fault = Callable[[list[int], Path, Sequence[str]], None]  # takes the workers' process ids, work directory, hosts
-A_RUN = 180  # seconds within which every run has ended, with time to spare
+A_RUN = 600  # seconds within which every run has ended, with time to spare
 
 
 def main() -> None:

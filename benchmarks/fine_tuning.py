@@ -19,19 +19,20 @@ from typing import Any
 from benchmarks.machine import RESULTS, cores, existing, machine, write_results
 from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
 from benchmarks.workers import Worker, together
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 PEERS, OURS = "benchmarks.transformers_classifier", "benchmarks.ours_classifier"
+STEPS = {"recipe": "text_classifier"}  # of `benchmarks.ours`
 # One line per contender: its name, its module, its own arguments.
 CONTENDERS = (
     ("transformers, Accelerate", PEERS, {}),
     ("transformers, Accelerate, by length", PEERS, {"by_length": True}),
     ("transformers, Accelerate, bfloat16", PEERS, {"precision": "bf16"}),
     ("transformers, Accelerate, bfloat16, by length", PEERS, {"precision": "bf16", "by_length": True}),
-    ("fit, one device", OURS, {"replicas": 1, "precision": "float32"}),
-    ("fit, one device, bfloat16", OURS, {"replicas": 1, "precision": "mixed_bfloat16"}),
-    ("fit, 2 replicas", OURS, {"replicas": 2, "precision": "float32"}),
-    ("fit, 2 replicas, bfloat16", OURS, {"replicas": 2, "precision": "mixed_bfloat16"}),
+    ("fit, one device", "benchmarks.ours", STEPS | {"replicas": 1}),
+    ("fit, one device, bfloat16", "benchmarks.ours", STEPS | {"replicas": 1, "precision": "mixed_bfloat16"}),
+    ("fit, 2 replicas", "benchmarks.ours", STEPS | {"replicas": 2}),
+    ("fit, 2 replicas, bfloat16", "benchmarks.ours", STEPS | {"replicas": 2, "precision": "mixed_bfloat16"}),
 )
 BATCH, RATE = 16, 5e-5
 OUR_RUN = {
@@ -40,7 +41,6 @@ OUR_RUN = {
     "lr_scaling": "none",
     "replicas": 1,
     "precision": "mixed_bfloat16",
-    "warmup": 0.1,
 }
 PEERS_RUN = {"batch_size": BATCH, "rate": RATE, "by_length": True, "precision": "bf16"}
 

@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> None:
     with temporary_folder() as folder:
         text = prepare_text(arguments, 128, folder)
         options = {"model": arguments.model, "corpus": text["corpus"], "vocabulary": text["vocabulary"]}
-        options |= {"precision": "float32", "batch_size": arguments.batch_size, "seq_length": 128}
+        options |= {"recipe": "bert_mlm", "batch_size": arguments.batch_size, "seq_length": 128, "mask_rate": 0.15}
         makers = [
             ("benchmarks.input:pipeline", options),
             *(("benchmarks.input:waiter", options | own) for _, own in WAYS),
@@ -65,33 +65,31 @@ def _steps(worker: Worker, seconds: float) -> int:
     return min(max(3, math.ceil(seconds * 10 / worker(steps=10)["seconds"])), 10_000)
 
 
-def pipeline(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]:
+def pipeline(**options: Any) -> Callable[..., dict[str, float]]:
     """A function that reads and masks a given number of batches, for one device."""
-    import tensorflow as tf
-
     from benchmarks import ours
 
-    _, _, data = ours.set_up(ours.configured(**options, replicas=1), batch_size, 1e-4)
+    _, _, data = ours.set_up(**options, replicas=1)
 
     def run(steps: int) -> dict[str, float]:
-        iterator, tokens = iter(data.iter_from_step(0, tf.distribute.InputContext())), 0
+        iterator, tokens = iter(data.iter_from_step(0, ours.ONE_PART)), 0
         for _ in range(10):  # more than wait in its queues
             next(iterator)
         began = time.perf_counter()
         for _ in range(steps):
             tokens += int(next(iterator)[0]["padding_mask"].numpy().sum())
-        return {"seconds": time.perf_counter() - began, "sequences": steps * batch_size, "tokens": tokens}
+        return {"seconds": time.perf_counter() - began, "sequences": steps * data.batch_size, "tokens": tokens}
 
     return run
 
 
-def waiter(batch_size: int, **options: Any) -> Callable[..., dict[str, float]]:
+def waiter(**options: Any) -> Callable[..., dict[str, float]]:
     """A function that trains on new batches, then as many steps on one batch, and times the wait for the new ones."""
     import tensorflow as tf
 
     from benchmarks import ours
 
-    strategy, model, data = ours.set_up(ours.configured(**options), batch_size, 1e-4)
+    strategy, model, data = ours.set_up(**options)
     ours.fit(model, strategy, data, 1, [])  # builds the loss, which a step alone does not
 
     @tf.function(autograph=False, reduce_retracing=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a figure depends on: machine, packages, code. And the machine's peak, to which speeds are compared."""
+"""What a figure depends on: machine, packages, code."""
 
 import argparse
 import contextlib
@@ -10,18 +10,16 @@ import platform
 import re
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy", "torch", "transformers", "accelerate")
 FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # that matmuls use
-PEAK_SECONDS = 0.1  # per step: here, a step is a part of the time for which products are repeated
 
 
 def machine() -> dict[str, Any]:
@@ -81,23 +79,9 @@ def write_results(name: str, results: dict[str, Any]) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
-def matmul(dtype: str) -> Callable[..., dict[str, float]]:
-    """A function that does products of two square matrices on all cores; see `benchmarks.workers`.
-
-    Args:
-        dtype: `float32` or `bfloat16`.
-
-    Returns:
-        A function whose result has `flops`, per second, of the fastest product.
-    """
-    from common.run.speed import matmul_flops_per_second
-
-    def run(steps: int) -> dict[str, float]:
-        began = time.perf_counter()
-        flops = matmul_flops_per_second(dtype, PEAK_SECONDS * steps)
-        return {"seconds": time.perf_counter() - began, "flops": flops}
-
-    return run
+def peak_memory_mb() -> int:
+    """The most memory that this process has held, in MiB; on Linux, where it starts over with each program."""
+    return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) // 2**10
 
 
 def _git(*words: str) -> str:
@@ -112,8 +96,3 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
-
-
-def peak_memory_mb() -> int:
-    """The most memory that this process has held, in MiB; on Linux, where it starts over with each program."""
-    return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) // 2**10

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This project's `fit`, as in `recipes/bert_mlm.py`, some steps at a time."""
+"""This project's side: a recipe's own data, model and `fit`, some steps at a time."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,63 +10,74 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.clock import WARM, Clock
+from benchmarks.machine import peak_memory_mb
+from common.training import adamw
 from keras_replicas import Batches, distribute, make_strategy
-from recipes.bert_mlm import Config, build_model, make_datasets, masked_batches
 
-FOR_EVER = 10**6  # epochs
-# What the other sides of a comparison do, where the recipe's own defaults differ.
-AS_OTHERS = {"seq_length": 128, "mask_rate": 0.15, "optimizer": "adamw"}
+ONE_PART = tf.distribute.InputContext(1, 0, 1)  # whole batches
 
 
-def trainer(batch_size: int, rate: float = 1e-4, **options: Any) -> Callable[..., dict[str, Any]]:
-    """A function that trains some steps and times them; see `benchmarks.workers`.
+def trainer(recipe: str, batch_size: int, **options: Any) -> Callable[..., dict[str, Any]]:
+    """A function that trains some steps and times them; see `benchmarks.workers`, and `set_up` for the arguments.
 
-    Args:
-        batch_size: sequences in a step, over all replicas and workers.
-        rate: learning rate of every step.
-        options: of `bert_mlm`.
+    It returns the `steps`, their `seconds`, what `count` counts, the bytes of the gradients, `bytes_reduced`, and
+    `peak_memory_mb`.
     """
-    config = configured(**options)
-    strategy, model, train = set_up(config, batch_size, rate)
-    reduced = sum(4 * np.prod(weight.shape) for weight in model.trainable_variables)
+    strategy, model, train = set_up(recipe, batch_size, **options)
+    reduced = sum(4 * int(np.prod(weight.shape)) for weight in model.trainable_variables)
 
     def run(steps: int) -> dict[str, Any]:
-        clock = Clock(lambda step: int(model.step_values["tokens"].sum()))
+        clock, first = Clock(), int(model.optimizer.iterations.numpy()) + WARM
         fit(model, strategy, train, WARM + steps, [clock])
-        return {"steps": steps, "seconds": clock.seconds, "tokens": clock.tokens, "bytes_reduced": int(reduced)}
+        found = {"steps": steps, "seconds": clock.seconds, "bytes_reduced": reduced, "peak_memory_mb": peak_memory_mb()}
+        return found | count(train, first, steps)
 
     return run
 
 
-def configured(**options: Any) -> Config:
-    """The recipe's `Config` for an endless run with these options, and otherwise with those of the other sides."""
-    return Config(**AS_OTHERS | {"epochs": FOR_EVER} | options)
-
-
-def set_up(config: Config, batch_size: int, schedule) -> tuple[tf.distribute.Strategy, keras.Model, Batches]:
-    """The recipe's strategy, model and training data.
+def set_up(
+    recipe: str, batch_size: int, rate: Any = 1e-4, optimizer: str = "adamw", **options: Any
+) -> tuple[tf.distribute.Strategy, keras.Model, Batches]:
+    """A recipe's strategy, compiled model and training data.
 
     Args:
-        config: of the recipe, with a `precision` that is not `auto`.
-        batch_size: sequences in a step, over all replicas and workers.
-        schedule: the learning rate's, or a number.
-
-    Raises:
-        ValueError: when the replicas cannot share the batch.
+        recipe: one that trains by `fit`.
+        batch_size: examples in a step, over all replicas and workers.
+        rate: learning rate, or its schedule.
+        optimizer: `adamw`, which the peers have, or `muon`, which the recipe has for language models.
+        options: of the recipe, without `batch_size` and `learning_rate`.
     """
+    page, config, strategy = begin(recipe, **options)
+    if optimizer == "adamw":
+        page.muon = adamw
+    if recipe == "text_classifier":
+        made = page.make_datasets(config)
+        train = made.batches("train", batch_size, config.seed)
+    else:
+        made, batches = page.make_datasets(config, batch_size)
+        train = batches["train"]
+    with strategy.scope():
+        return strategy, page.build_model(config, made, rate), train
+
+
+def begin(recipe: str, **options: Any) -> tuple[Any, Any, tf.distribute.Strategy]:
+    """A recipe's module, its `Config` and strategy, with seed and precision set."""
+    page: Any = importlib.import_module(f"recipes.{recipe}")
+    config = page.Config(**options)
     strategy = make_strategy(config.replicas)
     keras.utils.set_random_seed(config.seed)
     keras.config.set_dtype_policy(config.precision)
-    vocabulary, sequences = make_datasets(config)
-    replicas = strategy.num_replicas_in_sync
-    if batch_size % replicas:
-        raise ValueError(f"{replicas} replicas cannot share a batch of {batch_size}")
-    with strategy.scope():
-        model = build_model(config, vocabulary, schedule)
-    return strategy, model, masked_batches(config, vocabulary, sequences, "train", batch_size)
+    return page, config, strategy
 
 
-def fit(model: keras.Model, strategy: tf.distribute.Strategy, data: Any, steps: int, callbacks: list) -> None:
+def fit(model: keras.Model, strategy: tf.distribute.Strategy, data: Batches, steps: int, callbacks: list) -> None:
     """Trains a given number of further steps, silently."""
     batches = distribute(strategy, data, int(model.optimizer.iterations.numpy()))
     model.fit(batches, steps_per_epoch=steps, callbacks=callbacks, verbose=0, shuffle=False)
+
+
+def count(data: Batches, first: int, steps: int) -> dict[str, int]:
+    """The `examples`, `tokens` and `slots`, which are tokens or padding, of some steps."""
+    masks = [x["padding_mask"].numpy() for x, *_ in data.iter_from_step(first, ONE_PART).take(steps)]
+    counts = {"examples": sum(mask.any(axis=1).sum() for mask in masks), "tokens": sum(mask.sum() for mask in masks)}
+    return {name: int(number) for name, number in counts.items()} | {"slots": sum(mask.size for mask in masks)}

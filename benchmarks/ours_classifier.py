@@ -1,50 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This project's side in fine-tuning: `recipes/text_classifier.py`."""
+"""This project's side in whole runs of fine-tuning: `recipes/text_classifier.py`."""
 
 import contextlib
+import importlib
 import io
 from collections.abc import Callable
 from typing import Any
 
-import common.data.by_length
 import keras
-import tensorflow as tf
-from common.data.text_batches import EncodedTexts
 
-from benchmarks.clock import WARM, Clock
-from benchmarks.ours import fit
+from benchmarks.ours import ONE_PART, begin
 from benchmarks.text import temporary_folder
-from common.training import Scaled
-from keras_replicas import make_strategy
-from recipes.text_classifier import Config, build_model, make_datasets, train_and_evaluate
-
-
-def trainer(batch_size: int, rate: float = 5e-5, **options: Any) -> Callable[..., dict[str, Any]]:
-    """A function that trains some steps and times them; see `benchmarks.workers`.
-
-    Args:
-        batch_size: examples in a step, over all replicas.
-        rate: learning rate of every step.
-        options: of `text_classifier`.
-    """
-    config = Config(**options)
-    strategy, data, model = _begin(config, rate)
-    scaled = Scaled(batch_size // strategy.num_replicas_in_sync, batch_size)
-
-    def run(steps: int) -> dict[str, Any]:
-        counts = {"labels": 0, "tokens": 0, "slots": 0}
-
-        def count(step: int) -> int:
-            for name in counts:
-                counts[name] += int(model.step_values[name].sum())
-            return int(model.step_values["tokens"].sum())
-
-        clock = Clock(count)
-        fit(model, strategy, data.stream("train", scaled, config.seed), WARM + steps, [clock])
-        padding = 1 - counts["tokens"] / counts["slots"]
-        return {"steps": steps, "seconds": clock.seconds, "examples": counts["labels"], "padding": padding}
-
-    return run
+from recipes import text_classifier
 
 
 def leader(batch_size: int, rate: float, **options: Any) -> Callable[..., dict[str, Any]]:
@@ -57,16 +24,17 @@ def leader(batch_size: int, rate: float, **options: Any) -> Callable[..., dict[s
     """
 
     def run(epochs: int) -> dict[str, Any]:
-        config = Config(replicas=1, precision="float32", dropout=0.0, **options)
-        _, data, model = _begin(config, rate)
-        scaled = Scaled(batch_size, batch_size)
-        steps = data.steps("train", scaled) * epochs
-        model.optimizer.learning_rate = keras.optimizers.schedules.PolynomialDecay(rate, steps, 0.0)
+        page, config, strategy = begin("text_classifier", replicas=1, dropout=0.0, **options)
+        data = page.make_datasets(config)
+        train = data.batches("train", batch_size, config.seed)
+        steps = len(train) * epochs
+        with strategy.scope():
+            model = page.build_model(config, data, keras.optimizers.schedules.PolynomialDecay(rate, steps, 0.0))
         head = [variable.numpy().tolist() for variable in model.output_dense.weights]
         batches, losses = [], []
-        for x, y, weight in data.labelled_batches("train", scaled, range(steps), config.seed):
+        for x, y, weight in train.iter_from_step(0, ONE_PART).take(steps):
             losses.append(float(model.train_on_batch(x, y, weight, return_dict=True)["loss"]))
-            held = keras.ops.convert_to_numpy(weight) > 0  # the last batch of an epoch may be smaller
+            held = weight.numpy() > 0  # the last batch of an epoch may be smaller
             batches.append({name: values.numpy()[held].tolist() for name, values in (x | {"labels": y}).items()})
         validation = {name: values.astype("int32") for name, values in data.inputs["validation"].items()}
         outputs = model.predict(validation, verbose=0)
@@ -74,16 +42,6 @@ def leader(batch_size: int, rate: float, **options: Any) -> Callable[..., dict[s
         return given | {"losses": losses, "outputs": outputs.tolist()}
 
     return run
-
-
-def _begin(config: Config, rate) -> tuple[tf.distribute.Strategy, EncodedTexts, keras.Model]:
-    """The strategy, the data and the model, with a learning rate or its schedule."""
-    strategy = make_strategy(config.replicas)
-    keras.utils.set_random_seed(config.seed)
-    keras.config.set_dtype_policy(config.precision)
-    data = make_datasets(config)
-    with strategy.scope():
-        return strategy, data, build_model(config, data, rate)
 
 
 def scorer(by_length: bool = True, **options: Any) -> Callable[[], dict[str, Any]]:
@@ -94,11 +52,12 @@ def scorer(by_length: bool = True, **options: Any) -> Callable[[], dict[str, Any
         options: of `text_classifier`.
     """
     if not by_length:
-        common.data.by_length.MEGABATCH = 1
+        importlib.import_module(text_classifier.EncodedTexts.__module__).GROUP = 1  # type: ignore[attr-defined]
 
     def run() -> dict[str, Any]:
         with temporary_folder() as folder, contextlib.redirect_stdout(io.StringIO()):
-            results = train_and_evaluate(Config(workdir=folder, **options))
+            config = text_classifier.Config(workdir=f"{folder}/run", **options)
+            results = text_classifier.train_and_evaluate(config)
         names = [f"{whose}{name}" for whose in ("", "bag_of_words_", "majority_") for name in ("accuracy", "f1")]
         scores = {name: results[f"val_{name}"] for name in names if f"val_{name}" in results}  # RTE has no F1
         return scores | {"padding": results["padding_fraction"], "seconds": results["seconds"]}

@@ -82,25 +82,18 @@ def language_models(
     text = prepare_text(arguments, throughput.SEQ_LENGTH, f"{folder}/bert")
     corpus, length = {"corpus": text["corpus"]}, {"seq_length": throughput.SEQ_LENGTH}
     byte_pairs = {"vocabulary_size": min(arguments.vocabulary_size, 8192)}
-    once("benchmarks.ours_causal:writer", {"folder": folder, "model": size} | corpus | length | byte_pairs)
+    once("benchmarks.text:gpt2_writer", {"folder": folder, "model": size} | corpus | length | byte_pairs)
     common = {"dropout": arguments.dropout, "batch_size": BATCH}
-    ours = common | corpus | length | {"precision": "float32"}
+    ours = common | corpus | length | {"model": size}
+    bert = ours | {"mask_rate": throughput.MASK_RATE}
     own = {
-        "bert_mlm": (throughput.OURS, ours | {"model": size, "vocabulary": text["vocabulary"]}),
-        "bert_from_scratch": (
-            "benchmarks.ours_scratch:trainer",
-            ours
-            | {
-                "model": size,
-                "vocabulary_size": text["pieces"],
-                "data": f"{folder}/shards",
-                "workdir": f"{folder}/run",
-            },
-        ),
-        "causal_lm": (causal.OURS, ours | {"preset": f"{folder}/preset"}),
+        "bert_mlm": bert | {"vocabulary": text["vocabulary"]},
+        "bert_from_scratch": bert | {"vocabulary_size": text["pieces"], "data": f"{folder}/shards"},
+        "causal_lm": ours | byte_pairs,
     }
     contenders = {
-        recipe: [(name, function, words | way) for name, way in OURS] for recipe, (function, words) in own.items()
+        recipe: [(name, throughput.OURS, {"recipe": recipe} | words | way) for name, way in OURS]
+        for recipe, words in own.items()
     }
     peers = {
         function: [(name, function, common | {"model": size, "folder": where} | way) for name, way in PEERS]

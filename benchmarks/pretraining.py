@@ -10,10 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.run.results import report
-
 from benchmarks.fine_tuning import OURS, score_table, scores
 from benchmarks.machine import existing, machine, write_results
+from common.report import report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

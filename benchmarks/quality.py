@@ -19,8 +19,10 @@ from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
 from benchmarks.workers import once
 
 PUBLISHED, OURS = "published", "ours"
-# The recipe's, on one device, where the published settings differ.
+# The recipe's, where the published settings differ.
 DEFAULTS = {"optimizer": "muon", "mask_rate": 0.3, "seq_length": 64, "batch_size": 32}
+AS_PUBLISHED = {"optimizer": "adamw", "mask_rate": 0.15, "seq_length": 128}
+FOR_EVER = 10**6  # steps, or epochs
 # One run per line: whose pipeline; learning rate; dropout; the share of the time for which it trains; and options of
 # ours, with which the rate rises and decays over that time. The published example has a rate of 2e-4 for its 64 lines.
 RUNS = (
@@ -30,7 +32,7 @@ RUNS = (
     (OURS, 2e-3, 0.0, 1 / 16, {"optimizer": "adamw"}),
     (OURS, 7e-3, 0.0, 1 / 4, DEFAULTS),
 )
-BATCHES = {PUBLISHED: 64, OURS: 32}  # per step: lines padded to 512 tokens; sequences of 128, where not by `DEFAULTS`
+BATCHES = {PUBLISHED: 64, OURS: 32}  # per step: lines padded to 512 tokens; sequences
 VALIDATION = 32  # batches of 32 sequences
 VALIDATIONS = 40  # in a run
 
@@ -68,8 +70,13 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _steps_a_second(options: dict[str, Any]) -> float:
     """The speed of our side, which sets the number of steps over which its learning rate rises and decays."""
-    timed = once("benchmarks.ours:trainer", {"batch_size": BATCHES[OURS], "precision": "float32"} | options, steps=50)
+    timed = once("benchmarks.ours:trainer", ours_by(options), steps=50)
     return timed["steps"] / timed["seconds"]
+
+
+def ours_by(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `ours.set_up`, by options that differ from the published example's settings."""
+    return {"recipe": "bert_mlm", "batch_size": BATCHES[OURS]} | AS_PUBLISHED | options
 
 
 def initial(folder: str, model: str, vocabulary: str) -> Callable[[], dict]:
@@ -106,42 +113,38 @@ def trainer(
     from benchmarks import ours, published
     from common.training import WarmUpPolynomialDecay
 
-    options = words | {"precision": "float32", "dropout": dropout}
-    config = ours.configured(**options)
     if side == OURS:
-        schedule = WarmUpPolynomialDecay(rate, steps // 10, steps) if steps else rate
-        batch_size = own.get("batch_size", BATCHES[OURS])
-        strategy, model, train = ours.set_up(ours.configured(**options | own), batch_size, schedule)
+        schedule = WarmUpPolynomialDecay(rate, steps) if steps else rate
+        strategy, model, train = ours.set_up(**ours_by(words | own | {"dropout": dropout, "rate": schedule}))
     else:
         model = published.build(words["model"], words["vocabulary"], dropout, rate, "float32")
         data = published.lines(words["corpus"], BATCHES[PUBLISHED])
     if own != DEFAULTS:
         with np.load(Path(folder, "weights.npz")) as weights:
             model.set_weights([weights[name] for name in weights.files])
-    loss = _validation(model, config)
+    loss = _validation(model, words)
 
     def run(seconds: float) -> dict:
         curve = _curve(seconds, steps or math.inf, loss)
         if side == OURS:
-            ours.fit(model, strategy, train, ours.FOR_EVER, [curve])
+            ours.fit(model, strategy, train, FOR_EVER, [curve])
         else:
-            model.fit(data, epochs=ours.FOR_EVER, callbacks=[curve], verbose=0)
+            model.fit(data, epochs=FOR_EVER, callbacks=[curve], verbose=0)
         return {"curve": curve.points, "steps": curve.steps}
 
     return run
 
 
-def _validation(model, config) -> Callable[[], float]:
+def _validation(model, words: dict[str, str]) -> Callable[[], float]:
     """A function that gives the mean loss of a model over the masked tokens of the validation sequences."""
     import keras
     import tensorflow as tf
-    from common.data.stream import one_epoch
 
-    from recipes.bert_mlm import make_datasets, masked_batches
+    from common.log import one_epoch
+    from recipes.bert_mlm import Config, make_datasets
 
-    vocabulary, sequences = make_datasets(config)
-    validation = masked_batches(config, vocabulary, sequences, "validation", 32)
-    batches = list(one_epoch(validation, 1).take(VALIDATION))
+    _, data = make_datasets(Config(seq_length=AS_PUBLISHED["seq_length"], **words), 32)
+    batches = list(one_epoch(data["validation"]).take(VALIDATION))
 
     @tf.function(reduce_retracing=True)
     def total(x, y, weight):

@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from common.run.results import report
-
 import benchmarks.input
 from benchmarks import (
     causal,
@@ -23,6 +21,7 @@ from benchmarks import (
     throughput,
     versions,
 )
+from common.report import report
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -122,7 +121,7 @@ def wikitext_table(summary: dict) -> str:
     ]
     return "\n".join(
         [
-            f"```text\n{report(summary['results'])}\n```",
+            report_table(summary["results"]),
             "",
             "| sentence | guesses, with their probabilities |",
             "| --- | --- |",
@@ -133,14 +132,10 @@ def wikitext_table(summary: dict) -> str:
 
 def throughput_table(results: dict) -> str:
     """What `python -m benchmarks throughput` measured, a table for each size."""
+    sizes = {size: results["sizes"][size] for size in throughput.BATCHES if size in results["sizes"]}
     parts = []
-    for size, one in sorted(results["sizes"].items(), key=lambda pair: pair[1]["flops_per_token"]):
-        single, half = (f"{one['peak_flops'][dtype] / 1e9:,.0f}" for dtype in ("float32", "bfloat16"))
-        parts.append(
-            f"BERT-{size}, vocabulary size {one['pieces']:,}, {one['flops_per_token'] / 1e6:,.1f} MFLOP per token; "
-            f"the machine's peak is {single} GFLOP/s in float32, {half} in bfloat16:"
-        )
-        parts += [throughput.table(one), hardware_line(one)]
+    for size, one in sizes.items():
+        parts += [f"BERT-{size}, vocabulary size {one['pieces']:,}:", throughput.table(one), hardware_line(one)]
     return "\n\n".join(parts)
 
 
@@ -172,8 +167,6 @@ def recipes_table(results: dict[str, dict]) -> str:
         if "val_unigram_loss" in found:
             better = found["val_unigram_loss"] - found["val_loss"]
             result = f"loss {found['val_loss']:.3f}, {better:.3f} nats below the unigram baseline"
-            if "val_bigram_loss" in found:
-                result += f", {found['val_bigram_loss'] - found['val_loss']:.3f} below the bigram's"
         else:
             bag, majority = found["val_bag_of_words_accuracy"], found["val_majority_accuracy"]
             result = f"accuracy {found['val_accuracy']:.3f}; bag of words {bag:.3f}, majority class {majority:.3f}"
@@ -181,8 +174,18 @@ def recipes_table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-# The tables of `python -m benchmarks NAME`.
+def report_table(results: dict) -> str:
+    """The report of a run."""
+    return f"```text\n{report(results)}\n```"
+
+
+# What is made of a file of results, by its name.
 MEASURED = {
+    "bert_mlm": report_table,
+    "causal_lm": report_table,
+    "doctor": parity_table,
+    "shards": shards_table,
+    "keras_tests": keras_tests.line,
     "throughput": throughput_table,
     "scaling": with_machine(scaling.tables),
     "peers": with_machine(peers.table),
@@ -201,7 +204,6 @@ MEASURED = {
 def tables() -> dict[str, Callable[[], str]]:
     """The functions that make the tables, by name."""
     return {
-        **{name: lambda name=name: f"```text\n{report(_results(name))}\n```" for name in ("bert_mlm", "causal_lm")},
         "recipes": lambda: recipes_table(
             {name: _results(name) for name in RECIPES if name != "bert_from_scratch"}
             | {"bert_from_scratch": _results("wikitext-2")["results"]}
@@ -210,16 +212,9 @@ def tables() -> dict[str, Callable[[], str]]:
             *(_results("doctor"), _faults(), _results("throughput"), _results("peers")),
             *(_results("fine_tuning")["scores"], _results("same_steps")["tasks"]["mrpc"]),
         ),
-        "doctor": lambda: parity_table(_results("doctor")),
         "faults": lambda: faults_table(_faults()),
-        "shards": lambda: shards_table(_results("shards")),
         "wikitext": lambda: wikitext_table(_results("wikitext-2")),
-        "keras_tests": lambda: keras_tests.line(_results("keras_tests")),
-        **{
-            name: lambda name=name: MEASURED[name](_results(name))
-            for name in MEASURED
-            if (RESULTS / f"{name}.json").exists()
-        },
+        **{name: lambda name=name: MEASURED[name](_results(name)) for name in MEASURED},
     }
 
 

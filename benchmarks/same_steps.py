@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.fine_tuning import BATCH, OURS, PEERS, RATE
 from benchmarks.machine import existing, machine, write_results
 from benchmarks.workers import once
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

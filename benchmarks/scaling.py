@@ -11,12 +11,11 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.hosts import ADDRESSES, bytes_sent, on, shape, two_hosts
-from benchmarks.machine import ROOT, checkout, cores, machine, write_results
+from benchmarks.machine import cores, machine, write_results
 from benchmarks.text import add_step_arguments, prepare_text, temporary_folder
 from benchmarks.workers import Worker, together
 from keras_replicas.cluster import worker_config
@@ -29,7 +28,6 @@ SPEEDS = (None, 1600, 800, 400, 200, 100)  # megabits a second; None: as fast as
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_step_arguments(parser)
-    parser.add_argument("--before", metavar="COMMIT", help="also time steps over links by this commit's code")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -40,8 +38,13 @@ def main(arguments: argparse.Namespace) -> None:
     with temporary_folder() as folder:
         text = prepare_text(arguments, 128, folder)
         options = {"corpus": text["corpus"], "vocabulary": text["vocabulary"], "seq_length": 128}
-        options |= {"model": arguments.model, "precision": "float32", "batch_size": arguments.batch_size}
-        results |= {"pieces": text["pieces"], "before": arguments.before}
+        options |= {
+            "recipe": "bert_mlm",
+            "mask_rate": 0.15,
+            "model": arguments.model,
+            "batch_size": arguments.batch_size,
+        }
+        results["pieces"] = text["pieces"]
         results["ways"] = {
             name: compare(options | {"jit": jit}, arguments)
             for name, jit in (("float32", False), ("float32, jit", True))
@@ -80,9 +83,8 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace) -> lis
 
     Returns:
         For each speed, `megabits` per second, lists of seconds, one per round: `computation`, a step of two processes
-        that do not talk; `reduction`, of as many bytes as the gradients have, alone; `step`; and if asked for,
-        `before`, a step by the code of that commit. Then the gradients' `bytes`, and the bytes that a worker `sent` in
-        a step.
+        that do not talk; `reduction`, of as many bytes as the gradients have, alone; and `step`. Then the gradients'
+        `bytes`, and the bytes that a worker `sent` in a step.
     """
     alone = options | {"batch_size": arguments.batch_size // 2, "replicas": 1}
     rows: list[dict[str, Any]] = []
@@ -93,9 +95,6 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace) -> lis
             "reduction": stack.enter_context(two_workers(REDUCER, {}, hosts)),
             "step": stack.enter_context(two_workers(OURS, options, hosts, 1)),
         }
-        if arguments.before:
-            root = stack.enter_context(checkout(arguments.before))
-            groups["before"] = stack.enter_context(two_workers(OURS, options, hosts, 2, root))
         reduced = ask(groups["computation"], steps=2)["bytes_reduced"]
         for megabits in (None, 400) if arguments.quick else SPEEDS:
             shape(hosts, megabits)
@@ -117,27 +116,20 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace) -> lis
 
 
 def two_workers(
-    function: str, arguments: dict[str, Any], hosts: Sequence[str] = (), port: int = 0, root: Path = ROOT
+    function: str, arguments: dict[str, Any], hosts: Sequence[str] = (), port: int = 0
 ) -> contextlib.AbstractContextManager[list[Worker]]:
     """Two workers with half the cores each, on this host or on two; for a `with` statement."""
     addresses = [f"{address}:{8888 + port}" for address in ADDRESSES] if hosts else free_addresses(2)
-    return _ring(function, arguments, addresses, hosts, root)
-
-
-@contextlib.contextmanager
-def _ring(function: str, arguments: dict[str, Any], addresses: list[str], hosts, root) -> Iterator[list[Worker]]:
-    with together(
+    return together(
         Worker(
             function,
             arguments,
             cores=share,
             environment={"TF_CONFIG": json.dumps(worker_config(addresses, number))},
             prefix=on(hosts[number]) if hosts else (),
-            root=root,
         )
         for number, share in enumerate(halves())
-    ) as workers:
-        yield workers
+    )
 
 
 def halves() -> list[list[int]]:
@@ -162,7 +154,7 @@ def ask(group: list[Worker], **question: Any) -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> str:
     """The results in Markdown, in two tables."""
-    return f"{ways_table(results['ways'])}\n\n{links_table(results['links'], results['before'])}"
+    return f"{ways_table(results['ways'])}\n\n{links_table(results['links'])}"
 
 
 def ways_table(ways: dict[str, Any]) -> str:
@@ -177,17 +169,15 @@ def ways_table(ways: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def links_table(rows: list[dict[str, Any]], before: str | None) -> str:
+def links_table(rows: list[dict[str, Any]]) -> str:
     """Medians of a step of two workers by the speed of their link, and their ratios to the best possible.
 
     That is the longer of computation and reduction, which a step would take if the one hid the other.
     """
-    titles = ["link", "computation", "reduction", *([f"step at {before}"] if before else [])]
-    titles += ["step", "of the longer", "sent by each worker"]
+    titles = ["link", "computation", "reduction", "step", "of the longer", "sent by each worker"]
     lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
     for row in rows:
-        names = ["computation", "reduction", *(["before"] if before else []), "step"]
-        of = {name: statistics.median(row[name]) for name in names}
+        of = {name: statistics.median(row[name]) for name in ("computation", "reduction", "step")}
         ms = {name: f"{1e3 * seconds:,.0f} ms" for name, seconds in of.items()}
         link = f"{row['megabits']} Mbit/s" if row["megabits"] else "not throttled"
         ratio = f"{of['step'] / max(of['computation'], of['reduction']):.2f}"

@@ -42,38 +42,38 @@ class Technique(NamedTuple):
 DEFAULT = Technique("the defaults", seeds=5)
 TECHNIQUES = (
     DEFAULT,
-    Technique("AdamW", {"optimizer": "adamw", "learning_rate": RATE / 10}, seeds=5),
-    Technique("AdamW, three times the rate", {"optimizer": "adamw", "learning_rate": RATE / 3.3}),
+    Technique("AdamW", {"learning_rate": RATE / 10}, "adamw", seeds=5),
+    Technique("AdamW, three times the rate", {"learning_rate": RATE / 3.3}, "adamw"),
     Technique("learning rate times 0.7", {"learning_rate": RATE * 0.7}),
     Technique("learning rate times 1.4", {"learning_rate": RATE * 1.4}),
-    Technique("Muon: all attention heads as one matrix", change="muon", arguments={"one_matrix": True}),
-    Technique("Muon for the head's dense layer too", change="muon", arguments={"exclude_layers": ["logits"]}),
-    Technique("Muon: momentum 0.9", change="muon", arguments={"momentum": 0.9}),
-    Technique("Muon: 3 Newton-Schulz iterations", change="muon", arguments={"ns_steps": 3}),
-    Technique("Muon: one rate for AdamW's part", change="muon", arguments={"adam_lr_ratio": 1.0}),
+    Technique("Muon: all attention heads as one matrix", change="muon_class", arguments={"one_matrix": True}),
+    Technique("Muon for the head's dense layer too", change="muon_class", arguments={"exclude_layers": ["logits"]}),
+    Technique("Muon: momentum 0.9", change="muon_class", arguments={"momentum": 0.9}),
+    Technique("Muon: 3 Newton-Schulz iterations", change="muon_class", arguments={"ns_steps": 3}),
+    Technique("Muon: one rate for AdamW's part", change="muon_class", arguments={"adam_lr_ratio": 1.0}),
     Technique("position embeddings from BERT's noise", change="initial", arguments={"positions": 0.02}),
     Technique("position embeddings from noise five times as large", change="initial", arguments={"positions": 0.1}),
     Technique("kernels by 1/sqrt(inputs)", change="initial", arguments={"kernels": True}),
     Technique("untied head", change="untied"),
     Technique("mask rate 0.15", {"mask_rate": 0.15}),
     Technique("mask rate 0.4", {"mask_rate": 0.4}),
-    Technique("mask rate falling from 0.4 to 0.15", change="batches", arguments={"rates": [0.4, 0.15]}),
+    Technique("mask rate falling from 0.4 to 0.15", change="mask_rates", arguments={"first": 0.4, "last": 0.15}),
     Technique("half the batch", {"batch_size": BATCH // 2, "learning_rate": RATE / math.sqrt(2)}),
     Technique("twice the batch", {"batch_size": BATCH * 2, "learning_rate": RATE * math.sqrt(2)}),
     Technique("half the batch in the first half", change="ramp"),
     Technique("sequences of 32", {"seq_length": 32, "batch_size": BATCH * 2}),
     Technique("sequences of 128", {"seq_length": 128, "batch_size": BATCH // 2}),
-    Technique("sequences of 32 in the first half", change="batches", arguments={"shorter": True}),
+    Technique("sequences of 32 in the first half", change="short_first", arguments={"seq_length": 32}),
     Technique("no warm-up", {"warmup": 0.0}),
     Technique("warm-up of 30 %", {"warmup": 0.3}),
     Technique("cosine decay", change="schedule", arguments={"name": "cosine"}),
     Technique("stable rate, decay in the last 30 %", change="schedule", arguments={"name": "stable"}),
-    Technique("no weight decay", {"weight_decay": 0.0}),
-    Technique("weight decay 0.1", {"weight_decay": 0.1}),
-    Technique("no clipping", {"clip_norm": 0.0}),
+    Technique("no weight decay", change="muon", arguments={"weight_decay": 0.0}),
+    Technique("weight decay 0.1", change="muon", arguments={"weight_decay": 0.1}),
+    Technique("no clipping", change="muon", arguments={"clip_norm": None}),
     Technique("dropout 0.1", {"dropout": 0.1}),
     Technique("z-loss of 1e-4", change="z_loss"),
-    Technique("moving average of the weights", change="muon", arguments={"use_ema": True, "ema_momentum": 0.98}),
+    Technique("moving average of the weights", change="muon_class", arguments={"use_ema": True, "ema_momentum": 0.98}),
     Technique("vocabulary size 2,048", {"vocabulary_size": 2048}),
     Technique("vocabulary size 8,192", {"vocabulary_size": 8192}),
 )
@@ -142,14 +142,14 @@ def trainer(
     defaults = {"replicas": 1, "batch_size": BATCH, "learning_rate": RATE, "seed": seed}
     if change:
         getattr(changes, change)(bert_mlm, **arguments)
-    bert_mlm.FitLog = Timed = _timed(bert_mlm.FitLog)
+    bert_mlm.RunLog = Timed = _timed(bert_mlm.RunLog)
 
     def run() -> dict[str, Any]:
         with temporary_folder() as folder:
-            config = bert_mlm.Config(workdir=folder, **defaults | options)
+            config = bert_mlm.Config(workdir=f"{folder}/run", **defaults | options)
             with contextlib.redirect_stdout(io.StringIO()):
                 results = bert_mlm.train_and_evaluate(config)
-            losses = [json.loads(line)["loss"] for line in Path(folder, "steps.jsonl").read_text().splitlines()]
+            losses = [json.loads(line)["loss"] for line in Path(config.workdir, "steps.jsonl").read_text().splitlines()]
         return {
             "steps": results["steps"],
             "loss": results["val_loss"],

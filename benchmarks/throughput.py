@@ -12,12 +12,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from common.run.speed import flops_per_token
-
 from benchmarks.machine import RESULTS, machine, write_results
 from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
 from benchmarks.text import add_text_arguments, prepare_text, temporary_folder
-from common.model.sizes import dimensions
 
 SEQ_LENGTH, MASK_RATE = 128, 0.15
 PUBLISHED = "published Keras example, padded to 512"
@@ -25,19 +22,19 @@ OURS = "benchmarks.ours:trainer"
 PUBLISHERS = "benchmarks.published:trainer"
 PEERS = "benchmarks.transformers_peer:trainer"
 
-# One line per contender: its name; what makes it; its own arguments; the number format of most of its matrix products.
+# One line per contender: its name; what makes it; its own arguments.
 CONTENDERS = (
-    (PUBLISHED, PUBLISHERS, {}, "float32"),
-    ("transformers, Accelerate", PEERS, {}, "float32"),
-    ("transformers, Accelerate, bfloat16", PEERS, {"precision": "bf16"}, "bfloat16"),
-    ("fit, one device", OURS, {"replicas": 1}, "float32"),
-    ("fit, one device, jit", OURS, {"replicas": 1, "jit": True}, "float32"),
-    ("fit, one device, bfloat16", OURS, {"replicas": 1, "precision": "mixed_bfloat16"}, "bfloat16"),
-    ("fit, one device, Muon", OURS, {"replicas": 1, "optimizer": "muon"}, "float32"),
-    ("fit, one device, jit, Muon", OURS, {"replicas": 1, "jit": True, "optimizer": "muon"}, "float32"),
-    ("fit, 2 replicas", OURS, {"replicas": 2}, "float32"),
-    ("fit, 2 replicas, jit", OURS, {"replicas": 2, "jit": True}, "float32"),
-    ("fit, 2 replicas, bfloat16", OURS, {"replicas": 2, "precision": "mixed_bfloat16"}, "bfloat16"),
+    (PUBLISHED, PUBLISHERS, {}),
+    ("transformers, Accelerate", PEERS, {}),
+    ("transformers, Accelerate, bfloat16", PEERS, {"precision": "bf16"}),
+    ("fit, one device", OURS, {"replicas": 1}),
+    ("fit, one device, jit", OURS, {"replicas": 1, "jit": True}),
+    ("fit, one device, bfloat16", OURS, {"replicas": 1, "precision": "mixed_bfloat16"}),
+    ("fit, one device, Muon", OURS, {"replicas": 1, "optimizer": "muon"}),
+    ("fit, one device, jit, Muon", OURS, {"replicas": 1, "jit": True, "optimizer": "muon"}),
+    ("fit, 2 replicas", OURS, {"replicas": 2}),
+    ("fit, 2 replicas, jit", OURS, {"replicas": 2, "jit": True}),
+    ("fit, 2 replicas, bfloat16", OURS, {"replicas": 2, "precision": "mixed_bfloat16"}),
 )
 # Sequences per step: of 128 tokens, and of 512 in the published example, whose 64 take too much memory.
 BATCHES = {"nano": (32, 32), "tiny": (32, 64), "small": (32, 16), "base": (16, 4)}
@@ -76,44 +73,31 @@ def with_sizes_before(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], folder: str) -> dict[str, Any]:
-    """All contenders of a size: the rounds of each, and the machine's peaks."""
+    """The rounds of all contenders of a size."""
     contenders = [contender for contender in CONTENDERS if arguments.only in contender[0]]
     rounds = [Timed(*specification(c, size, arguments, text, folder), arguments.seconds) for c in contenders]
-    peaks = {dtype: Timed("benchmarks.machine:matmul", {"dtype": dtype}, 1.0) for dtype in ("float32", "bfloat16")}
     number = min(arguments.rounds, FRESH_ROUNDS) if size in FRESH else arguments.rounds
-    take_rounds([*peaks.values(), *rounds], number, size, stay=size not in FRESH)
-    best = {dtype: max(answer["flops"] for answer in timed.answers) for dtype, timed in peaks.items()}
-    flops = model_flops(size, text["pieces"])
+    take_rounds(rounds, number, size, stay=size not in FRESH)
     rows = {
         name: {
-            "precision": dtype,
             "batch": timed.arguments["batch_size"],
             "tokens_per_second": timed.per_second("tokens"),
             "step_ms": [round(1e3 * a["seconds"] / a["steps"], 2) for a in timed.answers],
         }
-        for (name, _, _, dtype), timed in zip(contenders, rounds, strict=True)
+        for (name, *_), timed in zip(contenders, rounds, strict=True)
     }
-    for row in rows.values():
-        row["mfu"] = statistics.median(row["tokens_per_second"]) * flops / best[row["precision"]]
-    return {"pieces": text["pieces"], "flops_per_token": flops, "peak_flops": best, "contenders": rows}
-
-
-def model_flops(size: str, vocabulary_size: int) -> float:
-    """FLOPs of one token, the same for every contender: what one computes for padding or for other logits is waste."""
-    of = dimensions(size)
-    sizes = of["hidden_dim"], of["intermediate_dim"], of["num_layers"], vocabulary_size
-    return flops_per_token(*sizes, SEQ_LENGTH, MASK_RATE)
+    return {"pieces": text["pieces"], "contenders": rows}
 
 
 def specification(contender, size: str, arguments: argparse.Namespace, text: dict[str, Any], folder: str):
     """What makes a contender: the function and its arguments."""
-    _, function, own, _ = contender
+    _, function, own = contender
     packed, padded = BATCHES[size]
     common = {"model": size, "dropout": arguments.dropout, "batch_size": padded if function == PUBLISHERS else packed}
     words = {"corpus": text["corpus"], "vocabulary": text["vocabulary"]}
     match function:
         case "benchmarks.ours:trainer":
-            own = {"seq_length": SEQ_LENGTH, "mask_rate": MASK_RATE, "precision": "float32"} | words | own
+            own = {"recipe": "bert_mlm", "seq_length": SEQ_LENGTH, "mask_rate": MASK_RATE} | words | own
         case "benchmarks.published:trainer":
             own = words | own
         case "benchmarks.transformers_peer:trainer":
@@ -128,5 +112,4 @@ def table(measured: dict[str, Any]) -> str:
     medians = {name: statistics.median(each) for name, each in speeds.items()}
     published = medians.get(PUBLISHED, math.nan)
     ratios = {name: f"{median / published:.1f} x" for name, median in medians.items()}
-    mfu = {name: f"{row['mfu']:.1%}" for name, row in rows.items()}
-    return speed_table("tokens/s", speeds, **{"vs. published": ratios, "MFU": mfu})
+    return speed_table("tokens/s", speeds, **{"vs. published": ratios})

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from common.data.glue import open_examples
-from common.scores.metrics import classification_scores
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -24,6 +22,8 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from benchmarks.torch_loop import time_steps, train_step, without_end
+from common.classification_scores import scores_of
+from common.data.labelled import open_examples
 
 
 class ShuffledBatches(torch.utils.data.Sampler):
@@ -72,8 +72,8 @@ class FineTuning:
         set_seed(seed)
         self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=precision)
         tokenizer = AutoTokenizer.from_pretrained(preset)
-        texts = open_examples(task, data)
-        self.splits = {}
+        self.texts = texts = open_examples(task, data)
+        self.splits: dict[str, list[dict[str, Any]]] = {}
         for split in ("train", "validation"):
             examples = texts.splits[split]
             encoded = [tokenizer(*parts, truncation=True, max_length=length) for parts in examples.texts]
@@ -136,9 +136,8 @@ def scorer(epochs: int, **arguments: Any) -> Callable[[], dict[str, Any]]:
         tuned.model.eval()
         with torch.no_grad():
             logits = [tuned.model(**batch).logits.float().numpy() for batch in tuned.evaluation]
-        labels = np.array([example["labels"] for example in tuned.splits["validation"]])
-        scores = classification_scores(np.concatenate(logits), labels)
-        return {name: scores[name] for name in ("accuracy", "f1")} | {"seconds": seconds}
+        scores = scores_of(tuned.texts, "validation", np.concatenate(logits))
+        return {name.removeprefix("val_"): score for name, score in scores.items()} | {"seconds": seconds}
 
     return run
 

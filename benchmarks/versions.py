@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS, ROOT, machine, write_results
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 
 NIGHTLY = "nightly"
 # Python, TensorFlow, Keras. Every version is in two of them or more, the oldest of all together.

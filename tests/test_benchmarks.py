@@ -8,44 +8,12 @@ import sys
 import tomllib
 
 import pytest
-from common.run.speed import flops_per_token
 
-import benchmarks.input
-from benchmarks import (
-    compare,
-    keras_tests,
-    peers,
-    quality,
-    scaling,
-    throughput,
-    versions,
-)
+from benchmarks import __main__ as program
+from benchmarks import compare, keras_tests, readme, versions
 from benchmarks import machine as machine_module
-from keras_replicas.errors import UserError
+from keras_replicas import UserError
 from keras_replicas.private import CHECKED_VERSIONS
-
-
-def matmul_flops(*shapes):
-    return sum(2 * rows * inner * columns for rows, inner, columns in shapes)
-
-
-def test_flops_are_those_of_every_matrix_product_of_a_small_bert():
-    length, width, inner, vocabulary_size, masked = 20, 64, 256, 500, 3  # nano: one layer, one head of 64
-    forward = matmul_flops(
-        *[(length, width, width)] * 4,  # query, key, value, output
-        (length, width, length),  # scores
-        (length, length, width),  # mean of the values
-        (length, width, inner),
-        (length, inner, width),
-        (masked, width, width),  # the head
-        (masked, width, vocabulary_size),
-    )
-    assert flops_per_token(64, 256, 1, vocabulary_size, length, masked / length) * length == pytest.approx(3 * forward)
-
-
-def test_flops_of_tiny_are_those_known():
-    # 55 GFLOP for 70 sequences of 128, counted by another hand.
-    assert flops_per_token(128, 512, 2, 30_522, 128, 0.15) * 70 * 128 == pytest.approx(56e9, rel=0.01)
 
 
 def test_two_commits_are_compared_round_by_round():
@@ -61,9 +29,21 @@ def test_a_commit_is_checked_out_and_gone_again():
         pass
 
 
-def test_the_readme_says_how_many_of_keras_own_tests_pass():
-    results = {"trainer": dict(zip(keras_tests.WAYS, (9, 9, 5, 9, 9, 8), strict=True))}
-    assert "9 pass without a strategy; 5 of them with two replicas, 8 with ours." in keras_tests.line(results)
+def test_a_recipe_is_timed_on_the_batches_that_it_trains_on():
+    from benchmarks.ours import trainer
+
+    options = {"corpus": "LICENSE", "vocabulary_size": 300, "model": "nano", "seq_length": 16, "replicas": 2}
+    train = trainer("bert_mlm", 8, **options)
+    for steps in (2, 3):
+        found = train(steps=steps)
+        assert found["seconds"] > 0
+        counted = {name: found[name] for name in ("steps", "examples", "tokens", "slots")}
+        assert counted == {"steps": steps, "examples": 8 * steps, "tokens": 128 * steps, "slots": 128 * steps}
+
+
+def test_every_table_is_made_of_its_results():
+    for name, table in readme.tables().items():
+        assert table().strip(), name
 
 
 def test_tests_that_train_are_found_by_what_they_call_and_name():
@@ -97,13 +77,11 @@ def test_what_ours_loses_is_told_with_its_reason():
         way: {name: outcome(each[index]) for name, each in passed.items()} for index, way in enumerate(keras_tests.WAYS)
     }
     report = keras_tests.report(of)
-    assert report["lost"] == {
-        "no strategy": {},
-        "1 replica": {},
-        "2 replicas": {"trainers/trainer_test.py::a": "so it is"},
-    }
+    lost = {"trainers/trainer_test.py::a": "so it is"}
+    assert report["lost"] == {"no strategy": {}, "1 replica": {}, "2 replicas": lost}
     assert report["others on 2 replicas"] == {"b.py::b": "so it is"}
     assert [report["all"][way] for way in keras_tests.WAYS] == [2, 2, 1, 2, 2, 0]
+    assert "1 pass without a strategy; 1 of them with two replicas, 0 with ours." in keras_tests.line(report)
 
 
 def test_the_versions_that_pip_takes_and_that_the_library_knows_are_those_measured():
@@ -123,11 +101,11 @@ def test_the_tests_for_other_versions_are_there():
     assert all((machine_module.ROOT / file).is_file() for file in versions.FILES)
 
 
-def test_every_benchmark_has_its_options():
-    for module in (throughput, scaling, benchmarks.input, quality, peers):
-        parser = argparse.ArgumentParser()
-        module.add_arguments(parser)
-        assert parser.parse_args([]).corpus == "docstrings"
+def test_every_benchmark_has_a_main_and_options():
+    for name in program.NAMES:
+        module = importlib.import_module(f"benchmarks.{name}")
+        module.add_arguments(argparse.ArgumentParser())
+        assert callable(module.main)
 
 
 @pytest.mark.parametrize(
