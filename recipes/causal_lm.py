@@ -136,9 +136,8 @@ def train_and_evaluate(config: Config) -> dict:
             trained_only=bool(config.lora_rank),
         )
         texts = beginnings(batches["validation"].rows, tokenizer)
-        publish = Publish(
-            config.push_to, config.push_public, run.folder, functools.partial(save_task, model, preprocessor)
-        )
+        save = functools.partial(save_task, model, preprocessor)
+        publish = Publish(config.push_to, config.push_public, run.folder, save)
         callbacks = [log, Samples(log.board, texts), publish, checkpoints]
         model.fit(train, epochs=config.epochs, validation_data=batches["validation"], callbacks=callbacks)
 
