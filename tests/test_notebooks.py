@@ -39,7 +39,7 @@ def test_a_notebook_is_what_is_generated_and_was_run(name):
     again = generate.generate(generate.narratives()[name], generate.ADDRESS.search(code[0].source)[1])
     sources, generated = ([(cell.cell_type, cell.source) for cell in each.cells] for each in (notebook, again))
     assert sources == generated, "run `python -m notebooks.generate`"
-    assert notebook.cells[-1].source.startswith("## Three things to try\n")
+    assert "## Three things to try\n" in notebook.cells[-1].source
     advice = "run `python -m notebooks.generate --execute`"
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), advice
     shown = outputs(notebook)
