@@ -139,6 +139,7 @@ def test_the_words_of_a_command_parse(at_the_reader, monkeypatch, capsys):
             of_recipes += 1
             launched = words[3] == "launch"
             name, options = (arguments.script, arguments.arguments) if launched else (arguments.name, arguments.options)
+            assert name in RECIPES, words
             check_options_of(name, options, capsys)
     assert of_recipes > 20
 
