@@ -30,6 +30,7 @@ def leader(batch_size: int, rate: float, **options: Any) -> Callable[..., dict[s
         steps = len(train) * epochs
         with strategy.scope():
             model = page.build_model(config, data, keras.optimizers.schedules.PolynomialDecay(rate, steps, 0.0))
+        model.preprocessor = None  # it gets token ids, not texts
         head = [variable.numpy().tolist() for variable in model.output_dense.weights]
         batches, losses = [], []
         for x, y, weight in train.iter_from_step(0, ONE_PART).take(steps):

@@ -37,8 +37,8 @@ def test_a_recipe_is_timed_on_the_batches_that_it_trains_on():
     for steps in (2, 3):
         found = train(steps=steps)
         assert found["seconds"] > 0
-        counted = {name: found[name] for name in ("steps", "examples", "tokens", "slots")}
-        assert counted == {"steps": steps, "examples": 8 * steps, "tokens": 128 * steps, "slots": 128 * steps}
+        assert [found[name] for name in ("steps", "examples", "slots")] == [steps, 8 * steps, 128 * steps]
+        assert found["slots"] - 16 < found["tokens"] <= found["slots"]  # the last row may have padding
 
 
 def test_every_table_is_made_of_its_results():
