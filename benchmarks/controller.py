@@ -59,7 +59,7 @@ class OrbitTrainer(orbit.StandardTrainer):
         """See Orbit."""
 
         def replica_step(batch):
-            values = GlueTrainer._replica_step(self, *batch)
+            values = GlueTrainer.train_step(self, *batch)
             self.loss.update_state(values["loss"])
 
         self.strategy.run(replica_step, args=(next(iterator),))
@@ -132,9 +132,10 @@ def make_contenders(strategy: tf.distribute.Strategy, folder: Path) -> dict[str,
     model, optimizer = parts()
     log = RunLog(folder, train)
     controller = Controller(
-        GlueTrainer(strategy, train, model, optimizer, log, labelled.classes),
+        GlueTrainer(strategy, train, model, optimizer, labelled.classes),
         Unevaluated(strategy, train),
         Unsaved(folder / "checkpoints", model=model, optimizer=optimizer),
+        log,
         steps_per_loop=STEPS_PER_LOOP,
     )
     trainer = OrbitTrainer(strategy, *parts(), distribute(strategy, train))

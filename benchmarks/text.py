@@ -65,7 +65,7 @@ def gpt2_writer(folder: str, **options: Any) -> Callable[[], dict]:
     import keras
     import numpy as np
 
-    from common.model.saving import save_task
+    from common.model.presets import save_task
     from recipes.causal_lm import Config, build_model, make_datasets
 
     def write() -> dict:

@@ -20,17 +20,31 @@ from sklearn.pipeline import make_pipeline
 
 from keras_replicas import is_chief
 
-from .data.labelled import LabelledTexts
+from .data.labelled import NO_LIMITS, LabelledTexts
 from .data.vocabulary import encode
-from .language_model_scores import entry
+from .log import Scores, Told
+from .log import report as report_with
+
+# Names of metrics in reports. The first that a task has is its main metric: accuracy for MRPC, Pearson correlation for
+# STS-B, as in Liu et al. 2019, arXiv:1907.11692. Higher is better.
+METRICS = {
+    "accuracy": "accuracy",
+    "f1": "F1",
+    "matthews": "Matthews correlation",
+    "pearson": "Pearson correlation",
+    "spearman": "Spearman",
+}
+BASELINES = {"majority": "majority-class", "length": "length-only", "bag_of_words": "bag-of-words"}
+# By which the main metric must exceed that of a baseline. On some thousand examples, chance moves an accuracy by more
+# than one example in a hundred (2 standard errors: 0.03), and a correlation by twice as much.
+MARGIN = 0.01
 
 
 def scores_of(texts: LabelledTexts, split: str, outputs: np.ndarray) -> dict[str, float]:
-    """Entries such as `val_loss` and `val_accuracy`, for the split `validation`: its loss and the task's metrics.
+    """Entries such as `val_loss` and `val_accuracy`, for the split `validation`; none if it has no labels.
 
     The loss is the mean cross-entropy in nats, or the mean squared error. `f1` is of class 1 if there are two, as in
     GLUE, and else the mean over the classes; a correlation with a constant, which is not defined, is 0.
-    A split without labels has no entries.
     """
     labels = texts.splits[split].labels
     if labels is None:
@@ -41,19 +55,17 @@ def scores_of(texts: LabelledTexts, split: str, outputs: np.ndarray) -> dict[str
     else:
         predictions = np.asarray(outputs, np.float64)[:, 0]
         loss = np.mean((predictions - labels) ** 2)
-    return {entry(split, "loss"): float(loss)} | _metrics(texts, split, predictions)
+    return {_entry(split, "loss"): float(loss)} | _metrics(texts, split, predictions)
 
 
 def classifier_results(
     texts: LabelledTexts, outputs: dict[str, np.ndarray], tokenizer: keras_hub.models.Tokenizer
 ) -> dict[str, Any]:
-    """These models' part of `results.json`: for each labelled split, `scores_of`, and the same metrics of baselines.
+    """`scores_of` for each labelled split but `train`, and the same metrics of baselines: `val_length_accuracy`, say.
 
     They are `majority`, the most frequent class; `length`, a linear model of the texts' lengths; and `bag_of_words`, of
-    the tokens of each text and of those that they share, without order: `val_bag_of_words_accuracy`, for example. For
-    regression the first one is the mean, which correlates with nothing, and has a `val_mean_loss` instead.
-
-    The outputs are those of each split but `train`; the tokens are the tokenizer's. 70,000 sentences take 10 seconds.
+    the tokens of each text and of those that they share, without order. For regression the first one is the mean, which
+    correlates with nothing, and has a `val_mean_loss` instead. 70,000 sentences take 10 seconds.
     """
     labels = {split: np.array(part.labels) for split, part in texts.splits.items() if part.labels is not None}
     labelled, ids = [split for split in outputs if split in labels], {}
@@ -67,7 +79,7 @@ def classifier_results(
             majority = np.full(len(ids[split]), np.bincount(labels["train"]).argmax())
             results |= _metrics(texts, split, majority, "majority_")
         else:
-            results[entry(split, "mean_loss")] = float(np.mean((labels[split] - labels["train"].mean()) ** 2))
+            results[_entry(split, "mean_loss")] = float(np.mean((labels[split] - labels["train"].mean()) ** 2))
     for name, features in {"length": _lengths, "bag_of_words": _words}.items():
         of_classes = OneVsRestClassifier(LogisticRegression(solver="liblinear"))
         model = make_pipeline(CountVectorizer(analyzer=features), of_classes if texts.classes else Ridge())
@@ -78,20 +90,22 @@ def classifier_results(
 
 
 def write_predictions(folder: Path, texts: LabelledTexts, outputs: dict[str, np.ndarray]) -> None:
-    """Writes the predictions of each split in GLUE's format, those of the test split under GLUE's file name.
+    """Writes, on the chief, each split's predictions in GLUE's format: classes' names, or numbers.
 
-    They are the names of classes, or numbers; those of the test split are clipped to the task's limits. Only the chief
-    writes. The folder is created if missing.
+    Those of the test split have GLUE's file name, and are clipped to the task's limits.
     """
     if not is_chief():
         return
     folder.mkdir(exist_ok=True)
     for split, rows in outputs.items():
-        numbers = rows[:, 0].clip(*texts.limits) if split == "test" else rows[:, 0]
-        names = [texts.classes[place] for place in rows.argmax(axis=1)] if texts.classes else map(str, numbers)
-        lines = [f"{index}\t{name}\n" for index, name in zip(texts.splits[split].indices, names, strict=True)]
-        path = folder / (texts.submission if split == "test" else f"{split}.tsv")
-        path.write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8")
+        limits, name = (texts.limits, texts.submission) if split == "test" else (NO_LIMITS, f"{split}.tsv")
+        told = [texts.classes[place] for place in rows.argmax(axis=1)] if texts.classes else rows[:, 0].clip(*limits)
+        lines = [f"{index}\t{value!s}\n" for index, value in zip(texts.splits[split].indices, told, strict=True)]
+        (folder / name).write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8")
+
+
+def _entry(split: str, name: str) -> str:
+    return f"{'val' if split == 'validation' else split}_{name}"
 
 
 def _metrics(texts: LabelledTexts, split: str, predictions: np.ndarray, prefix: str = "") -> dict[str, float]:
@@ -105,7 +119,7 @@ def _metrics(texts: LabelledTexts, split: str, predictions: np.ndarray, prefix: 
         "pearson": lambda *of: scipy.stats.pearsonr(*of)[0] if varied else 0,
         "spearman": lambda *of: scipy.stats.spearmanr(*of)[0] if varied else 0,
     }
-    return {entry(split, prefix + name): float(functions[name](labels, predictions)) for name in texts.metrics}
+    return {_entry(split, prefix + name): float(functions[name](labels, predictions)) for name in texts.metrics}
 
 
 def _lengths(ids: list[list[int]]) -> list[tuple[int, int]]:
@@ -115,3 +129,29 @@ def _lengths(ids: list[list[int]]) -> list[tuple[int, int]]:
 def _words(ids: list[list[int]]) -> list[tuple[int, int]]:
     shared = {*ids[0]} & {*ids[-1]} if len(ids) == 2 else ()
     return [(place, token) for place, text in enumerate((*ids, shared)) for token in text]
+
+
+def report(results: dict[str, Any]) -> str:
+    """As `common.log.report`, with each split's metrics and those of its baselines.
+
+    It warns of a model that does not beat, by its main metric, those that ignore word order, nor, in regression, by its
+    loss, the mean of the training labels.
+    """
+    return report_with(results, _told_of)
+
+
+def _told_of(split: str, of: Scores) -> Told:
+    metric, title = next((metric, title) for metric, title in METRICS.items() if metric in of)
+
+    def shown(prefix: str = "") -> str:
+        """The metrics that begin so, such as `68.4%, F1 0.812`."""
+        found = {each: of[prefix + each] for each in METRICS if prefix + each in of}
+        texts = [f"{METRICS[each]} {value:{'.1%' if each == 'accuracy' else '.3f'}}" for each, value in found.items()]
+        return ", ".join(texts).removeprefix(f"{title} ")
+
+    means = [("  mean baseline", f"{of['mean_loss']:.3f}")] if "mean_loss" in of else []
+    baselines = [each for each in BASELINES if f"{each}_{metric}" in of]
+    simple = [(f"  {BASELINES[each]} baseline", shown(f"{each}_")) for each in baselines]
+    best = max((of[f"{each}_{metric}"] for each in baselines), default=-np.inf)
+    learned = of["loss"] < of.get("mean_loss", np.inf) and of[metric] > best + MARGIN
+    return [(f"{split} loss", f"{of['loss']:.3f}"), *means, (f"{split} {title}", shown()), *simple], learned

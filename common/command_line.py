@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of every recipe, whose options are the fields of its `Config`, and what it shows on the terminal.
+"""The options of the recipes, their command line, and what it shows on the terminal.
 
+A recipe's options are the fields of its `Config`: what is said of one stands there, its bounds, and the marks below.
 Nothing here imports TensorFlow, so that `--help` and invalid options respond at once.
 """
 
@@ -9,42 +10,134 @@ import dataclasses
 import errno
 import io
 import logging
+import math
 import os
 import re
 import select
 import signal
 import sys
 import tempfile
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TextIO
 
 import tyro
 
 from keras_replicas import UserError
 
-from .options import FIRST, marks_of, option
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Config = TypeVar("Config", bound="DataclassInstance")
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
+MOST = 2**31 - 1
+# Marks, which may stand in the `Annotated` of an option.
+FIRST = "`--help` shows it before the others"
+FREE = "it does not change what is computed: a resumed run may have another value"
+INPUT = "a file or folder that is read: it must not lie in the run's folder, which `--overwrite` moves aside"
 
 
-def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] | None = None) -> Config:
-    """Reads a recipe's options from the command line.
+class Bounds(NamedTuple):
+    """The least and the greatest value of a number, or None for the default."""
 
-    `--help` lists the options marked `FIRST` first, and the others in a box of their own, each with its default.
+    least: float
+    most: float
 
-    Args:
-        config_class: a dataclass with one field per option; `batch_size` becomes `--batch-size`.
-        recipe_doc: the recipe's docstring, shown by `--help`.
-        arguments: those after the recipe's name; None for this process's own. With None, Ctrl-C asks the run to save
-            and exit, as SIGTERM does; a second Ctrl-C ends the process at once.
+
+Count = Annotated[int, Bounds(1, MOST)]
+Share = Annotated[float, Bounds(0, 1 - 2**-53)]
+Rate = Annotated[float | None, Bounds(1e-30, 1e9)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of every recipe; its `Config` adds its own, among them `workdir` and `batch_size`.
 
     Raises:
-        SystemExit: 0 after `--help` and a completion script; 2, after one line on standard error, for invalid options.
+        UserError: when a value is out of its bounds, or an input lies in the run's folder.
+    """
+
+    # 0: all GPUs, or the CPU split in 2; N: N GPUs, or a single GPU or the CPU split in N
+    replicas: Annotated[int, Bounds(0, 2**10), FIRST, FREE] = 0
+    lr_scaling: Literal["sqrt", "linear", "none"] = "sqrt"  # learning rate by the number of replicas
+    max_steps: Annotated[int, Bounds(0, MOST)] = 0  # stop after this many steps; 0: no limit
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"  # Keras's dtype policy
+    deterministic: bool = False  # on GPUs: bit-reproducible runs, and float32 without TF32; slower
+    seed: Annotated[int, Bounds(0, 2**32 - 1)] = 0  # of weights, data order, masks and dropout
+    checkpoint_every: Annotated[Count, FREE] = 100  # steps between checkpoints, from which an interrupted run resumes
+    # start afresh in a workdir that holds a run, which is moved aside; if interrupted, the same command resumes
+    overwrite: Annotated[bool, FIRST, FREE] = False
+    dry_run: Annotated[bool, FIRST, FREE] = False  # print the plan, and the memory of three steps; write nothing
+
+    def __post_init__(self):
+        workdir = Path(self.workdir).resolve()  # type: ignore[attr-defined]
+        for name, marks in marks_of(type(self)).items():
+            value = getattr(self, name)
+            for least, most in (mark for mark in marks if isinstance(mark, Bounds) and value is not None):
+                if not least <= value <= most:
+                    at = f"at least {least}" if value < least else f"at most {most}"
+                    at = "a finite number" if value in (math.inf, -math.inf) or value != value else at
+                    raise UserError(f"{option(name)} must be {at}; got {value}")
+            if value == "" != getattr(type(self), name):  # it would be the current folder
+                raise UserError(f"{option(name)} is empty: name one, or leave it out")
+            if INPUT in marks and os.path.exists(value) and Path(value).resolve().is_relative_to(workdir):
+                raise UserError(f"{option(name)} {value} lies in the run's folder, which --overwrite moves aside")
+
+    def fixed(self, recipe: str) -> dict[str, Any]:
+        """What must be the same when the run is resumed: the recipe, and the options that are not `FREE`."""
+        fixed = {name: getattr(self, name) for name, marks in marks_of(type(self)).items() if FREE not in marks}
+        return {"recipe": recipe} | fixed
+
+    def folder(self) -> str | None:
+        """Where the run is; None if it writes nothing."""
+        return None if self.dry_run else self.workdir  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitOptions(RunOptions):
+    """Options of recipes that train with Keras's `fit`."""
+
+    # gradient accumulation: parts of a replica's batch, to save memory; the batch stays
+    accumulate: Annotated[Count, FREE] = 1
+    jit: Annotated[bool, FREE] = False  # compile each replica's forward and backward pass with XLA
+
+    def __post_init__(self):
+        super().__post_init__()
+        batch_size = self.batch_size  # type: ignore[attr-defined]
+        if batch_size % self.accumulate:
+            raise UserError(f"--accumulate {self.accumulate} must divide --batch-size {batch_size}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModelOptions(FitOptions):
+    """Options of recipes that train a language model."""
+
+    # docstrings | wikitext-2 | wikitext-103 | hf://user/name | a text file or folder
+    corpus: Annotated[str, FIRST, INPUT] = "docstrings"
+    seq_length: Annotated[int, Bounds(3, 2**16)] = 32  # tokens per sequence
+    batch_size: Annotated[Count, FIRST] = 16  # sequences per replica in a step
+    learning_rate: Annotated[Rate, FIRST] = None  # peak for one replica; default: 5e-3, or 1e-4 from a preset
+    warmup: Share = 0.1  # fraction of all steps that are warm-up
+    dropout: Share = 0.0  # the papers' is 0.1; with few epochs, a model learns more without
+    epochs: Annotated[Count, FIRST] = 2
+
+
+def marks_of(options: type) -> dict[str, tuple[Any, ...]]:
+    """What stands in the `Annotated` of each option, by its name."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(options)}
+
+
+def option(name: str) -> str:
+    """An option as it stands on the command line: `batch_size` is `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def parse(config_class: Any, recipe_doc: str, arguments: Sequence[str] | None = None) -> Any:
+    """Reads a recipe's options from the command line; exits with one line and status 2 where they are invalid.
+
+    Args:
+        config_class: a dataclass with one field per option.
+        recipe_doc: what `--help` shows first; the options marked `FIRST` follow, then the others.
+        arguments: those after the recipe's name; None for this process's own. With None, Ctrl-C asks the run to save
+            and exit, as SIGTERM does; a second Ctrl-C ends the process at once.
     """
     if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in a script's background
         signal.signal(signal.SIGINT, _ask_to_stop)
@@ -52,10 +145,11 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     own_first = sorted(fields, key=lambda name: name not in config_class.__annotations__)
     first, more = ([n for n in own_first if (FIRST in marks[n]) == is_first] for is_first in (True, False))
-    parts = {"first": first, "more": more}
-    boxes = {name: _part(config_class, {each: fields[each] for each in part}) for name, part in parts.items()}
-    boxes["first"] = Annotated[boxes["first"], tyro.conf.arg(name="")]
-    in_boxes: Any = dataclasses.make_dataclass("Options", boxes.items())  # tyro writes "more options" above the second
+    boxes = {
+        "first": Annotated[_part(config_class, {name: fields[name] for name in first}), tyro.conf.arg(name="")],
+        "more": _part(config_class, {name: fields[name] for name in more}),  # tyro writes "more options" above it
+    }
+    in_boxes: Any = dataclasses.make_dataclass("Options", boxes.items())
     try:
         with until_reader_leaves(), contextlib.redirect_stderr(stderr):
             found, unknown = tyro.cli(
@@ -76,19 +170,43 @@ def parse(config_class: type[Config], recipe_doc: str, arguments: Sequence[str] 
     except SystemExit as exit_:
         if exit_.code != 2:  # None after a completion script
             raise
-        fail(_first_paragraph(stderr.getvalue()))
+        # The message of tyro's framed error, without the frame and the help text under it.
+        lines = [line.strip("│ ") for line in stderr.getvalue().splitlines() if line.startswith("│")]
+        rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
+        fail(" ".join(lines[:rule]) or stderr.getvalue().strip())
 
 
-def run(main: Callable[[Config], None], config: Config) -> None:
-    """Calls `main(config)`, and turns expected errors into a message and an exit status.
+def _part(config_class: type, fields: dict[str, dataclasses.Field]) -> Any:
+    """The same class with some of the options only: tyro still finds its source, whose comments are the help."""
+    own = {
+        "__dataclass_fields__": fields,
+        "__init__": lambda self, **values: self.__dict__.update(values),
+        "__doc__": "",
+    }
+    return type(config_class.__name__, (config_class,), {**vars(config_class), **own})
 
-    That is 2 after a `UserError`, and 1 if the disk is full, or another worker has died or cannot be reached. What the
-    library logs is printed.
+
+def _ask_to_stop(*_: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if callable(signal.getsignal(signal.SIGTERM)):  # else there is nothing to save
+        os.write(2, b"\nSaving a checkpoint, then stopping. Press Ctrl-C again to quit at once.\n")
+    signal.raise_signal(signal.SIGTERM)
+
+
+def run(main: Callable[[Any], None], config: Any) -> None:
+    """Calls `main(config)`, prints what the library logs, and turns expected errors into a message and an exit status.
+
+    That is 2 after a `UserError`, and 1 if the disk is full, or another worker has died or cannot be reached.
     """
-    logger = logging.getLogger("keras_replicas")
+    if not (sys.stdout and sys.stdout.isatty()):  # a line for each epoch, no progress bar
+        import keras
+
+        keras.config.disable_interactive_logging()
+    logger, handler = logging.getLogger("keras_replicas"), logging.Handler()
+    # On a line of its own: a progress bar may be in the last one.
+    handler.emit = lambda record: print(f"\n{record.getMessage()}", flush=True)  # type: ignore[method-assign]
     logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.handlers = [_Printing()]  # one, however often it is called
+    logger.propagate, logger.handlers = False, [handler]  # one, however often it is called
     try:
         with until_reader_leaves():
             main(config)
@@ -111,8 +229,7 @@ def until_reader_leaves() -> Iterator[None]:
     """Exits with status 141 and no message, as on SIGPIPE, when the reader of the output is gone, as in `... | head`.
 
     SIGPIPE itself would also end the process at a socket whose other end has closed. If standard output is closed,
-    output is dropped; characters that its encoding lacks are printed as `?`. On a full disk, the status is 1, after one
-    line.
+    output is dropped; what its encoding lacks is printed as `?`. On a full disk, the status is 1, after one line.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -123,20 +240,18 @@ def until_reader_leaves() -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()  # here, not at the interpreter's end
-    except BrokenPipeError:
-        if not (left := [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]):
-            raise
-        for stream in left:
-            _drop(stream)
-        raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
-        told = [line for line in str(error).splitlines() if os.strerror(errno.ENOSPC) in line]  # TensorFlow's, too
-        if not told:
+        left = [s for s in (sys.stdout, sys.stderr) if isinstance(error, BrokenPipeError) and _has_no_reader(s)]
+        full = [line for line in str(error).splitlines() if os.strerror(errno.ENOSPC) in line]  # TensorFlow's, too
+        if not full and not left:
             raise
-        _drop(sys.stdout)
-        advice = "Free some space and give the same command again: a run resumes from its last checkpoint"
-        print(f"error: {told[0]}. {advice}", file=sys.stderr)
-        raise SystemExit(1) from None
+        for stream in left or [sys.stdout]:
+            with contextlib.suppress(OSError):  # the interpreter would report at its end what it cannot write
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if full:
+            advice = "Free some space and give the same command again: a run resumes from its last checkpoint"
+            print(f"error: {full[0]}. {advice}", file=sys.stderr)
+        raise SystemExit(1 if full else 128 + signal.SIGPIPE) from None
 
 
 def _has_no_reader(stream: TextIO) -> bool:
@@ -144,12 +259,6 @@ def _has_no_reader(stream: TextIO) -> bool:
     with contextlib.suppress(OSError):  # it is no file
         poll.register(stream, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
-
-
-def _drop(stream: TextIO) -> None:
-    """Drops what is written; the interpreter would report at its end what it cannot write."""
-    with contextlib.suppress(OSError):  # it is no file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fail(message: object) -> NoReturn:
@@ -178,35 +287,3 @@ def quiet_stderr() -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(stderr, 2)
             os.close(stderr)
-
-
-class _Printing(logging.Handler):
-    """Prints messages as they are."""
-
-    def emit(self, record):
-        """Prints one, on a line of its own: a progress bar may be in the last one."""
-        print(f"\n{record.getMessage()}", flush=True)
-
-
-def _ask_to_stop(*_: object) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if callable(signal.getsignal(signal.SIGTERM)):  # else there is nothing to save
-        os.write(2, b"\nSaving a checkpoint, then stopping. Press Ctrl-C again to quit at once.\n")
-    signal.raise_signal(signal.SIGTERM)
-
-
-def _part(config_class: type, fields: dict[str, dataclasses.Field]) -> Any:
-    """The same class with some of the options only: tyro still finds its source, whose comments are the help."""
-    own = {
-        "__dataclass_fields__": fields,
-        "__init__": lambda self, **values: self.__dict__.update(values),
-        "__doc__": "",
-    }
-    return type(config_class.__name__, (config_class,), {**vars(config_class), **own})
-
-
-def _first_paragraph(box: str) -> str:
-    """The message of tyro's framed error, without the frame and the help text under it."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
-    return " ".join(lines[:rule]) or box.strip()

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from keras_replicas import Checkpoints, distribute, exchange, is_chief, steps_in_one_call
+from keras_replicas import Checkpoints, distribute, exchange, first_replica, is_chief, steps_in_one_call
 
 from .files import read_json, write_json
+from .log import RunLog
 
 LOOP_SECONDS = 5.0  # at most: signals are not handled while TensorFlow runs a loop
 Output = dict[str, float]
@@ -23,33 +23,18 @@ Action = Callable[[int, Output], None]  # takes the step and the evaluation's re
 
 
 class Trainer:
-    """Trains on data that begins at any step. Subclass it and define `train_step`.
+    """Trains on data that begins at any step. Subclass it, define `train_step`, and build the optimizer beforehand.
 
-    Build the optimizer, in the strategy's scope, before the first step.
+    `train(iterator, num_steps)` does steps in one call of a `tf.function`; it returns a vector for each value.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, data: Any):
         self.strategy, self.data = strategy, data
-        self._do_steps = steps_in_one_call(lambda iterator, stop: self.train_step(iterator))
+        self.train = steps_in_one_call(lambda iterator, stop: _run(strategy, self.train_step, iterator))
 
-    def begin(self, step: int) -> None:
-        """Called once, with the steps done before."""
-        self._iterator = iter(distribute(self.strategy, self.data, step))
-
-    def train_step(self, iterator) -> dict[str, tf.Tensor]:
-        """Does one step on `next(iterator)`, with `strategy.run`; traced into a graph.
-
-        Returns scalars that are the same on all workers, such as the batch's loss.
-        """
+    def train_step(self, *batch) -> dict[str, tf.Tensor]:
+        """A step of one replica, on its part of a batch, in a graph; returns scalars that are the same on all."""
         raise NotImplementedError
-
-    def train_loop_end(self, values: dict[str, np.ndarray]) -> Output:
-        """What is shown after a loop of steps, of what `train_step` returned for each; by default, the means."""
-        return {name: float(vector.mean()) for name, vector in values.items()}
-
-    def train(self, num_steps: int) -> Output:
-        """Runs a loop of steps in one call of a `tf.function`."""
-        return self.train_loop_end(self._do_steps(self._iterator, num_steps))
 
 
 class Evaluator:
@@ -57,9 +42,10 @@ class Evaluator:
 
     def __init__(self, strategy: tf.distribute.Strategy, data: Any):
         self.strategy, self.data = strategy, data
+        self._eval_step = tf.function(lambda batches: _run(strategy, self.eval_step, batches), reduce_retracing=True)
 
-    def eval_step(self, iterator) -> Any:
-        """Evaluates `next(iterator)`, with `strategy.run`; traced into a graph."""
+    def eval_step(self, *batch) -> Any:
+        """An evaluation of one replica, of its part of a batch, in a graph; returns what is the same on all."""
         raise NotImplementedError
 
     def eval_end(self, outputs: list[Any]) -> Output:
@@ -71,31 +57,24 @@ class Evaluator:
         iterator = iter(distribute(self.strategy, self.data))
         return self.eval_end([self._eval_step(iterator) for _ in range(len(self.data))])
 
-    @tf.function(reduce_retracing=True)
-    def _eval_step(self, iterator):
-        return self.eval_step(iterator)
+
+def _run(strategy: tf.distribute.Strategy, step: Callable, iterator) -> Any:
+    return first_replica(strategy, strategy.run(step, args=next(iterator)))
 
 
 class Controller:
     """Alternates training and evaluation, logs, saves checkpoints, and resumes an interrupted run.
 
-    On SIGTERM, it finishes the current loop, saves a checkpoint and exits with status 143, on all workers. To keep this
-    short, a loop has no more steps than the slowest worker does in 5 seconds, judging by the loop before; the first has
-    one step. Only the chief saves and writes summaries.
+    On SIGTERM, all workers finish the current loop, save a checkpoint and exit with status 143. To keep this short, a
+    loop has no more steps than the slowest worker does in 5 seconds, judging by the loop before; the first has one.
 
     Args:
-        trainer: see `Trainer`.
-        evaluator: see `Evaluator`.
         checkpoints: from which it resumes; it saves after loops and evaluations when one is due, and at the end.
+        log: gets each step's values; the evaluations are under `validation/` in its TensorBoard.
         steps_per_loop: maximum steps per call. Loops end at its multiples, when an evaluation is due, at the last step,
             and after some seconds; results do not depend on it.
         init_fn: called where there is no checkpoint, to load weights for example.
-        summary_dir: TensorBoard's folder; the trainer's results go to `train/`, the evaluator's to `validation/`.
-        eval_actions: called after each evaluation, with the step and the evaluator's results; `tf.summary` then writes
-            to `summary_dir`.
-
-    Attributes:
-        global_step: steps done; at first those of the checkpoint.
+        eval_actions: called after each evaluation; `tf.summary` then writes to the log's TensorBoard.
     """
 
     def __init__(
@@ -103,73 +82,71 @@ class Controller:
         trainer: Trainer,
         evaluator: Evaluator,
         checkpoints: Checkpoints,
+        log: RunLog,
         *,
         steps_per_loop: int = 1,
         init_fn: Callable[[], None] = lambda: None,
-        summary_dir: Path | None = None,
         eval_actions: Sequence[Action] = (),
     ):
-        self.trainer, self.evaluator, self.checkpoints = trainer, evaluator, checkpoints
+        self.trainer, self.evaluator, self.checkpoints, self.log = trainer, evaluator, checkpoints, log
         self.steps_per_loop, self.eval_actions, self._steps_in_time = steps_per_loop, eval_actions, 1
-        writes = summary_dir and is_chief()
-        self._board = tf.summary.create_file_writer(str(summary_dir)) if writes else tf.summary.create_noop_writer()
-        self.global_step = checkpoints.restore(init_fn)
-        trainer.begin(self.global_step)
+        self.global_step = checkpoints.restore(init_fn)  # steps done
+        self._iterator = iter(distribute(trainer.strategy, trainer.data, self.global_step))
+        log.begin(self.global_step)
 
     def train_and_evaluate(self, train_steps: int, eval_interval: int) -> Output:
-        """Trains until `global_step` is `train_steps`, and evaluates every `eval_interval` steps, and at the end.
+        """Trains until `train_steps` are done, evaluates every `eval_interval` steps and at the end; returns the last.
 
-        A resumed run evaluates after the same steps. Returns the results of the last evaluation.
+        A resumed run evaluates after the same steps.
         """
         output = None
         with self.checkpoints:
             while self.global_step < train_steps:
                 before = self.global_step
                 ends = ((before // every + 1) * every for every in (self.steps_per_loop, eval_interval))
-                seconds = self._train_loop(min(train_steps, before + self._steps_in_time, *ends) - before)
+                num_steps = min(train_steps, before + self._steps_in_time, *ends) - before
+                self.log.start_clock()
+                began = time.perf_counter()
+                values = self.trainer.train(self._iterator, num_steps)
+                seconds = (time.perf_counter() - began) / num_steps
+                self.global_step += num_steps
+                self.log.write(values)
+                means = {name: float(vector.mean()) for name, vector in values.items()}
+                self._print("train", f"{1 / seconds:6.1f} steps/s", means)
                 if self.global_step % eval_interval == 0 or self.global_step == train_steps:
                     output = self.evaluate()
+                self.log.board.flush()  # a kill takes nothing of saved steps, which are not done again
                 # After the evaluation: a run resumed from a checkpoint saved before it would skip it.
-                told = {"stop": self.checkpoints.told_to_stop, "seconds": seconds / (self.global_step - before)}
-                workers = exchange(told)
+                workers = exchange({"stop": self.checkpoints.told_to_stop, "seconds": seconds})
                 self._steps_in_time = max(int(LOOP_SECONDS / max(theirs["seconds"] for theirs in workers)), 1)
                 if any(theirs["stop"] for theirs in workers):
                     self.checkpoints.save_and_leave(self.global_step)
-                self.checkpoints.save_if_due(self.global_step, self.global_step - before)
+                self.checkpoints.save_if_due(self.global_step, num_steps)
             self.checkpoints.save(self.global_step)
         return self.evaluate() if output is None else output
 
     def evaluate(self) -> Output:
-        """Evaluates once, and calls the actions."""
+        """Evaluates once, shows the results, and calls the actions."""
         began = time.perf_counter()
-        with self._board.as_default(step=self.global_step):
-            output = self.evaluator.evaluate()
-            self._show("validation", output, f"{time.perf_counter() - began:6.1f} s")
+        output = self.evaluator.evaluate()
+        self._print("validation", f"{time.perf_counter() - began:6.1f} s", output)
+        with self.log.board.as_default(step=self.global_step):
+            for name, value in output.items():
+                tf.summary.scalar(f"validation/{name}", value)
             for action in self.eval_actions:
                 action(self.global_step, output)
+        self.log.board.flush()
         return output
 
-    def _train_loop(self, num_steps: int) -> float:
-        began = time.perf_counter()
-        output = self.trainer.train(num_steps)
-        seconds = time.perf_counter() - began
-        self.global_step += num_steps
-        self._show("train", output, f"{num_steps / seconds:6.1f} steps/s")
-        return seconds
-
-    def _show(self, part: str, output: Output, speed: str) -> None:
+    def _print(self, part: str, speed: str, output: Output) -> None:
         values = ", ".join(f"{name} {value:.4g}" for name, value in output.items())
         print(f"{part:10} | step {self.global_step:6,} | {speed:14} | {values}", flush=True)
-        with self._board.as_default(step=self.global_step):
-            for name, value in output.items():
-                tf.summary.scalar(f"{part}/{name}", value)
-        self._board.flush()
 
 
 def when_best(metric: str, action: Action, folder: Path) -> Action:
-    """An action that calls another one, on the chief, when a metric is better than ever before.
+    """An action that calls another one, on the chief, when a metric is higher than ever before; a loss, lower.
 
-    Higher is better; of a loss, lower. `best.json` in the folder holds the best value, for a resumed run.
+    `best.json` in the folder holds the best value, for a resumed run.
     """
     record, sign = folder / "best.json", -1 if metric.endswith("loss") else 1
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files: written atomically, and cached in the user's cache folder where they depend only on their inputs."""
+"""Files: written atomically, cached where they depend only on their inputs, or fetched from the Hugging Face Hub."""
 
 import atexit
-import contextlib
 import fcntl
 import functools
 import hashlib
 import json
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from keras_replicas import UserError
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -28,67 +28,60 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON atomically, with null for NaN and infinity: a reader never finds half a file."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())  # or the new name could be on the disk before the text
-    os.replace(unfinished, path)
-
-
-def finite(content: Any) -> Any:
-    """The content with None for NaN and infinity, which JSON lacks."""
-    if isinstance(content, dict):
-        return {name: finite(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    unfinished.write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
+    _sync(unfinished)
+    unfinished.replace(path)
 
 
 def cached(name: str, inputs: list[str], make: Callable[[Path], None]) -> Path:
-    """The file or folder that `make` writes for these inputs, made once on this machine.
+    """The file or folder that `make` writes to the path that it is given, made once on this machine.
 
-    Args:
-        name: its name; a hash of the inputs is put before it.
-        inputs: all that its content depends on.
-        make: writes it to the path that it is given, which is renamed when complete. It must not ask for a cached one.
-
-    Returns:
-        A path in `$XDG_CACHE_HOME/keras-data-parallel-recipes` (by default under `~/.cache`) or, if that cannot be
-        written, in a folder that is deleted when the process exits.
-
-    Raises:
-        OSError: when the disk is full.
+    It is in `$XDG_CACHE_HOME/keras-data-parallel-recipes` (by default under `~/.cache`) or, if that cannot be written,
+    in a folder that is deleted when the process exits. A hash of `inputs`, all that its content depends on, stands
+    before its name. `make` must not ask for a cached one.
     """
     key = hashlib.sha256("\0".join(inputs).encode("utf-8", "surrogateescape")).hexdigest()[:20]
-    with _locked_cache() as folder:
-        path, unfinished = folder / f"{key}-{name}", folder / "unfinished"
+    folder = _cache(os.environ.get("XDG_CACHE_HOME"))
+    path, unfinished = folder / f"{key}-{name}", folder / "unfinished"
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a machine's workers want the same files: one makes them, the others wait
         if not path.exists():
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.unlink(missing_ok=True)
             make(unfinished)
             for file in filter(Path.is_file, [unfinished, *unfinished.rglob("*")]):
-                with file.open("rb") as content:
-                    os.fsync(content.fileno())  # or the new name could be on the disk before the content
+                _sync(file)
             unfinished.rename(path)
-        return path
+    return path
 
 
-@contextlib.contextmanager
-def _locked_cache() -> Iterator[Path]:
-    """The cache folder, locked so that one process writes at a time, or else a folder of this process alone."""
-    with contextlib.ExitStack() as stack:
-        try:
-            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keras-data-parallel-recipes"
-            cache.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((cache / ".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a machine's workers want the same files: one makes them, the others wait
-        except (OSError, RuntimeError):  # it is not writable, its file system has no locks, or the user has no home
-            cache = _temporary_folder()
-        yield cache
+def from_hub(function: str, name: str, *configuration: str, **options: Any) -> Any:
+    """What a function of the `datasets` library returns for a data set on the Hub; a `UserError` without it."""
+    import datasets  # not above: it takes a second
+
+    try:
+        return getattr(datasets, function)(name, *configuration, **options)
+    except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        way_out = "Without a network, download its files elsewhere, and give their folder"
+        raise UserError(f"cannot fetch {name} from the Hugging Face Hub ({why}). {way_out}") from error
 
 
 @functools.cache
-def _temporary_folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="recipes-cache-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+def _cache(home: str | None) -> Path:
+    try:
+        folder = Path(home or Path.home() / ".cache") / "keras-data-parallel-recipes"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    except (OSError, RuntimeError):  # it is not writable, its file system has no locks, or the user has no home
+        folder = Path(tempfile.mkdtemp(prefix="recipes-cache-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _sync(file: Path) -> None:
+    """Without it, a new name could be on the disk before the content."""
+    with file.open("rb") as content:
+        os.fsync(content.fileno())

@@ -25,47 +25,33 @@ def language_model_scores(
     own word as context, and word pieces count the letters of normalised text.
 
     Args:
-        split: the split that was evaluated.
-        scores: the model's scores on it, with its `loss` and `accuracy`.
+        split, scores: what was evaluated, and its `loss` and `accuracy`.
         batches: those of the evaluation, (x, y, sample_weight); the ids in y with a weight are the tokens to predict.
         train: those of the training, whose rows are counted for the baseline.
         tokenizer: KerasHub's tokenizer of the ids.
     """
     targets = np.concatenate([np.asarray(y)[np.asarray(weight) > 0] for _, y, weight in one_epoch(batches)])
-    counts = train.rows.counts(tokenizer.vocabulary_size())
+    pieces = [tokenizer.id_to_token(number) for number in range(tokenizer.vocabulary_size())]
+    if isinstance(tokenizer, keras_hub.models.BertTokenizer):
+        characters = np.array([len(piece.removeprefix("##")) for piece in pieces])
+    else:
+        characters = np.array([sum(letter not in NOT_COUNTED for letter in piece) for piece in pieces])
     own = {
         "loss": scores["loss"],
         "accuracy": scores["accuracy"],
         "perplexity": math.exp(min(scores["loss"], 700)),
-        "bits_per_character": scores["loss"] / math.log(2) / np.mean(_characters(tokenizer)[targets]),
-        "unigram_loss": unigram_loss(counts, targets),
+        "bits_per_character": scores["loss"] / math.log(2) / np.mean(characters[targets]),
+        "unigram_loss": unigram_loss(train.rows.counts(len(pieces)), targets),
     }
-    return {entry(split, name): float(value) for name, value in own.items()}
+    prefix = "val" if split == "validation" else split
+    return {f"{prefix}_{name}": float(value) for name, value in own.items()}
 
 
 def unigram_loss(counts: np.ndarray, targets: np.ndarray) -> float:
-    """The unigram baseline: mean loss, in nats per token, of predicting each token by its frequency in training.
+    """The unigram baseline: mean loss, in nats, of predicting each target by how often each id occurs in training.
 
-    This is what the best model without context would reach; a language model has learned nothing until it is below.
-    Token t's probability is (count(t) + 1) / (tokens + vocabulary size): add-one smoothing, so that a token that never
-    occurs in training has a finite loss (Laplace; Jurafsky and Martin, "Speech and Language Processing", chapter 3).
-
-    Args:
-        counts: how often each id occurs in training, [vocabulary size].
-        targets: ids to predict, a vector.
+    No model without context does better. Token t's probability is (count(t) + 1) / (tokens + vocabulary size): add-one
+    smoothing, for tokens that never occur in training (Jurafsky and Martin, "Speech and Language Processing", ch. 3).
     """
     log_probability = np.log((counts + 1) / (counts.sum() + len(counts)))
     return float(-log_probability[targets].mean())
-
-
-def entry(split: str, name: str) -> str:
-    """The name of an entry of `results.json`: `val_loss` for the split `validation` and the name `loss`."""
-    return f"{'val' if split == 'validation' else split}_{name}"
-
-
-def _characters(tokenizer: Any) -> np.ndarray:
-    """How many characters each id stands for, without white space; for a special token, those of its name."""
-    pieces = [tokenizer.id_to_token(number) for number in range(tokenizer.vocabulary_size())]
-    if isinstance(tokenizer, keras_hub.models.BertTokenizer):
-        return np.array([len(piece.removeprefix("##")) for piece in pieces])
-    return np.array([sum(letter not in NOT_COUNTED for letter in piece) for piece in pieces])

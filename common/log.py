@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's log: a line for each step, TensorBoard, and what `results.json` says of the training."""
+"""What a run tells: a line for each step, TensorBoard, the results of training, a report, and a plan beforehand."""
 
 import importlib.metadata
 import math
@@ -7,10 +7,13 @@ import os
 import platform
 import resource
 import sys
+import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -19,27 +22,27 @@ from keras_replicas import StepLog, is_chief, num_workers
 from .run_folder import PACKAGES
 
 LOOKED_AT = 100  # batches, of which tokens and padding are counted
+BAR = 40  # columns of the highest learning rate
+TRAINED = 3  # steps, of which memory is measured
+# A model must beat its unigram baseline by more nats, or the report warns: one at the baseline ends on either side.
+MARGIN = 0.03
 
 
 class RunLog(StepLog):
-    """A `StepLog` that shows each step's own values in TensorBoard, too, and measures throughput.
+    """A `StepLog` that measures throughput, and shows each step's own values in TensorBoard, under `train/`.
 
-    `tensorboard/` holds each step's `loss`, metrics and `learning_rate` under `train/`. Keras's own `TensorBoard` would
-    show the epoch's means so far.
+    Keras's own `TensorBoard` would show the epoch's means so far.
 
     Args:
-        folder: of the run.
+        folder: of the run; `board` writes to `tensorboard/` in it, for the chief alone.
         data: what is trained on: data that begins at any step, with `padding_mask` in x.
-
-    Attributes:
-        board: the writer to `tensorboard/`; only the chief's writes.
     """
 
     def __init__(self, folder: Path, data: Any):
         super().__init__(folder)
-        batches = [x["padding_mask"].numpy() for x, *_ in one_epoch(data).take(LOOKED_AT)]
-        self._tokens_in_a_step = float(np.mean([mask.sum() for mask in batches]))
-        self._padding = 1 - self._tokens_in_a_step / float(np.mean([mask.size for mask in batches]))
+        masks = [x["padding_mask"].numpy() for x, *_ in one_epoch(data).take(LOOKED_AT)]
+        self._tokens_in_a_step = float(np.mean([mask.sum() for mask in masks]))
+        self._padding = 1 - self._tokens_in_a_step / float(np.mean([mask.size for mask in masks]))
         self._steps_in_an_epoch, self._first_step = len(data), 0
         self._lines: list[dict[str, Any]] = []
         self._seconds, self._timed_steps, self._is_compiled = 0.0, 0, False
@@ -66,9 +69,8 @@ class RunLog(StepLog):
         self._lines += lines
         with self.board.as_default():
             for line in lines:
-                for name, value in line.items():
-                    if name != "step":
-                        tf.summary.scalar(f"train/{name}", value, step=line["step"])
+                for name in line.keys() - {"step"}:
+                    tf.summary.scalar(f"train/{name}", line[name], step=line["step"])
         self.start_clock()
         return lines
 
@@ -86,6 +88,7 @@ class RunLog(StepLog):
         lines = self._lines or [{"learning_rate": math.nan, "loss": math.nan}]  # a power cut took them
         rates = [line["learning_rate"] for line in lines]
         losses = [line["loss"] for line in lines[-((self.step - 1) % self._steps_in_an_epoch + 1) :]]
+        versions = {name: importlib.metadata.version(name) for name in PACKAGES}
         return {
             "replicas": replicas,
             "workers": num_workers(),
@@ -96,9 +99,8 @@ class RunLog(StepLog):
             "padding_fraction": self._padding,
             "learning_rate": {"first": rates[0], "peak": max(rates), "last": rates[-1]},
             "train_loss": float(np.mean(losses)),
-            "peak_memory_mb": round(peak_memory_mb()),
-            "versions": {"python": platform.python_version()}
-            | {name: importlib.metadata.version(name) for name in PACKAGES},
+            "peak_memory_mb": peak_memory_mb(),
+            "versions": {"python": platform.python_version()} | versions,
             "hardware": hardware(),
         }
 
@@ -108,10 +110,10 @@ def one_epoch(data: Any) -> tf.data.Dataset:
     return data.iter_from_step(0, tf.distribute.InputContext(1, 0, 1)).take(len(data))
 
 
-def peak_memory_mb() -> float:
+def peak_memory_mb() -> int:
     """Peak host memory of this process, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux, bytes on macOS
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10))
 
 
 def hardware() -> dict[str, Any]:
@@ -123,3 +125,78 @@ def hardware() -> dict[str, Any]:
         cpu = platform.processor() or platform.machine()
     gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
     return {"cpu": cpu, "cores": os.cpu_count(), "gpus": [gpu.get("device_name") for gpu in gpus]}
+
+
+Scores = dict[str, float]  # of a split, such as `loss` and `accuracy`
+Told = tuple[list[tuple[str, str]], bool]  # a report's lines, each with a title; whether the model beats its baseline
+
+
+def of_language_model(split: str, scores: Scores) -> Told:
+    """What a report tells of a language model's scores on a split; NaN never beats the unigram baseline."""
+    loss, unigram = scores["loss"], scores["unigram_loss"]
+    difference = f"{abs(unigram - loss):.3f} nats {'better' if loss < unigram else 'worse'}"
+    lines = [
+        (f"{split} loss", f"{loss:.3f}, perplexity {scores['perplexity']:.1f}"),
+        ("  unigram baseline", f"{unigram:.3f}: the model is {difference}"),
+        (f"{split} accuracy", f"{scores['accuracy']:.1%}"),
+        ("  bits per character", f"{scores['bits_per_character']:.3f}"),
+    ]
+    return lines, loss < unigram - MARGIN
+
+
+def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told] = of_language_model) -> str:
+    """The results of a run, as lines of text; those of `results.json` may have null for NaN and infinity."""
+    results, rate = _numbers(results), _numbers(results["learning_rate"])
+    batch = f"global batch {results['global_batch_size']}, on {results['replicas']} replica(s)"
+    lines = [
+        ("steps", f"{results['steps']}, {batch}"),
+        ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
+        ("peak memory", f"{results['peak_memory_mb']:,} MiB of host memory"),
+        ("padding", f"{results['padding_fraction']:.2%}"),
+        ("learning rate", f"first {rate['first']:.2e}, peak {rate['peak']:.2e}, last {rate['last']:.2e}"),
+        ("training loss", f"{results['train_loss']:.3f}, mean over the last epoch"),
+    ]
+    for prefix, split in (("val_", "validation"), ("test_", "test")):
+        if scores := {key.removeprefix(prefix): results[key] for key in results if key.startswith(prefix)}:
+            told, learned = told_of(split, scores)
+            lines += told
+            if split == "validation" and not learned:
+                advice = "try a third of the --learning-rate, or more --epochs"
+                lines.append(("warning", f"the model does not beat its baseline on the validation split: {advice}"))
+    lines.append(("work directory", results["config"]["workdir"]))
+    width = max(20, *(len(title) for title, _ in lines))
+    return "\n".join(f"{title:{width}} {text}" for title, text in lines)
+
+
+def _numbers(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in entries.items()}
+
+
+def print_plan(model: keras.Model, train: Any, schedule: Callable, total_steps: int, tokenizer: Any) -> dict:
+    """Prints a run's size, its learning rates, an example as the model sees it, and the memory of a few steps.
+
+    Args:
+        model: compiled; it is trained for `TRAINED` steps, on all workers.
+        train: data that begins at any step, of (x, y, sample_weight), whose ids are the `tokenizer`'s.
+        schedule: the learning rate of a step, counted from 0, of `total_steps`.
+
+    Returns {}: there are no results.
+    """
+    x, y, weight = next(iter(one_epoch(train)))
+    tokens_in_first = int(tf.reduce_sum(x["padding_mask"]))
+    print(f"{model.count_params():,} parameters in {keras.config.dtype_policy().name}")
+    print(f"{total_steps:,} steps, {len(train):,} in an epoch; in the first, {tokens_in_first:,} tokens")
+    rates = {step: float(schedule(step)) for step in sorted({round(i / 10 * (total_steps - 1)) for i in range(11)})}
+    print("learning rate by step:")
+    for step, rate in rates.items():
+        print(f"{step + 1:>10,} {rate:9.2e} {'#' * round(rate / (max(rates.values()) or 1) * BAR)}")
+    shown = {"input": x["token_ids"][0][x["padding_mask"][0] > 0]}
+    if y.shape.rank == 2:
+        shown["labels"] = y[0][weight[0] > 0]
+    for name, ids in shown.items():
+        tokens = " ".join(tokenizer.id_to_token(number) for number in ids.numpy().tolist())
+        print(f"the first sequence's {name}:\n{textwrap.indent(textwrap.fill(tokens, 110), '    ')}", flush=True)
+    steps = min(TRAINED, total_steps)
+    model.fit(train, steps_per_epoch=steps, verbose=0)
+    print(f"peak memory in the first {steps} step(s): {peak_memory_mb():,} MiB of host memory")
+    return {}

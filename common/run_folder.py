@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -25,9 +25,7 @@ PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # their 
 class Run:
     """An open run; see `open_run`. At the end of its `with`, others may open it.
 
-    Attributes:
-        folder: where it keeps its files.
-        results: the content of `results.json`; None while the run is not complete.
+    It keeps its files in `folder`; `results` is the content of `results.json`, None while the run is not complete.
     """
 
     def __init__(self, folder: Path, saved: dict[str, Any], lock: TextIO | None = None):
@@ -44,9 +42,10 @@ class Run:
 
     def finish(self, results: dict[str, Any]) -> dict[str, Any]:
         """Writes `results.json`, which makes the run complete, and returns it; {} for workers other than the chief."""
-        if is_chief():
-            write_json(self.folder / "results.json", results)
-        return results if is_chief() else {}
+        if not is_chief():
+            return {}
+        write_json(self.folder / "results.json", results)
+        return results
 
     def __enter__(self):
         return self
@@ -56,10 +55,8 @@ class Run:
             self._lock.close()
 
 
-def open_run(folder: str | None, options: Mapping[str, Any], *, overwrite: bool = False) -> Run:
-    """Starts a run in a folder, or opens the one that was started there, to be resumed.
-
-    All workers call it. The chief opens the run, and holds a lock on it.
+def open_run(folder: str | None, options: dict[str, Any], *, overwrite: bool = False) -> Run:
+    """Starts a run in a folder, or opens the one that was started there, to be resumed; all workers call it.
 
     Args:
         folder: created if missing; None for a run that writes nothing, such as a dry one.
@@ -67,17 +64,15 @@ def open_run(folder: str | None, options: Mapping[str, Any], *, overwrite: bool 
         overwrite: whether to move a run that is there aside, with its folder, and start afresh; but not one that was
             interrupted and has the same options, nor one that the same launcher started: these are resumed.
 
-    Raises:
-        UserError: on all workers, when they have different options, packages or code; when the folder cannot be
-            written, holds files but no run, or is open in another process; when its run was started with other options;
-            when the workers do not share it.
+    Raises a `UserError` on all workers, when they differ in options, packages or code, or do not share the folder; when
+    it cannot be written, holds files but no run, is open in another process, or has a run with other options.
     """
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    agree(dict(options) | versions | {"code": _checksum_of_code()}, "was started differently from the chief")
+    agree(options | versions | {"code": _checksum_of_code()}, "was started differently from the chief")
     if folder is None:
         return Run(Path(os.devnull), {"kept": {}})
     place = Path(folder).resolve()
-    run = chief_alone(lambda: _open(place, dict(options), overwrite))
+    run = chief_alone(lambda: _open(place, options, overwrite))
     saved = read_json(place / "config.json") or {}
     agree({"opened": saved.get("opened")}, f"does not see the chief's folder {place}; use a shared file system")
     run = run or Run(place, saved)
@@ -89,8 +84,7 @@ def open_run(folder: str | None, options: Mapping[str, Any], *, overwrite: bool 
 def chief_alone(work: Callable[[], Result]) -> Result | None:
     """Has the chief alone do some work, and returns its result; the other workers wait, and get None.
 
-    Raises:
-        UserError: on every worker, when the chief's work raised it.
+    A `UserError` of the chief's is raised on every worker.
     """
     result, error = None, None
     if is_chief():
@@ -109,7 +103,6 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
         saved = read_json(folder / "config.json") or {}
         if files and "kept" not in saved:
             raise UserError(f"{folder} holds files, but no run: give another folder")
-        folder.mkdir(parents=True, exist_ok=True)
         lock = _locked(folder)
         if files == {folder / "config.json"}:  # nothing came of it: a run with other options may begin
             saved = {}
@@ -118,13 +111,12 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
             aside = folder.with_name(f"{folder.name}.old-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
             folder.rename(aside)
             print(f"The old run is now in {aside}; delete it when you no longer need it.", flush=True)
+            lock, saved = _locked(folder), {}
             for log in aside.rglob("*.log") if launch else ():  # the launcher is writing them
                 (folder / log.relative_to(aside)).parent.mkdir(parents=True, exist_ok=True)
                 log.rename(folder / log.relative_to(aside))
-            folder.mkdir(exist_ok=True)
-            lock, saved = _locked(folder), {}
         known = saved.get("options", options)
-        if different := [name for name in {**known, **options} if known.get(name) != options.get(name)]:
+        if different := [name for name in known | options if known.get(name) != options.get(name)]:
             shown = ", ".join(f"{name} {known.get(name)!r}, not {options.get(name)!r}" for name in different)
             raise UserError(f"{folder} holds a run with other options: {shown}. Give another folder, or --overwrite")
         saved = {"options": options, "launch": launch, "opened": uuid.uuid4().hex, "kept": saved.get("kept", {})}
@@ -135,6 +127,7 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
 
 
 def _locked(folder: Path) -> TextIO:
+    folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / ".lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

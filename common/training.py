@@ -2,7 +2,6 @@
 """What decides how a model learns: scaling to N replicas, the learning rate's schedule, loss and optimizers."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Literal
@@ -13,26 +12,22 @@ import tensorflow as tf
 from keras import ops
 
 HEADS = ["logits", "mlm_head"]  # in the paths of the output layers of KerasHub's tasks
-STACK = 2**23  # about how many numbers a stack of kernels has; a step takes several times its memory
-# RoBERTa's (Liu et al. 2019, arXiv:1907.11692), stable at high rates.
-ROBERTA = {"beta_2": 0.98, "epsilon": 1e-6}
 NOT_DECAYED = ["bias", "gamma", "beta"]
+# RoBERTa's (Liu et al. 2019, arXiv:1907.11692), stable at high rates.
+BETA_2, EPSILON = 0.98, 1e-6
+STACK = 2**23  # numbers in a stack of matrices, about; a step of Muon takes several times its memory
 
 
 def scale(
     batch_size: int, learning_rate: float, replicas: int, rule: Literal["sqrt", "linear", "none"]
 ) -> tuple[int, float]:
-    """The batch size of all replicas together, and the learning rate for it, from those of one replica.
+    """The batch size of N replicas together, and the learning rate for it, from those of one replica.
 
-    N replicas take N times the examples of one in each step: a step takes as long, and an epoch has 1/N of the steps.
-
-    Args:
-        batch_size, learning_rate: for one replica.
-        replicas: N, their number.
-        rule: by which the learning rate follows. `linear`, times N: Goyal et al. 2017, arXiv:1706.02677; for SGD, with
-            a warm-up. `sqrt`, times the square root of N: Krizhevsky 2014, arXiv:1404.5997, derived for Adam by Malladi
-            et al. 2022, arXiv:2205.10287: Adam divides by the gradient's size, mostly noise, which N times the examples
-            make √N times smaller. `none`: as given.
+    They take N times the examples of one in each step: a step takes as long, and an epoch has 1/N of the steps. The
+    learning rate follows by a rule. `linear`, times N: Goyal et al. 2017, arXiv:1706.02677; for SGD, with a warm-up.
+    `sqrt`, times the square root of N: Krizhevsky 2014, arXiv:1404.5997, derived for Adam by Malladi et al. 2022,
+    arXiv:2205.10287: Adam divides by the gradient's size, mostly noise, which N times the examples make √N times
+    smaller. `none`: as given.
     """
     factor = {"linear": float(replicas), "sqrt": math.sqrt(replicas), "none": 1.0}[rule]
     print(f"global batch: {batch_size} examples x {replicas} replica(s) = {batch_size * replicas}")
@@ -42,17 +37,10 @@ def scale(
 
 @keras.saving.register_keras_serializable(package="recipes")
 class WarmUpPolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
-    """Linear warm-up to `peak`, then Keras's `PolynomialDecay` to zero.
+    """Linear warm-up to `peak`, then Keras's `PolynomialDecay` to zero, as BERT's (arXiv:1810.04805, appendix A.2).
 
-    Of W warm-up steps, step s (from 0) has peak * (s + 1) / (W + 1), so that no step is spent at rate zero and the
-    warm-up meets the decay, which starts with `peak` at step W and would be zero at `total_steps`. Warm-up and linear
-    decay are BERT's (Devlin et al. 2018, arXiv:1810.04805, appendix A.2).
-
-    Args:
-        peak: peak learning rate.
-        total_steps: steps of the whole run.
-        warmup: fraction of all steps that are warm-up, below 1.
-        power: of the decay; 1: linear.
+    Of W warm-up steps, the fraction `warmup` of `total_steps`, step s (from 0) has peak * (s + 1) / (W + 1), so that no
+    step is spent at rate zero. The decay, linear if its `power` is 1, begins at step W and ends at `total_steps`.
     """
 
     def __init__(self, peak: float, total_steps: int, warmup: float = 0.1, power: float = 1.0):
@@ -83,17 +71,13 @@ class CrossEntropy(keras.losses.Loss):
         super().__init__(name, reduction, dtype)
 
     def call(self, y_true, y_pred):
-        """The loss of each label, in nats, in y_true's shape; see `cross_entropy`."""
-        return cross_entropy(y_pred, tf.cast(y_true, tf.int32))  # Keras has cast the labels to floats
+        """The loss of each label, in nats, in y_true's shape, by logits [..., classes]."""
+        return _cross_entropy(y_pred, tf.cast(y_true, tf.int32))  # Keras has cast the labels to floats
 
 
 @tf.custom_gradient
-def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """log(sum(exp(logits))) - logits[label], whose gradient is softmax(logits) less 1 at the label.
-
-    The exponentials serve both the loss and the gradient. Takes logits [..., classes] and labels, int32 [...]; returns
-    the loss of each label, in nats, [...].
-    """
+def _cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """log(sum(exp(logits))) - logits[label]; its gradient, softmax(logits) less 1 at the label, shares powers."""
     highest = tf.reduce_max(logits, axis=-1, keepdims=True)
     exponentials = tf.exp(logits - highest)
     total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
@@ -110,43 +94,32 @@ def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
 def adamw(schedule, weight_decay: float = 0.01) -> keras.optimizers.Optimizer:
     """AdamW with RoBERTa's settings, whose weight decay spares biases and norms. Call it in the strategy's scope.
 
-    Args:
-        schedule: a schedule of the learning rate, or a number.
-        weight_decay: fraction of each weight that a step subtracts, times the learning rate.
+    The schedule, or number, is of the learning rate; a step subtracts it times `weight_decay` times each weight.
     """
-    optimizer = AdamW(schedule, weight_decay=weight_decay, **ROBERTA)
+    optimizer = AdamW(schedule, weight_decay=weight_decay, beta_2=BETA_2, epsilon=EPSILON)
     optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
     return optimizer
 
 
-def muon(schedule, weight_decay: float = 0.01, clip_norm: float = 1.0) -> keras.optimizers.Optimizer:
-    """Muon for the kernels of hidden layers, and the above AdamW for the rest. Call it in the strategy's scope.
+def muon(schedule, weight_decay: float = 0.01, clip_norm: float | None = 1.0) -> keras.optimizers.Optimizer:
+    """Muon for the kernels of hidden layers, and the above AdamW for the rest, with 0.4 times the learning rate.
 
-    What AdamW trains, embeddings above all, learns with 0.4 times the rate.
-
-    Args:
-        schedule, weight_decay: see `adamw`.
-        clip_norm: global norm to which the gradient is clipped, as BERT's and GPT-3's.
+    Gradients are clipped to the global norm `clip_norm`, as BERT's and GPT-3's. Call it in the strategy's scope.
     """
-    adam = {"adam_lr_ratio": 0.4, "adam_weight_decay": weight_decay, "adam_beta_2": 0.98, "epsilon": 1e-6}
+    adam = {"adam_lr_ratio": 0.4, "adam_weight_decay": weight_decay, "adam_beta_2": BETA_2, "epsilon": EPSILON}
     optimizer = Muon(schedule, weight_decay=weight_decay, exclude_layers=HEADS, global_clipnorm=clip_norm, **adam)
     optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
     return optimizer
 
 
 class AdamW(keras.optimizers.AdamW):
-    """As Keras's, but with one TensorFlow operation per variable, not some ten with a pass over memory each."""
-
-    def _apply_weight_decay(self, variables):
-        pass  # update_step does it, with one pass over memory less
+    """As Keras's, with one TensorFlow operation per variable, where Keras's has some ten, each over all its memory."""
 
     def update_step(self, gradient, variable, learning_rate):
         """See Keras; `variable` is one replica's copy, and so are the moments whose handles are used."""
-        if self._use_weight_decay(variable):
-            self.assign(variable, variable * (1 - learning_rate * self.weight_decay))
         index = self._get_variable_index(variable)
-        betas = self.beta_1, self.beta_2
-        _adam_step(self, gradient, variable, learning_rate, self._momentums[index], self._velocities[index], *betas)
+        moments = self._momentums[index], self._velocities[index]
+        _adam_step(self, gradient, variable, learning_rate, *moments, self.beta_1, self.beta_2)
 
 
 class Muon(keras.optimizers.Muon):
@@ -156,8 +129,8 @@ class Muon(keras.optimizers.Muon):
     iterations (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). Its root mean square is 0.2 times the
     learning rate, about AdamW's, so that one rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 
-    Keras's own silently leaves every kernel of more than two dimensions to AdamW, including those of KerasHub's
-    attention. Here each head of such a kernel is a matrix of its own; see `matrix_axes`.
+    Keras's own leaves kernels of more than two dimensions to AdamW, those of KerasHub's attention among them. Here each
+    head is a matrix of its own; see `matrix_axes`. Under a strategy, it needs `data_parallel` or `apply_summed`.
     """
 
     def _should_use_adamw(self, variable):
@@ -166,40 +139,31 @@ class Muon(keras.optimizers.Muon):
         return super()._should_use_adamw(SimpleNamespace(path=variable.path, shape=variable.shape[:2]))
 
     def _distributed_tf_update_step(self, distribution, grads_and_vars, learning_rate):
-        """As Keras's. On one replica alone, as in `data_parallel`, all kernels are updated at once."""
-        rest = list(grads_and_vars)
-        if not tf.distribute.has_strategy():
-            velocities = [self.adam_velocities[self._get_variable_index(variable)] for _, variable in rest]
-            kernels = [pair for pair, velocity in zip(rest, velocities, strict=True) if velocity is None]
-            rest = [pair for pair, velocity in zip(rest, velocities, strict=True) if velocity is not None]
-            self._update_kernels(kernels, learning_rate)
-        super()._distributed_tf_update_step(distribution, rest, learning_rate)
-
-    def _muon_update_step(self, gradient, variable, lr, m):
-        self._update_kernels([(gradient, variable)], lr)
-
-    def _update_kernels(self, grads_and_vars, learning_rate):
-        stacks: dict[tuple, list[tf.Tensor]] = {}  # by the matrices' shape, and a number
-        places: list[tuple] = []
-        numbers: Counter[tuple[int, ...]] = Counter()
+        """As Keras's, but with all matrices of one shape in one stack."""
+        rest: list[tuple] = []
+        stacks: dict[tuple[int, ...], list[tuple]] = {}
         for gradient, variable in grads_and_vars:
-            momentum = self.momentums[self._get_variable_index(variable)]
+            index = self._get_variable_index(variable)
+            if self.adam_velocities[index] is not None:
+                rest.append((gradient, variable))
+                continue
+            momentum = self.momentums[index]
             self.assign_add(momentum, gradient + momentum * (self.momentum - 1))
-            direction = gradient + momentum * self.momentum if self.nesterov else tf.convert_to_tensor(momentum)
+            direction = gradient + momentum * self.momentum  # Nesterov's
             matrices = tf.transpose(direction, matrix_axes(variable.shape))
-            shape = tuple(matrices.shape[-2:])
-            numbers[shape] += math.prod(variable.shape)
-            places.append((shape, numbers[shape] // STACK))
-            stacks.setdefault(places[-1], []).append(tf.reshape(matrices, [-1, *shape]))
-        updates = {}
-        for (shape, number), parts in stacks.items():
-            update = self.zeropower_via_newtonschulz5(tf.concat(parts, axis=0), self.ns_steps)
-            scale = learning_rate * (self.rms_rate * math.sqrt(max(shape)) if self.rms_rate else 1.0)
-            updates[shape, number] = iter(tf.split(update * scale, [part.shape[0] for part in parts]))
-        for (_, variable), place in zip(grads_and_vars, places, strict=True):
-            axes = matrix_axes(variable.shape)
-            update = tf.reshape(next(updates[place]), [variable.shape[axis] for axis in axes])
-            self.assign_sub(variable, tf.transpose(update, np.argsort(axes)))
+            shape = matrices.shape[-2:]
+            stacks.setdefault(tuple(shape), []).append((variable, tf.reshape(matrices, [-1, *shape])))
+        super()._distributed_tf_update_step(distribution, rest, learning_rate)
+        for shape, parts in stacks.items():
+            stack, at_once = tf.concat([part for _, part in parts], axis=0), max(1, STACK // math.prod(shape))
+            pieces = [stack[start : start + at_once] for start in range(0, stack.shape[0], at_once)]
+            update = tf.concat([self.zeropower_via_newtonschulz5(piece, self.ns_steps) for piece in pieces], axis=0)
+            update *= learning_rate * self.rms_rate * math.sqrt(max(shape))
+            updates = tf.split(update, [part.shape[0] for _, part in parts])
+            for (variable, _), update in zip(parts, updates, strict=True):
+                axes = matrix_axes(variable.shape)
+                update = tf.reshape(update, [variable.shape[axis] for axis in axes])
+                self.assign_sub(variable, tf.transpose(update, np.argsort(axes)))
 
     def _adamw_update_step(self, gradient, variable, learning_rate, m, v):
         _adam_step(self, gradient, variable, learning_rate, m, v, self.adam_beta_1, self.adam_beta_2)
@@ -218,16 +182,8 @@ def matrix_axes(shape: Sequence[int]) -> list[int]:
 
 def _adam_step(optimizer, gradient, variable, learning_rate, mean, square, beta_1, beta_2) -> None:
     step = tf.cast(optimizer.iterations + 1, variable.dtype)
-    gradient = tf.convert_to_tensor(gradient)  # of a table, it may be rows
-    tf.raw_ops.ResourceApplyAdam(
-        var=variable.handle,
-        m=mean.value.handle,
-        v=square.value.handle,
-        beta1_power=beta_1**step,
-        beta2_power=beta_2**step,
-        lr=tf.cast(learning_rate, variable.dtype),
-        beta1=beta_1,
-        beta2=beta_2,
-        epsilon=optimizer.epsilon,
-        grad=tf.cast(gradient, variable.dtype),
-    )
+    handles = {"var": variable.handle, "m": mean.value.handle, "v": square.value.handle}
+    betas = {"beta1": beta_1, "beta2": beta_2, "beta1_power": beta_1**step, "beta2_power": beta_2**step}
+    rate, dense = tf.cast(learning_rate, variable.dtype), tf.convert_to_tensor(gradient)  # of a table, it may be rows
+    grad = tf.cast(dense, variable.dtype)
+    tf.raw_ops.ResourceApplyAdam(**handles, **betas, lr=rate, epsilon=optimizer.epsilon, grad=grad)

@@ -138,7 +138,7 @@ def main() -> None:
             generate(preset, given.prompts, *draws, given.tokens)
         case "export":
             with quiet_stderr():
-                from common.model.export import export
+                from recipes._export import export
             task = export(given.preset, given.destination)
             print(f"{given.destination}: {' '.join(sorted(path.name for path in given.destination.iterdir()))}")
             print(f'Load it: transformers.pipeline("{task}", "{given.destination}")')

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from common.model.generate import causal_lm_for_generation, continuations, make_sampler
+from common.model.causal_lm import causal_lm_for_generation, continuations, make_sampler
 
 
 def generate(

@@ -22,10 +22,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-from common.command_line import parse, quiet_stderr, run
+from common.command_line import FIRST, FREE, Bounds, LanguageModelOptions, parse, quiet_stderr, run
 from common.model.push_target import check_push_to
 from common.model.sizes import check_model
-from common.options import FIRST, FREE, Bounds, LanguageModelOptions
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Config(LanguageModelOptions):
     # folder of the tokenizer and the shards, local or gs://; empty: in the workdir
     data: Annotated[str, FIRST, FREE] = ""
     architecture: Literal["bert", "roberta"] = "bert"  # with its tokenizer: WordPiece, or byte-level BPE
-    vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 4096  # tokens in the vocabulary
-    model: Annotated[str, FIRST] = "tiny"  # nano | tiny | mini | small | medium | base | large, or a JSON file
+    vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 2048  # tokens in the vocabulary
+    model: Annotated[str, FIRST] = "micro"  # nano | micro | tiny | mini | small | medium | base | large, or a JSON file
     mask_rate: Annotated[float, Bounds(0.01, 0.99)] = 0.3  # fraction of tokens masked in training; 0.15 in validation
     push_to: Annotated[str, FREE] = ""  # hf://user/name: upload the model after each epoch, in the background
     push_public: Annotated[bool, FREE] = False  # if it is new there, it is public
@@ -56,16 +55,16 @@ with quiet_stderr():
     import keras
     import keras_hub
 
+from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import open_corpus
 from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
-from common.data.rows import RowBatches, Rows, corpus_rows, open_rows
-from common.data.vocabulary import train_byte_pairs, train_wordpieces
+from common.data.row_folders import kept_in, open_folder
+from common.data.rows import RowBatches, Rows, corpus_rows
+from common.data.vocabulary import train_wordpieces
 from common.language_model_scores import language_model_scores
-from common.log import RunLog
+from common.log import RunLog, print_plan, report
 from common.model.masked_lm import masked_lm_from_size
 from common.model.publish import Publish
-from common.model.saving import save_task
-from common.report import print_plan, report
 from common.run_folder import chief_alone, open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
@@ -79,8 +78,8 @@ def make_datasets(config: Config, batch_size: int) -> tuple[keras_hub.models.Tok
     after, folder = (tokenizer.end_token_id,), config.data or os.path.join(config.workdir, "data")
     make = functools.partial(corpus_rows, corpus, tokenizer, config.seq_length - 2, after=after)  # and [CLS], [SEP]
     if not config.dry_run:
-        chief_alone(lambda: make(folder=folder))
-    rows = make() if config.dry_run else open_rows(folder)
+        chief_alone(lambda: make(keep=kept_in(folder)))
+    rows = make() if config.dry_run else open_folder(folder)[0]
     return tokenizer, {
         part: masked_batches(config, tokenizer, rows[part], batch_size, part == "train") for part in rows
     }
@@ -96,7 +95,7 @@ def masked_batches(
         seeds = mask_seeds(config.seed, epochs if training else None, examples)
         return mask_tokens(ids, is_token, seeds, tokenizer, config.mask_rate if training else EVALUATION_RATE)
 
-    return rows.batches(make_batch, batch_size, shuffle=training, seed=config.seed)
+    return RowBatches(rows, make_batch, batch_size, shuffle=training, seed=config.seed)
 
 
 def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=0.0) -> keras.Model:
@@ -134,8 +133,8 @@ def train_and_evaluate(config: Config) -> dict:
         checkpoints = Checkpoints(
             run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True
         )
-        save = functools.partial(save_task, model, model.preprocessor_cls(tokenizer, sequence_length=config.seq_length))
-        publish = Publish(config.push_to, config.push_public, run.folder, save)
+        preprocessor = model.preprocessor_cls(tokenizer, sequence_length=config.seq_length)
+        publish = Publish(config.push_to, config.push_public, run.folder, preprocessor)
         data = {"validation_data": batches["validation"], "epochs": config.epochs}
         model.fit(train, **data, callbacks=[log, publish, checkpoints])
 

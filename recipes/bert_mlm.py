@@ -21,9 +21,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-from common.command_line import parse, quiet_stderr, run
+from common.command_line import FIRST, FREE, INPUT, Bounds, LanguageModelOptions, parse, quiet_stderr, run
 from common.model.sizes import Size, check_model
-from common.options import FIRST, FREE, INPUT, Bounds, LanguageModelOptions
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,10 @@ class Config(LanguageModelOptions):
     workdir: Annotated[str, FIRST, FREE] = "runs/bert_mlm"  # work directory: results, logs, checkpoints, preset
     # KerasHub name, or folder made by save_to_preset, to start from; empty: random weights
     preset: Annotated[str, FIRST, INPUT] = ""
-    # BERT's size, with random weights; default: tiny, unless a preset is given
+    # BERT's size, with random weights; default: micro, unless a preset is given
     model: Annotated[Size | None, FIRST] = None
     vocabulary: Annotated[str, INPUT] = ""  # WordPiece file, one word piece per line; empty: trained on the corpus
-    vocabulary_size: Annotated[int, Bounds(100, 2**20)] = 4096  # word pieces in a trained vocabulary
+    vocabulary_size: Annotated[int, Bounds(100, 2**20)] = 2048  # word pieces in a trained vocabulary
     pack: Literal["full", "none"] = "full"  # full: no padding; none: one line per sequence, padded within its batch
     mask_rate: Annotated[float, Bounds(0.01, 0.99)] = 0.3  # fraction of tokens masked in training; 0.15 in validation
 
@@ -57,11 +56,9 @@ from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
 from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import load_wordpieces, train_wordpieces
 from common.language_model_scores import language_model_scores
-from common.log import RunLog
-from common.model.huggingface import preset_tokenizer
-from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size
-from common.model.saving import save_task
-from common.report import print_plan, report
+from common.log import RunLog, print_plan, report
+from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
+from common.model.presets import save_task
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
@@ -93,7 +90,7 @@ def masked_batches(
         seeds = mask_seeds(config.seed, epochs if training else None, examples)
         return mask_tokens(ids, is_token, seeds, tokenizer, config.mask_rate if training else EVALUATION_RATE)
 
-    return rows.batches(make_batch, batch_size, shuffle=training, seed=config.seed)
+    return RowBatches(rows, make_batch, batch_size, shuffle=training, seed=config.seed)
 
 
 def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=0.0) -> keras.Model:
@@ -101,7 +98,7 @@ def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=
     if config.preset:
         model = masked_lm_from_preset(config.preset, config.dropout)
     else:
-        model = masked_lm_from_size(config.model or "tiny", tokenizer, config.dropout, config.seq_length)
+        model = masked_lm_from_size(config.model or "micro", tokenizer, config.dropout, config.seq_length)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
     model.compile(muon(schedule), loss, weighted_metrics=["accuracy"], jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate, mean_over="labels")

@@ -12,7 +12,6 @@ predict each token from those before it, across documents' ends too, as GPT-3 di
 section 2.3): that what follows an end token begins anew.
 """
 
-import functools
 import os
 import sys
 
@@ -23,10 +22,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from common.command_line import parse, quiet_stderr, run
+from common.command_line import FIRST, FREE, INPUT, Bounds, LanguageModelOptions, parse, quiet_stderr, run
 from common.model.push_target import check_push_to
 from common.model.sizes import CausalSize, check_model
-from common.options import FIRST, FREE, INPUT, Bounds, LanguageModelOptions
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,9 @@ class Config(LanguageModelOptions):
     preset: Annotated[str, FIRST, INPUT] = ""
     # of a preset, train adapters of this rank alone (LoRA), with --learning-rate 1e-3; default: all weights
     lora_rank: Annotated[int | None, Bounds(1, 2**10)] = None
-    # GPT-2's size, with random weights; default: tiny, unless a preset is given
+    # GPT-2's size, with random weights; default: micro, unless a preset is given
     model: Annotated[CausalSize | None, FIRST] = None
-    vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 4096  # byte pairs in a trained vocabulary
+    vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 2048  # byte pairs in a trained vocabulary
     push_to: Annotated[str, FREE] = ""  # hf://user/name: upload the model after each epoch, in the background
     push_public: Annotated[bool, FREE] = False  # if it is new there, it is public
 
@@ -63,14 +61,9 @@ with quiet_stderr():
 from common.data.dialogues import is_dialogues
 from common.data.rows import RowBatches, Rows
 from common.language_model_scores import language_model_scores
-from common.log import RunLog
-from common.model.causal_data import causal_rows
-from common.model.causal_lm import make_causal_lm
-from common.model.generate import print_continuations
+from common.log import RunLog, print_plan, report
+from common.model.causal_lm import Samples, causal_rows, make_causal_lm, print_continuations
 from common.model.publish import Publish
-from common.model.samples import Samples, beginnings
-from common.model.saving import save_task
-from common.report import print_plan, report
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
@@ -93,12 +86,12 @@ def causal_batches(config: Config, rows: Rows, batch_size: int, training: bool) 
         x = {"token_ids": ids[:, :-1], "padding_mask": tf.cast(is_token[:, :-1], tf.int32)}
         return x, ids[:, 1:], tf.cast(is_label[:, 1:], tf.float32)
 
-    return rows.batches(make_batch, batch_size, shuffle=training, seed=config.seed)
+    return RowBatches(rows, make_batch, batch_size, shuffle=training, seed=config.seed)
 
 
 def build_model(config: Config, preprocessor: keras_hub.models.CausalLMPreprocessor, schedule=0.0) -> keras.Model:
     """A compiled `CausalLM`. Call it inside the strategy's scope."""
-    model = make_causal_lm(config.preset, config.model or "tiny", preprocessor, config.dropout, config.lora_rank)
+    model = make_causal_lm(config.preset, config.model or "micro", preprocessor, config.dropout, config.lora_rank)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
     model.compile(muon(schedule), loss, weighted_metrics=["accuracy"], jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate, mean_over="labels")
@@ -135,14 +128,13 @@ def train_and_evaluate(config: Config) -> dict:
             exit_on_sigterm=True,
             trained_only=bool(config.lora_rank),
         )
-        texts = beginnings(batches["validation"].rows, tokenizer)
-        save = functools.partial(save_task, model, preprocessor)
-        publish = Publish(config.push_to, config.push_public, run.folder, save)
-        callbacks = [log, Samples(log.board, texts), publish, checkpoints]
+        publish = Publish(config.push_to, config.push_public, run.folder, preprocessor)
+        samples = Samples(log.board, batches["validation"].rows, tokenizer)
+        callbacks = [log, samples, publish, checkpoints]
         model.fit(train, epochs=config.epochs, validation_data=batches["validation"], callbacks=callbacks)
 
-        results = {"recipe": "causal_lm", "global_batch_size": batch_size, "config": asdict(config), "prompts": texts}
-        results |= log.results(replicas)
+        results = {"recipe": "causal_lm", "global_batch_size": batch_size, "config": asdict(config)}
+        results |= log.results(replicas) | {"prompts": samples.texts}
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
             results |= language_model_scores(split, scores, part, train, tokenizer)

@@ -7,12 +7,10 @@
 
 Time: 1 min on 2 cores. Metric: GLUE's for the task, on the validation split, against a bag-of-words baseline.
 
-A Trainer says what a step is, an Evaluator how to evaluate, and the Controller does the rest, as in Orbit: loops of
-many steps in one call, checkpoints, summaries, and an action when a score is better than ever. The recipe
-`glue_custom_loop` is the same job in one explicit loop.
+A Trainer says what a step is, an Evaluator how to evaluate, and the Controller does the rest, as in Orbit: many steps
+in a call, checkpoints, summaries, an action on the best score. The recipe `glue_custom_loop` is the same in one loop.
 """
 
-import functools
 import os
 import sys
 
@@ -23,17 +21,15 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from common.command_line import parse, quiet_stderr, run
+from common.command_line import FIRST, FREE, Count, parse, quiet_stderr, run
 from common.model.classifier_options import ClassifierOptions
-from common.options import FIRST, FREE, Count
 
 
 @dataclass(frozen=True)
 class Config(ClassifierOptions):
     """The options of `glue_controller`, in addition to those of every recipe."""
 
-    # work directory: results, logs, checkpoints, preset, predictions; best/ has the model with the best score
-    workdir: Annotated[str, FIRST, FREE] = "runs/glue_controller"
+    workdir: Annotated[str, FIRST, FREE] = "runs/glue_controller"  # work directory; best/ has the best model
     steps_per_loop: Annotated[Count, FREE] = 100  # steps in one call, at most
 
 
@@ -46,14 +42,13 @@ with quiet_stderr():
     import tensorflow as tf
 
 import keras_replicas as kr
-from common.classification_scores import classifier_results, scores_of, write_predictions
+from common.classification_scores import classifier_results, report, scores_of, write_predictions
 from common.controller import Controller, Evaluator, Trainer, when_best
 from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
 from common.log import RunLog
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.report import report
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
 
@@ -74,42 +69,22 @@ def build_model(config: Config, data: EncodedTexts) -> keras.Model:
 class GlueTrainer(Trainer):
     """A step: the gradient of the batch's mean loss, over all replicas, is applied."""
 
-    def __init__(self, strategy, data, model: keras.Model, optimizer, log: RunLog, classes: list[str]):
+    def __init__(self, strategy, data, model: keras.Model, optimizer, classes: list[str]):
         super().__init__(strategy, data)
-        self.model, self.optimizer, self.log = model, optimizer, log
-        # A sum: a step divides it, once, by the weights of the whole batch.
+        self.model, self.optimizer = model, optimizer
+        # A sum, divided once, by the weights of the whole batch: replicas may have different numbers of examples.
         self.loss_sum = CrossEntropy("sum") if classes else keras.losses.MeanSquaredError("sum")
 
-    def begin(self, step: int) -> None:
-        """Opens the log, too."""
-        super().begin(step)
-        self.log.begin(step)
-
-    def train_step(self, iterator) -> dict[str, tf.Tensor]:
-        """Does a step on every replica, and returns its loss and learning rate."""
-        return kr.first_replica(self.strategy, self.strategy.run(self._replica_step, args=next(iterator)))
-
-    def train(self, num_steps: int) -> dict[str, float]:
-        """Runs a loop of steps; the time since the last one does not count."""
-        self.log.start_clock()
-        return super().train(num_steps)
-
-    def train_loop_end(self, values: dict[str, np.ndarray]) -> dict[str, float]:
-        """Writes a line for each step, and returns the means."""
-        self.log.write(values)
-        return super().train_loop_end(values)
-
-    def _replica_step(self, x, y, weight):
-        model, optimizer = self.model, self.optimizer
-        with kr.noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:
-            loss = self.loss_sum(y, model(x, training=True), weight)
-            scaled = optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, model.trainable_variables)
+    def train_step(self, x, y, weight):
+        """One replica's step; returns the batch's loss and the learning rate."""
+        with kr.noise_of_step(self.model, self.optimizer.iterations), tf.GradientTape() as tape:
+            loss = self.loss_sum(y, self.model(x, training=True), weight)
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.model.trainable_variables)
         gradients, loss, total = kr.sum_over_replicas((gradients, loss, tf.reduce_sum(weight)))
-        learning_rate = tf.identity(optimizer.learning_rate)
-        # Divided once, by the weights of the whole batch: replicas may have different numbers of examples.
+        learning_rate = tf.identity(self.optimizer.learning_rate)
         gradients = [None if gradient is None else gradient / total for gradient in gradients]
-        kr.apply_summed(optimizer, gradients, model.trainable_variables)
+        kr.apply_summed(self.optimizer, gradients, self.model.trainable_variables)
         return {"loss": loss / total, "learning_rate": learning_rate}
 
 
@@ -120,35 +95,31 @@ class GlueEvaluator(Evaluator):
         super().__init__(strategy, data.batches(split, batch_size))
         self.model, self.texts, self.split = model, data.texts, split
 
-    def eval_step(self, iterator):
+    def eval_step(self, x, *labels):
         """Returns the rows of all replicas."""
-        x, *_ = next(iterator)
-        return kr.first_replica(self.strategy, self.strategy.run(self._replica_step, args=(x,)))
+        return kr.gather_over_replicas(self.model(x, training=False))
 
     def eval_end(self, outputs) -> dict[str, float]:
         """Keeps the logits, and returns the split's scores."""
         self.logits = np.concatenate(outputs)
         return scores_of(self.texts, self.split, self.logits)
 
-    def _replica_step(self, x):
-        return kr.gather_over_replicas(self.model(x, training=False))
-
 
 def train_and_evaluate(config: Config) -> dict:
     """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
     strategy = kr.make_strategy(config.replicas, deterministic=config.deterministic)
-    replicas = strategy.num_replicas_in_sync
     with open_run(config.folder(), config.fixed("glue_controller"), overwrite=config.overwrite) as run:
         if run.results:
             return run.results
         keras.utils.set_random_seed(config.seed)
         keras.config.set_dtype_policy(config.precision)
+        replicas = strategy.num_replicas_in_sync
         rate = config.learning_rate or (5e-5 if config.preset else 5e-4)
         # A run that is resumed keeps them, whatever the number of replicas now.
         batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
 
         data = make_datasets(config)
-        train = data.batches("train", batch_size, config.seed)
+        train, texts = data.batches("train", batch_size, config.seed), data.texts
         total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
 
         with strategy.scope():
@@ -156,29 +127,23 @@ def train_and_evaluate(config: Config) -> dict:
             optimizer = adamw(WarmUpPolynomialDecay(rate, total_steps))
             optimizer.build(model.trainable_variables)
 
+        trainer = GlueTrainer(strategy, train, model, optimizer, texts.classes)
+        evaluators = {split: GlueEvaluator(strategy, data, split, batch_size, model) for split in data.sizes()}
+        saved = {"every": config.checkpoint_every, "model": model, "optimizer": optimizer}
+        parts = trainer, evaluators["validation"], kr.Checkpoints(run.folder / "checkpoints", **saved)
         log = RunLog(run.folder, train)
-        splits = [split for split in data.sizes() if split != "train"]
-        evaluators = {split: GlueEvaluator(strategy, data, split, batch_size, model) for split in splits}
-        saved, texts = {"model": model, "optimizer": optimizer}, data.texts
-        save = functools.partial(save_classifier, model, texts.classes, texts.columns)
-        best = when_best(f"val_{texts.metrics[0]}", lambda *_: save(run.folder / "best"), run.folder)
-        controller = Controller(
-            GlueTrainer(strategy, train, model, optimizer, log, texts.classes),
-            evaluators["validation"],
-            kr.Checkpoints(run.folder / "checkpoints", every=config.checkpoint_every, **saved),
-            steps_per_loop=config.steps_per_loop,
-            summary_dir=run.folder / "tensorboard",
-            eval_actions=[best],
-        )
+        of = (model, texts.classes, texts.columns)
+        best = when_best(f"val_{texts.metrics[0]}", lambda *_: save_classifier(*of, run.folder / "best"), run.folder)
+        controller = Controller(*parts, log, steps_per_loop=config.steps_per_loop, eval_actions=[best])
         controller.train_and_evaluate(total_steps, eval_interval=len(train))
 
         if "test" in evaluators:
             evaluators["test"].evaluate()
-        outputs = {split: evaluator.logits for split, evaluator in evaluators.items()}
+        outputs = {split: evaluators[split].logits for split in evaluators if split != "train"}
         results = {"recipe": "glue_controller", "global_batch_size": batch_size, "config": asdict(config)}
         results |= log.results(replicas)
         write_predictions(run.folder / "predictions", texts, outputs)
-        save(run.folder / "preset")
+        save_classifier(*of, run.folder / "preset")
         results |= classifier_results(texts, outputs, data.preprocessor.tokenizer)
         return run.finish(results)
 

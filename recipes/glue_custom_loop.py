@@ -21,9 +21,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from common.command_line import parse, quiet_stderr, run
+from common.command_line import FIRST, FREE, parse, quiet_stderr, run
 from common.model.classifier_options import ClassifierOptions
-from common.options import FIRST, FREE
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,12 @@ with quiet_stderr():
 from tqdm import tqdm
 
 import keras_replicas as kr
-from common.classification_scores import classifier_results, scores_of, write_predictions
+from common.classification_scores import classifier_results, report, scores_of, write_predictions
 from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
 from common.log import RunLog
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.report import report
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
 

@@ -21,9 +21,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from common.command_line import parse, quiet_stderr, run
+from common.command_line import FIRST, FREE, FitOptions, parse, quiet_stderr, run
 from common.model.classifier_options import ClassifierOptions
-from common.options import FIRST, FREE, FitOptions
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,12 @@ if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is r
 with quiet_stderr():
     import keras
 
-from common.classification_scores import classifier_results, write_predictions
+from common.classification_scores import classifier_results, report, write_predictions
 from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
-from common.log import RunLog
+from common.log import RunLog, print_plan
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
-from common.report import print_plan, report
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy

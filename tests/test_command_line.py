@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from common.command_line import parse, quiet_stderr, run, until_reader_leaves
-from common.options import FIRST, Bounds, marks_of
+from common.command_line import FIRST, Bounds, marks_of, parse, quiet_stderr, run, until_reader_leaves
 from keras_replicas import UserError
 from recipes._names import recipes
 from tests.conftest import ROOT

@@ -18,7 +18,7 @@ from sklearn.metrics import accuracy_score, f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.faults import weights_of
-from common.data.roles import role_pairs
+from common.data.labelled import role_pairs
 from recipes import glue_controller, glue_custom_loop, text_classifier
 
 ROOT = Path(__file__).parent.parent

@@ -4,10 +4,9 @@ import re
 import datasets
 import pytest
 
+from common.classification_scores import METRICS
 from common.data import labelled
-from common.data.labelled import HELD_OUT, TASKS, column_names, open_examples
-from common.data.roles import role_pairs
-from common.report import METRICS
+from common.data.labelled import HELD_OUT, TASKS, column_names, open_examples, role_pairs
 
 # In GLUE's own form: a byte-order mark, and quotation marks that stand for themselves, also alone at a field's start.
 MRPC = {

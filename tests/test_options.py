@@ -4,7 +4,7 @@ from typing import Annotated
 
 import pytest
 
-from common.options import FREE, INPUT, Bounds, Count, FitOptions, Rate, Share
+from common.command_line import FREE, INPUT, Bounds, Count, FitOptions, Rate, Share
 from keras_replicas import UserError
 
 
@@ -34,7 +34,7 @@ class Config(FitOptions):
         ("checkpoint_every", 0, "--checkpoint-every must be at least 1; got 0"),
         ("rate", math.nan, "--rate must be a finite number; got nan"),
         ("rate", math.inf, "--rate must be a finite number; got inf"),
-        ("rate", -0.1, "--rate must be at least 0; got -0.1"),
+        ("rate", 0.0, "--rate must be at least 1e-30; got 0.0"),
         ("warmup", 1.0, "--warmup must be at most 0.9999999999999999; got 1.0"),
         ("warmup", -math.inf, "--warmup must be a finite number; got -inf"),
         ("corpus", "", "--corpus is empty: name one, or leave it out"),
@@ -49,7 +49,7 @@ def test_a_value_out_of_its_bounds_is_refused(name, value, told):
 
 
 def test_values_at_their_bounds_are_taken():
-    Config(size=3, batch_size=2**31 - 1, seed=2**32 - 1, rate=0.0, warmup=0.0, preset="", replicas=1024)
+    Config(size=3, batch_size=2**31 - 1, seed=2**32 - 1, rate=1e-30, warmup=0.0, preset="", replicas=1024)
     Config(size=9, batch_size=8, accumulate=8, warmup=math.nextafter(1, 0), max_steps=0)
 
 
@@ -75,5 +75,7 @@ def test_an_input_must_not_lie_in_the_runs_folder(tmp_path, monkeypatch):
 def test_a_resumed_run_must_have_all_options_but_the_free_ones():
     free = {"workdir", "replicas", "checkpoint_every", "overwrite", "dry_run", "accumulate", "jit"}
     config = Config(seed=7)
-    assert config.fixed() == {name: value for name, value in vars(config).items() if name not in free}
-    assert config.fixed()["seed"] == 7
+    assert config.fixed("a") == {"recipe": "a"} | {
+        name: value for name, value in vars(config).items() if name not in free
+    }
+    assert config.fixed("a")["seed"] == 7

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.data.roles import role_pairs
+from common.data.labelled import role_pairs
 from recipes import bert_mlm
 from tests.conftest import ROOT
 

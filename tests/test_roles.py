@@ -7,10 +7,9 @@ import keras_hub
 import numpy as np
 import pytest
 
-from common.data import roles
-from common.data.labelled import Examples, LabelledTexts
-from common.data.roles import role_pairs
 from common.classification_scores import classifier_results
+from common.data import labelled
+from common.data.labelled import Examples, LabelledTexts, role_pairs
 
 PAIRS = role_pairs()
 
@@ -59,7 +58,7 @@ def test_words_and_lengths_tell_nothing():
     splits = {s: Examples([pair[:2] for pair in pairs], labels[s], []) for s, pairs in PAIRS.items()}
     pieces = sorted({word for pairs in PAIRS.values() for pair in pairs for word in words(pair[1] + pair[0])})
     tokenizer = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces], lowercase=True)
-    texts = LabelledTexts(roles.CLASSES, splits, "", ("accuracy",))
+    texts = LabelledTexts(["0", "1"], splits, "", ("accuracy",))
     results = classifier_results(texts, {"validation": np.zeros((1000, 2))}, tokenizer)
     # To the last pair: those of an event are the same to such a classifier, and one of them is right.
     assert [results[f"val_{name}_accuracy"] for name in ("majority", "length", "bag_of_words")] == [0.5] * 3
@@ -67,6 +66,6 @@ def test_words_and_lengths_tell_nothing():
 
 
 def test_the_order_of_the_second_sentence_alone_tells_what_the_module_says():
-    usual = set(roles.MOSTLY_ACT.split())
+    usual = set(labelled.MOSTLY_ACT.split())
     right = [(words(second)[-1] in usual) == label for _, second, label in PAIRS["train"]]
-    assert sum(right) / len(right) == pytest.approx(roles.AS_EXPECTED, abs=0.01)
+    assert sum(right) / len(right) == pytest.approx(labelled.AS_EXPECTED, abs=0.01)

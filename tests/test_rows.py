@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from common.data import row_folders
 from common.data import rows as rows_module
+from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import Corpus, open_corpus
-from common.data.rows import NO_LABEL, corpus_rows, fingerprint, open_rows, rows_tokenizer, text_rows, write_rows
-from common.data.vocabulary import encode, train_byte_pairs, train_wordpieces
+from common.data.row_folders import kept_in, open_folder
+from common.data.rows import NO_LABEL, RowBatches, corpus_rows, fingerprint, open_rows, text_rows, write_rows
+from common.data.vocabulary import encode, train_wordpieces
 from keras_replicas import UserError
 from tests.conftest import ROOT
 
@@ -48,7 +51,7 @@ def in_shards_of(rows, monkeypatch, length=LENGTH):
 
 def written(folder, rows, tokenizer, length=LENGTH):
     write_rows(folder, {"train": iter(rows), "validation": [np.array([1])], "test": []}, length, tokenizer, {"a": 1})
-    return open_rows(str(folder))
+    return open_rows(folder)
 
 
 def rows_of(numbers, seed=0):
@@ -68,7 +71,6 @@ def test_a_row_has_the_ids_that_were_written_whichever_shard_it_is_in(number, to
     splits = written(tmp_path / "rows", given, tokenizer)
     rows = splits["train"]
     assert [*splits] == ["train", "validation"] and len(rows) == number and rows.length == LENGTH
-    assert rows.tokens == sum(map(len, given))
     assert len(list(tmp_path.glob("rows/train-*.tfrecord"))) == -(-number // 4)
     order = [*reversed(range(number)), -1, 0]
     ids, is_token, is_label = read(rows, order)
@@ -114,7 +116,7 @@ def test_a_split_without_rows_is_refused_unless_it_is_the_test_split(tokenizer, 
     with pytest.raises(UserError, match="no text is left for train: give more"):
         write_rows(tmp_path, {"train": [], "validation": rows_of([3])}, LENGTH, tokenizer, {})
     with pytest.raises(UserError, match="has no rows of text"):
-        open_rows(str(tmp_path))
+        open_rows(tmp_path)
 
 
 def test_the_texts_are_one_row_that_is_cut():
@@ -182,17 +184,19 @@ def test_a_fingerprint_is_of_what_determines_the_ids(corpus, tokenizer):
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_folder_of_rows_is_kept_and_refused_for_others(remote, corpus, tokenizer, tmp_path, monkeypatch, cache):
     folder = ("file://" if remote else "") + str(tmp_path / "data[1]/deeper/")
-    made = corpus_rows(corpus, tokenizer, LENGTH, folder=folder)
+    made = corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in(folder))
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "data[1]").rglob("*")}
     assert tmp_path / "data[1]/deeper/manifest.json" in files
-    shutil.rmtree(cache)
+    for path in cache.glob("*-rows"):
+        shutil.rmtree(path)
     monkeypatch.setattr(rows_module, "encode", None)
-    for found in (corpus_rows(corpus, tokenizer, LENGTH, folder=folder), open_rows(folder)):
+    opened, again = open_folder(folder)
+    for found in (corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in(folder)), opened):
         assert {split: rows.checksum for split, rows in found.items()} == {s: rows.checksum for s, rows in made.items()}
         np.testing.assert_array_equal(read(found["train"], [0, 5])[0], read(made["train"], [0, 5])[0])
-    assert fingerprint(rows_tokenizer(folder)) == fingerprint(tokenizer)
+    assert fingerprint(again) == fingerprint(tokenizer)
     with pytest.raises(UserError, match="has rows of another corpus, tokenizer or length: give another folder"):
-        corpus_rows(corpus, tokenizer, LENGTH + 1, folder=folder)
+        corpus_rows(corpus, tokenizer, LENGTH + 1, keep=kept_in(folder))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data[1]").rglob("*")} == files
     assert len(list(cache.glob("*-rows"))) == remote  # a copy of the remote one
 
@@ -203,13 +207,13 @@ def test_a_folder_that_was_not_finished_is_written_anew(corpus, tokenizer, tmp_p
     monkeypatch.setattr(
         tf.io.gfile, "copy", lambda *paths, **options: copied.append(paths[1]) or copy(*paths, **options)
     )
-    corpus_rows(corpus, tokenizer, LENGTH, folder=str(whole))
+    corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in(str(whole)))
     assert copied[-1] == str(whole / "manifest.json")  # without it, the folder is not finished
     (half / "tokenizer").mkdir(parents=True)
     (half / "train-00000.tfrecord").write_bytes(b"half")
     with pytest.raises(UserError, match="half has no rows of text, and no"):
-        open_rows(str(half))
-    corpus_rows(corpus, tokenizer, LENGTH, folder=str(half))
+        open_folder(str(half))
+    corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in(str(half)))
     assert {path.name for path in half.rglob("*")} == {path.name for path in whole.rglob("*")}
     for path in whole.rglob("*.*"):
         assert (half / path.relative_to(whole)).read_bytes() == path.read_bytes()
@@ -221,9 +225,9 @@ def test_a_folder_of_other_files_is_not_written_to(name, corpus, tokenizer, tmp_
     for each in (name, "train-00000.tfrecord"):
         (tmp_path / "data" / each).write_text('["mine"]')
     with pytest.raises(UserError, match="data (holds|has rows of another)"):
-        corpus_rows(corpus, tokenizer, LENGTH, folder=str(tmp_path / "data"))
+        corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in(str(tmp_path / "data")))
     with pytest.raises(UserError, match="data has no rows of text"):
-        open_rows(str(tmp_path / "data"))
+        open_folder(str(tmp_path / "data"))
     assert {path.read_text() for path in (tmp_path / "data").iterdir()} == {'["mine"]'}
 
 
@@ -241,19 +245,17 @@ def test_a_damaged_folder_is_refused(damage, tokenizer, tmp_path):
     else:
         (shard if damage == "gone" else folder / "manifest.json").unlink()
     with pytest.raises(UserError, match="damaged: remove the folder|has no (rows|tokenizer|manifest)"):
-        rows_tokenizer(str(folder)) if damage == "tokenizer" else open_rows(str(folder))
+        open_folder(str(folder))
 
 
 def test_a_file_system_that_does_not_answer_is_told_of(corpus, tokenizer):
-    for use in (open_rows, rows_tokenizer, lambda folder: corpus_rows(corpus, tokenizer, LENGTH, folder=folder)):
-        with pytest.raises(
-            UserError, match="^cannot use s3://bucket/rows/manifest.json .File system scheme 's3' not im"
-        ):
+    for use in (open_folder, lambda folder: corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in(folder))):
+        with pytest.raises(UserError, match="^cannot use s3://bucket/rows .File system scheme 's3' not im"):
             use("s3://bucket/rows")
     with pytest.raises(UserError, match="^ram://nothing has no rows of text"):
-        open_rows("ram://nothing")
+        open_folder("ram://nothing")
     with pytest.raises(UserError, match="^cannot use /proc/rows .*: give another folder"):
-        corpus_rows(corpus, tokenizer, LENGTH, folder="/proc/rows")
+        corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in("/proc/rows"))
 
 
 def test_progress_is_shown_if_it_takes_long(tokenizer, tmp_path, capfd):
@@ -281,7 +283,7 @@ def test_the_order_is_the_same_for_any_number_of_replicas_and_begins_anywhere(to
     rows = written(tmp_path, rows_of([5] * 20), tokenizer)["train"]
 
     def batches(seed=3, shuffle=True):
-        return rows.batches(lambda epochs, examples: (examples, rows.read(examples)[0]), 6, shuffle, seed)
+        return RowBatches(rows, lambda _, examples: (examples, rows.read(examples)[0]), 6, shuffle=shuffle, seed=seed)
 
     whole = parts(batches(), 0, 1)
     assert len(batches()) == 4 and sorted(whole[whole >= 0]) == list(range(20)) and (np.diff(whole[0]) != 1).any()
@@ -296,7 +298,8 @@ def test_the_order_is_the_same_for_any_number_of_replicas_and_begins_anywhere(to
 
 def test_workers_and_resumed_runs_are_told_apart_by_the_rows(tokenizer, tmp_path):
     def facts(name, given):
-        return written(tmp_path / name, given, tokenizer)["train"].batches(None.__class__, 2, True, 0).fingerprint()
+        rows = written(tmp_path / name, given, tokenizer)["train"]
+        return RowBatches(rows, rows.read, 2, shuffle=True, seed=0).fingerprint()
 
     given = rows_of([5, 6, 7])
     other = [given[0], given[1], given[2][::-1]]
@@ -341,16 +344,15 @@ def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_p
     else:
         merges = [pair.split() for pair in tokenizer.merges]
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": ids, "merges": merges}}))
-    splits = open_rows(str(folder))
+    splits, again = open_folder(str(folder))
     assert [*splits] == ["train", "validation"]
     for split, expected in (("train", texts[:8]), ("validation", texts[8:])):
         found, is_token, _ = read(splits[split], np.arange(len(splits[split])))
         assert [row[tokens].tolist() for row, tokens in zip(found, is_token, strict=True)] == expected
     assert splits["train"].length == max(map(len, texts))
-    again = rows_tokenizer(str(folder))
     assert type(again) is type(tokenizer) and again(["the licence"]) == tokenizer(["the licence"])
-    monkeypatch.setattr(rows_module, "example_rows", None)
-    assert open_rows(str(folder))["train"].checksum == splits["train"].checksum
+    monkeypatch.setattr(row_folders, "write_rows", None)
+    assert open_folder(str(folder))[0]["train"].checksum == splits["train"].checksum
     assert len(list(cache.glob("*-rows"))) == 1
 
 
@@ -378,7 +380,7 @@ def test_what_is_wrong_with_examples_is_told(wrong, told, tokenizer, tmp_path):
     if wrong == "record":
         (folder / "bert_valid.tfrecord").write_bytes(b"no record" * 9)
     with pytest.raises(UserError, match=told):
-        open_rows(str(folder))
+        open_folder(str(folder))
 
 
 def test_a_remote_folder_of_examples_is_converted(tokenizer, tmp_path):
@@ -386,7 +388,7 @@ def test_a_remote_folder_of_examples_is_converted(tokenizer, tmp_path):
     (tmp_path / "data/vocab.txt").write_text("\n".join(tokenizer.get_vocabulary()))
     for path in (tmp_path / "data").iterdir():
         tf.io.gfile.copy(str(path), f"ram://examples/{path.name}")
-    assert len(open_rows("ram://examples/")["train"]) == 8
+    assert len(open_folder("ram://examples/")[0]["train"]) == 8
 
 
 # In a mount namespace of its own: a small disk, and then room is made.

@@ -56,9 +56,7 @@ def test_imports_in_common_form_no_circle():
 
 def test_imports_between_rooms_run_one_way():
     arrows = {room: {path.parent for file in room.glob("*.py") for path in modules_imported(file)} for room in ROOMS}
-    ground = ROOT / "common"
-    assert all(path.parent == ground for file in ground.glob("*.py") for path in modules_imported(file))
-    in_order(arrows | {ground: set()})
+    in_order({room: others & {*ROOMS} for room, others in arrows.items()})
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.name)
@@ -71,7 +69,7 @@ def test_a_recipe_is_one_page_that_imports_no_other(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "recipes"]
     loop = path.stem == "glue_custom_loop"  # whose point is its loop
     tree = ast.parse(path.read_text())
-    assert len(path.read_text().splitlines()) <= {"glue_custom_loop": 220, "glue_controller": 190}.get(path.stem, 160)
+    assert len(path.read_text().splitlines()) <= (220 if loop else 160)
     parts = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     assert {"Config", "make_datasets", "build_model", "train_and_evaluate", "main"} <= parts.keys()
     main_part = parts["train_and_evaluate"]
@@ -84,9 +82,8 @@ def test_a_recipe_is_one_page_that_imports_no_other(path):
         for name in node.names
         if (node.module or "").startswith(("common", "keras_replicas"))
     } | {*parts}
-    used = {
-        node.id for statement in main_part.body for node in ast.walk(statement) if isinstance(node, ast.Name)
-    } & ours
+    names = [node for statement in main_part.body for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    used = ours & {node.id for node in names} - {node.id for node in names if isinstance(node.ctx, ast.Store)}
     assert path.stem.startswith("glue") or len(used) <= 12, used
     calls = [
         node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)

@@ -17,7 +17,7 @@ from common.data.wordpiece import train_wordpieces
 from common.model.lora import enable_lora
 
 from common.data.labelled import Examples, LabelledTexts
-from common.data.roles import role_pairs
+from common.data.labelled import role_pairs
 from common.model.classifier import make_classifier, make_preprocessor
 from common.model.saving import keras_tokenizer
 from keras_replicas import checkpoints

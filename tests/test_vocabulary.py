@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 
 from common.data import vocabulary as vocabulary_module
-from common.data.vocabulary import (
-    BYTE_PAIR_TOKENS,
-    WORDPIECE_TOKENS,
-    encode,
-    load_wordpieces,
-    train_byte_pairs,
-    train_wordpieces,
-)
+from common.data.byte_pairs import BYTE_PAIR_TOKENS, train_byte_pairs
+from common.data.vocabulary import WORDPIECE_TOKENS, encode, load_wordpieces, train_wordpieces
 from keras_replicas import UserError
 from tests.conftest import ROOT
 
@@ -74,11 +68,11 @@ def test_a_vocabulary_is_trained_once(train, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", ["train_wordpieces", "train_byte_pairs"])
-def test_training_gives_the_same_in_every_process(train, tmp_path):
+@pytest.mark.parametrize(("module", "train"), [("vocabulary", "train_wordpieces"), ("byte_pairs", "train_byte_pairs")])
+def test_training_gives_the_same_in_every_process(module, train, tmp_path):
     """The trainer's own ties fall by a hash table that is another one in each process."""
     code = (
-        f"import pydoc_data.topics as t; from common.data.vocabulary import {train} as train;"
+        f"import pydoc_data.topics as t; from common.data.{module} import {train} as train;"
         "print(train(lambda: sorted(t.topics.values()), 'topics', 600).get_vocabulary())"
     )
     made = {

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text corpora by name or path, as streams of documents, by the `datasets` library.
+"""Text corpora by name or path, as streams of documents: a corpus may be larger than memory.
 
-A document is a string of one or more lines. Streams are lazy: a corpus may be larger than memory.
+A document is a string of one or more lines.
 """
 
 import functools
-import glob
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
+import platform
+import pydoc_data.topics
 import re
+import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,15 +22,18 @@ from typing import Any
 
 from keras_replicas import UserError
 
-from .docstrings import docstring_file
+from ..files import cached, from_hub
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
-NAMES = ("docstrings", "wikitext-2", "wikitext-103")
-HUB = "hf://"
 SPLITS = ("train", "validation", "test")
-WIKITEXT_FILES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
+WIKITEXT = {f"wikitext-{size}": f"hf://Salesforce/wikitext/wikitext-{size}-v1" for size in (2, 103)}
+WIKITEXT_FILES = dict(zip(SPLITS, ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"), strict=True))
+TITLE = "= [^=].* ="  # the line with which an article of WikiText begins
 DOCUMENT_LIMIT = 20_000  # characters; longer text is split into several documents, so that memory is bounded
 HELD_OUT = 10  # one part in this many is the validation split of a corpus without one
+PACKAGES = ("keras", "keras_hub", "numpy")  # whose docstrings are a corpus
+NO_TEXT = re.compile("[\0\udc80-\udcff]")  # what bytes that are not UTF-8 are read as
+STRINGS = re.compile(r'(^[ \t]*[rR]?)?"""(.*?)"""', re.DOTALL | re.MULTILINE)  # the first group: what stands alone
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,9 @@ def open_corpus(corpus: str) -> Corpus:
 
     Args:
         corpus: one of
-            - `docstrings`: English from the docstrings of the packages that this project depends on and CPython's
-              `pydoc_data.topics`; needs no network. One source module in 10 is held out for validation, and its
-              paragraphs that share eight consecutive words with the training text are dropped;
+            - `docstrings`: English from docstrings of `PACKAGES` and CPython's `pydoc_data.topics`; needs no network.
+              One module in 10 is held out for validation, without its paragraphs that share eight consecutive words
+              with the training text;
             - `wikitext-2`, `wikitext-103`: Merity et al. 2016, arXiv:1609.07843, from the Hugging Face Hub
               (`Salesforce/wikitext`, the token version);
             - `hf://user/name` or `hf://user/name/configuration`: any data set on the Hub with a column `text`, read as
@@ -58,80 +65,40 @@ def open_corpus(corpus: str) -> Corpus:
     """
     path = Path(corpus)
     if corpus == "docstrings":
-        file = docstring_file()
-        return Corpus({split: functools.partial(_docstrings, file, split) for split in SPLITS[:2]}, file.name)
-    if corpus in NAMES or corpus.startswith(HUB):
+        versions = [platform.python_version(), *map(importlib.metadata.version, PACKAGES)]
+        file = cached("docstrings.json", [*versions, Path(__file__).read_text(encoding="utf-8")], _write_docstrings)
+        texts = json.loads(file.read_text(encoding="utf-8"))
+        return Corpus({split: functools.partial(iter, texts[split]) for split in texts}, file.name)
+    if corpus in WIKITEXT or corpus.startswith("hf://"):
         return _from_hub(corpus)
-    if os.path.isfile(path / WIKITEXT_FILES["train"]):  # Path's raises an error for a long name
-        files = {split: path / name for split, name in WIKITEXT_FILES.items() if (path / name).is_file()}
+    if not os.path.exists(path):  # Path's raises an error for a long name
+        names = ", ".join(["docstrings", *WIKITEXT, "hf://user/name"])
+        raise UserError(f"the corpus {corpus} is neither {names}, nor an existing file or folder")
+    files = {split: path / name for split, name in WIKITEXT_FILES.items() if (path / name).is_file()}
+    if "train" in files:
         if "validation" not in files:
             raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
-        lines = {split: functools.partial(read_text, [file]) for split, file in files.items()}
+        lines = {split: functools.partial(_lines, [file]) for split, file in files.items()}
         return Corpus({split: functools.partial(_articles, lines[split]) for split in lines}, _checksum(files.values()))
-    if os.path.isfile(path) or os.path.isdir(path):
-        texts = [path] if path.is_file() else sorted(file for file in path.rglob("*.txt") if file.is_file())
-        if not texts:
-            raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
-        return Corpus(_held_out(functools.partial(_in_pieces, functools.partial(_paragraphs, texts))), _checksum(texts))
-    names = ", ".join(NAMES)
-    raise UserError(f"the corpus {corpus} is neither {names}, hf://user/name, nor an existing file or folder")
-
-
-def from_hub(function: str, name: str, *configuration: str, **options: Any) -> Any:
-    """What a function of the `datasets` library, such as `load_dataset`, returns for a data set on the Hub.
-
-    Raises:
-        UserError: when it cannot be fetched.
-    """
-    import datasets  # not above: it takes a second
-
-    try:
-        return getattr(datasets, function)(name, *configuration, **options)
-    except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
-        raise UserError(
-            f"cannot fetch {name} from the Hugging Face Hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            "Without a network, download its files elsewhere, and give their folder"
-        ) from error
-
-
-def read_text(files: list[Path], sample_by: str = "line") -> Iterator[str]:
-    """The lines, or paragraphs, of UTF-8 files. Raises a `UserError` that names the file and line of other content."""
-    import datasets
-
-    paths = [glob.escape(str(file.absolute())) for file in files]
-    rows = datasets.load_dataset("text", data_files=paths, split="train", streaming=True, sample_by=sample_by)
-    try:
-        for row in rows:
-            if "\0" in row["text"]:
-                raise UnicodeDecodeError("utf-8", b"", 0, 0, "binary")
-            yield row["text"].removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        for file in files:
-            for number, line in enumerate(file.open("rb"), start=1):
-                if b"\0" in line or "\ufffd" in line.decode("utf-8", errors="replace"):
-                    raise UserError(f"{file}, line {number} is not UTF-8 text; convert it first") from error
-        raise
-    except OSError as error:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+    found = [path] if path.is_file() else sorted(file for file in path.rglob("*.txt") if file.is_file())
+    if not found:
+        raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
+    return Corpus(_held_out(lambda: _documents(_lines(found), "")), _checksum(found))
 
 
 def _from_hub(corpus: str) -> Corpus:
-    if corpus in NAMES:
-        name = ["Salesforce/wikitext", f"{corpus}-v1"]
-    else:
-        parts = corpus.removeprefix(HUB).split("/")
-        local = corpus.removeprefix(HUB).startswith(("/", "."))  # a folder that the library reads
-        if not local and (len(parts) not in (2, 3) or not all(parts)):
-            raise UserError(f"the corpus {corpus} must be {HUB}user/name or {HUB}user/name/configuration")
-        name = ["/".join(parts)] if local else ["/".join(parts[:2]), *parts[2:]]
+    found = re.fullmatch("hf://(/.+|[^/]+/[^/]+)(?:/([^/]+))?", WIKITEXT.get(corpus, corpus))  # or a local folder
+    if not found:
+        raise UserError(f"the corpus {corpus} must be hf://user/name or hf://user/name/configuration")
+    name = [*filter(None, found.groups())]
     builder = from_hub("load_dataset_builder", *name)
-    fingerprint = f"{builder.config_id} {builder.hash}"  # a hash of the commit on the Hub
-    rows = from_hub("load_dataset", *name, streaming=corpus not in NAMES)
+    rows = from_hub("load_dataset", *name, streaming=corpus not in WIKITEXT)
     if "train" not in rows:
         raise UserError(f"{corpus} has no split train; it has {', '.join(rows)}")
-    texts = {split: functools.partial(_column, corpus, rows[split]) for split in SPLITS if split in rows}
-    read = _articles if corpus in NAMES else _in_pieces
-    splits: dict[str, Documents] = {split: functools.partial(read, text) for split, text in texts.items()}
+    splits: dict[str, Documents] = {s: functools.partial(_column, corpus, rows[s]) for s in SPLITS if s in rows}
+    if corpus in WIKITEXT:
+        splits = {split: functools.partial(_articles, lines) for split, lines in splits.items()}
+    fingerprint = f"{builder.config_id} {builder.hash}"  # a hash of the commit on the Hub
     return Corpus(splits if "validation" in splits else _held_out(splits["train"]), fingerprint)
 
 
@@ -139,38 +106,42 @@ def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         if not isinstance(row.get("text"), str):
             raise UserError(f"{corpus} has no column text; it has {', '.join(row)}")
-        yield row["text"]
+        yield from _pieces(row["text"])
+
+
+def _lines(files: Iterable[Path]) -> Iterator[str]:
+    """The lines of UTF-8 files, without what is blank at their ends, and a blank one after each file."""
+    for file in files:
+        with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
+            for number, line in enumerate(lines, start=1):
+                if NO_TEXT.search(line):
+                    raise UserError(f"{file}, line {number} is not UTF-8 text; convert it first")
+                yield line.rstrip()
+        yield ""
 
 
 def _articles(lines: Documents) -> Iterator[str]:
-    """WikiText's articles, each begun by a heading with one equals sign (` = Title = `); `<unk>` becomes `[UNK]`."""
-    article = ""
-    for line in lines():
-        text = line.strip().replace("<unk>", "[UNK]")
-        if article and (re.fullmatch(r"= [^=].* =", text) or len(article) > DOCUMENT_LIMIT):
-            yield article
-            article = ""
-        if text:
-            article += f"\n{text}" if article else text
-    if article:
-        yield article
+    """WikiText's articles, in which `<unk>` becomes `[UNK]`."""
+    return _documents((line.strip().replace("<unk>", "[UNK]") for line in lines()), TITLE)
 
 
-def _paragraphs(files: list[Path]) -> Iterator[str]:
-    for text in read_text(files, sample_by="paragraph"):
-        yield from re.split(r"\n\s*\n", text)  # a blank line may have spaces
+def _documents(lines: Iterable[str], begins: str) -> Iterator[str]:
+    """The documents in lines, each begun by a line of this pattern; blank lines are left out."""
+    document = ""
+    for line in lines:
+        if re.fullmatch(begins, line) or len(document) + len(line) > DOCUMENT_LIMIT:
+            yield from _pieces(document)
+            document = ""
+        if line:
+            document += f"{line}\n"
+    yield from _pieces(document)
 
 
-def _in_pieces(texts: Documents) -> Iterator[str]:
-    """The texts; those longer than the limit are cut, at a space if there is one."""
-    for text in texts():
-        text, start = text.strip(), 0
-        while start < len(text):
-            end = start + DOCUMENT_LIMIT
-            if end < len(text) and (space := text.rfind(" ", start + 1, end)) > start:
-                end = space
-            yield text[start:end].strip()
-            start = end
+def _pieces(text: str) -> list[str]:
+    """The text, if it is not blank; a longer one than the limit is cut, at spaces if there are any."""
+    if len(text := text.strip()) <= DOCUMENT_LIMIT:
+        return [text] if text else []
+    return textwrap.wrap(text, DOCUMENT_LIMIT, expand_tabs=False, replace_whitespace=False, break_on_hyphens=False)
 
 
 def _held_out(documents: Documents) -> dict[str, Documents]:
@@ -180,10 +151,6 @@ def _held_out(documents: Documents) -> dict[str, Documents]:
     return {"train": functools.partial(part, False), "validation": functools.partial(part, True)}
 
 
-def _docstrings(file: Path, split: str) -> Iterator[str]:
-    return iter(json.loads(file.read_text(encoding="utf-8"))[split])
-
-
 def _checksum(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
@@ -191,3 +158,38 @@ def _checksum(files: Iterable[Path]) -> str:
             digest.update(file.name.encode("utf-8", "surrogateescape"))
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
+
+
+def _write_docstrings(path: Path) -> None:
+    """Writes the prose of the modules, each paragraph once, without importing the packages."""
+    texts = {"pydoc_data.topics": [*pydoc_data.topics.topics.values()]}
+    for package in PACKAGES:
+        root = Path(importlib.util.find_spec(package).origin).parent  # type: ignore[union-attr, arg-type]
+        for file in sorted(root.rglob("*.py")):
+            strings = STRINGS.finditer(file.read_text(encoding="utf-8", errors="replace"))  # ten times as fast as `ast`
+            texts[str(file.relative_to(root.parent))] = [found[2] for found in strings if found[1] is not None]
+    splits: dict[str, list[list[str]]] = {"train": [], "validation": []}
+    seen: set[str] = set()
+    for module, strings_of in texts.items():
+        prose = [
+            " ".join(part.split()) for text in strings_of for part in re.split(r"\n\s*\n", text) if _is_prose(part)
+        ]
+        new = [paragraph for paragraph in dict.fromkeys(prose) if paragraph not in seen]
+        seen.update(new)
+        splits["train" if zlib.crc32(module.encode()) % HELD_OUT else "validation"].append(new)
+    known = {words for paragraphs in splits["train"] for part in paragraphs for words in _eight_words(part)}
+    splits["validation"] = [[p for p in part if known.isdisjoint(_eight_words(p))] for part in splits["validation"]]
+    documents = {split: ["\n".join(paragraphs) for paragraphs in part if paragraphs] for split, part in splits.items()}
+    path.write_text(json.dumps(documents), encoding="utf-8")
+
+
+def _is_prose(paragraph: str) -> bool:
+    """At least ten words, no example code, and four characters in five are letters or spaces."""
+    letters = sum(c.isalpha() or c.isspace() for c in paragraph)
+    is_code = ">>>" in paragraph or "```" in paragraph
+    return len(paragraph.split()) >= 10 and not is_code and letters > 0.8 * len(paragraph)
+
+
+def _eight_words(paragraph: str) -> Iterator[int]:
+    words = re.findall(r"\w+", paragraph.lower())
+    return (hash(tuple(words[i : i + 8])) for i in range(max(len(words) - 7, 1)))

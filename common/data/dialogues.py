@@ -1,91 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with answers, from `.jsonl` files: what is asked, and what a model should say in reply.
+"""Prompts with answers, from `.jsonl` files, as rows for a causal language model: labels are on the answers alone.
 
 A line has either a `prompt` and a `response`, two strings, which follow one another as they are; or `messages`, a list
 of objects, each with a `role` (system, user or assistant) and a `content`, a string. The answers are the responses, and
-what the assistant says.
+what the assistant says. Messages are marked in the form that the tokenizer has tokens for, one of `CHAT_FORMS`, or else
+by the speaker's name before each and a line break after it. A row begins with the tokenizer's start token, if there is
+one, and ends with its end token, which is a label, so that a model learns where to stop.
 """
 
 import functools
+import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import keras_hub
+import numpy as np
+
 from keras_replicas import UserError
 
-from .corpora import Documents
+from ..files import cached
+from .corpora import HELD_OUT, SPLITS
+from .rows import NO_LABEL, Rows, fingerprint, open_rows, write_rows
 from .tables import read_rows, shortened
+from .vocabulary import encode
 
-Dialogue = list[tuple[str, str]]  # who speaks (one of `ROLES`; or `prompt`, then `response`), and what is said
-ROLES = ("system", "user", "assistant")
+Dialogue = list[tuple[str, str]]  # who speaks (a role; or `prompt`, then `response`), and what is said
 ANSWERS = ("response", "assistant")
-HELD_OUT = 10  # one dialogue in this many is the validation split of a single file
+# What precedes a message and what follows it, if the tokenizer has these tokens: Gemma's, Qwen's ChatML, Llama 3's.
+CHAT_FORMS = (
+    ("<start_of_turn>{role}\n", "<end_of_turn>\n"),
+    ("<|im_start|>{role}\n", "<|im_end|>\n"),
+    ("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"),
+)
+PLAIN = ("{role}: ", "\n")
+MARK = re.compile(r"(<[^<>\s]+>)")
 
 
 def is_dialogues(data: str) -> bool:
     """Whether this is a file or a folder of dialogues, not a folder of something else."""
-    path = Path(data)
-    return path.suffix == ".jsonl" or any((path / f"{split}.jsonl").is_file() for split in ("train", "validation"))
+    return data.endswith(".jsonl") or any(Path(data, f"{split}.jsonl").is_file() for split in SPLITS)
 
 
 def read_dialogues(data: str) -> dict[str, list[Dialogue]]:
     """The dialogues of each split.
 
-    Args:
-        data: a `.jsonl` file, of which one dialogue in 10, chosen by a hash of its text, is held out for validation; or
-            a folder with `train.jsonl`, `validation.jsonl` and, if there, `test.jsonl`.
-
-    Raises:
-        UserError: when a file is missing or malformed (with the line, counted from 1), or a split is empty.
+    They are those of a `.jsonl` file, of which one dialogue in 10, chosen by a hash of its text, is held out for
+    validation; or of a folder with `train.jsonl`, `validation.jsonl` and, if there, `test.jsonl`. Raises a `UserError`
+    when a file is missing or malformed (with the line, counted from 1), or a split is empty.
     """
-    path = Path(data)
     splits: dict[str, list[Dialogue]] = {"train": [], "validation": []}
-    if path.suffix == ".jsonl":
-        for dialogue in _dialogues(path):
+    if data.endswith(".jsonl"):
+        for dialogue in _dialogues(Path(data)):
             held_out = zlib.crc32("\n".join(text for _, text in dialogue).encode()) % HELD_OUT == 0
             splits["validation" if held_out else "train"].append(dialogue)
     else:
-        names = [*splits, *(["test"] if (path / "test.jsonl").is_file() else [])]
-        splits = {split: list(_dialogues(path / f"{split}.jsonl")) for split in names}
+        files = {split: Path(data, f"{split}.jsonl") for split in SPLITS}
+        splits = {split: [*_dialogues(file)] for split, file in files.items() if split != "test" or file.is_file()}
     if empty := [split for split, dialogues in splits.items() if not dialogues]:
         raise UserError(f"{data} has too few dialogues: none is left for {' and '.join(empty)}")
     return splits
 
 
-def said_in(dialogues: dict[str, list[Dialogue]]) -> dict[str, Documents]:
-    """All that is said in dialogues, as the splits of a `Corpus`."""
-    return {split: functools.partial(_messages_of, part) for split, part in dialogues.items()}
-
-
-def _messages_of(dialogues: list[Dialogue]) -> Iterator[str]:
+def said_in(dialogues: list[Dialogue]) -> Iterator[str]:
+    """All that is said in dialogues."""
     return (text for dialogue in dialogues for _, text in dialogue)
+
+
+def answer_rows(
+    dialogues: dict[str, list[Dialogue]], tokenizer: keras_hub.models.Tokenizer, length: int
+) -> dict[str, Rows]:
+    """The rows of each split's dialogues, cut to `length` tokens.
+
+    Those that then have no label are left out, and told; a `UserError` when that leaves a split without a row.
+    """
+
+    def write(path: Path) -> None:
+        splits = {}
+        for split, part in dialogues.items():
+            rows = [row[:length] for row in _encoded(part, tokenizer)]
+            splits[split] = [row for row in rows if (row >= 0).any()]
+            if not splits[split]:
+                told = f"no prompt leaves room for an answer in {length - 1} tokens: take longer rows"
+                raise UserError(f"{split}: {told}")
+            if lost := len(rows) - len(splits[split]):
+                told = f"{lost} of {len(rows)} prompts leave no room for an answer, and are left out"
+                print(f"{split}: {told}", flush=True)
+        write_rows(path, splits, length, tokenizer, {})
+
+    return open_rows(cached("answers", [json.dumps([dialogues, fingerprint(tokenizer), length])], write))
+
+
+def chat_form(tokenizer: keras_hub.models.Tokenizer) -> tuple[str, str]:
+    """What precedes a message, with `{role}` in it, and what follows it: the tokenizer's own form, or the plain one."""
+    known = {*tokenizer.get_vocabulary()}
+    return next((form for form in CHAT_FORMS if {*MARK.findall("".join(form))} <= known), PLAIN)
+
+
+def marked_ids(text: str, tokenizer: keras_hub.models.Tokenizer) -> np.ndarray:
+    """The ids of what precedes or follows a message, in which `<...>` is one token."""
+    parts = filter(None, MARK.split(text))
+    ids = [[tokenizer.token_to_id(p)] if MARK.fullmatch(p) else next(encode([p], tokenizer)) for p in parts]
+    return np.concatenate([np.empty(0, np.int32), *ids]).astype(np.int32)
+
+
+def _encoded(dialogues: list[Dialogue], tokenizer: keras_hub.models.Tokenizer) -> Iterator[np.ndarray]:
+    """The ids of each dialogue, those of no label as `NO_LABEL` minus the id."""
+    spoken = encode(said_in(dialogues), tokenizer)
+    form, marked = chat_form(tokenizer), functools.cache(functools.partial(marked_ids, tokenizer=tokenizer))
+    for dialogue in dialogues:
+        parts = [NO_LABEL - np.array([tokenizer.start_token_id])] if tokenizer.start_token_id is not None else []
+        for role, _ in dialogue:
+            before, behind = ("", "") if role in ("prompt", "response") else form
+            name = "model" if role == "assistant" and form == CHAT_FORMS[0] else role  # Gemma's name for it
+            said = np.concatenate([next(spoken), marked(behind)])
+            parts += [NO_LABEL - marked(before.format(role=name)), said if role in ANSWERS else NO_LABEL - said]
+        yield np.concatenate([*parts, [tokenizer.end_token_id]]).astype(np.int32)
 
 
 def _dialogues(path: Path) -> Iterator[Dialogue]:
     for where, row in read_rows(path):
-        if "messages" in row:
-            yield [*_messages(where, row["messages"])]
-        elif "prompt" in row and "response" in row:
-            yield [(name, _text(f"{where}: {name}", row[name])) for name in ("prompt", "response")]
-        else:
-            found = shortened(row) or "nothing"
-            raise UserError(f"{where} must have prompt and response, or messages; it has {found}")
-
-
-def _messages(where: str, messages: Any) -> Iterator[tuple[str, str]]:
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UserError(f"{where}: messages must be a list of objects, each with a role and a content")
-    for message in messages:
-        if (role := message.get("role")) not in ROLES:
-            got = shortened([repr(role)])
-            raise UserError(f"{where}: a message's role must be one of {', '.join(ROLES)}; got {got}")
-        yield role, _text(f"{where}: a message's content", message.get("content"))
-    if all(message["role"] != "assistant" for message in messages):
-        raise UserError(f"{where}: no message has the role assistant, so that there is nothing to learn")
-
-
-def _text(what: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{what} must be a string; got {shortened([repr(value)])}")
-    return value
+        try:
+            pairs: Any = [(message["role"], message["content"]) for message in row["messages"]]
+            known = {"system", "user", "assistant"}
+        except (KeyError, TypeError):
+            pairs, known = [(name, row.get(name)) for name in ("prompt", "response")], {"prompt", "response"}
+        roles, texts = {str(role) for role, _ in pairs}, [text for _, text in pairs]
+        if not all(isinstance(text, str) for text in texts) or not roles <= known or roles.isdisjoint(ANSWERS):
+            wanted = "a prompt and a response, or messages with a role (system, user, assistant) and a content each"
+            got = shortened([json.dumps(row)])
+            raise UserError(f"{where} must have {wanted}, all texts, and an answer; it has {got}")
+        yield pairs

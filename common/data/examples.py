@@ -24,19 +24,11 @@ GROUP = 64  # batches whose examples are sorted by length together; a quarter of
 
 
 class EncodedTexts:
-    """Labelled texts, encoded on all cores by a KerasHub preprocessor's tokenizer and packer.
+    """Labelled texts, encoded on all cores by the tokenizer and the `packer` of a KerasHub preprocessor.
 
-    Args:
-        texts: the data set.
-        preprocessor: of any family that has a `packer`, such as BERT, RoBERTa, DistilBERT, ALBERT and DeBERTaV3.
-
-    Attributes:
-        texts, preprocessor: as given.
-        inputs: for each split, what the preprocessor makes of its texts, by name: `token_ids` and, if the family has
-            them, `padding_mask` (0 for padding) and `segment_ids`; integers, [examples, sequence length].
-
-    Raises:
-        UserError: when the preprocessor's `sequence_length` has no room for a token of each text.
+    `inputs` has for each split what the preprocessor makes of its texts: `token_ids` and, if the family has them,
+    `padding_mask` (0 for padding) and `segment_ids`; integers, [examples, sequence length]. Raises a `UserError` when
+    this length has no room for a token of each text.
     """
 
     def __init__(self, texts: LabelledTexts, preprocessor: keras_hub.models.TextClassifierPreprocessor):
@@ -58,9 +50,8 @@ class EncodedTexts:
         With a seed, each epoch has a new random order: a pure function of the seed and the step, for any number of
         replicas. A batch is (x, y, sample_weight), with weight 0 where there is no example. Without a seed, the
         examples come in their own order, and nothing else does, so that `predict` returns a row for each. Of a split
-        without labels, a batch is (x,). `batch_size` is of all replicas together.
-
-        x has the `inputs`, int32 [examples, length]: a multiple of 8 tokens that holds the longest text of the batch.
+        without labels, a batch is (x,). x has the `inputs`, int32 [examples, length], of a multiple of 8 tokens that
+        holds the longest text of the whole batch.
         """
         labels, kind = self.texts.splits[split].labels, np.int32 if self.texts.classes else np.float32
         numbers = None if labels is None else np.array(labels, kind)
@@ -93,13 +84,11 @@ class TextBatches(Batches):
         lengths = (np.arange(1, ids.shape[1] + 1) * (ids != pad)).max(axis=1)
         with tf.device("CPU"):
             self._inputs = {name: tf.constant(values) for name, values in inputs.items()}
-            self._lengths, self._labels = (
-                tf.constant(lengths, tf.int64),
-                None if labels is None else tf.constant(labels),
-            )
+            self._lengths = tf.constant(lengths, tf.int64)
+            self._labels = None if labels is None else tf.constant(labels)
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """The parts, for the replicas of an input pipeline, of the batches from that step on, without end."""
+        """See `Batches`."""
         replicas, here = context.num_replicas_in_sync, context.num_replicas_in_sync // context.num_input_pipelines
         steps, part, first = len(self), -(-self.batch_size // replicas), context.input_pipeline_id * here
 
@@ -115,7 +104,7 @@ class TextBatches(Batches):
         return own.map(self._read, num_parallel_calls=2).prefetch(8)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Facts that must be the same on all workers, and from a run's beginning to its end."""
+        """See `Batches`."""
         return super().fingerprint() | {"checksum of texts and labels": self._checksum}
 
     def _steps(self, epoch: tf.Tensor) -> tf.Tensor:

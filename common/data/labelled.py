@@ -2,8 +2,10 @@
 """Labelled texts for fine-tuning: generated pairs, tasks of GLUE (Wang et al. 2018, arXiv:1804.07461), or your own."""
 
 import contextlib
+import itertools
 import json
 import math
+import random
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +16,7 @@ import numpy as np
 
 from keras_replicas import UserError
 
-from .corpora import from_hub
-from .roles import CLASSES, role_pairs
+from ..files import from_hub
 from .tables import SUFFIXES, Row, read_rows, shortened
 
 HUB_NAME = "nyu-mll/glue"
@@ -42,7 +43,7 @@ class Task:
 PAIR, STRINGS = ("sentence1", "sentence2"), ("#1 String", "#2 String")
 ENTAILMENT = ("entailment", "not_entailment")
 TASKS = {
-    "roles": Task(PAIR, metrics=("accuracy", "f1"), classes=(*CLASSES,)),
+    "roles": Task(PAIR, metrics=("accuracy", "f1")),
     "cola": Task(("sentence",), "CoLA.tsv", ("matthews",), header=("source", "label", "mark", "sentence")),
     "mrpc": Task(STRINGS, "MRPC.tsv", ("accuracy", "f1"), label="Quality", hub_texts=PAIR),
     "qnli": Task(("question", "sentence"), "QNLI.tsv", classes=ENTAILMENT),
@@ -50,6 +51,22 @@ TASKS = {
     "sst2": Task(("sentence",), "SST-2.tsv"),
     "stsb": Task(PAIR, "STS-B.tsv", ("pearson", "spearman"), classes=(), label="score", limits=(0.0, 5.0)),
 }
+MOSTLY_ACT = (
+    "captain coach detective doctor driver farmer guard guide hunter judge lawyer manager nurse officer pilot priest "
+    "professor ranger sailor sheriff soldier teacher trainer waiter"
+)
+MOSTLY_ACTED_ON = (
+    "athlete baby beginner child cousin customer gambler guest newcomer orphan passenger patient pensioner prisoner "
+    "pupil robber stranger student suspect swimmer thief tourist visitor witness"
+)
+VERBS = (
+    "accused admired amused blamed called carried chased followed greeted helped ignored invited kicked noticed "
+    "praised pushed rescued stopped thanked trained trusted visited warned watched"
+)
+# Share of the events in which one of the first list acts on one of the second: by the order in the second sentence
+# alone, so many pairs can be told. Without this intermediate step, BERT-tiny had learned nothing after two epochs.
+AS_EXPECTED = 0.85
+VALIDATION_EVENTS = 500
 
 
 @dataclass(frozen=True)
@@ -94,7 +111,7 @@ class LabelledTexts:
 def open_examples(
     task: str, data: str = "", text_columns: str = "", label_column: str = "", regression: bool = False
 ) -> LabelledTexts:
-    """Reads a data set into memory.
+    """Reads a data set into memory; raises a `UserError` when it cannot be read, or is invalid.
 
     Args:
         task: `own`, for your own data; `roles`, for generated pairs, which need no network; or one of GLUE in `TASKS`.
@@ -106,38 +123,35 @@ def open_examples(
         label_column: for `own`, the name of the labels' column. The classes are the distinct labels in `train`,
             sorted by value if all are numbers, otherwise as texts.
         regression: for `own`, whether the labels are numbers to predict, from -1e12 to 1e12, not classes.
-
-    Raises:
-        UserError: when it cannot be read, or is invalid.
     """
     if task != "own" and (text_columns or label_column or regression):
         raise UserError("only the task own has columns to choose, and regression")
     if task == "roles" and data:
         raise UserError("the task roles makes its own texts: leave out the data")
-    if task != "own":
-        facts, files = TASKS[task], _split_files(Path(data), (".tsv",)) if data else {}
-    elif data and text_columns and label_column:
+    if task == "own" and not (data and text_columns and label_column):
+        raise UserError("the task own needs a file or folder, and the names of its columns of texts and of labels")
+    facts = TASKS.get(task)
+    if facts is None:
         metrics = ("pearson", "spearman") if regression else ("accuracy", "f1")
         facts = Task(column_names(text_columns), metrics=metrics, classes=(), label=label_column)
-        files = _split_files(Path(data), SUFFIXES) if Path(data).is_dir() else {"train": Path(data)}
-    else:
-        raise UserError("the task own needs a file or folder, and the names of its columns of texts and of labels")
-    tables = {split: [*read_rows(file, () if split == "test" else facts.header)] for split, file in files.items()}
+    tables: dict[str, list[Row]] = {}
     if task == "roles":
-        tables = {
-            split: [("", {"sentence1": first, "sentence2": second, "label": label}) for first, second, label in pairs]
-            for split, pairs in role_pairs().items()
-        }
-    elif not files:
-        tables = _from_hub(task)
+        for split, pairs in role_pairs().items():
+            tables[split] = [("", dict(zip((*PAIR, "label"), pair, strict=True))) for pair in pairs]
+    elif data:
+        whole = task == "own" and not Path(data).is_dir()
+        files = {"train": Path(data)} if whole else _split_files(Path(data), SUFFIXES if task == "own" else (".tsv",))
+        tables = {split: [*read_rows(file, () if split == "test" else facts.header)] for split, file in files.items()}
+    else:
+        tables = _from_hub(facts, task)
     classes = [*facts.classes]
     if task == "own" and not regression:
         classes = sorted({_class_name(where, _value(where, row, label_column)) for where, row in tables["train"]})
         with contextlib.suppress(ValueError):
             classes = sorted(classes, key=float)
     if "validation" not in tables:
-        whole, tables = tables["train"], {"train": [], "validation": []}
-        for number, (where, row) in enumerate(whole):
+        rows, tables = tables["train"], {"train": [], "validation": []}
+        for number, (where, row) in enumerate(rows):
             texts = "\n".join(str(_value(where, row, name)) for name in facts.texts)
             split = "train" if zlib.crc32(texts.encode()) % HELD_OUT else "validation"
             tables[split].append((where, {"index": number} | row))
@@ -152,6 +166,30 @@ def open_examples(
     return LabelledTexts(classes, splits, facts.submission, facts.metrics, facts.limits)
 
 
+def role_pairs(seed: int = 0) -> dict[str, list[tuple[str, str, int]]]:
+    """Pairs of English sentences, 26,648 of "train" and 1,000 of "validation", and 1 if they say the same, else 0.
+
+    The first is active, the second passive: "The guard praised the tourist." and "The tourist was praised by the
+    guard." Half of the second sentences have the two people the wrong way round. Pairs of both labels have the same
+    words: only word order tells them apart, as in PAWS (Zhang et al. 2019, arXiv:1904.01130), whose sentences are real.
+
+    They are a pure function of the seed. Pairs 2 i and 2 i + 1 are of one event, a verb and two people, whichever of
+    them acts; no two events have all three in common, within a split or across both.
+    """
+    draw = random.Random(seed)
+    events = list(itertools.product(MOSTLY_ACT.split(), MOSTLY_ACTED_ON.split(), VERBS.split()))
+    draw.shuffle(events)
+    pairs = []
+    for agent, patient, verb in events:
+        if draw.random() >= AS_EXPECTED:
+            agent, patient = patient, agent
+        first = f"The {agent} {verb} the {patient}."
+        pairs.append((first, f"The {patient} was {verb} by the {agent}.", 1))
+        pairs.append((first, f"The {agent} was {verb} by the {patient}.", 0))
+    held_out = 2 * VALIDATION_EVENTS
+    return {"train": pairs[held_out:], "validation": pairs[:held_out]}
+
+
 def column_names(columns: str) -> tuple[str, ...]:
     """One or two names, divided by a comma. Raises a `ValueError` if there are more, or one is empty or repeated."""
     names = tuple(name.strip() for name in columns.split(","))
@@ -163,20 +201,16 @@ def column_names(columns: str) -> tuple[str, ...]:
 def to_examples(rows: Iterable[Row], texts: Sequence[str], label: str = "", classes: Sequence[str] = ()) -> Examples:
     """The examples in rows of `read_rows`, with their texts in these columns, and labels if there is a column.
 
-    Labels are some of the classes or, without classes, numbers. Raises a `ValueError` when they are not, a column is
+    Labels are some of the classes or, without classes, numbers. Raises a `UserError` when they are not, a column is
     missing, or a text is not a string.
     """
-    labels: list[Any] = []
-    found = Examples([], labels if label else None, [])
-    for number, (where, row) in enumerate(rows):
-        pieces = tuple(_value(where, row, column) for column in texts)
+    rows = [*rows]
+    found = [tuple(_value(where, row, column) for column in texts) for where, row in rows]
+    for (where, _), pieces in zip(rows, found, strict=True):
         if not all(isinstance(piece, str) for piece in pieces):
             raise UserError(f"{where}: {shortened(texts)} must be text; got {shortened(map(json.dumps, pieces))}")
-        found.texts.append(pieces)
-        found.indices.append(str(row.get("index", number)))
-        if label:
-            labels.append(_label(where, _value(where, row, label), classes))
-    return found
+    labels = [_label(where, _value(where, row, label), classes) for where, row in rows] if label else None
+    return Examples(found, labels, [str(row.get("index", number)) for number, (_, row) in enumerate(rows)])
 
 
 def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
@@ -191,9 +225,9 @@ def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
     return files
 
 
-def _from_hub(name: str) -> dict[str, list[Row]]:
+def _from_hub(task: Task, name: str) -> dict[str, list[Row]]:
     """The rows of a task's splits on the Hub, with the columns that GLUE's files have."""
-    task, splits = TASKS[name], from_hub("load_dataset", HUB_NAME, name)
+    splits = from_hub("load_dataset", HUB_NAME, name)
     tables: dict[str, list[Row]] = {split: [] for split in STEMS}
     for split, rows in tables.items():
         for row in splits[split]:

@@ -12,10 +12,9 @@ def mask_tokens(
 ):
     """Puts a start and an end token around each text, chooses tokens, hides them, and keeps them as labels.
 
-    Of the chosen tokens, 80 % become [MASK], 10 % become a random token, and 10 % stay. Of the n tokens in a sequence
-    that may be chosen, round(rate * n) are, at least one. Unknown words may not be chosen, as nothing is learned from
-    them, nor may the start and the end of a text. A sequence's masks are a pure function of its tokens and its seed,
-    regardless of padding.
+    Of n tokens that may be chosen, round(rate * n) are, at least one: 80 % become [MASK], 10 % a random token, and 10 %
+    stay. Unknown words, of which nothing is learned, and the start and end of a text may not be chosen. A sequence's
+    masks are a pure function of its tokens and its seed, regardless of padding.
 
     Args:
         ids, is_token: texts, int32 and bool [batch, length], without start and end; see `rows.Rows.read`.
@@ -31,33 +30,27 @@ def mask_tokens(
     """
     never = [unknown_id(tokenizer), tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id]
     may_be_chosen = tf.pad(is_token & tf.reduce_all(ids[..., None] != tf.constant(never), axis=-1), [[0, 0], [1, 1]])
-    ids = tf.pad(tf.where(is_token, ids, tokenizer.pad_token_id), [[0, 0], [1, 1]])
-    length, count = tf.shape(ids)[1], tf.reduce_sum(tf.cast(is_token, tf.int32), axis=1, keepdims=True)
+    ids, count = tf.pad(ids, [[0, 0], [1, 1]]), tf.reduce_sum(tf.cast(is_token, tf.int32), axis=1, keepdims=True)
+    length = tf.shape(ids)[1]
     place = tf.range(length)
     ids = tf.where(place == 0, tokenizer.start_token_id, tf.where(place == count + 1, tokenizer.end_token_id, ids))
     is_token = (place < count + 2) & (count > 0)
     ids = tf.where(is_token, ids, tokenizer.pad_token_id)
 
-    slots = tf.maximum(_round(rate * tf.cast(length, tf.float32)), 1)
     # A position's numbers must not depend on the length: a sequence is padded according to its neighbours in the batch.
     noise = tf.reshape(uniform_noise(seeds, 3 * length), [-1, length, 3])
     priority, choice, replacement = tf.unstack(noise, axis=2)
+    candidates = tf.reduce_sum(tf.cast(may_be_chosen, tf.int32), axis=1, keepdims=True)
+    number = tf.minimum(_share(rate, candidates), candidates)
+    order = tf.argsort(tf.where(may_be_chosen, priority, 2.0), axis=1)  # the chosen come first
+    random_ids = tf.cast(replacement * tokenizer.vocabulary_size(), tf.int32)
+    hidden = tf.where(choice < 0.8, tokenizer.mask_token_id, tf.where(choice < 0.9, random_ids, ids))
+    token_ids = tf.where(tf.argsort(order, axis=1) < number, hidden, ids)
 
-    candidates = tf.reduce_sum(tf.cast(may_be_chosen, tf.int32), axis=1)
-    chosen = tf.minimum(tf.maximum(_round(rate * tf.cast(candidates, tf.float32)), 1), candidates)
-    order = tf.argsort(tf.where(may_be_chosen, priority, 2.0), axis=1)[:, :slots]  # the chosen come first
-    used = tf.range(slots) < chosen[:, None]
-    positions = tf.where(used, order, 0)
+    slots = _share(rate, length)
+    used = tf.range(slots) < number
+    positions = tf.where(used, order[:, :slots], 0)
     labels = tf.where(used, tf.gather(ids, positions, batch_dims=1), tokenizer.pad_token_id)
-
-    how = tf.gather(choice, order, batch_dims=1)
-    random_ids = tf.cast(tf.gather(replacement, order, batch_dims=1) * tokenizer.vocabulary_size(), tf.int32)
-    hidden = tf.where(how < 0.8, tokenizer.mask_token_id, tf.where(how < 0.9, random_ids, labels))
-    # An unused slot writes to position `length`, which is cut off.
-    rows = tf.broadcast_to(tf.range(tf.shape(ids)[0])[:, None], tf.shape(order))
-    target = tf.stack([rows, tf.where(used, order, length)], axis=-1)
-    token_ids = tf.tensor_scatter_nd_update(tf.pad(ids, [[0, 0], [0, 1]]), target, hidden)[:, :length]
-
     x = {"token_ids": token_ids, "padding_mask": tf.cast(is_token, tf.int32), "mask_positions": positions}
     if isinstance(tokenizer, keras_hub.models.BertTokenizer):
         x["segment_ids"] = tf.zeros_like(ids)
@@ -87,21 +80,20 @@ def uniform_noise(seeds: tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
     TensorFlow's stateless generators take one seed per call, and a loop of calls costs more than the rest of masking.
     Takes seeds, int64 [batch, 2]; returns float32 [batch, count], multiples of 2^-24.
     """
+
+    def shifted(z: tf.Tensor, bits: int) -> tf.Tensor:
+        return z ^ tf.bitwise.right_shift(z, tf.constant(bits, tf.uint64))
+
+    def mixed(z: tf.Tensor) -> tf.Tensor:
+        z = shifted(z, 30) * tf.constant(0xBF58476D1CE4E5B9, tf.uint64)
+        return shifted(shifted(z, 27) * tf.constant(0x94D049BB133111EB, tf.uint64), 31)
+
     first, second = tf.unstack(tf.bitcast(seeds, tf.uint64)[:, None], axis=2)
-    state = _mixed(_mixed(first) + second)
     steps = tf.cast(tf.range(1, count + 1), tf.uint64) * tf.constant(0x9E3779B97F4A7C15, tf.uint64)
-    return tf.cast(_shifted(_mixed(state + steps), 40), tf.float32) * 2.0**-24
+    numbers = mixed(mixed(mixed(first) + second) + steps)
+    return tf.cast(tf.bitwise.right_shift(numbers, tf.constant(40, tf.uint64)), tf.float32) * 2.0**-24
 
 
-def _mixed(z: tf.Tensor) -> tf.Tensor:
-    z = (z ^ _shifted(z, 30)) * tf.constant(0xBF58476D1CE4E5B9, tf.uint64)
-    z = (z ^ _shifted(z, 27)) * tf.constant(0x94D049BB133111EB, tf.uint64)
-    return z ^ _shifted(z, 31)
-
-
-def _shifted(z: tf.Tensor, bits: int) -> tf.Tensor:
-    return tf.bitwise.right_shift(z, tf.constant(bits, tf.uint64))
-
-
-def _round(x: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.round(x), tf.int32)
+def _share(rate: float, number: tf.Tensor) -> tf.Tensor:
+    """Of a number of tokens, how many are chosen."""
+    return tf.maximum(tf.cast(tf.round(rate * tf.cast(number, tf.float32)), tf.int32), 1)

@@ -25,8 +25,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[Row]:
             files, in which a quotation mark is a part of the text. A table's first line names its columns.
         columns: of a table whose first line is a row already, as in GLUE's CoLA.
 
-    Raises:
-        UserError: when there is no such file, or it is malformed; the message gives the line, counted from 1.
+    Raises a `UserError` when there is no such file, or it is malformed: it gives the line, counted from 1.
     """
     where = str(path)
 
@@ -39,22 +38,17 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[Row]:
 
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} must end in one of {', '.join(SUFFIXES)}")
+    csv.field_size_limit(2**31 - 1)  # of the process; by default, a text of 128 KiB is an error
+    form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+    table = None if path.suffix == ".jsonl" else csv.DictReader(lines(), columns or None, strict=True, **form)
     try:
-        if path.suffix == ".jsonl":
-            for line in filter(str.strip, lines()):
-                row = json.loads(line)
-                json.dumps(row, ensure_ascii=False).encode()  # fails where half a surrogate pair could not be saved
-                if not isinstance(row, dict):
-                    raise UserError("not a JSON object, with a value for each column")
-                yield where, row
-            return
-        csv.field_size_limit(2**31 - 1)  # of the process; by default, a text of 128 KiB is an error
-        form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
-        table = csv.DictReader(lines(), columns or None, strict=True, **form)
-        for row in table:
-            names = [*(table.fieldnames or ())]
-            if None in row or None in row.values() or len(row) < len(names):
+        for row in table or map(json.loads, filter(str.strip, lines())):
+            if not isinstance(row, dict):
+                raise UserError("not a JSON object, with a value for each column")
+            names = [*(table.fieldnames or ())] if table else []
+            if table and (None in row or None in row.values() or len(row) < len(names)):
                 raise UserError(f"not one field for each column, or two columns of one name: {shortened(names)}")
+            json.dumps(row, ensure_ascii=False).encode()  # fails where half a surrogate pair could not be saved
             yield where, row
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error

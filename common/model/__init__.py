@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models: sizes, presets, heads; saved, exported, published. No runs; Keras does the training."""
+"""Models: sizes, presets, heads; saved and published. No runs; Keras does the training."""

@@ -1,17 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal language models, uncompiled: GPT-2 from a size, or any of KerasHub's from a preset."""
+"""Causal language models: GPT-2 from a size, or any of KerasHub's from a preset; their rows, and what they write."""
 
+import functools
 import inspect
 import math
+from collections.abc import Iterator, Sequence
 
 import keras
 import keras_hub
+import numpy as np
+import tensorflow as tf
 
-from keras_replicas import UserError
+from keras_replicas import UserError, is_chief
 
-from .presets import backbone_from_size, enable_lora, from_preset
+from ..data.byte_pairs import train_byte_pairs
+from ..data.corpora import Documents, open_corpus
+from ..data.dialogues import answer_rows, is_dialogues, read_dialogues, said_in
+from ..data.row_folders import open_folder
+from ..data.rows import Rows, corpus_rows
+from .presets import backbone_from_size, check_positions, enable_lora, from_preset
 
 END = "<|endoftext|>"  # GPT-2's only special token
+TOKENS = 4  # of a row that has no prompt
+
+
+def causal_rows(
+    corpus: str, data: str, preset: str, vocabulary_size: int, seq_length: int
+) -> tuple[keras_hub.models.CausalLMPreprocessor, dict[str, Rows]]:
+    """A model's preprocessor, which has the tokenizer, and each split's rows: one token longer than a sequence.
+
+    All text of a corpus becomes one row, with the tokenizer's end token and, if it is another one, its start token
+    between documents, and each row begins with the last token of the one before: every token but the first is a label.
+
+    Args:
+        corpus: see `open_corpus`; used if there are no `data`.
+        data: prompts with answers, see `read_dialogues`; or a folder of rows of text, whose length they have.
+        preset: whose tokenizer it is; empty for one of `vocabulary_size`, trained on the text.
+
+    Raises a UserError when there is no such data or preset, or they do not belong together.
+    """
+    if data and not is_dialogues(data):
+        rows, tokenizer = open_folder(data)
+        return make_preprocessor(preset, tokenizer, seq_length), rows
+    texts: Documents
+    if data:
+        dialogues = read_dialogues(data)
+        texts, source = functools.partial(said_in, dialogues["train"]), repr(dialogues)
+    else:
+        opened = open_corpus(corpus)
+        texts, source = opened.splits["train"], opened.fingerprint
+    trained = None if preset else train_byte_pairs(texts, source, vocabulary_size)
+    preprocessor = make_preprocessor(preset, trained, seq_length)
+    tokenizer = preprocessor.tokenizer
+    if data:
+        return preprocessor, answer_rows(dialogues, tokenizer, seq_length + 1)
+    start, end = tokenizer.start_token_id, tokenizer.end_token_id
+    before, after = (start,) if start is not None else (), (end,) if end != start else ()
+    return preprocessor, corpus_rows(opened, tokenizer, seq_length + 1, before=before, after=after, overlap=1)
 
 
 def make_preprocessor(
@@ -20,11 +65,8 @@ def make_preprocessor(
     """A model's preprocessor, for `seq_length` tokens: a preset's, or GPT-2's for a vocabulary of byte pairs.
 
     Of a `RobertaTokenizer`, the end token `</s>` becomes GPT-2's, with the same id; the other four special tokens stand
-    for no text, and are never predicted. If both a preset and a tokenizer are given, they must agree.
-
-    Raises:
-        UserError: when there is no such preset of a causal language model, it cannot be fetched, or it has another
-            vocabulary; or when the tokenizer is not of byte pairs.
+    for no text, and are never predicted. Raises a UserError when there is no such preset of a causal language model, it
+    cannot be fetched, or it and the tokenizer do not agree; or when that is not of byte pairs.
     """
     if not isinstance(tokenizer, keras_hub.tokenizers.BytePairTokenizer | None):
         raise UserError(f"a causal language model needs byte pairs; this vocabulary is a {type(tokenizer).__name__}")
@@ -50,18 +92,9 @@ def make_causal_lm(
 ) -> keras_hub.models.CausalLM:
     """A causal language model of any family that KerasHub has, from a preset or, without one, a GPT-2 from a size.
 
-    Call it inside the strategy's scope.
-
-    Args:
-        preset: a KerasHub name, or a folder or `hf://` in a form that KerasHub reads; or empty.
-        size: a size of `sizes.py`, if there is no preset; see `presets.backbone_from_size`.
-        preprocessor: the model's preprocessor.
-        dropout: the model's dropout, in families that have one.
-        lora_rank: rank of adapters for the attention's query and value kernels; only these are then trained.
-
-    Raises:
-        UserError: when there is no such preset, it cannot be fetched, it needs more than text, it has too few
-            positions or another vocabulary than its tokenizer, or KerasHub has no LoRA for it.
+    Call it inside the strategy's scope. With a `lora_rank`, only adapters of the attention's query and value kernels
+    are trained. Raises a UserError when there is no such preset, it cannot be fetched, it needs more than text, it has
+    too few positions or another vocabulary than its tokenizer, or KerasHub has no LoRA for it.
     """
     models, tokens = keras_hub.models, preprocessor.tokenizer.vocabulary_size()
     if preset:
@@ -72,9 +105,7 @@ def make_causal_lm(
         backbone = backbone_from_size(models.GPT2Backbone, size, tokens, dropout, preprocessor.sequence_length)
     if {*backbone.input} != {"token_ids", "padding_mask"}:
         raise UserError(f"the preset {preset} takes {', '.join(sorted(backbone.input))}; give a model of text alone")
-    length, positions = preprocessor.sequence_length, getattr(backbone, "max_sequence_length", math.inf)
-    if length > positions:
-        raise UserError(f"{length} tokens are more than the {positions} positions of the preset {preset}")
+    check_positions(backbone, preprocessor.sequence_length, preset)
     if tokens > backbone.vocabulary_size:
         known = f"its tokenizer has {tokens} tokens, the model {backbone.vocabulary_size}"
         raise UserError(f"the preset {preset} is of parts that do not belong together: {known}")
@@ -86,3 +117,95 @@ def make_causal_lm(
     if preset:
         return from_preset(models.CausalLM, preset, load_weights=False, **options)
     return models.GPT2CausalLM(**options)
+
+
+def make_sampler(
+    name: str = "top-k", k: int = 10, p: float = 0.9, temperature: float = 1.0, seed: int = 0
+) -> keras_hub.samplers.Sampler:
+    """KerasHub's sampler, or a UserError when there is none of this name, or a value is out of range.
+
+    `greedy`: the likeliest token; `top-k`: one of the k likeliest (Fan et al. 2018, arXiv:1805.04833); `top-p`: one of
+    the fewest that together have a probability of p (Holtzman et al. 2019, arXiv:1904.09751); `random`: one of all. The
+    temperature divides the logits: below 1, what is likely becomes likelier.
+    """
+    if not 1e-6 <= temperature < math.inf:  # in float32, logits cannot be divided by less
+        raise UserError(f"the temperature must be at least 1e-6, and finite; got {temperature:g}")
+    if k < 1 or not 0 < p <= 1 or not 0 <= seed < 2**31:
+        raise UserError(f"k is 1 or more, p above 0 and at most 1, a seed 0 to 2^31 - 1; got {k}, {p:g} and {seed}")
+    drawn = {"seed": seed, "temperature": temperature}
+    own = {"greedy": {}, "top-k": {"k": k, **drawn}, "top-p": {"p": p, **drawn}, "random": drawn}
+    if name not in own:
+        raise UserError(f"the sampler must be {', '.join(own)}; got {name}")
+    return keras_hub.samplers.get({"class_name": name.replace("-", "_"), "config": own[name]})
+
+
+def continuations(
+    model: keras_hub.models.CausalLM, prompts: Sequence[str], sampler: keras_hub.samplers.Sampler, tokens: int = 40
+) -> Iterator[str]:
+    """The prompts, each followed by what the model adds, up to its end token or `tokens` tokens.
+
+    The sampler starts afresh for each: a prompt gives the same text each time, whatever the other prompts. Raises a
+    UserError when a prompt has no token, or leaves no room for one within the preprocessor's `sequence_length`; when k
+    exceeds the vocabulary; when the model's logits are not finite, and the sampler draws.
+    """
+    if (getattr(sampler, "k", None) or 1) > (size := model.backbone.vocabulary_size):
+        raise UserError(f"the k of top-k, {sampler.k}, is more than the {size} tokens of the vocabulary")
+    if model.sampler is not sampler:  # `compile` would do so too, but lose what is compiled for training
+        model.sampler, model.generate_function = sampler, None
+    room = model.preprocessor.sequence_length
+    for prompt in prompts:
+        length = int(np.sum(model.preprocessor.generate_preprocess([prompt], room + 1)["padding_mask"]))
+        if not 0 < length < room:
+            raise UserError(f"the prompt has {length} tokens or more; give 1 to {room - 1}, with those added {room}")
+        for state in sampler.variables:
+            state.assign([sampler.seed, 0])
+        try:
+            yield model.generate([prompt], max_length=min(length + tokens, room))[0]
+        except tf.errors.InvalidArgumentError as error:  # a draw from probabilities that are NaN
+            raise UserError("the model has diverged: its logits are not finite, and so it writes nothing") from error
+
+
+def causal_lm_for_generation(preset: str) -> keras_hub.models.CausalLM:
+    """A preset's model, in float32; a UserError when there is none of a causal language model, or it cannot be had."""
+    model = from_preset(keras_hub.models.CausalLM, preset, dtype="float32", compile=False)
+    model.compile(jit_compile=False)  # XLA would take longer to compile than to write a text
+    return model
+
+
+def print_continuations(preset: str, prompts: Sequence[str]) -> None:
+    """Prints texts as the model saved in a preset continues them, with `top-k`; or, in one line, why it cannot."""
+    try:
+        for text in continuations(causal_lm_for_generation(preset), prompts, make_sampler()):
+            print(f"\n{text}")
+    except UserError as error:
+        print(f"\n{error}")
+
+
+def beginnings(rows: Rows, tokenizer: keras_hub.models.Tokenizer, count: int = 3) -> list[str]:
+    """The prompts of the first rows, to be continued; of rows without prompts, the first tokens."""
+    ids, _, is_label = (part.numpy() for part in rows.read(tf.range(min(count, len(rows)), dtype=tf.int64)))
+    texts = []
+    for row, labels in zip(ids, is_label, strict=True):
+        end = min(int(labels[1:].argmax()) + 1, rows.length // 2)  # the first token is no label, or a start token
+        row = row[: end if end > 1 else TOKENS]
+        text = [token for token in row.tolist() if token not in tokenizer.special_token_ids]
+        texts += [tokenizer.detokenize(text)] if text else []
+    return texts
+
+
+class Samples(keras.callbacks.Callback):
+    """Writes to `board`, at each epoch's end, how the model continues the beginnings of rows, with the same draws."""
+
+    def __init__(self, board: tf.summary.SummaryWriter, rows: Rows, tokenizer: keras_hub.models.Tokenizer):
+        super().__init__()
+        self.board, self.texts, self.sampler = board, beginnings(rows, tokenizer), make_sampler()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Writes the texts verbatim, line breaks included, on the chief; for a diverged model, why there are none."""
+        if is_chief() and self.texts:
+            try:
+                written = list(continuations(self.model, self.texts, self.sampler))
+            except UserError as error:
+                written = [str(error)]
+            with self.board.as_default(step=self.model.steps_done):
+                tf.summary.text("samples", ["    " + text.replace("\n", "\n    ") for text in written])

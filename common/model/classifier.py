@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text classifiers, uncompiled: of any family that KerasHub has one for, from a preset, or a BERT from a size."""
 
-import math
 from pathlib import Path
 
 import keras
@@ -10,9 +9,8 @@ import keras_hub
 from keras_replicas import UserError, is_chief
 
 from ..files import write_json
-from .huggingface import preset_tokenizer, read_weights
-from .presets import backbone_from_size, enable_lora, from_preset, huggingface_type
-from .saving import save_task
+from .masked_lm import huggingface_type, preset_tokenizer, read_weights
+from .presets import backbone_from_size, check_positions, enable_lora, from_preset, save_task
 
 
 def make_preprocessor(
@@ -20,8 +18,7 @@ def make_preprocessor(
 ) -> keras_hub.models.TextClassifierPreprocessor:
     """A classifier's preprocessor, for `seq_length` tokens: a preset's own, or BERT's for a tokenizer of word pieces.
 
-    Raises:
-        UserError: when there is no such preset, it cannot be fetched, or KerasHub has no classifier of its kind.
+    Raises a UserError when there is no such preset, it cannot be fetched, or KerasHub has no classifier of its kind.
     """
     if preset and huggingface_type(preset) != "bert":
         return from_preset(keras_hub.models.TextClassifierPreprocessor, preset, sequence_length=seq_length)
@@ -40,7 +37,8 @@ def make_classifier(
 ) -> keras_hub.models.TextClassifier:
     """A text classifier: a randomly initialized head on a preset's encoder or, without a preset, a BERT from a size.
 
-    Call it inside the strategy's scope.
+    Call it inside the strategy's scope. Raises a UserError when there is no such preset, it cannot be fetched, it has
+    too few positions, or KerasHub has no classifier of its kind, or one that does not tell tokens from padding.
 
     Args:
         preset: a KerasHub name, or a folder or `hf://` in KerasHub's or Hugging Face's form; or empty.
@@ -51,11 +49,7 @@ def make_classifier(
             AdamW would need many steps to get there.
         dropout: dropout of the encoder and the head.
         lora_rank: rank of adapters for the attention's query and value kernels. Only these, the pooler and the head are
-            then trained; 0 to train all weights.
-
-    Raises:
-        UserError: when there is no such preset, it cannot be fetched, it has too few positions, or KerasHub has no
-            classifier of its kind, or one that does not tell tokens from padding.
+            then trained.
     """
     models, length, bert = keras_hub.models, preprocessor.sequence_length, huggingface_type(preset) == "bert"
     if bert:
@@ -69,8 +63,7 @@ def make_classifier(
         backbone = backbone_from_size(models.BertBackbone, size, tokens, dropout, length)
     if "padding_mask" not in backbone.input:
         raise UserError(f"the preset {preset} is a {type(backbone).__name__}, which has no padding mask; give a BERT")
-    if length > (positions := getattr(backbone, "max_sequence_length", math.inf)):
-        raise UserError(f"{length} tokens are more than the {positions} positions of the preset {preset}")
+    check_positions(backbone, length, preset)
     if lora_rank:
         enable_lora(backbone, lora_rank)
         for layer in backbone.layers:
@@ -78,8 +71,8 @@ def make_classifier(
                 layer.trainable = True
     options = {"backbone": backbone, "preprocessor": preprocessor, "num_classes": num_classes, "dropout": dropout}
     if preset and not bert:
-        kind = models.TextClassifier
-        model = from_preset(kind, preset, load_weights=False, activation=None, compile=False, **options)
+        loaded = {"load_weights": False, "activation": None, "compile": False}
+        model = from_preset(models.TextClassifier, preset, **loaded, **options)
     else:
         model = models.BertTextClassifier(**options, compile=False)
     model.output_dense.dtype_policy = keras.DTypePolicy("float32")  # bfloat16 has no number between 256 and 258
@@ -88,13 +81,10 @@ def make_classifier(
 
 
 def save_classifier(model: keras_hub.models.TextClassifier, classes: list[str], texts: int, folder: Path) -> None:
-    """Saves a classifier as `save_task` does, and what its inputs and outputs are in `labels.json`.
+    """Saves a classifier as `save_task` does, and what it takes and gives in `labels.json`.
 
-    Args:
-        model: a model with its preprocessor.
-        classes: names of the classes, in the order of its outputs; empty for regression.
-        texts: number of texts that make an example, 1 or 2.
-        folder: see `save_task`.
+    That is the names of the classes, in the order of its outputs, none for regression; and how many texts make an
+    example, 1 or 2.
     """
     save_task(model, model.preprocessor, folder)
     if is_chief():

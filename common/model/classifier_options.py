@@ -4,17 +4,13 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ..options import FIRST, INPUT, Bounds, Count, Rate, RunOptions, Share
+from ..command_line import FIRST, INPUT, Bounds, Count, Rate, RunOptions, Share
 from .sizes import Size, check_model
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierOptions(RunOptions):
-    """Options of the texts, the model and its training.
-
-    Raises:
-        UserError: as `RunOptions`, and when there is no such model.
-    """
+    """Options of the texts, the model and its training."""
 
     # roles: generated pairs; own: your own files; the others: of GLUE
     task: Annotated[Literal["roles", "cola", "mrpc", "qnli", "rte", "sst2", "stsb", "own"], FIRST] = "roles"

@@ -11,9 +11,8 @@ import numpy as np
 from keras_replicas import UserError
 
 from ..data.vocabulary import encode
-from .huggingface import preset_tokenizer
-from .masked_lm import masked_lm_from_preset
-from .presets import huggingface_type, require_head
+from .masked_lm import get_file, huggingface_type, load_json, masked_lm_from_preset, preset_tokenizer
+from .presets import one_line
 
 SENTENCES = (  # to try out a model of the default text
     "Returns a [MASK] with the same shape as the input.",
@@ -25,18 +24,10 @@ SENTENCES = (  # to try out a model of the default text
 def fill_mask(
     model: keras_hub.models.MaskedLM, tokenizer: keras_hub.models.Tokenizer, sentence: str, top: int = 5
 ) -> list[list[dict[str, Any]]]:
-    """The likeliest tokens for each mask of a sentence.
+    """A BERT's or RoBERTa's likeliest tokens for each mask of a sentence: `[MASK]`, or the model's, such as `<mask>`.
 
-    Args:
-        model, tokenizer: a BERT or RoBERTa, and the tokenizer it was trained with.
-        sentence: text with one or more masks: `[MASK]`, or the model's own, such as `<mask>`.
-        top: number of guesses for each mask.
-
-    Returns:
-        For each mask, its guesses, the likeliest first: `score`, its probability; `token`, its id; `token_str`, its
-        text; and `sequence`, the sentence with the guess in the mask's place.
-
-    Raises a UserError when there is no mask, or the sentence is longer than the model's positions.
+    A guess has a `score`, its probability; a `token`, its id; `token_str`, its text; and `sequence`, the sentence with
+    it in the mask's place. Raises a UserError when there is no mask, or more tokens than the model has positions.
     """
     texts = sentence.replace("[MASK]", tokenizer.mask_token).split(tokenizer.mask_token)
     # A mask is a word with the space before it, as in RoBERTa's own tokenizer; BERT's ignores spaces.
@@ -50,9 +41,9 @@ def fill_mask(
         raise UserError(f"no {tokenizer.mask_token} in {sentence!r}; put one in place of a word to predict")
     if len(ids) > model.backbone.max_sequence_length:
         raise UserError(f"the sentence has {len(ids)} tokens; the model takes {model.backbone.max_sequence_length}")
-    row, masks = np.array([ids], np.int32), np.array([positions], np.int32)
-    inputs = {"token_ids": row, "segment_ids": 0 * row, "padding_mask": 0 * row + 1, "mask_positions": masks}
-    logits = model({name: inputs[name] for name in model.input}, training=False)[0]
+    row = np.array([ids], np.int32)
+    inputs = {"token_ids": row, "segment_ids": 0 * row, "padding_mask": 0 * row + 1, "mask_positions": [positions]}
+    logits = model({name: np.array(inputs[name]) for name in model.input}, training=False)[0]
     spaced = isinstance(tokenizer, keras_hub.models.RobertaTokenizer)  # its tokens bring the space before a word
     found = []
     for number, scores in enumerate(keras.ops.convert_to_numpy(keras.ops.softmax(logits)), start=1):
@@ -68,9 +59,13 @@ def fill_mask(
 
 
 def print_filled_masks(preset: str, sentences: Iterable[str] = SENTENCES) -> None:
-    """Prints sentences with the likeliest tokens for their masks, by a preset with its head."""
+    """Prints sentences with the likeliest tokens for their masks, by a preset with its head, or raises a UserError."""
     if not huggingface_type(preset):
-        require_head(preset, "BertMaskedLM", "RobertaMaskedLM")
+        kinds = ("BertMaskedLM", "RobertaMaskedLM")
+        with one_line(f"cannot load {preset} as a {' or '.join(kinds)} that KerasHub saved"):
+            if (kind := load_json(preset, "task.json")["class_name"]) not in kinds:
+                raise UserError(f"it is a {kind}")
+            get_file(preset, "task.weights.h5")  # without it, the head would be random
     model, tokenizer = masked_lm_from_preset(preset, dtype="float32"), preset_tokenizer(preset)
     for sentence in sentences:
         print(f"\n{sentence}")

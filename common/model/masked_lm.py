@@ -1,16 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT and RoBERTa as masked language models, uncompiled. Call inside the strategy's scope."""
+"""BERT and RoBERTa as masked language models; presets' files, and BERT's in the form of Hugging Face transformers.
 
+KerasHub 0.32 reads other families in that form by itself. Of a BERT, it leaves a masked language model's head random,
+asks for a pooler, which `BertForMaskedLM` does not have, and for `vocab.txt`, and keeps accents.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import kagglehub
+import keras
 import keras_hub
+import numpy as np
+from safetensors import safe_open
 
-from .huggingface import read_weights
-from .presets import backbone_from_size, from_preset, huggingface_type
+from keras_replicas import UserError
+
+from .presets import backbone_from_size, from_preset, one_line
+
+DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
+# Parts of the names of a BERT's weights: KerasHub's, and those of Hugging Face's form, to be replaced in this order.
+NAMES = {
+    "token_embedding": "bert.embeddings.word_embeddings",
+    "position_embedding": "bert.embeddings.position_embeddings",
+    "segment_embedding": "bert.embeddings.token_type_embeddings",
+    "embeddings_layer_norm": "bert.embeddings.LayerNorm",
+    "pooled_dense": "bert.pooler.dense",
+    "mlm_head/output_bias": DECODER_BIAS,
+    "mlm_head/intermediate_dense": "cls.predictions.transform.dense",
+    "mlm_head/intermediate_layer_norm": "cls.predictions.transform.LayerNorm",
+    "transformer_layer_": "bert.encoder.layer.",
+    "self_attention_layer_norm": "attention.output.LayerNorm",
+    "self_attention_layer/attention_output": "attention.output.dense",
+    "self_attention_layer": "attention.self",
+    "feedforward_intermediate_dense": "intermediate.dense",
+    "feedforward_output_dense": "output.dense",
+    "feedforward_layer_norm": "output.LayerNorm",
+} | {"/embeddings": ".weight", "/kernel": ".weight", "/gamma": ".weight", "/beta": ".bias", "/": "."}
 
 
 def masked_lm_from_size(
     size: str, tokenizer: keras_hub.models.Tokenizer, dropout: float, seq_length: int
 ) -> keras_hub.models.MaskedLM:
-    """A BERT, or for a `RobertaTokenizer` a RoBERTa, with random weights; see `presets.backbone_from_size`."""
+    """A BERT, or for a `RobertaTokenizer` a RoBERTa, with random weights, uncompiled; see `backbone_from_size`."""
     roberta = isinstance(tokenizer, keras_hub.models.RobertaTokenizer)
     task = keras_hub.models.RobertaMaskedLM if roberta else keras_hub.models.BertMaskedLM
     backbone = backbone_from_size(task.backbone_cls, size, tokenizer.vocabulary_size(), dropout, seq_length)
@@ -18,15 +53,10 @@ def masked_lm_from_size(
 
 
 def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None = None) -> keras_hub.models.MaskedLM:
-    """A BERT or RoBERTa with the weights of a preset, in KerasHub's form or, of a BERT, in Hugging Face's.
+    """A BERT or RoBERTa with the weights of a preset, uncompiled, in a Keras dtype policy; None for the current one.
 
-    Args:
-        preset: its name or folder. KerasHub's need not have a masked language model's head: it is then random.
-        dropout: the model's dropout, whatever the preset was saved with.
-        dtype: a Keras dtype policy; None for the current one.
-
-    Raises:
-        UserError: when there is no such preset, it cannot be fetched, or it is of another kind.
+    KerasHub's presets need not have a masked language model's head: it is then random. Raises a UserError when there is
+    no such preset, it cannot be fetched, or it is of another kind.
     """
     models, options = keras_hub.models, {"dropout": dropout, "dtype": dtype, "load_weights": False}
     if huggingface_type(preset):
@@ -39,7 +69,89 @@ def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None =
 
 
 def _without_pooler(model: keras_hub.models.MaskedLM) -> keras_hub.models.MaskedLM:
-    # BERT's pooled output takes no part in masked language modelling; its weights would have no gradient.
     if isinstance(model, keras_hub.models.BertMaskedLM):
-        model.backbone.pooled_dense.trainable = False
+        model.backbone.pooled_dense.trainable = False  # it takes no part here: its weights would have no gradient
     return model
+
+
+def get_file(preset: str, name: str) -> Path:
+    """The path of a preset's file, such as `config.json`, fetched first if it is not on this machine.
+
+    Raises a FileNotFoundError when the preset, a folder or `hf://user/name`, has no such file, and a ValueError,
+    OSError or RuntimeError when there is no such preset, or it cannot be fetched.
+    """
+    known = keras_hub.models.Backbone.presets | keras_hub.models.Task.presets
+    handle = known[preset]["kaggle_handle"] if preset in known else preset
+    if handle.startswith("kaggle://"):
+        return Path(kagglehub.model_download(handle.removeprefix("kaggle://"), name))
+    if handle.startswith("hf://"):
+        try:
+            return Path(huggingface_hub.hf_hub_download(handle.removeprefix("hf://"), name))
+        except huggingface_hub.errors.EntryNotFoundError as error:
+            raise FileNotFoundError(f"{preset} has no {name}") from error
+    if not Path(handle).is_dir():
+        raise UserError(f"there is no preset {preset}")
+    if not (path := Path(handle, name)).is_file():
+        raise FileNotFoundError(f"{preset} has no {name}")
+    return path
+
+
+def load_json(preset: str, name: str = "config.json") -> dict[str, Any]:
+    """What a preset's JSON file holds; errors are those of `get_file`."""
+    return json.loads(get_file(preset, name).read_text(encoding="utf-8"))
+
+
+def huggingface_type(preset: str) -> str:
+    """The type of a model in Hugging Face's form, such as `bert`; empty in KerasHub's, or without such a preset."""
+    with contextlib.suppress(ValueError, OSError, RuntimeError):  # loading it will report what is wrong
+        return load_json(preset).get("model_type", "")
+    return ""
+
+
+def preset_tokenizer(preset: str) -> keras_hub.models.Tokenizer:
+    """KerasHub's tokenizer of a preset. Raises a UserError when there is no such preset, or it has none."""
+    if huggingface_type(preset) != "bert":
+        return from_preset(keras_hub.models.Tokenizer, preset)
+    settings: dict[str, Any] = {}
+    with one_line(f"cannot load {preset}"):
+        with contextlib.suppress(FileNotFoundError):  # the oldest checkpoints have vocab.txt alone
+            settings = load_json(preset, "tokenizer_config.json")
+        try:
+            pieces = get_file(preset, "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        except FileNotFoundError:  # as transformers 5 saves it
+            ids = load_json(preset, "tokenizer.json")["model"]["vocab"]
+            pieces = sorted(ids, key=ids.get)
+    lowercase, strip = settings.get("do_lower_case", True), settings.get("strip_accents")
+    strip = lowercase if strip is None else strip
+    return keras_hub.models.BertTokenizer(pieces, lowercase=lowercase, strip_accents=strip)
+
+
+def huggingface_weights(model: keras.Model) -> dict[str, keras.Variable]:
+    """The variables of a `BertBackbone` or `BertMaskedLM` by their names in Hugging Face's form."""
+    named = {}
+    for variable in model.weights:
+        name = variable.path
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        named[name] = variable
+    return named
+
+
+def read_weights(model: keras.Model, preset: str) -> bool:
+    """Loads a `BertBackbone` or `BertMaskedLM` from Hugging Face's form; returns whether that has a pooler.
+
+    If not, the model's is left as it is. Raises a UserError when other weights are missing, such as the head's.
+    """
+    variables = huggingface_weights(model)
+    with one_line(f"cannot load {preset}"), safe_open(get_file(preset, "model.safetensors"), "numpy") as file:
+        # Checkpoints that come from TensorFlow have a norm's gamma and beta; those of an encoder alone have no `bert.`
+        names = {name.replace(".gamma", ".weight").replace(".beta", ".bias"): name for name in file.keys()}  # noqa: SIM118
+        names |= {f"bert.{name}": own for name, own in names.items()}
+        names.setdefault(DECODER_BIAS, names.get("cls.predictions.decoder.bias", ""))  # another name for the same
+        if missing := [name for name in variables if not names.get(name) and ".pooler." not in name]:
+            raise UserError(f"it lacks {missing[0]}: give a BERT{' with its head' * (DECODER_BIAS in variables)}")
+        for name, variable in variables.items():
+            if name in names:  # where a kernel is [outputs, inputs]
+                tensor = file.get_tensor(names[name])
+                variable.assign(np.reshape(tensor.T if variable.path.endswith("kernel") else tensor, variable.shape))
+    return "bert.pooler.dense.weight" in names

@@ -1,55 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presets: what KerasHub loads, in one-line errors, and their files; backbones from a size, and adapters."""
+"""What KerasHub's models of every kind have in common: a size or a preset to begin from, adapters, saving."""
 
 import contextlib
-import json
+import errno
+import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-import kagglehub
 import keras_hub
 import numpy as np
 from safetensors import SafetensorError
 
-from keras_replicas import UserError
+from keras_replicas import UserError, is_chief
 
 from .sizes import dimensions
 
 POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
-
-
-@contextlib.contextmanager
-def one_line(message: str, way_out: str = "") -> Iterator[None]:
-    """Turns errors of KerasHub, h5py, safetensors and the file system into a ValueError with this message."""
-    try:
-        yield
-    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
-        first = str(error).splitlines()[0].removesuffix(" A preset must be a one of:")
-        raise UserError(f"{message} ({first}){way_out}") from error
-
-
-def from_preset(kind: Any, preset: str, **kwargs) -> Any:
-    """What `kind.from_preset(preset, **kwargs)` gives; a ValueError of one line when it cannot be had."""
-    way_out = ". Give a KerasHub name, which needs a network on first use, or a folder made by save_to_preset"
-    with one_line(f"cannot load the preset {preset}", way_out):
-        return kind.from_preset(preset, **kwargs)
+ADAPTERS = "adapters.lora.h5"
 
 
 def backbone_from_size(kind: Any, size: str, vocabulary_size: int, dropout: float, seq_length: int) -> Any:
-    """A transformer with random weights.
+    """A `BertBackbone`, `RobertaBackbone` or `GPT2Backbone` of a size, with random weights and at least 512 positions.
 
     Its position embeddings, trained like all weights, begin as the sinusoids of Vaswani et al. 2017, arXiv:1706.03762,
     section 3.5. With these, one rotation leads to a token's neighbour, the same at every position; starting from BERT's
     noise, each position has to be learned by itself.
-
-    Args:
-        kind: `BertBackbone`, `RobertaBackbone` or `GPT2Backbone`.
-        size: a size of `sizes.py`.
-        vocabulary_size: number of tokens that it embeds.
-        dropout: its dropout.
-        seq_length: tokens per sequence; the model has at least 512 positions.
     """
     positions, sizes = max(512, seq_length), dimensions(size)
     backbone = kind(vocabulary_size=vocabulary_size, **sizes, dropout=dropout, max_sequence_length=positions)
@@ -76,54 +53,41 @@ def enable_lora(backbone: keras_hub.models.Backbone, rank: int) -> None:
         raise UserError(f"KerasHub has no LoRA for a {type(backbone).__name__}: train all of its weights")
 
 
-def get_file(preset: str, name: str) -> Path:
-    """The path of a preset's file, such as `config.json`, fetched first if it is not on this machine.
+def check_positions(backbone: keras_hub.models.Backbone, seq_length: int, preset: str) -> None:
+    """Raises a UserError when a preset's backbone has fewer positions than a sequence has tokens."""
+    if seq_length > (positions := getattr(backbone, "max_sequence_length", math.inf)):
+        raise UserError(f"{seq_length} tokens are more than the {positions} positions of the preset {preset}")
 
-    Raises:
-        FileNotFoundError: when the preset, a folder or `hf://user/name`, has no such file.
-        ValueError, OSError, RuntimeError: when there is no such preset, or it cannot be fetched.
+
+def save_task(model: keras_hub.models.Task, preprocessor: keras_hub.models.Preprocessor, folder: Path) -> None:
+    """Saves a preset that KerasHub loads without this project, including the preprocessor; only the chief saves.
+
+    Adapters are merged into their kernels; by themselves, for `backbone.load_lora_weights`, they are beside these in
+    `adapters.lora.h5`. Raises an OSError, `ENOSPC`, before it writes to a disk without room: h5py would crash.
     """
-    known = keras_hub.models.Backbone.presets | keras_hub.models.Task.presets
-    handle = known[preset]["kaggle_handle"] if preset in known else preset
-    if handle.startswith("kaggle://"):
-        return Path(kagglehub.model_download(handle.removeprefix("kaggle://"), name))
-    if handle.startswith("hf://"):
-        try:
-            return Path(huggingface_hub.hf_hub_download(handle.removeprefix("hf://"), name))
-        except huggingface_hub.errors.EntryNotFoundError as error:
-            raise FileNotFoundError(f"{preset} has no {name}") from error
-    if not Path(handle).is_dir():
-        raise UserError(f"there is no preset {preset}")
-    if not (path := Path(handle, name)).is_file():
-        raise FileNotFoundError(f"{preset} has no {name}")
-    return path
+    if not is_chief():
+        return
+    needed = sum(4 * math.prod(weight.shape) for weight in model.weights) + 2**20
+    if shutil.disk_usage(folder.parent).free < needed:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+    model.preprocessor = preprocessor
+    model.save_to_preset(str(folder))
+    if any(weight.name.startswith("lora_") for weight in model.weights):
+        model.backbone.save_lora_weights(str(folder / ADAPTERS))
 
 
-def load_json(preset: str, name: str = "config.json") -> dict[str, Any]:
-    """What a preset's JSON file holds; errors are those of `get_file`."""
-    return json.loads(get_file(preset, name).read_text(encoding="utf-8"))
+@contextlib.contextmanager
+def one_line(message: str, way_out: str = "") -> Iterator[None]:
+    """Turns errors of KerasHub, h5py, safetensors and the file system into a UserError with this message."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
+        first = str(error).splitlines()[0].removesuffix(" A preset must be a one of:")
+        raise UserError(f"{message} ({first}){way_out}") from error
 
 
-def model_width(preset: str, size: str) -> int:
-    """The width of the layers of a preset or, if there is none, of a size. Raises a ValueError if it cannot be told."""
-    if not preset:
-        return dimensions(size)["hidden_dim"]
-    with one_line(f"cannot tell the width of the preset {preset}"):
-        settings = load_json(preset)
-        settings = settings.get("config", settings)
-        return settings.get("hidden_dim") or settings.get("hidden_size") or settings["n_embd"]
-
-
-def huggingface_type(preset: str) -> str:
-    """The type of a model in Hugging Face's form, such as `bert`; empty in KerasHub's, or without such a preset."""
-    with contextlib.suppress(ValueError, OSError, RuntimeError):  # loading it will report what is wrong
-        return load_json(preset).get("model_type", "")
-    return ""
-
-
-def require_head(preset: str, *kinds: str) -> None:
-    """Raises a ValueError unless KerasHub saved a preset of these classes with its head, else left random."""
-    with one_line(f"cannot load {preset} as a {' or '.join(kinds)} that KerasHub saved"):
-        if (kind := load_json(preset, "task.json")["class_name"]) not in kinds:
-            raise UserError(f"it is a {kind}")
-        get_file(preset, "task.weights.h5")
+def from_preset(kind: Any, preset: str, **kwargs) -> Any:
+    """What `kind.from_preset(preset, **kwargs)` gives; a UserError of one line when it cannot be had."""
+    way_out = ". Give a KerasHub name, which needs a network on first use, or a folder made by save_to_preset"
+    with one_line(f"cannot load the preset {preset}", way_out):
+        return kind.from_preset(preset, **kwargs)

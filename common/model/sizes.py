@@ -11,7 +11,8 @@ from keras_replicas import UserError
 # Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
 # arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.
 SIZES = {
-    "nano": (1, 64),  # ours, published nowhere: for tests
+    "nano": (1, 64),  # ours, for tests
+    "micro": (1, 128),  # ours, for a minute of two cores
     "tiny": (2, 128),
     "mini": (4, 256),
     "small": (4, 512),
@@ -19,7 +20,7 @@ SIZES = {
     "base": (12, 768),
     "large": (24, 1024),
 }
-Size = Literal["nano", "tiny", "mini", "small", "medium", "base", "large"]
+Size = Literal["nano", "micro", "tiny", "mini", "small", "medium", "base", "large"]
 # GPT-2's own: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2.
 GPT2_SIZES = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
 CausalSize = Literal[Size, "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
@@ -27,20 +28,13 @@ DIMENSIONS = ("num_layers", "num_heads", "hidden_dim", "intermediate_dim")
 
 
 def dimensions(size: str) -> dict[str, int]:
-    """A model's `num_layers`, `num_heads`, `hidden_dim` and `intermediate_dim`.
-
-    Args:
-        size: a name of `SIZES` or `GPT2_SIZES`, or a JSON file with these four, as KerasHub's backbones name them.
-
-    Raises:
-        UserError: when it is neither.
-    """
-    if sizes := (SIZES | GPT2_SIZES).get(size):
-        num_layers, width = sizes
-        return dict(zip(DIMENSIONS, (num_layers, width // 64, width, 4 * width), strict=True))
+    """A model's `DIMENSIONS`: of a name of `SIZES` or `GPT2_SIZES`, or in a JSON file, else a UserError."""
+    if size in SIZES | GPT2_SIZES:
+        layers, width = (SIZES | GPT2_SIZES)[size]
+        return dict(zip(DIMENSIONS, (layers, width // 64, width, 4 * width), strict=True))
     try:
         given = json.loads(Path(size).read_text(encoding="utf-8"))
-        whole = set(given) == set(DIMENSIONS) and all(isinstance(n, int) and n > 0 for n in given.values())
+        whole = {*given} == {*DIMENSIONS} and all(isinstance(n, int) and n > 0 for n in given.values())
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"the size {size} is neither {', '.join(SIZES)}, nor a JSON file ({error})") from error
     if not whole or given["hidden_dim"] % given["num_heads"]:
@@ -50,11 +44,8 @@ def dimensions(size: str) -> dict[str, int]:
 
 
 def check_model(preset: str, size: str | None, seq_length: int) -> None:
-    """Checks where a model comes from: a preset or a size.
-
-    Raises:
-        UserError: when both are given, there is no such size, or the preset, if it is a folder, is not of a language
-            model or has too few positions for `seq_length` tokens.
+    """Raises a UserError when both a preset and a size are given, or there is no such size, or the preset, if it is a
+    folder, is not of a language model or has too few positions for `seq_length` tokens.
     """
     if size:
         dimensions(size)
@@ -63,11 +54,11 @@ def check_model(preset: str, size: str | None, seq_length: int) -> None:
     if not Path(preset or "hf://").is_dir():
         return
     try:
-        settings = json.loads(Path(preset, "config.json").read_text(encoding="utf-8"))
-        if "model_type" in settings:  # Hugging Face's form, where GPT-2 has its own name for it
-            positions = settings.get("max_position_embeddings") or settings["n_positions"]
+        config = json.loads(Path(preset, "config.json").read_text(encoding="utf-8"))
+        if "model_type" in config:  # Hugging Face's form, where GPT-2 has its own name for it
+            positions = config.get("max_position_embeddings") or config["n_positions"]
         else:  # decoders without position embeddings have no limit there
-            positions = settings["config"].get("max_sequence_length", math.inf)
+            positions = config["config"].get("max_sequence_length", math.inf)
         too_long = seq_length > positions
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{preset} is no preset of a language model; give a folder made by save_to_preset") from error

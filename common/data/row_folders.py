@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of rows that a user names: written once, local or remote, and opened; with `tf.train.Example`, converted.
+
+Shards of `tf.train.Example` are those of BERT's pipelines: int64 `token_ids` or `input_ids` of texts of tokens.
+"""
+
+import contextlib
+import fnmatch
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import keras
+import keras_hub
+import numpy as np
+import tensorflow as tf
+
+from keras_replicas import UserError
+
+from ..files import cached, read_json
+from .rows import Rows, fingerprint, open_rows, write_rows
+from .vocabulary import in_order, load_wordpieces, vectors, wordpieces
+
+NAMES = {"train": "*train*.tfrecord*", "validation": "*valid*.tfrecord*", "test": "*test*.tfrecord*"}
+FEATURES = {name: tf.io.RaggedFeature(tf.int64) for name in ("token_ids", "input_ids")}  # a missing one is empty
+
+
+def kept_in(folder: str) -> Callable[[str, list[str], Callable[[Path], None]], Path]:
+    """For `corpus_rows`: what keeps rows in a folder, which may be remote, such as `gs://bucket/rows`.
+
+    It raises a `UserError` when the folder holds something else, or the file system does not answer.
+    """
+    folder = folder.rstrip("/")
+
+    def keep(name: str, inputs: list[str], write: Callable[[Path], None]) -> Path:
+        with _answering(folder):
+            has_rows = tf.io.gfile.exists(f"{folder}/manifest.json")
+        if not has_rows:
+            made = cached(name, inputs, write)
+            with _answering(folder):
+                there = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
+                if others := {file.rstrip("/") for file in there} - {path.name for path in made.iterdir()}:
+                    raise UserError(f"{folder} holds {min(others)}, but no manifest.json of rows: give another folder")
+                _copy(str(made), folder)
+        place = _local(folder)
+        found = read_json(place / "manifest.json") or {}
+        if [found.get("facts"), found.get("length")] != json.loads(inputs[0]):
+            raise UserError(f"{folder} has rows of another corpus, tokenizer or length: give another folder")
+        return place
+
+    return keep
+
+
+def open_folder(folder: str) -> tuple[dict[str, Rows], keras_hub.models.Tokenizer]:
+    """The rows of each split in a folder, and the tokenizer of their ids.
+
+    A remote folder is copied to the cache first; one of `tf.train.Example`, in files named as in `NAMES`, with BERT's
+    `vocab.txt` or Hugging Face's `tokenizer.json` of BERT, RoBERTa or GPT-2, is converted into the cache. Raises a
+    `UserError` when there are no rows, they are damaged, or the file system does not answer.
+    """
+    place = _local(folder.rstrip("/"))
+    rows, saved = open_rows(place), place / "tokenizer"
+    try:  # `Tokenizer.from_preset` would look for a backbone
+        tokenizer = keras.saving.deserialize_keras_object(read_json(saved / "tokenizer.json"))
+        tokenizer.load_assets(str(saved / "assets/tokenizer"))
+    except (AttributeError, ValueError, TypeError, OSError) as error:
+        raise UserError(f"{folder} has no tokenizer of its rows: give another folder") from error
+    return rows, tokenizer
+
+
+def _local(folder: str) -> Path:
+    """Where the rows of a folder lie on this machine."""
+    with _answering(folder):
+        if not tf.io.gfile.exists(f"{folder}/manifest.json"):
+            return _converted(folder)
+        if "://" not in folder:
+            return Path(folder)
+        manifest = tf.io.gfile.GFile(f"{folder}/manifest.json").read()
+        return cached("rows", [folder, manifest], lambda path: _copy(folder, str(path)))
+
+
+@contextlib.contextmanager
+def _answering(folder: str) -> Iterator[None]:
+    """Raises a `UserError` when the folder's file system does not answer."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        why = (error.message or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot use {folder} ({why}): give another folder") from error
+
+
+def _copy(source: str, target: str) -> None:
+    """Copies a folder of rows, from or to any file system that TensorFlow knows; the manifest comes last."""
+    for folder, _, files in [*tf.io.gfile.walk(source)][::-1]:
+        place = target + folder.rstrip("/").removeprefix(source)
+        tf.io.gfile.makedirs(place)
+        for file in sorted(files, key=lambda name: name == "manifest.json"):
+            tf.io.gfile.copy(f"{folder.rstrip('/')}/{file}", f"{place}/{file}", overwrite=True)
+
+
+def _converted(folder: str) -> Path:
+    """The rows of shards of `tf.train.Example`, without start, end and padding; the longest has their length."""
+    names = sorted(tf.io.gfile.listdir(folder)) if tf.io.gfile.isdir(folder) else []
+    files = {split: [f"{folder}/{name}" for name in fnmatch.filter(names, pattern)] for split, pattern in NAMES.items()}
+    if not files["train"] or not files["validation"]:
+        raise UserError(f"{folder} has no rows of text, and no {NAMES['train']} with {NAMES['validation']}")
+    tokenizer = _tokenizer_of_examples(folder)
+    texts = {split: functools.partial(_texts, files[split], tokenizer) for split in files if files[split]}
+    stats = [(path, tf.io.gfile.stat(path)) for path in itertools.chain(*files.values())]
+    inputs = [fingerprint(tokenizer), *(f"{path} {stat.length} {stat.mtime_nsec}" for path, stat in stats)]
+
+    def write(path: Path) -> None:
+        sizes = [(len(ids), ids.max()) for of_split in texts.values() for ids in of_split()]
+        if not sizes or max(highest for _, highest in sizes) >= tokenizer.vocabulary_size():
+            raise UserError(f"the files of {folder} have no ids, or some that their tokenizer lacks")
+        length = max(length for length, _ in sizes)
+        write_rows(
+            path, {split: of_split() for split, of_split in texts.items()}, length, tokenizer, {"examples": files}
+        )
+
+    return cached("rows", inputs, write)
+
+
+def _texts(files: list[str], tokenizer: keras_hub.models.Tokenizer) -> Iterator[np.ndarray]:
+    for records in tf.data.TFRecordDataset(files, "GZIP" if files[0].endswith(".gz") else None).batch(1024):
+        ids_of = tf.io.parse_example(records, FEATURES)
+        for ids in vectors(tf.concat([ids_of[name] for name in FEATURES], axis=1)):
+            ids = np.trim_zeros(ids - tokenizer.pad_token_id, "b") + tokenizer.pad_token_id
+            ends = [np.sum(ids[:1] == tokenizer.start_token_id), np.sum(ids[-1:] == tokenizer.end_token_id)]
+            if len(ids) > sum(ends):
+                yield ids[ends[0] : len(ids) - ends[1]]
+
+
+def _tokenizer_of_examples(folder: str) -> keras_hub.models.Tokenizer:
+    pieces, path = f"{folder}/vocab.txt", f"{folder}/tokenizer.json"
+    if tf.io.gfile.exists(pieces):
+        return load_wordpieces(pieces)
+    if not tf.io.gfile.exists(path):
+        raise UserError(f"{folder} has no manifest.json of rows, and neither vocab.txt nor tokenizer.json of examples")
+    try:
+        model = json.loads(tf.io.gfile.GFile(path).read())["model"]
+        ids = model["vocab"]
+        if model["type"] == "WordPiece":
+            return wordpieces(in_order(ids), path)
+        kind = keras_hub.models.RobertaTokenizer if "<mask>" in ids else keras_hub.models.GPT2Tokenizer
+        return kind(ids, [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no tokenizer of BERT, RoBERTa or GPT-2 ({error})") from error
