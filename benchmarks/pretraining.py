@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.fine_tuning import OURS, score_table, scores
 from benchmarks.machine import existing, machine, write_results
-from common.report import report
+from common.log import report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from benchmarks import (
     throughput,
     versions,
 )
-from common.report import report
+from common.log import report
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"

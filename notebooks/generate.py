@@ -189,8 +189,9 @@ def execute(notebook: nbformat.NotebookNode, timeout: int = 900) -> None:
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         resources = {"metadata": {"path": folder}}
         options = {"timeout": timeout, "record_timing": False, "coalesce_streams": True}
-        # These recipes, whichever are installed.
-        NotebookClient(notebook, resources=resources, **options).execute(env=os.environ | {"PYTHONPATH": str(ROOT)})
+        # These recipes, whichever are installed; no progress bar that appears on a slow machine alone.
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": "1"}
+        NotebookClient(notebook, resources=resources, **options).execute(env=environment)
     notebook.metadata = nbformat.from_dict(metadata)  # without this Python's version
     for cell in _code_cells(notebook):
         cell.outputs = [output for output in cell.outputs if not _is_import_log(output)]

@@ -31,12 +31,10 @@ from common.model.sizes import check_model
 class Config(LanguageModelOptions):
     """The options of `bert_from_scratch`, in addition to those of every recipe."""
 
-    workdir: Annotated[str, FIRST, FREE] = (
-        "runs/bert_from_scratch"  # work directory: results, logs, checkpoints, preset
-    )
-    data: Annotated[str, FIRST, FREE] = (
-        ""  # folder of the tokenizer and the shards, local or gs://; empty: in the workdir
-    )
+    # work directory: results, logs, checkpoints, preset
+    workdir: Annotated[str, FIRST, FREE] = "runs/bert_from_scratch"
+    # folder of the tokenizer and the shards, local or gs://; empty: in the workdir
+    data: Annotated[str, FIRST, FREE] = ""
     architecture: Literal["bert", "roberta"] = "bert"  # with its tokenizer: WordPiece, or byte-level BPE
     vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 2048  # tokens in the vocabulary
     model: Annotated[str, FIRST] = "micro"  # nano | micro | tiny | mini | small | medium | base | large, or a JSON file

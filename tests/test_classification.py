@@ -7,8 +7,8 @@ import pytest
 import scipy.special
 import sklearn.metrics
 
-from common.data.labelled import Examples, LabelledTexts
 from common.classification_scores import classifier_results, scores_of, write_predictions
+from common.data.labelled import Examples, LabelledTexts
 
 WORDS = [f"w{number}" for number in range(50)]
 TOKENIZER = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS], lowercase=True)
