@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from common.data.vocabulary import train_byte_pairs
+from common.data.byte_pairs import train_byte_pairs
 from common.model.causal_lm import make_preprocessor
 from recipes import causal_lm, text_classifier
 from tests.conftest import ROOT
