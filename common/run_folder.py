@@ -77,7 +77,7 @@ def open_run(folder: str | None, options: dict[str, Any], *, overwrite: bool = F
     agree({"opened": saved.get("opened")}, f"does not see the chief's folder {place}; use a shared file system")
     run = run or Run(place, saved)
     if run.results and is_chief():
-        print(f"The run in {folder} is complete; --overwrite starts afresh.", flush=True)
+        print(f"The run in {folder} is complete; overwrite it to start afresh.", flush=True)
     return run
 
 
@@ -118,7 +118,9 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
         known = saved.get("options", options)
         if different := [name for name in known | options if known.get(name) != options.get(name)]:
             shown = ", ".join(f"{name} {known.get(name)!r}, not {options.get(name)!r}" for name in different)
-            raise UserError(f"{folder} holds a run with other options: {shown}. Give another folder, or --overwrite")
+            raise UserError(
+                f"{folder} holds a run with other options: {shown}. Give another folder, or overwrite this one"
+            )
         saved = {"options": options, "launch": launch, "opened": uuid.uuid4().hex, "kept": saved.get("kept", {})}
         write_json(folder / "config.json", saved)
         return Run(folder, saved, lock)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from common.model.causal_lm import causal_lm_for_generation, continuations, make_sampler
+from keras_replicas import UserError
 
 
 def generate(
@@ -20,12 +21,12 @@ def generate(
         tokens: the most tokens to add.
 
     Raises:
-        ValueError: when there is no such preset, a value is out of range, or a prompt is longer than the model takes.
+        UserError: when there is no such preset, a value is out of range, or a prompt is longer than the model takes.
     """
     if tokens < 1:
-        raise ValueError(f"the number of tokens to add must be at least 1; got {tokens}")
+        raise UserError(f"the number of tokens to add must be at least 1; got {tokens}")
     if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
-        raise ValueError("a prompt is not text that UTF-8 can encode")
+        raise UserError("a prompt is not text that UTF-8 can encode")
     draw = make_sampler(sampler, k, p, temperature, seed)
     tf.get_logger().setLevel("ERROR")  # else it warns that each length of a prompt is traced
     for text in continuations(causal_lm_for_generation(preset), prompts, draw, tokens):

@@ -149,7 +149,7 @@ def test_what_a_run_leaves(name, trained, capsys):
         assert (workdir / "best/task.json").exists() == (name == "glue_controller")
     capsys.readouterr()
     assert train(name, saved["config"]) == saved  # again
-    assert "is complete; --overwrite starts afresh" in capsys.readouterr().out
+    assert "is complete; overwrite it to start afresh" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_complete_run_is_given_back(folder, capsys):
         assert run.finish({"steps": 3, "val_loss": float("nan")})["steps"] == 3
     assert capsys.readouterr().out == ""
     assert opened(folder).results == {"steps": 3, "val_loss": None}
-    assert capsys.readouterr().out == f"The run in {folder} is complete; --overwrite starts afresh.\n"
+    assert capsys.readouterr().out == f"The run in {folder} is complete; overwrite it to start afresh.\n"
 
 
 def test_overwrite_moves_a_run_aside_whole_and_says_where(folder, capsys):

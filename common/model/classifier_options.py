@@ -28,7 +28,7 @@ class ClassifierOptions(RunOptions):
     batch_size: Annotated[Count, FIRST] = 16  # examples per replica in a step
     learning_rate: Annotated[Rate, FIRST] = None  # peak for one replica; default: 5e-4, or 5e-5 from a preset
     dropout: Share = 0.1
-    # of a preset, train adapters of this rank (LoRA) and the head alone, with --learning-rate 4e-4; default: all
+    # of a preset, train adapters of this rank (LoRA) and the head alone, with a learning rate of 4e-4; default: all
     lora_rank: Annotated[int | None, Bounds(1, 2**10)] = None
     epochs: Annotated[Count, FIRST] = 3
 
