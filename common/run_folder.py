@@ -118,9 +118,7 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
         known = saved.get("options", options)
         if different := [name for name in known | options if known.get(name) != options.get(name)]:
             shown = ", ".join(f"{name} {known.get(name)!r}, not {options.get(name)!r}" for name in different)
-            raise UserError(
-                f"{folder} holds a run with other options: {shown}. Give another folder, or overwrite this one"
-            )
+            raise UserError(f"{folder} holds a run with other options: {shown}. Give another folder, or overwrite it")
         saved = {"options": options, "launch": launch, "opened": uuid.uuid4().hex, "kept": saved.get("kept", {})}
         write_json(folder / "config.json", saved)
         return Run(folder, saved, lock)
