@@ -64,7 +64,9 @@ class RunOptions:
     checkpoint_every: Annotated[Count, FREE] = 100  # steps between checkpoints, from which an interrupted run resumes
     # start afresh in a workdir that holds a run, which is moved aside; if interrupted, the same command resumes
     overwrite: Annotated[bool, FIRST, FREE] = False
-    dry_run: Annotated[bool, FIRST, FREE] = False  # print the plan, and the memory of three steps; write nothing
+    dry_run: Annotated[bool, FIRST, FREE] = (
+        False  # print the plan, and with `fit` the memory of three steps; write nothing
+    )
 
     def __post_init__(self):
         workdir = Path(self.workdir).resolve()  # type: ignore[attr-defined]

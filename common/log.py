@@ -176,7 +176,7 @@ def print_plan(model: keras.Model, train: Any, schedule: Callable, total_steps: 
     """Prints a run's size, its learning rates, an example as the model sees it, and the memory of a few steps.
 
     Args:
-        model: compiled; it is trained for `TRAINED` steps, on all workers.
+        model: if compiled, it is trained for `TRAINED` steps, on all workers.
         train: data that begins at any step, of (x, y, sample_weight), whose ids are the `tokenizer`'s.
         schedule: the learning rate of a step, counted from 0, of `total_steps`.
 
@@ -196,7 +196,8 @@ def print_plan(model: keras.Model, train: Any, schedule: Callable, total_steps: 
     for name, ids in shown.items():
         tokens = " ".join(tokenizer.id_to_token(number) for number in ids.numpy().tolist())
         print(f"the first sequence's {name}:\n{textwrap.indent(textwrap.fill(tokens, 110), '    ')}", flush=True)
-    steps = min(TRAINED, total_steps)
-    model.fit(train, steps_per_epoch=steps, verbose=0)
-    print(f"peak memory in the first {steps} step(s): {peak_memory_mb():,} MiB of host memory")
+    if model.compiled:
+        steps = min(TRAINED, total_steps)
+        model.fit(train, steps_per_epoch=steps, verbose=0)
+        print(f"peak memory in the first {steps} step(s): {peak_memory_mb():,} MiB of host memory")
     return {}

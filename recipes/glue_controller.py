@@ -3,7 +3,6 @@
 
     python -m recipes run glue_controller                          # generated pairs, no network needed
     python -m recipes run glue_controller --task mrpc --preset bert_base_en_uncased --batch-size 16
-    python -m recipes run glue_controller --task own --data reviews.csv --text-columns review --label-column stars
 
 Time: 1 min on 2 cores. Metric: GLUE's for the task, on the validation split, against a bag-of-words baseline.
 
@@ -47,7 +46,7 @@ from common.controller import Controller, Evaluator, Trainer, when_best
 from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
-from common.log import RunLog
+from common.log import RunLog, print_plan
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
@@ -106,7 +105,7 @@ class GlueEvaluator(Evaluator):
 
 
 def train_and_evaluate(config: Config) -> dict:
-    """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
+    """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = kr.make_strategy(config.replicas, deterministic=config.deterministic)
     with open_run(config.folder(), config.fixed("glue_controller"), overwrite=config.overwrite) as run:
         if run.results:
@@ -121,11 +120,14 @@ def train_and_evaluate(config: Config) -> dict:
         data = make_datasets(config)
         train, texts = data.batches("train", batch_size, config.seed), data.texts
         total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
+        schedule = WarmUpPolynomialDecay(rate, total_steps)
 
         with strategy.scope():
             model = build_model(config, data)
-            optimizer = adamw(WarmUpPolynomialDecay(rate, total_steps))
+            optimizer = adamw(schedule)
             optimizer.build(model.trainable_variables)
+        if config.dry_run:
+            return print_plan(model, train, schedule, total_steps, data.preprocessor.tokenizer)
 
         trainer = GlueTrainer(strategy, train, model, optimizer, texts.classes)
         evaluators = {split: GlueEvaluator(strategy, data, split, batch_size, model) for split in data.sizes()}

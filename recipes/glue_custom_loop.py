@@ -48,7 +48,7 @@ from common.classification_scores import classifier_results, report, scores_of, 
 from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
-from common.log import RunLog
+from common.log import RunLog, print_plan
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
@@ -68,7 +68,7 @@ def build_model(config: Config, data: EncodedTexts) -> keras.Model:
 
 
 def train_and_evaluate(config: Config) -> dict:
-    """Trains, evaluates, and returns what it writes to `results.json`; {} for workers other than the chief."""
+    """Trains, evaluates, and returns what it writes to `results.json`; {} after a dry run, and for other workers."""
     strategy = kr.make_strategy(config.replicas, deterministic=config.deterministic)  # (1) the devices
     replicas = strategy.num_replicas_in_sync
     with open_run(config.folder(), config.fixed("glue_custom_loop"), overwrite=config.overwrite) as run:
@@ -83,11 +83,14 @@ def train_and_evaluate(config: Config) -> dict:
         data = make_datasets(config)
         train = data.batches("train", batch_size, config.seed)
         total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
+        schedule = WarmUpPolynomialDecay(rate, total_steps)
 
         with strategy.scope():  # (2) a copy of every variable for each replica
             model = build_model(config, data)
-            optimizer = adamw(WarmUpPolynomialDecay(rate, total_steps))
+            optimizer = adamw(schedule)
             optimizer.build(model.trainable_variables)
+        if config.dry_run:
+            return print_plan(model, train, schedule, total_steps, data.preprocessor.tokenizer)
         # A sum: a step divides it, once, by the weights of the whole batch.
         loss_sum = CrossEntropy("sum") if data.texts.classes else keras.losses.MeanSquaredError("sum")
 
