@@ -64,9 +64,8 @@ class RunOptions:
     checkpoint_every: Annotated[Count, FREE] = 100  # steps between checkpoints, from which an interrupted run resumes
     # start afresh in a workdir that holds a run, which is moved aside; if interrupted, the same command resumes
     overwrite: Annotated[bool, FIRST, FREE] = False
-    dry_run: Annotated[bool, FIRST, FREE] = (
-        False  # print the plan, and with `fit` the memory of three steps; write nothing
-    )
+    # print the plan, and with `fit` the memory of three steps; write nothing
+    dry_run: Annotated[bool, FIRST, FREE] = False
 
     def __post_init__(self):
         workdir = Path(self.workdir).resolve()  # type: ignore[attr-defined]
@@ -118,7 +117,7 @@ class LanguageModelOptions(FitOptions):
     learning_rate: Annotated[Rate, FIRST] = None  # peak for one replica; default: 5e-3, or 1e-4 from a preset
     warmup: Share = 0.1  # fraction of all steps that are warm-up
     dropout: Share = 0.0  # the papers' is 0.1; with few epochs, a model learns more without
-    epochs: Annotated[Count, FIRST] = 2
+    epochs: Annotated[Count, FIRST] = 2  # passes over the text
 
 
 def marks_of(options: type) -> dict[str, tuple[Any, ...]]:

@@ -108,6 +108,11 @@ def test_the_help_of_a_page_has_each_option_once_with_its_default(page, capfd):
         name for name, marks in marks_of(config).items() if FIRST in marks
     }
     assert len(first) + len(more) == len(fields) <= 26 and 8 <= len(first) <= 13
+    # An option without a comment of its own would be shown with that of the one before it.
+    said = [
+        re.sub(r"^ \{.*?\}| \(default.*| [A-Z|{}a-z]*(INT|STR|FLOAT) ", "", told) for told in (first | more).values()
+    ]
+    assert all(said) and len({*said}) == len(said)
 
 
 def test_the_help_and_a_mistake_take_a_second_without_tensorflow(no_tensorflow):

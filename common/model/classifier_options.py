@@ -27,10 +27,10 @@ class ClassifierOptions(RunOptions):
     seq_length: Annotated[int, Bounds(3, 2**16)] = 128  # maximum tokens per example
     batch_size: Annotated[Count, FIRST] = 16  # examples per replica in a step
     learning_rate: Annotated[Rate, FIRST] = None  # peak for one replica; default: 5e-4, or 5e-5 from a preset
-    dropout: Share = 0.1
+    dropout: Share = 0.1  # of the encoder and the head
     # of a preset, train adapters of this rank (LoRA) and the head alone, with a learning rate of 4e-4; default: all
     lora_rank: Annotated[int | None, Bounds(1, 2**10)] = None
-    epochs: Annotated[Count, FIRST] = 3
+    epochs: Annotated[Count, FIRST] = 3  # passes over the examples
 
     def __post_init__(self):
         super().__post_init__()
