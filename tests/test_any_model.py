@@ -167,7 +167,7 @@ ROWS = {
         metrics=lambda: [keras.metrics.CosineSimilarity(axis=0)],
     ),
     **{
-        f"a saturated {of.__name__} of {of.__module__}, {loss}": saturated(of, loss)
+        f"a saturated {of.__name__} of {of.__module__}, {getattr(loss, '__name__', loss)}": saturated(of, loss)
         for of in (tf.nn.softmax, ops.softmax)
         for loss in ("categorical_crossentropy", of_own)
     },

@@ -158,7 +158,7 @@ def test_a_size_or_a_preset_is_checked_without_loading_it(saved, tmp_path):
         ((preset, "tiny", 32), "brings its own model: leave out the size tiny"),
         ((preset, None, 513), "513 tokens are more than the 512 positions of the preset"),
         ((str(tmp_path), None, 32), "is no preset of a language model; give a folder made by save_to_preset"),
-        (("", "huge", 32), "the size huge is neither nano, tiny, .*, nor a JSON file"),
+        (("", "huge", 32), "the size huge is neither nano, .*, nor a JSON file"),
         (("", str(odd), 32), "hidden_dim a multiple of num_heads"),
         (("", str(other), 32), "must have exactly num_layers"),
     ):
