@@ -50,9 +50,8 @@ def keep_global_seed(model: keras.Model) -> None:
     if getattr(generator.state._value, "distribute_strategy", strategy) is not strategy:  # has no copy for each replica
         generator = keras.random.SeedGenerator(int(state[0]))
         generator.state.assign(state)
-    vars(model).update(
-        global_seed_generator=generator, global_seed=int(state[0])
-    )  # assigned as usual, they would be saved
+    # Assigned as usual, they would be saved.
+    vars(model).update(global_seed_generator=generator, global_seed=int(state[0]))
 
 
 def use_global_seed(model: keras.Model) -> None:
