@@ -61,18 +61,18 @@ def test_a_run_is_resumed_with_its_options_and_refused_by_name_with_others(folde
 
 def test_before_anything_came_of_a_run_its_options_may_change(folder):
     with open_run(str(folder), OPTIONS) as run:
-        run.keep("scaled", (16, 0.1))
+        run.keep("scaled", lambda: (16, 0.1))
     with open_run(str(folder), OPTIONS | {"seed": 1}) as run:
-        assert run.keep("scaled", (32, 0.2)) == (32, 0.2)
+        assert run.keep("scaled", lambda: (32, 0.2)) == (32, 0.2)
     assert json.loads((folder / "config.json").read_text())["options"]["seed"] == 1
 
 
 def test_what_the_start_recorded_is_kept(folder):
     with open_run(str(folder), OPTIONS) as run:
-        assert run.keep("scaled", (16, 0.1)) == (16, 0.1)
+        assert run.keep("scaled", lambda: (16, 0.1)) == (16, 0.1)
         write(folder / "steps.jsonl")
     with open_run(str(folder), OPTIONS) as run:
-        assert run.keep("scaled", (32, 0.2)) == [16, 0.1]
+        assert run.keep("scaled", lambda: (32, 0.2)) == [16, 0.1]
 
 
 def test_a_complete_run_is_given_back(folder, capsys):
@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_a_run_without_a_folder_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with open_run(None, OPTIONS, overwrite=True) as run:
-        assert run.results is None and run.keep("scaled", (8, 0.1)) == (8, 0.1)
+        assert run.results is None and run.keep("scaled", lambda: (8, 0.1)) == (8, 0.1)
     assert not list(tmp_path.iterdir())
 
 
@@ -195,7 +195,7 @@ own, told = worker_index(), []
 def told_of(options, folder="run"):
     try:
         with open_run(folder, options) as run:
-            told.append([run.results, run.keep("scaled", 8), run.finish({"steps": 3})])
+            told.append([run.results, run.keep("scaled", lambda: 8), run.finish({"steps": 3})])
             exchange({})
     except UserError as error:
         told.append(str(error))

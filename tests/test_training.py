@@ -36,7 +36,7 @@ def test_the_shortest_run_reaches_the_peak_and_never_zero(total_steps, warmup):
 
 
 def test_the_schedule_survives_saving():
-    schedule = WarmUpPolynomialDecay(0.5, 10, 0.3, 2.0)
+    schedule = WarmUpPolynomialDecay(0.5, 10, 0.3)
     again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(schedule))
     assert again.get_config() == schedule.get_config() and float(again(7)) == float(schedule(7))
 
