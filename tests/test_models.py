@@ -17,6 +17,7 @@ from common.model.fill_mask import fill_mask, print_filled_masks
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
 from common.model.presets import ADAPTERS, save_task, sinusoids
 from common.model.sizes import check_model, dimensions
+from keras_replicas import UserError
 
 TEXT = "Some words, and some more of the same words."
 models = keras_hub.models
@@ -78,6 +79,8 @@ def test_a_preset_gives_the_model_and_its_tokenizer_again(saved):
     for tokenizer in (preset_tokenizer(str(folder)), plain.preprocessor.tokenizer):
         assert type(tokenizer) is type(preprocessor.tokenizer)
         assert list(tokenizer(TEXT)) == list(preprocessor.tokenizer(TEXT))
+    with pytest.raises(UserError, match="513 tokens are more than the 512 positions of the preset"):
+        masked_lm_from_preset(str(folder), 513)
     for other in (str(folder / "assets"), "no_such_preset"):
         with pytest.raises(ValueError, match=f"^cannot load the preset {other} \\(.*\\). Give a KerasHub name"):
             masked_lm_from_preset(other)

@@ -21,7 +21,7 @@ from common.model.masked_lm import masked_lm_from_size
 from common.model.presets import save_task
 from common.model.publish import Publish
 from common.model.sizes import check_push_to
-from keras_replicas import Batches, data_parallel, make_strategy
+from keras_replicas import Batches, UserError, data_parallel, make_strategy
 from tests.hub import URI, StandIn, use
 
 TEXT = " ".join(map(str, range(14)))
@@ -217,7 +217,7 @@ def test_where_models_go_is_checked(uri, told, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=re.escape(told)) as error:
+    with pytest.raises(UserError, match=re.escape(told)) as error:
         check_push_to(uri, public=not uri)
     assert "\n" not in str(error.value) and "--" not in str(error.value)
 

@@ -75,6 +75,17 @@ def test_what_the_start_recorded_is_kept(folder):
         assert run.keep("scaled", lambda: (32, 0.2)) == [16, 0.1]
 
 
+def test_a_run_goes_on_only_with_what_it_began_with(folder):
+    for data in ({"checksum": 1}, {"checksum": 1}, {"checksum": 2}):
+        with open_run(str(folder), OPTIONS) as run:
+            write(folder / "steps.jsonl")
+            if data["checksum"] == 1:
+                run.begin_with("data", data)
+            else:
+                with pytest.raises(UserError, match="holds a run with another data. Give another folder"):
+                    run.begin_with("data", data)
+
+
 def test_a_complete_run_is_given_back(folder, capsys):
     with open_run(str(folder), OPTIONS) as run:
         assert run.finish({"steps": 3, "val_loss": float("nan")})["steps"] == 3
