@@ -51,7 +51,7 @@ class RunOptions:
     """Options of every recipe; its `Config` adds its own, among them `workdir` and `batch_size`.
 
     Raises:
-        UserError: when a value is out of its bounds, or an input lies in the run's folder.
+        UserError: when a value is out of its bounds, or an input lies in the run's folder, or that in it.
     """
 
     # 0: all GPUs, or the CPU split in 2; N: N GPUs, or a single GPU or the CPU split in N
@@ -69,6 +69,8 @@ class RunOptions:
 
     def __post_init__(self):
         workdir = Path(self.workdir).resolve()  # type: ignore[attr-defined]
+        if "://" in self.workdir:  # type: ignore[attr-defined]
+            raise UserError(f"--workdir {self.workdir} must be a folder of this machine")  # type: ignore[attr-defined]
         for name, marks in marks_of(type(self)).items():
             value = getattr(self, name)
             for least, most in (mark for mark in marks if isinstance(mark, Bounds) and value is not None):
@@ -80,6 +82,8 @@ class RunOptions:
                 raise UserError(f"{option(name)} is empty: name one, or leave it out")
             if INPUT in marks and os.path.exists(value) and Path(value).resolve().is_relative_to(workdir):
                 raise UserError(f"{option(name)} {value} lies in the run's folder, which --overwrite moves aside")
+            if INPUT in marks and os.path.isdir(value) and workdir.is_relative_to(Path(value).resolve()):
+                raise UserError(f"the run's folder lies in {option(name)} {value}, which is read: give another")
 
     def fixed(self, recipe: str) -> dict[str, Any]:
         """What must be the same when the run is resumed: the recipe, and the options that are not `FREE`."""

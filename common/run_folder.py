@@ -114,6 +114,8 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
             saved = {}
         resumes = saved.get("options") == options and not (folder / "results.json").exists()
         if saved and overwrite and not resumes and not (launch and saved["launch"] == launch):
+            if Path.cwd().is_relative_to(folder):
+                raise UserError(f"{folder} holds the current folder, and cannot be moved aside: go to another one")
             aside = folder.with_name(f"{folder.name}.old-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
             folder.rename(aside)
             print(f"The old run is now in {aside}; delete it when you no longer need it.", flush=True)

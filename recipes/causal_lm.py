@@ -45,7 +45,7 @@ class Config(LanguageModelOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        check_model(self.preset, self.model, self.seq_length)
+        check_model(self.preset, self.model, self.seq_length, self.lora_rank)
         check_push_to(self.push_to, self.push_public)
 
 

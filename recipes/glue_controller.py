@@ -119,7 +119,7 @@ def train_and_evaluate(config: Config) -> dict:
 
         data = make_datasets(config)
         train, texts = data.batches("train", batch_size, config.seed), data.texts
-        run.begin_with("data", train.fingerprint())
+        run.begin_with("data", [data.batches(split, batch_size).fingerprint() for split in ("train", "validation")])
         total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
         schedule = WarmUpPolynomialDecay(rate, total_steps)
         with strategy.scope():

@@ -84,6 +84,7 @@ def train_and_evaluate(config: Config) -> dict:
 
         data = make_datasets(config)
         train, validation = data.batches("train", batch_size, config.seed), data.batches("validation", batch_size)
+        run.begin_with("data", [train.fingerprint(), validation.fingerprint()])
         total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
         schedule = WarmUpPolynomialDecay(rate, total_steps)
 

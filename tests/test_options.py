@@ -39,6 +39,7 @@ class Config(FitOptions):
         ("warmup", -math.inf, "--warmup must be a finite number; got -inf"),
         ("corpus", "", "--corpus is empty: name one, or leave it out"),
         ("workdir", "", "--workdir is empty: name one, or leave it out"),
+        ("workdir", "gs://bucket/run", "--workdir gs://bucket/run must be a folder of this machine"),
         ("accumulate", 3, "--accumulate 3 must divide --batch-size 16"),
     ],
 )
@@ -68,7 +69,9 @@ def test_an_input_must_not_lie_in_the_runs_folder(tmp_path, monkeypatch):
             UserError, match=f"--corpus {corpus} lies in the run's folder, which --overwrite moves aside"
         ):
             Config(workdir=workdir, corpus=corpus)
-    for workdir, corpus in (("run/deeper", "run"), ("other", "run"), ("run", "gs://run/deeper"), ("run", "x" * 300)):
+    with pytest.raises(UserError, match="the run's folder lies in --corpus run, which is read: give another"):
+        Config(workdir="run/deeper/new", corpus="run")
+    for workdir, corpus in (("other", "run"), ("run", "gs://run/deeper"), ("run", "x" * 300)):
         Config(workdir=workdir, corpus=corpus)
 
 

@@ -316,7 +316,7 @@ def examples(folder, texts, tokenizer, name="input_ids", suffix=".tfrecord"):
     folder.mkdir(parents=True)
     start, end, pad = tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id
     kind = tf.io.TFRecordOptions("GZIP" if suffix.endswith(".gz") else "")
-    for split, part in (("bert_train-0", texts[:5]), ("bert_train-1", texts[5:8]), ("bert_valid", texts[8:])):
+    for split, part in (("bert_train-0", texts[:5]), ("bert_train-1", texts[5:8]), ("pretraining_valid", texts[8:])):
         with tf.io.TFRecordWriter(str(folder / (split + suffix)), kind) as writer:
             for ids in part:
                 writer.write(example(name, [start, *ids, end, *[pad] * 9]))
@@ -363,22 +363,23 @@ def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_p
         ("tokenizer", r"tokenizer.json is no tokenizer of BERT, RoBERTa or GPT-2 \('model'\)"),
         ("validation", r"has no rows of text, and no \*train\*.tfrecord\* with \*valid\*"),
         ("ids", "have no ids, or some that their tokenizer lacks"),
+        ("negative", "have no ids, or some that their tokenizer lacks"),
         ("feature", "have no ids, or some that their tokenizer lacks"),
         ("record", "cannot use .*data .*: give another folder"),
     ],
 )
 def test_what_is_wrong_with_examples_is_told(wrong, told, tokenizer, tmp_path):
     folder = tmp_path / "data"
-    texts = [[299, 300 if wrong == "ids" else 5]] * 10
+    texts = [[299, {"ids": 300, "negative": -7}.get(wrong, 5)]] * 10
     examples(folder, texts, tokenizer, "ids" if wrong == "feature" else "input_ids")
     if wrong == "tokenizer":
         (folder / "tokenizer.json").write_text("{}")
     elif wrong != "no tokenizer":
         (folder / "vocab.txt").write_text("\n".join(tokenizer.get_vocabulary()))
     if wrong == "validation":
-        (folder / "bert_valid.tfrecord").unlink()
+        (folder / "pretraining_valid.tfrecord").unlink()
     if wrong == "record":
-        (folder / "bert_valid.tfrecord").write_bytes(b"no record" * 9)
+        (folder / "pretraining_valid.tfrecord").write_bytes(b"no record" * 9)
     with pytest.raises(UserError, match=told):
         open_folder(str(folder))
 

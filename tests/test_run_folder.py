@@ -157,16 +157,18 @@ def test_what_a_killed_process_left_is_no_other_file(folder):
     assert opened(folder).results is None
 
 
-def test_the_current_folder_and_a_link_to_a_folder_are_moved_aside_too(folder, monkeypatch):
+def test_a_link_to_a_folder_is_moved_aside_but_not_the_current_folder(folder, monkeypatch):
+    """Relative paths of the same command would then be in the old one."""
     begun(folder)
     monkeypatch.chdir(folder)
-    assert opened(".", overwrite=True, seed=1).results is None
-    assert len(aside(folder)) == 1
+    with pytest.raises(UserError, match="holds the current folder, and cannot be moved aside: go to another one"):
+        opened(".", overwrite=True, seed=1)
+    monkeypatch.chdir(folder.parent)
     link = folder.parent / "link"
     link.symlink_to(folder)
     write(folder / "steps.jsonl")
     opened(link, overwrite=True, seed=2)
-    assert link.is_symlink() and files_in(folder).keys() == {"config.json"} and len(aside(folder)) == 2
+    assert link.is_symlink() and files_in(folder).keys() == {"config.json"} and len(aside(folder)) == 1
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

@@ -154,9 +154,12 @@ def _held_out(documents: Documents) -> dict[str, Documents]:
 def _checksum(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as content:
-            digest.update(file.name.encode("utf-8", "surrogateescape"))
-            digest.update(hashlib.file_digest(content, "sha256").digest())
+        try:
+            with file.open("rb") as content:
+                digest.update(file.name.encode("utf-8", "surrogateescape"))
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+        except OSError as error:
+            raise UserError(f"cannot read {file} ({error.strerror})") from error
     return digest.hexdigest()
 
 

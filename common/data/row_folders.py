@@ -103,7 +103,10 @@ def _copy(source: str, target: str) -> None:
 def _converted(folder: str) -> Path:
     """The rows of shards of `tf.train.Example`, without start, end and padding; the longest has their length."""
     names = sorted(tf.io.gfile.listdir(folder)) if tf.io.gfile.isdir(folder) else []
-    files = {split: [f"{folder}/{name}" for name in fnmatch.filter(names, pattern)] for split, pattern in NAMES.items()}
+    files: dict[str, list[str]] = {split: [] for split in NAMES}
+    for name in names:
+        if fits := [split for split, pattern in NAMES.items() if fnmatch.fnmatch(name, pattern)]:
+            files[fits[-1]].append(f"{folder}/{name}")  # "pretraining_valid" has both words
     if not files["train"] or not files["validation"]:
         raise UserError(f"{folder} has no rows of text, and no {NAMES['train']} with {NAMES['validation']}")
     tokenizer = _tokenizer_of_examples(folder)
@@ -112,10 +115,11 @@ def _converted(folder: str) -> Path:
     inputs = [fingerprint(tokenizer), *(f"{path} {stat.length} {stat.mtime_nsec}" for path, stat in stats)]
 
     def write(path: Path) -> None:
-        sizes = [(len(ids), ids.max()) for of_split in texts.values() for ids in of_split()]
-        if not sizes or max(highest for _, highest in sizes) >= tokenizer.vocabulary_size():
+        sizes = [(len(ids), ids.min(), ids.max()) for of_split in texts.values() for ids in of_split()]
+        known = range(tokenizer.vocabulary_size())
+        if not sizes or not all(lowest in known and highest in known for _, lowest, highest in sizes):
             raise UserError(f"the files of {folder} have no ids, or some that their tokenizer lacks")
-        length = max(length for length, _ in sizes)
+        length = max(length for length, *_ in sizes)
         write_rows(
             path, {split: of_split() for split, of_split in texts.items()}, length, tokenizer, {"examples": files}
         )

@@ -34,4 +34,4 @@ class ClassifierOptions(RunOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        check_model(self.preset, self.model, self.seq_length)
+        check_model(self.preset, self.model, self.seq_length, self.lora_rank)

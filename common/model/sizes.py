@@ -44,12 +44,14 @@ def dimensions(size: str) -> dict[str, int]:
     return given
 
 
-def check_model(preset: str, size: str | None, seq_length: int) -> None:
-    """Raises a UserError when both a preset and a size are given, or there is no such size, or the preset, if it is a
-    folder, is not of a language model or has too few positions for `seq_length` tokens.
+def check_model(preset: str, size: str | None, seq_length: int, lora_rank: int | None = None) -> None:
+    """Raises a UserError when a preset comes with a size, or adapters without one, or there is no such size, or the
+    preset, if it is a folder, is not of a language model or has too few positions for `seq_length` tokens.
     """
     if size:
         dimensions(size)
+    if lora_rank and not preset:
+        raise UserError("adapters are of a preset: name one, or leave out their rank")
     if preset and size:
         raise UserError(f"a preset brings its own model: leave out the size {size}, or the preset {preset}")
     if not Path(preset or "hf://").is_dir():
