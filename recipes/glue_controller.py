@@ -122,6 +122,7 @@ def train_and_evaluate(config: Config) -> dict:
         run.begin_with("data", [data.batches(split, batch_size).fingerprint() for split in ("train", "validation")])
         total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
         schedule = WarmUpPolynomialDecay(rate, total_steps)
+
         with strategy.scope():
             model = build_model(config, data)
             optimizer = adamw(schedule)
