@@ -62,14 +62,6 @@ def undeclared():
     return Stateful("seen", count, aggregation="none")
 
 
-def maximum():
-    return Stateful("top", lambda top, x: ops.maximum(top, ops.max(x)))
-
-
-def queue():
-    return Stateful("rows", lambda rows, x: ops.concatenate([rows, x])[-8:], (8, 4))
-
-
 class Centre(layers.Layer):
     """By so little that the loss changes by about 1e-5."""
 
@@ -88,13 +80,6 @@ class ToLongest(layers.Layer):
     def call(self, ids):
         longest = ops.max(ops.sum(ops.cast(ids > 0, "int32"), axis=1))
         return ops.mean(ops.one_hot(ids, 9, dtype=self.compute_dtype)[:, :longest], axis=1)
-
-
-class Negatives(layers.Layer):
-    """What each example is like among the others."""
-
-    def call(self, x):
-        return ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x)
 
 
 class Own(keras.Model):
@@ -138,11 +123,8 @@ FAULTS = [
     fault("mean of means", own(True), "mean loss after step 2", "a mean of means, since Own.train_step"),
     fault("undivided", own(False), "optimizer state", UNDIVIDED, marks=SLOW),
     fault("counter", model_of(counter), "layer state", "seen after step 1, by 5e-01: 4 on one"),
-    fault("maximum", model_of(maximum), "layer state", "top after step 1", marks=SLOW),
-    fault("queue", model_of(queue), "layer state", "rows after step 1", marks=SLOW),
     fault("centred", model_of(Centre), "mean loss after step 1", "other examples, from centre"),
     fault("in training", model_of(CentreInTraining), "mean loss after step 1", "from centre_in_training", marks=SLOW),
-    fault("negatives", model_of(Negatives), "mean loss after step 1", "from negatives", marks=SLOW),
     fault("longest", model_of(ToLongest, shape=(6,)), "mean loss", "from to_longest", IDS, marks=SLOW),
 ]
 

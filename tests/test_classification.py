@@ -96,20 +96,6 @@ def words(draw, count):
     return [draw.randrange(50) for _ in range(count)]
 
 
-def test_noise_is_not_learned():
-    found = results_for(lambda draw: (words(draw, 5), words(draw, 5), draw.randrange(2)))
-    assert all(accuracy == pytest.approx(0.5, abs=0.07) for accuracy in found.values())
-
-
-def test_words_tell():
-    def example(draw):
-        label = draw.randrange(3)
-        return [*words(draw, 5), 3 * draw.randrange(10) + label, *words(draw, 2)], label
-
-    found = results_for(example, classes=3)
-    assert found["length"] < 0.45 < found["bag_of_words"] and found["majority"] < 0.45
-
-
 def test_which_text_a_word_is_in_and_which_are_shared_tell():
     def placed(draw):
         texts, label = (words(draw, 4), words(draw, 4)), draw.randrange(2)

@@ -60,6 +60,7 @@ def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):
         model.compile(keras.optimizers.SGD(0.1), cross_entropy(), metrics=["accuracy"])
         callbacks = [
             keras.callbacks.EarlyStopping(patience=3),
+            keras.callbacks.BackupAndRestore(tmp_path / "backup"),
             keras.callbacks.ModelCheckpoint(tmp_path / "best.keras"),
             keras.callbacks.CSVLogger(tmp_path / "log.csv"),
             keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=10.0),

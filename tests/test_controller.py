@@ -93,15 +93,6 @@ def test_it_trains_and_evaluates_by_turns(tmp_path, capsys, replicas):
     assert controller.log.results(replicas)["steps"] == 20
 
 
-def test_replicas_train_as_one_device_does(tmp_path):
-    weights = []
-    for replicas in (1, 2, 4):
-        model, controller = make(tmp_path / str(replicas), replicas, steps_per_loop=3)
-        controller.train_and_evaluate(10, eval_interval=10)
-        weights.append(model.get_weights()[0])
-    np.testing.assert_allclose(weights[1:], [weights[0]] * 2, rtol=1e-6)
-
-
 def test_it_goes_on_where_it_was_stopped(tmp_path):
     whole, controller = make(tmp_path / "whole", steps_per_loop=4)
     output = controller.train_and_evaluate(20, eval_interval=10)

@@ -161,10 +161,3 @@ def test_the_hub_out_of_reach_says_what_to_do():
             open_corpus(name)
     with pytest.raises(UserError, match="the corpus hf://name must be hf://user/name or hf://user/name/configuration"):
         open_corpus("hf://name")
-
-
-@pytest.mark.slow
-def test_ten_thousand_files(tmp_path):
-    for i in range(10_000):
-        (tmp_path / f"{i}.txt").write_text(f"File number {i}.")
-    assert len(documents_of(tmp_path)) == 10_000

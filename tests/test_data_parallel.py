@@ -201,30 +201,6 @@ def test_all_stop_after_the_step_in_which_one_was_told_to(eagerly, steps):
     assert stopped == [False, True, False]
 
 
-class Die(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if self.model.steps_done == 7:  # of 12: after the first of the third epoch
-            raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-def test_backup_and_restore_goes_on_with_the_epoch_after_the_last_whole_one(tmp_path):
-    def trained(folder, *callbacks):
-        model = make_model(2, keras.layers.BatchNormalization(), optimizer=lambda: keras.optimizers.Adam(0.1))
-        backup = keras.callbacks.BackupAndRestore(tmp_path / folder)
-        epochs = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: begun.append(epoch))
-        model.fit(batches(X, Y), epochs=4, verbose=0, callbacks=[backup, epochs, *callbacks])
-        return [*model.get_weights(), *model.optimizer.variables]
-
-    begun = []
-    whole = trained("whole")
-    with pytest.raises(KeyboardInterrupt):
-        trained("stopped", Die())
-    for mine, theirs in zip(trained("stopped"), whole, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-    assert begun == [0, 1, 2, 3, 0, 1, 2, 2, 3]
-
-
 def test_parts_of_a_batch_are_computed_one_after_another():
     passes = []
 

@@ -126,13 +126,6 @@ def test_the_optimizer_counts_no_step_beyond_the_data(steps_per_execution):
     assert model.steps_done == model.optimizer.iterations.numpy() == 15
 
 
-def test_predictions_of_batches_are_in_the_order_of_the_rows():
-    with make_strategy(2).scope():
-        model = data_parallel(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")]))
-    x = np.arange(20, dtype=np.float32)[:, None]
-    np.testing.assert_array_equal(model.predict(Batches(x, 4), verbose=0), x)
-
-
 @pytest.mark.parametrize("given", ["y", "sample_weight", "class_weight"])
 def test_labels_and_weights_beside_data_that_holds_them_are_refused(given):
     model, x = make_model(), np.ones((4, 1), np.float32)

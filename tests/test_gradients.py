@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_replicas.empty import zeros_without_examples
 from keras_replicas.model import data_parallel
 from keras_replicas.optimizers import apply_summed
 from keras_replicas.replicas import sum_rows
@@ -130,23 +129,3 @@ def test_gradients_are_not_added_up_again_and_an_optimizer_must_be_built():
     assert [float(copy[0, 0]) for copy in strategy.experimental_local_results(dense.kernel.value)] == [3.0, 3.0]
     with strategy.scope(), pytest.raises(RuntimeError, match="in a replica's step"):
         apply_summed(optimizer, [tf.constant([[-3.0]])], dense.trainable_variables)
-
-
-def test_a_batch_that_may_be_empty_makes_no_gradient_wait_for_another():
-    @tf.function
-    def step(examples):
-        known = {name: tf.random.uniform([3], name=f"of_{name}") for name in ("early", "late")}
-        found = zeros_without_examples(examples, known)
-        assert not needs(found["late"].op, "of_early/")
-        return known, found
-
-    for examples in (0.0, 2.0):
-        known, found = step(tf.constant(examples))
-        for name, gradient in found.items():
-            np.testing.assert_array_equal(gradient, known[name] * tf.sign(examples))
-
-
-def needs(operation, name: str) -> bool:
-    """Whether an operation's tensors come from one of that name."""
-    sources = [tensor.op for tensor in operation.inputs]
-    return any(name in each.name + "/" or needs(each, name) for each in sources)

@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -158,33 +157,3 @@ def test_the_program_computes_the_same_on_one_replica_two_and_two_workers(python
     for name in found:
         assert found[name] == pytest.approx(found["1"], rel=1e-6)
     assert found["1"][1] > 0.9
-
-
-# Kills its own process after so many steps, then runs the program that comes next.
-KILLED = """
-import os, runpy, signal, sys
-import keras
-
-steps, on_train_batch_end = 0, keras.callbacks.CallbackList.on_train_batch_end
-
-def counted(self, batch, logs=None):
-    global steps
-    steps += 1
-    on_train_batch_end(self, batch, logs)
-    if steps == int(sys.argv[-1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-keras.callbacks.CallbackList.on_train_batch_end = counted
-runpy.run_path("train.py", run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_the_program_that_was_killed_ends_as_if_it_had_not_been(python, tmp_path):
-    undisturbed = evaluation(run(tmp_path / "undisturbed", python, "train.py"))
-    step = random.randint(17, 79)  # of 80, in epochs of 16
-    words = KILLED.replace("sys.argv[-1]", str(step))
-    assert run(tmp_path / "killed", python, "-c", words).returncode == -9
-    again = run(tmp_path / "killed", python, "train.py")
-    assert evaluation(again) == undisturbed, f"killed after step {step}"
-    assert "Epoch 1/5" not in again.stdout and "Epoch 5/5" in again.stdout

@@ -77,14 +77,6 @@ def test_masks_are_a_function_of_seed_epoch_and_example_alone():
         assert (everything[0]["mask_positions"] != other[0]["mask_positions"]).any(1).all()
 
 
-def test_each_seed_epoch_and_example_has_seeds_of_its_own():
-    epochs, examples = tf.constant([0, 0, 1, 2**31 - 1], tf.int64), tf.constant([0, 1, 0, 5], tf.int64)
-    runs = [mask_seeds(seed, at, examples) for seed in (0, 1, 2**31, 2**32 - 1) for at in (epochs, None)]
-    seeds = {tuple(row) for run in runs for row in run.numpy()}
-    assert len(seeds) == 4 * (4 + 3)  # an evaluation's do not depend on the epoch
-    np.testing.assert_array_equal(mask_seeds(3, None, examples), mask_seeds(3, None, examples))
-
-
 @pytest.mark.parametrize("length", [46, 62, 126])
 def test_masks_are_the_same_however_far_a_sequence_is_padded(length):
     """What stands beside a sequence decides how far it is padded, and that is another on another number of replicas."""

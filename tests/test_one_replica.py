@@ -99,20 +99,6 @@ def test_one_replica_computes_what_keras_does(name, tmp_path):
     assert_equal(trained(build, data_parallel, tf.distribute.MirroredStrategy(["CPU:0"])), plain)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_run_of_one_replica_that_was_interrupted_ends_with_the_same_bits(name, tmp_path):
-    class Kill(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if self.model.steps_done >= 8:
-                raise KeyboardInterrupt
-
-    build = MODELS[name]
-    whole = trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "whole", every=1)])
-    with contextlib.suppress(KeyboardInterrupt):
-        trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1), Kill()])
-    assert_equal(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1)]), whole)
-
-
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
 def test_each_step_has_its_own_values(steps_per_execution, tmp_path):
     log = StepLog(tmp_path)

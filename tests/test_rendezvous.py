@@ -139,15 +139,6 @@ def workers_at(listening, monkeypatch):
     return put
 
 
-def interface(listening):
-    return listening.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\0")
-
-
-def test_a_port_is_closed_to_other_machines(listening, capsys):
-    close_to_other_machines(listening.getsockname()[1])
-    assert interface(listening) == b"lo" and capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("other", ["192.0.2.1", "no-such-host.invalid"])
 def test_workers_on_other_machines_are_told_from_those_on_this_one(workers_at, other):
     """Although this machine's own name is of loopback, as `/etc/hosts` often has it."""

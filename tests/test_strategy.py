@@ -1,6 +1,5 @@
 """`make_strategy`: which devices, how many, with which threads and memory."""
 
-import ctypes
 import json
 import os
 import subprocess
@@ -87,37 +86,6 @@ def test_a_single_gpu_is_divided_by_its_own_memory(monkeypatch):
     monkeypatch.setattr(strategy, "free_memory", lambda: None)
     with pytest.raises(UserError, match="cannot split the GPU: .* give replicas=1"):
         make_strategy(2)
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="there is no glibc")
-@pytest.mark.slow
-def test_a_worker_of_several_keeps_large_blocks_for_their_next_use(monkeypatch):
-    """By the pages that are new to the process when it writes to a block, in one that makes a worker's strategy."""
-    monkeypatch.setenv("TF_CONFIG", OF_TWO)
-    program = """if True:
-        import ctypes, resource
-        from keras_replicas import strategy
-from keras_replicas.cluster import worker_config
-        strategy.join = lambda communication: None  # which waits for the other
-        strategy._warning = lambda made: made
-        libc = ctypes.CDLL(None)
-        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-        libc.free.argtypes = [ctypes.c_void_p]
-        size = 64 * 2**20
-        def new_pages():
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            block = libc.malloc(size)
-            ctypes.memset(block, 1, size)
-            libc.free(block)
-            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        new_pages()
-        print(new_pages())
-        strategy.make_strategy()
-        new_pages()
-        print(new_pages())
-    """
-    before, after = map(int, subprocess.check_output([sys.executable, "-c", program], cwd=ROOT).split())
-    assert before > 1000 and after < 100
 
 
 @pytest.mark.slow
