@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow  # test_data_parallel.py and test_conformance.py h
 
 EXAMPLES, BATCH, FEATURES = 25, 8, 5
 X, Y = ALL[:EXAMPLES], ONE_HOT[:EXAMPLES]
-IMAGES = np.random.default_rng(0).normal(size=(EXAMPLES, 8, 8, 2)).astype(np.float32)
 
 
 def of(*hidden, shape=(FEATURES,), last=True):
@@ -29,21 +28,6 @@ def of(*hidden, shape=(FEATURES,), last=True):
         return like(kind, keras.Sequential)([keras.Input(shape), *made, *([layers.Dense(3)] if last else [])])
 
     return make
-
-
-class Endpoint(layers.Layer):
-    """As in Keras's guide: a loss of Keras's that a layer computes."""
-
-    loss = keras.losses.MeanSquaredError()
-
-    def call(self, outputs, target):
-        self.add_loss(self.loss(target, outputs))
-        return outputs
-
-
-def a_loss_in_a_layer(kind):
-    inputs = keras.Input((FEATURES,))
-    return kind(inputs, Endpoint()(layers.Dense(FEATURES)(inputs), inputs))
 
 
 class Counts(keras.metrics.Metric):
@@ -114,19 +98,12 @@ def saturated(activation, loss):
     return mean(made, loss=loss, optimizer=lambda: keras.optimizers.SGD(0.01), bound=1e-5)
 
 
-CONVOLUTIONS = [lambda: layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization, lambda: layers.MaxPooling2D(2)]
-CONVOLUTIONS += [lambda: layers.DepthwiseConv2D(2), layers.GlobalAveragePooling2D]
-
-
 def masked():
     return layers.Embedding(20, 3, mask_zero=True)
 
 
 GAPS = IDS[:EXAMPLES] * (np.arange(6) < 4)
 ROWS = {
-    "images": mean(of(*CONVOLUTIONS, shape=IMAGES.shape[1:]), (IMAGES, Y), bound=1e-5),
-    "a loss in a layer": mean(a_loss_in_a_layer, (X,), loss=None),
-    "a loss as metric": mean(of(), metrics=lambda: [keras.losses.MeanSquaredError(name="q")]),
     "a masked mean, NaN of an example that is all padding": mean(
         of(masked, layers.GlobalAveragePooling1D, shape=(6,)), (IDS[:EXAMPLES], Y)
     ),
@@ -134,9 +111,6 @@ ROWS = {
         of(masked, lambda: layers.Dense(1), shape=(6,), last=False), (GAPS, GAPS[..., None] / 20)
     ),
     "a metric of whole numbers with two results": mean(of(), metrics=lambda: [Counts()]),
-    "a loss and a metric over the batch axis": mean(
-        of(), loss=keras.losses.CosineSimilarity(axis=0), metrics=lambda: [keras.metrics.CosineSimilarity(axis=0)]
-    ),
     "a saturated softmax of TensorFlow's, a loss of one's own": saturated(tf.nn.softmax, of_own),
     "a saturated sigmoid of Keras's": saturated(ops.sigmoid, "binary_crossentropy"),
     "what is computed again in the backward pass": mean(of(Rematerialized)),

@@ -74,14 +74,6 @@ class CentreInTraining(Centre):
         return super().call(x) if training else x
 
 
-class ToLongest(layers.Layer):
-    """A mean over as many places as the longest example of the batch has."""
-
-    def call(self, ids):
-        longest = ops.max(ops.sum(ops.cast(ids > 0, "int32"), axis=1))
-        return ops.mean(ops.one_hot(ids, 9, dtype=self.compute_dtype)[:, :longest], axis=1)
-
-
 class Own(keras.Model):
     """A `train_step` of its own, in Keras's way: the mean is divided by the number of replicas."""
 
@@ -125,7 +117,6 @@ FAULTS = [
     fault("counter", model_of(counter), "layer state", "seen after step 1, by 5e-01: 4 on one"),
     fault("centred", model_of(Centre), "mean loss after step 1", "other examples, from centre"),
     fault("in training", model_of(CentreInTraining), "mean loss after step 1", "from centre_in_training", marks=SLOW),
-    fault("longest", model_of(ToLongest, shape=(6,)), "mean loss", "from to_longest", IDS, marks=SLOW),
 ]
 
 

@@ -115,10 +115,8 @@ def test_files_are_read_and_held_out(tmp_path):
     [
         ('{"prompt": "a"}', "must have a prompt and a response, or messages with a role (system, user, assistant) and"),
         ('{"prompt": "a", "response": 5}', 'all texts, and an answer; it has {"prompt": "a", "response": 5}'),
-        ('{"messages": "hello"}', "must have"),
         ('{"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}', "must have"),
         (f'{{"messages": [{{"role": "{"robot " * 99}", "content": "a"}}]}}', "robot robot ..."),
-        ('{"messages": [{"role": "assistant"}]}', "must have"),
         ('{"messages": [{"role": ["user"], "content": "a"}]}', "must have"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "must have"),
         ("prompt", "Expecting value"),

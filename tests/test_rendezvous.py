@@ -53,52 +53,6 @@ def test_a_worker_at_loopback_listens_to_its_own_machine_alone(host, meets_at):
     assert done.stdout.splitlines() == [str((meets_at, "")), str(("::", "lo"))]
 
 
-# One of two workers, and what it was told.
-OF_TWO = """
-import json, os
-import tensorflow as tf
-from tensorflow.python.eager.context import context
-from keras_replicas.cluster import worker_index
-from keras_replicas.errors import UserError
-from keras_replicas.launch import free_addresses
-from keras_replicas.workers import agree, exchange, join
-
-def refused(function, *arguments):
-    try:
-        function(*arguments)
-    except UserError as error:
-        return str(error)
-
-join(tf.distribute.experimental.CommunicationOptions())
-own, times = worker_index(), context()._coordination_service_config
-told = [
-    exchange({"worker": own}),
-    refused(exchange, {"error": "lost" if own == 1 else None}),
-    refused(agree, {"seed": 1}, "is another"),
-    refused(agree, {"seed": own, "same": 1, **({"more": 2} if own else {})}, "is another"),
-    [times.heartbeat_timeout_in_ms, times.cluster_register_timeout_in_ms],
-]
-print(json.dumps(told), flush=True)
-exchange({})  # before one leaves
-os._exit(0)
-"""
-
-
-@pytest.mark.slow
-def test_two_workers_tell_each_other():
-    addresses = free_addresses(2)
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
-    environments = [os.environ | {"TF_CONFIG": json.dumps(worker_config(addresses, index))} for index in range(2)]
-    processes = [subprocess.Popen([sys.executable, "-c", OF_TWO], env=each, **options) for each in environments]
-    try:
-        answers = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    different = "worker 1 is another: seed 1, not 0, more 2, not None"
-    assert answers == [[[{"worker": 0}, {"worker": 1}], "lost", None, different, [15_000, 300_000]]] * 2
-
-
 def test_who_has_not_come_is_named(monkeypatch):
     own, *others = addresses = free_addresses(3)
     monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(addresses, 0)))

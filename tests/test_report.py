@@ -5,7 +5,6 @@ import keras
 import numpy as np
 import pytest
 
-from common.classification_scores import METRICS
 from common.classification_scores import report as classifier_report
 from common.files import write_json
 from common.log import print_plan, report
@@ -92,10 +91,6 @@ def test_a_file_of_results_gives_the_same_report(tmp_path):
 def test_a_model_that_does_not_beat_its_baseline_is_warned_of(results, changes, warned):
     told = (classifier_report if results is CLASSIFIER else report)(results | changes)
     assert warned == ("warning" in told)
-
-
-def test_the_main_metric_is_the_first():
-    assert [*METRICS] == ["accuracy", "f1", "matthews", "pearson", "spearman"]
 
 
 class Tokenizer:
