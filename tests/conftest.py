@@ -109,17 +109,6 @@ def small(wikitext, tmp_path):
     return options | {"seq_length": 32, "batch_size": 8, "dropout": 0.0, "epochs": 1, "max_steps": 6}
 
 
-# (input, what is answered), which tests fill.
-MESSAGES: list[tuple[str, str]] = []
-
-
-def pytest_terminal_summary(terminalreporter):
-    if MESSAGES:
-        terminalreporter.section("bad and odd input, and what is answered")
-        for words, message in MESSAGES:
-            terminalreporter.write_line(f"{words:45} {message}")
-
-
 # Tests that may be skipped, by node id. Anything else that is skipped fails the run where CI is set.
 MAY_BE_SKIPPED = {
     # This needs leave to mount a file system, which containers often do not have.

@@ -21,8 +21,6 @@ X, Y = ALL[:EXAMPLES], ONE_HOT[:EXAMPLES]
 
 
 def of(*hidden, shape=(FEATURES,), last=True):
-    """A function that makes a sequential model of what these make."""
-
     def make(kind):
         made = [layer() for layer in hidden]
         return like(kind, keras.Sequential)([keras.Input(shape), *made, *([layers.Dense(3)] if last else [])])
@@ -31,8 +29,6 @@ def of(*hidden, shape=(FEATURES,), last=True):
 
 
 class Counts(keras.metrics.Metric):
-    """Of whole numbers, with two results."""
-
     def __init__(self, **options):
         super().__init__(**options)
         self.seen = self.add_weight(shape=(), dtype="int32", initializer="zeros", name="seen")
@@ -45,8 +41,6 @@ class Counts(keras.metrics.Metric):
 
 
 class Own(keras.Model):
-    """A `compute_loss` that updates a variable, and has weights in it."""
-
     def __init__(self):
         super().__init__()
         self.dense, self.scale = layers.Dense(3), self.add_weight(shape=(), initializer="ones", trainable=False)
@@ -62,8 +56,6 @@ class Own(keras.Model):
 
 
 class Rematerialized(layers.Layer):
-    """A layer whose activations are computed again in the backward pass."""
-
     def __init__(self):
         super().__init__()
         self.dense = layers.Dense(1)
@@ -76,8 +68,6 @@ class Rematerialized(layers.Layer):
 
 
 class Slow(keras.optimizers.SGD):
-    """Has its own `apply_gradients`."""
-
     def apply_gradients(self, grads_and_vars):
         return super().apply_gradients([(0.1 * gradient, variable) for gradient, variable in grads_and_vars])
 
@@ -87,7 +77,6 @@ def of_own(y, predicted):
 
 
 def mean(make, data=None, loss="mse", **options):
-    """A row of the table, with a loss that is a mean of squares."""
     return row(make, data or (X, Y), loss=lambda: loss() if isinstance(loss, type) else loss, **options)
 
 
@@ -175,8 +164,6 @@ def test_compiled_again_it_learns_by_the_new_loss():
 
 
 class Noise(layers.Layer):
-    """Without a seed: from Keras's own generator."""
-
     def __init__(self, seed=None):
         super().__init__()
         self.generator = seed and keras.random.SeedGenerator(seed)
@@ -281,8 +268,6 @@ def test_a_train_step_of_its_own_comes_with_a_warning():
 
 
 class Measured(layers.Layer):
-    """Has a metric, which its call updates."""
-
     def __init__(self):
         super().__init__()
         self.mean = keras.metrics.Mean(name="mean")

@@ -41,7 +41,6 @@ def python(*words, **options):
 
 
 def ended(capfd, *words):
-    """The exit status of reading these options, and what is printed."""
     with pytest.raises(SystemExit) as end:
         parse(Config, "What it does.", words)
     return end.value.code, *capfd.readouterr()

@@ -35,7 +35,6 @@ def test_replicas_compute_what_one_device_does(feature, replicas):
 
 @pytest.fixture(scope="module")
 def of_workers(tmp_path_factory):
-    """The outcomes of two workers, which run this file as a program."""
     folder = tmp_path_factory.mktemp("workers")
     words = ["launch", "--workers", "2", "--log-dir", folder, "-m", "tests.test_conformance", folder]
     done = subprocess.run([sys.executable, "-m", "keras_replicas", *words], cwd=ROOT, capture_output=True, text=True)

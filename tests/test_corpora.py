@@ -10,7 +10,6 @@ from keras_replicas import UserError
 
 
 def documents_of(path, *splits):
-    """The documents of some splits, or of each."""
     corpus = open_corpus(str(path))
     return [text for split in splits or corpus.splits for text in corpus.splits[split]()]
 

@@ -22,7 +22,6 @@ def batches(*data, size=BATCH):
 
 
 def sgd(rate=0.1, **options):
-    """What makes it, in the strategy's scope."""
     return lambda: keras.optimizers.SGD(rate, **options)
 
 
@@ -108,8 +107,6 @@ def test_an_overflow_on_one_replica_is_skipped_on_all():
 
 
 class Keep(keras.callbacks.Callback):
-    """Notes each call's logs, and the values of its steps."""
-
     def __init__(self):
         super().__init__()
         self.logs, self.values = [], []

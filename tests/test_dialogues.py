@@ -37,7 +37,6 @@ def cache(tmp_path, monkeypatch):
 
 
 def with_tokens(tokens):
-    """A byte-pair tokenizer that has these tokens, too."""
     words = {"<|endoftext|>": 0, "t": 1, "h": 2, "th": 3} | {token: 4 + i for i, token in enumerate(tokens)}
     return keras_hub.models.GPT2Tokenizer(words, ["t h"])
 

@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.readme import with_tables
 from keras_replicas import doctor
 from tests.conftest import ROOT
 
@@ -56,7 +55,6 @@ def test_of_several_gpus_none_is_split(monkeypatch, capsys, gpus, counts):
 
 @pytest.mark.slow
 def test_every_check_passes():
-    """Those of the library, and one of KerasHub's models."""
     done = run("recipes", "--json")
     found = json.loads(done.stdout)
     # Where grain is installed, KerasHub's own `fit` reads arrays by it, and grain warns.
@@ -93,8 +91,3 @@ def test_faults_are_told_of(tmp_path):
     failed = {check for check, row in found.items() if not row["passed"]}
     assert failed == {check for check, row in found.items() if row["found"].startswith("DIFFERENT")}
     assert failed >= FAULTS.keys()
-
-
-def test_its_page_has_the_results():
-    page = (ROOT / "docs/exactness.md").read_text(encoding="utf-8")
-    assert with_tables(page) == page

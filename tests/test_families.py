@@ -62,7 +62,6 @@ def preset_of(family, task, tokenizer, folder, own, *classes):
 
 
 def trained(recipe, folder, **options):
-    """The losses of a run's steps, and its validation."""
     shared = {"model": None, "preset": str(folder / "preset"), "dropout": 0.0, "max_steps": 3, "lr_scaling": "none"}
     results = recipe.train_and_evaluate(recipe.Config(**shared | options))
     lines = (folder / "run/steps.jsonl").read_text().splitlines()

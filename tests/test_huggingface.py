@@ -263,7 +263,6 @@ def test_transformers_computes_the_same(preset, exported, tokenizer, tmp_path):
 
 @pytest.fixture(scope="module")
 def gpt2(byte_pairs, tmp_path_factory):
-    """The preset of a GPT-2 with random weights."""
     preprocessor = causal_lm.make_preprocessor("", byte_pairs, 64)
     model = causal_lm.make_causal_lm("", "tiny", preprocessor, 0.0)
     return no_two_alike(model, tmp_path_factory.mktemp("gpt2") / "preset", preprocessor)

@@ -75,7 +75,6 @@ def run_program(anchor, folder, **environment):
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """All of them, two at a time: most of each is an import."""
     with ThreadPoolExecutor(2) as pool:
         yield {anchor: pool.submit(run_program, anchor, tmp_path_factory.mktemp("program")) for anchor in ROWS}
 

@@ -18,7 +18,7 @@ from benchmarks.faults import children
 from keras_replicas.cluster import worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.launch import free_addresses, tf_configs
-from tests.conftest import MESSAGES, ROOT
+from tests.conftest import ROOT
 
 LAUNCH = [sys.executable, "-m", "keras_replicas", "launch"]
 RECIPES = [sys.executable, "-m", "recipes", "launch"]
@@ -59,7 +59,6 @@ def start(*words, cwd=ROOT, command=LAUNCH, env=(), **options):
 
 
 def finish(process):
-    """Exit status, output and errors of a process, which may take its time, but not for ever."""
     try:
         output, errors = process.communicate(timeout=600)
     finally:
@@ -72,7 +71,6 @@ def launched(folder, *words):
 
 
 def waiting(folder, *words, workers=2, script="train.py", command=LAUNCH, **options):
-    """A launcher whose workers have all begun, and wait."""
     launcher = start("--workers", workers, *words, script, "wait", cwd=folder, command=command, **options)
     begun(folder, workers)
     return launcher
@@ -90,7 +88,6 @@ def wait_until(condition, what):
 
 
 def begun(folder, workers=2, start=0):
-    """Waits until that start of all workers has begun."""
     for worker in range(workers):
         wait_until((folder / f"begun-{worker}-{start}").exists, f"start {start} of worker {worker}")
 
@@ -122,7 +119,6 @@ WRONG = [
 def test_what_is_wrong_is_told_before_anything_starts(words, environment, message, folder, no_tensorflow):
     path = {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
     done = finish(start(*words.split(), cwd=folder, env=path | environment))
-    MESSAGES.append((f"launch {words}", done[2].strip()))
     assert done[:2] == (2, "") and message in done[2] and done[2].count("\n") == 1
     assert not (folder / "logs").exists()
 
@@ -141,20 +137,11 @@ def test_a_recipe_is_launched_by_its_name():
     assert (status, errors) == (0, "") and "--mask-rate" in output
 
 
-def test_the_addresses_of_workers():
-    def asked(**given):
-        return argparse.Namespace(**{"workers": None, "hosts": None, "node_rank": None} | given)
-
-    with pytest.MonkeyPatch.context() as environment:
-        environment.delenv("TF_CONFIG", raising=False)
-        first, second = tf_configs(asked(workers=2))
-        assert first["cluster"] == second["cluster"] and (first["task"]["index"], second["task"]["index"]) == (0, 1)
-        assert tf_configs(asked(hosts="a:1,b:2", node_rank=1)) == [worker_config(["a:1", "b:2"], 1)]
-        given = worker_config(["c:3", "d:4"], 0)
-        environment.setenv("TF_CONFIG", json.dumps(given))
-        assert tf_configs(asked(hosts="a:1,b:2", node_rank=1)) == [given]  # the environment comes first
-        with pytest.raises(UserError, match="leave it out"):
-            tf_configs(asked(workers=2))
+def test_the_workers_of_the_environment_come_first(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", json.dumps(given := worker_config(["c:3", "d:4"], 0)))
+    assert tf_configs(argparse.Namespace(workers=None, hosts="a:1,b:2", node_rank=1)) == [given]
+    with pytest.raises(UserError, match="leave it out"):
+        tf_configs(argparse.Namespace(workers=2, hosts=None, node_rank=None))
     assert len(set(free_addresses(50))) == 50
 
 

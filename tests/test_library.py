@@ -99,7 +99,6 @@ def test_without_the_extra_a_recipe_says_what_to_install():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """What `pip wheel` makes of the project."""
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", ".", "--no-deps", "-w", folder], cwd=ROOT, check=True)
     (made,) = folder.glob("*.whl")
@@ -126,14 +125,12 @@ def plain_environment():
 
 
 def run(folder, *words):
-    """A finished process, started in a folder with the user's program alone."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(PROGRAM.read_text())
     return subprocess.run(words, cwd=folder, env=plain_environment(), capture_output=True, text=True)
 
 
 def evaluation(done):
-    """The last line of the program's output: its loss and accuracy."""
     assert done.returncode == 0, done.stderr
     return EVALUATION.match(done.stdout.splitlines()[-1]).groups()
 

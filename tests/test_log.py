@@ -46,7 +46,6 @@ def lines_of(folder):
 
 
 def board(folder):
-    """By tag, the values by step."""
     values = {}
     for file in sorted((folder / "tensorboard").glob("events*")):
         for record in tf.data.TFRecordDataset(str(file)):

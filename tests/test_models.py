@@ -32,7 +32,6 @@ def trained(train):
 
 @pytest.fixture(scope="module", params=KINDS, ids=["BERT", "RoBERTa"])
 def saved(request, tmp_path_factory):
-    """A model with random weights, its preprocessor, and the preset of both."""
     kind, preprocessor = KINDS[request.param]
     preprocessor = preprocessor(trained(request.param), sequence_length=32)
     model = masked_lm_from_size("nano", preprocessor.tokenizer, 0.2, 32)
@@ -43,7 +42,6 @@ def saved(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """The preset of a GPT-2 with random weights."""
     preprocessor = causal_lm.make_preprocessor("", trained(train_byte_pairs), 16)
     folder = tmp_path_factory.mktemp("gpt2") / "preset"
     save_task(causal_lm.make_causal_lm("", "nano", preprocessor, 0.0), preprocessor, folder)

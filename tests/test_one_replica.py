@@ -76,7 +76,6 @@ MODELS = {
 
 
 def trained(build, wrap, strategy=None, callbacks=(), epochs=2):
-    """History, weights and all other state."""
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = wrap(build())

@@ -105,7 +105,6 @@ CHECKS = {
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_of_every_page(check):
-    """Its links lead somewhere; it renders without raw marks; its tables are whole; its code is valid."""
     assert all(list(check("README.md", text)) for text in CHECKS[check])
     found = {name: list(check(name, text)) for name, text in PAGES.items()}
     assert {name: errors for name, errors in found.items() if errors} == {}

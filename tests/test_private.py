@@ -24,8 +24,6 @@ PUBLIC = {"_replace", "_asdict", "_fields"}  # of a named tuple
 
 
 class Row(NamedTuple):
-    """A private attribute, as the seam's docstring lists it."""
-
     owner: str
     name: str
     purpose: str

@@ -50,7 +50,6 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def preset(tmp_path_factory):
-    """A small preset, which `publisher` copies instead of saving one."""
     folder = tmp_path_factory.mktemp("preset") / "preset"
     save_task(masked_lm_from_size("nano", TOKENIZER, 0.0, 16), PREPROCESSOR, folder)
     return folder

@@ -82,8 +82,6 @@ def check_options_of(name, options, capsys):
 
 
 def parsed(main, words, monkeypatch):
-    """What the words of a command are to a program, which does nothing else."""
-
     class Parsed(Exception):
         pass
 

@@ -30,7 +30,6 @@ SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("bert_from_scratch", "
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """A short text for each split, in WikiText's form."""
     folder = tmp_path_factory.mktemp("corpus")
     for seed, (name, articles) in enumerate((("train", 8), ("valid", 2), ("test", 1))):
         lines = [line for article in articles_after_the_licence(seed, articles) for line in article[:20]]
@@ -40,7 +39,6 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory) -> Path:
-    """Files of one's own: a few generated pairs."""
     folder = tmp_path_factory.mktemp("pairs")
     for split, rows in role_pairs().items():
         lines = [f"{first},{second},{same}" for first, second, same in rows[: 201 if split == "train" else 44]]
@@ -101,7 +99,6 @@ def losses_of(workdir):
 
 
 def same_losses(ours, theirs, rtol=1e-5):
-    """Of two runs: of each step, and of the validation."""
     np.testing.assert_allclose(losses_of(ours[1]), losses_of(theirs[1]), rtol=rtol)
     assert ours[0]["val_loss"] == pytest.approx(theirs[0]["val_loss"], rel=rtol)
 

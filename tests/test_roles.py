@@ -19,17 +19,8 @@ def words(text):
 
 
 def event(pair):
-    """The verb, and the two people of a pair in the order of their names."""
     _, agent, verb, _, patient = words(pair[0])
     return verb, *sorted([agent, patient])
-
-
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_either_class_has_the_same_words(split):
-    for same, swapped in zip(PAIRS[split][::2], PAIRS[split][1::2], strict=True):
-        assert (same[2], swapped[2]) == (1, 0)
-        assert same[0] == swapped[0] and same[1] != swapped[1]
-        assert Counter(words(same[1])) == Counter(words(swapped[1]))
 
 
 def test_the_label_is_true():

@@ -29,7 +29,6 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def corpus(wikitext):
-    """A few articles of each split."""
     splits = {split: list(texts())[:3] for split, texts in open_corpus(str(wikitext)).splits.items()}
     return Corpus({split: functools.partial(iter, texts) for split, texts in splits.items()}, "a few articles")
 
@@ -49,7 +48,6 @@ def written(folder, rows, tokenizer, length=LENGTH):
 
 
 def rows_of(numbers, seed=0):
-    """Rows of these numbers of ids."""
     draw = np.random.default_rng(seed)
     return [draw.integers(0, 300, number).astype(np.int32) for number in numbers]
 

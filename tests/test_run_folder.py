@@ -21,7 +21,6 @@ def folder(tmp_path):
 
 
 def opened(folder, overwrite=False, **changes):
-    """Opens a run, and lets go."""
     with open_run(str(folder), OPTIONS | changes, overwrite=overwrite) as run:
         return run
 

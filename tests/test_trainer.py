@@ -16,8 +16,6 @@ STEPS = 4  # an epoch
 
 
 class Told(keras.callbacks.Callback):
-    """Notes what `fit` tells."""
-
     def __init__(self):
         super().__init__()
         self.heard = []

@@ -80,7 +80,6 @@ def compiled(make, wrap):
 
 
 def trained(model, epochs=1):
-    """Losses and metrics by name."""
     return model.fit(X, Y, BATCH, epochs, shuffle=False, verbose=0).history
 
 
