@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+from benchmarks.features import State
 from keras_replicas import UserError, check, data_parallel, make_strategy
 from keras_replicas.__main__ import main
 
@@ -28,35 +29,6 @@ def model_of(*hidden, shape=(4,), optimizer="adam", **options):
         return model
 
     return build
-
-
-class Stateful(layers.Layer):
-    """Keeps what a function makes of the state and the batch; of several replicas, a mean or what is said."""
-
-    def __init__(self, name, update, shape=(), aggregation="mean"):
-        super().__init__()
-        self.given = {"name": name, "shape": shape, "aggregation": aggregation}
-        self.update = update
-
-    def build(self, shape):
-        self.state = self.add_weight(initializer="zeros", trainable=False, **self.given)
-
-    def call(self, x, training=False):
-        if training:
-            self.state.assign(self.update(self.state, x))
-        return x
-
-
-def count(seen, x):
-    return seen + ops.cast(ops.shape(x)[0], seen.dtype)
-
-
-def counter():
-    return Stateful("seen", count)
-
-
-def undeclared():
-    return Stateful("seen", count, aggregation="none")
 
 
 class Centre(layers.Layer):
@@ -91,6 +63,15 @@ class Own(keras.Model):
         return {"loss": mean}
 
 
+def count(state, x, training):
+    if training:
+        state.assign_add(ops.cast(ops.shape(x)[0], state.dtype))
+
+
+def undeclared():
+    return State(count, "none")
+
+
 def own(divided):
     def build():
         model = Own(divided)
@@ -107,11 +88,12 @@ def fault(name, build, first, why, x=X, marks=()):
     return pytest.param(build, x, first, why, id=name, marks=marks)
 
 
+counting = model_of(lambda: State(count, "mean", "float32", 0.0))
 UNDIVIDED = "divide a mean by the number of replicas"
 FAULTS = [
     fault("mean of means", own(True), "mean loss after step 2", "a mean of means, since Own.train_step"),
     fault("undivided", own(False), "optimizer state", UNDIVIDED, marks=SLOW),
-    fault("counter", model_of(counter), "layer state", "seen after step 1, by 5e-01: 4 on one"),
+    fault("counter", counting, "layer state", "after step 1, by 5e-01: 4 on one"),
     fault("centred", model_of(Centre), "mean loss after step 1", "other examples, from centre"),
     fault("in training", model_of(CentreInTraining), "mean loss after step 1", "from centre_in_training", marks=SLOW),
 ]

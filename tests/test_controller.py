@@ -6,11 +6,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.controller import Controller, Evaluator, Trainer, when_best
 from common.log import RunLog
 from keras_replicas import Batches, Checkpoints, apply_summed, make_strategy, sum_over_replicas
+from tests.test_log import board
 
 BATCH, STEPS = 8, 200
 TRUE = np.array([[1.0], [-2.0], [0.5]], np.float32)
@@ -60,12 +60,6 @@ def make(folder, replicas=1, every=10**6, **options):
     return model, Controller(trainer, evaluator, checkpoints, RunLog(folder, trainer.data), **options)
 
 
-def board(folder):
-    events = EventAccumulator(str(folder / "tensorboard"), {"tensors": 0})
-    events.Reload()
-    return {tag: [event.step for event in events.Tensors(tag)] for tag in events.Tags()["tensors"]}
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_it_trains_and_evaluates_by_turns(tmp_path, capsys, replicas):
     seen = []
@@ -87,8 +81,9 @@ def test_it_trains_and_evaluates_by_turns(tmp_path, capsys, replicas):
     assert kinds.count("train") == len(loops) and kinds.count("validation") == 4
     assert "steps/s | loss" in printed[0]
     every = {f"train/{name}": [*range(1, 21)] for name in ("loss", "learning_rate")}
-    evaluations = {f"validation/{name}": [6, 12, 18, 20] for name in ("closeness", "of_an_action")}
-    assert board(tmp_path) == every | evaluations  # while the writer has it open, as a kill would leave it
+    every |= {f"validation/{name}": [6, 12, 18, 20] for name in ("closeness", "of_an_action")}
+    # While the writer has it open, as a kill would leave it.
+    assert {tag: [*values] for tag, values in board(tmp_path).items()} == every
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 20
     assert controller.log.results(replicas)["steps"] == 20
 
@@ -104,6 +99,8 @@ def test_it_goes_on_where_it_was_stopped(tmp_path):
     with pytest.raises(SystemExit) as ended:
         controller.train_and_evaluate(20, eval_interval=10)
     assert ended.value.code == 143 and controller.global_step == 10
+    with (tmp_path / "stopped/steps.jsonl").open("a") as file:
+        file.write('{"step": 11, "lo')  # as a power cut leaves it
     model, controller = make(tmp_path / "stopped", steps_per_loop=4)
     assert controller.global_step == 10
     assert controller.train_and_evaluate(20, eval_interval=10) == output

@@ -60,14 +60,9 @@ def test_it_runs_alone(tmp_path):
     assert len(small) < len(SOURCE) - 30
     (tmp_path / GUIDE.name).write_text(small, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name not in ("KERAS_BACKEND", "PYTHONPATH")}
-    done = subprocess.run(
-        [sys.executable, "-I", GUIDE.name],  # -I: neither PYTHONPATH nor the user's packages
-        cwd=tmp_path,
-        env=environment | {"CUDA_VISIBLE_DEVICES": "-1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+    environment |= {"CUDA_VISIBLE_DEVICES": "-1"}
+    command = [sys.executable, "-I", GUIDE.name]  # -I: neither PYTHONPATH nor the user's packages
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     check_results(done.stdout)
     assert list(tmp_path.glob("logs/train/events*")) and list(tmp_path.glob("logs/validation/events*"))

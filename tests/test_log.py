@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from common.log import RunLog, one_epoch
-from keras_replicas import Batches, Checkpoints, data_parallel, make_strategy
+from keras_replicas import Batches, data_parallel, make_strategy
 from keras_replicas.cluster import worker_config
 
 EXAMPLES, BATCH, LENGTH = 20, 8, 6  # an epoch has 3 steps
@@ -23,7 +23,6 @@ def data():
 
 
 def trained(folder, epochs=2, callbacks=(), replicas=2, pause=0.0, **options):
-    """The log of a run, with a `pause` of seconds after each step and after each validation."""
     with make_strategy(replicas).scope():
         inputs = {name: keras.Input([LENGTH], dtype="int32", name=name) for name in ("token_ids", "padding_mask")}
         embedded = keras.layers.Embedding(7, 4)(inputs["token_ids"])
@@ -79,36 +78,6 @@ def test_throughput_leaves_out_the_first_call_validation_and_callbacks(tmp_path)
     assert 0 < results["seconds"] < 0.3  # 5 of 6 steps, each of a few milliseconds
     per_step = TOKENS.sum() / 3
     assert results["tokens_per_second"] == pytest.approx(5 * per_step / results["seconds"], rel=0.05)
-
-
-class Interrupted(Exception):
-    pass
-
-
-class Interrupt(keras.callbacks.Callback):
-    """After step 5, of which there is no checkpoint."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.model.steps_done == 5:
-            raise Interrupted
-
-
-def test_a_resumed_run_keeps_its_lines(tmp_path):
-    def checkpoints():
-        return Checkpoints(tmp_path / "checkpoints", every=2, exit_on_sigterm=False)
-
-    with pytest.raises(Interrupted):
-        trained(tmp_path, callbacks=[checkpoints(), Interrupt()])
-    before = lines_of(tmp_path)
-    assert len(before) == 5
-    with (tmp_path / "steps.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')  # a power cut
-    results = trained(tmp_path, callbacks=[checkpoints()]).results(2)
-    lines = lines_of(tmp_path)
-    assert lines[:4] == before[:4] and [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert (results["steps"], results["resumed_from_step"]) == (6, 4)
-    assert results["learning_rate"]["first"] == 0.5
-    assert results["train_loss"] == pytest.approx(np.mean([line["loss"] for line in lines[3:]]))
 
 
 def test_a_run_whose_lines_are_lost_has_results(tmp_path):

@@ -218,18 +218,11 @@ os._exit(0)
 def test_workers_open_a_run_together(tmp_path):
     for own in range(2):
         write(tmp_path / f"program-{own}.py", f"program {own}")
-    addresses = free_addresses(2)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER],
-            cwd=tmp_path,
-            env=environment | {"TF_CONFIG": json.dumps(worker_config(addresses, own))},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for own in range(2)
-    ]
+    addresses, workers = free_addresses(2), []
+    for own in range(2):
+        environment = {"PYTHONPATH": str(ROOT), "TF_CONFIG": json.dumps(worker_config(addresses, own))}
+        options = {"cwd": tmp_path, "env": os.environ | environment, "stdout": subprocess.PIPE, "text": True}
+        workers.append(subprocess.Popen([sys.executable, "-c", WORKER], **options))
     try:
         chief, other = (json.loads(worker.communicate(timeout=100)[0].splitlines()[-1]) for worker in workers)
     finally:

@@ -53,11 +53,8 @@ def test_what_is_checked_is_taken_without_a_word():
 
 
 def test_a_program_with_an_old_keras_ends_in_one_sentence():
-    status, line = said(program("kr.data_parallel", "3.12.4"))
-    assert (status, line) == (
-        1,
-        "ImportError: keras_replicas needs keras 3.13 or newer, not 3.12.4: pip install -U keras",
-    )
+    told = "ImportError: keras_replicas needs keras 3.13 or newer, not 3.12.4: pip install -U keras"
+    assert said(program("kr.data_parallel", "3.12.4")) == (1, told)
 
 
 def test_a_program_with_a_new_keras_is_warned_once():
@@ -66,20 +63,12 @@ def test_a_program_with_a_new_keras_is_warned_once():
     assert done.returncode == 0 and done.stderr.count("is checked against keras ") == 1, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("backend", "by"),
-    [
-        ("jax", "keras.json"),
-        ("jax", "a variable"),
-        pytest.param("torch", "keras.json", marks=pytest.mark.slow),
-        pytest.param("torch", "a variable", marks=pytest.mark.slow),
-    ],
-)
-def test_another_backend_is_refused_at_the_call(backend, by, tmp_path):
-    pytest.importorskip(backend)
-    (tmp_path / "keras.json").write_text(json.dumps({"backend": backend}))
-    chosen = {"KERAS_BACKEND": backend} if by == "a variable" else {"KERAS_HOME": str(tmp_path)}
-    told = f"RuntimeError: keras_replicas works with Keras's TensorFlow backend, not with {backend}: "
+@pytest.mark.parametrize("by", ["keras.json", "a variable"])
+def test_another_backend_is_refused_at_the_call(by, tmp_path):
+    pytest.importorskip("jax")
+    (tmp_path / "keras.json").write_text(json.dumps({"backend": "jax"}))
+    chosen = {"KERAS_BACKEND": "jax"} if by == "a variable" else {"KERAS_HOME": str(tmp_path)}
+    told = "RuntimeError: keras_replicas works with Keras's TensorFlow backend, not with jax: "
     told += "set the environment variable KERAS_BACKEND=tensorflow before Keras is imported"
     status, line = said(program("print('the call'); kr.data_parallel(keras.Sequential([]))"), **chosen)
     assert (status, line) == (1, f"the call\n{told}")
