@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -48,6 +49,12 @@ def collective_strategy():
 
 
 sys.path.insert(0, str(ROOT))
+
+
+def python(*words, **options) -> subprocess.CompletedProcess:
+    """A finished process of this interpreter, in the root if not told otherwise."""
+    options = {"cwd": ROOT} | options
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **options)
 
 
 def articles_after_the_licence(seed: int, count: int) -> Iterator[list[str]]:

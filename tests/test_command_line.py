@@ -14,7 +14,7 @@ import pytest
 from common.command_line import FIRST, Bounds, marks_of, parse, quiet_stderr, run
 from keras_replicas import UserError
 from recipes._names import recipes
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python
 
 PAGE = "recipes/bert_mlm.py"
 
@@ -34,10 +34,6 @@ class Config(Base):
     batch_size: Annotated[int | None, FIRST, Bounds(1, 9)] = None  # rows in a step
     rule: Literal["sqrt", "none"] = "sqrt"
     fast: Annotated[bool, FIRST] = False
-
-
-def python(*words, **options):
-    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, **options)
 
 
 def ended(capfd, *words):

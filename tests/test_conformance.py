@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from benchmarks.conformance import REPLICAS, RESULTS
 from benchmarks.features import BATCH, ROWS, X, Y, away_from_plain, cross_entropy, difference, functional, outcome
 from keras_replicas import data_parallel, exchange, is_chief, make_strategy
-from tests.conftest import ROOT
+from tests.conftest import python
 
 
 def check(feature, replicas, found):
@@ -37,7 +36,7 @@ def test_replicas_compute_what_one_device_does(feature, replicas):
 def of_workers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
     words = ["launch", "--workers", "2", "--log-dir", folder, "-m", "tests.test_conformance", folder]
-    done = subprocess.run([sys.executable, "-m", "keras_replicas", *words], cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "keras_replicas", *words)
     assert done.returncode == 0, done.stderr[-2000:]
     return pickle.loads((folder / "outcomes").read_bytes())
 

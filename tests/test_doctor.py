@@ -3,23 +3,19 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from keras_replicas import doctor
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python
 
 MODELS = ["masked", "causal", "batch_norm"]
 RESUMED = "masked, interrupted in the middle of an epoch"
 
 
 def run(package, *words, cwd=ROOT):
-    environment = os.environ | {"PYTHONPATH": str(cwd)}
-    command = [sys.executable, "-m", package, "doctor", *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=1800)
+    return python("-m", package, "doctor", *words, cwd=cwd, env=os.environ | {"PYTHONPATH": str(cwd)})
 
 
 def test_a_row_is_shown_once_it_is_done_and_a_failure_is_the_status(monkeypatch, capsys):

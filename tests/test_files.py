@@ -4,13 +4,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from common.files import cached, read_json, write_json
+from tests.conftest import ROOT, python
 
-ROOT = Path(__file__).parent.parent
 # Makes a file slowly, and says so.
 PROGRAM = """
 import sys, time
@@ -33,9 +32,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def process(seconds):
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(seconds=seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", PROGRAM.format(seconds=seconds)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_file_is_made_once_for_the_same_inputs(cache):
@@ -84,7 +82,7 @@ def test_a_folder_is_made_whole_or_not_at_all(cache):
 def test_without_a_folder_to_write_to_a_file_lives_as_long_as_the_process(home, tmp_path):
     environ = os.environ | {"XDG_CACHE_HOME": "", "HOME": home, "TMPDIR": str(tmp_path)}
     code = PROGRAM.format(seconds=0) + "print(cached('file', ['a'], None).read_text())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
+    done = python("-c", code, env=environ)
     assert (done.stdout, done.stderr) == ("making\nwhole\nwhole\n", "")
     assert not list(tmp_path.iterdir())
 

@@ -16,6 +16,7 @@ import pytest
 import keras_replicas
 from benchmarks.lines import lines_in
 from tests.conftest import ROOT, imported
+from tests.conftest import python as command
 
 LIBRARY = sorted((ROOT / "keras_replicas").glob("*.py"))
 USERS = [
@@ -47,8 +48,7 @@ def test_a_user_has_few_names_each_with_its_words():
 
 def test_importing_the_library_loads_nothing(no_tensorflow):
     code = "import sys, keras_replicas as kr; print({'tensorflow', 'keras', 'numpy'} & set(sys.modules), len(dir(kr)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=no_tensorflow, capture_output=True, text=True)
-    assert done.stdout.startswith("set() "), done.stderr
+    assert command("-c", code, env=no_tensorflow).stdout.startswith("set() ")
 
 
 def from_inside(code):
@@ -91,8 +91,7 @@ def test_the_readme_has_the_program_as_it_is():
 
 def test_without_the_extra_a_recipe_says_what_to_install():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    words = [sys.executable, "-S", "-m", "recipes", "run", "bert_mlm"]  # -S: without any package
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = command("-S", "-m", "recipes", "run", "bert_mlm", env=environment)  # -S: without any package
     told = "error: the recipes need keras_hub, tokenizers, tyro: pip install -e '.[recipes]' in the clone"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{told}\n")
 

@@ -223,9 +223,8 @@ def test_a_classifier_begins_at_the_mean_with_a_new_head(saved, gpt2, tmp_path):
     preprocessor = classifier.make_preprocessor(str(preset), None, 16)
     regressor = classifier.make_classifier(str(preset), "", preprocessor, 1, initial_output=2.5, dropout=0.3)
     assert type(regressor).__name__ == kind.__name__.replace("MaskedLM", "TextClassifier") and not regressor.compiled
-    assert regressor.backbone.dropout == regressor.dropout == 0.3 and all(
-        same_weights(regressor.backbone, model.backbone)
-    )
+    assert regressor.backbone.dropout == regressor.dropout == 0.3
+    assert all(same_weights(regressor.backbone, model.backbone))
     assert np.array(regressor(preprocessor([TEXT]))).item() == pytest.approx(2.5, abs=1)
     adapted = classifier.make_classifier(str(preset), "", preprocessor, 3, lora_rank=2)
     trained_layers = {v.path.split("/")[-2 if "dense" in v.path else -1] for v in adapted.trainable_variables}

@@ -22,10 +22,10 @@ from common.model.presets import save_task
 from common.model.publish import Publish
 from common.model.push_target import check_push_to
 from keras_replicas import Batches, data_parallel, make_strategy
+from tests.conftest import python
 from tests.hub import URI, StandIn, use
 
 TEXT = " ".join(map(str, range(14)))
-ROOT = Path(__file__).parent.parent
 TOKENIZER = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(95))])
 PREPROCESSOR = keras_hub.models.BertMaskedLMPreprocessor(TOKENIZER, sequence_length=16)
 
@@ -139,7 +139,7 @@ def test_an_upload_that_hangs_holds_up_nothing(hub, publisher, preset, capfd, tm
         f"publish = module.Publish({URI!r}, False, pathlib.Path({str(tmp_path)!r}), None)\n"
         "publish.on_epoch_end(0); print(publish.upload.pid, flush=True); raise SystemExit(143)"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = python("-c", script)
     assert done.returncode == 143 and ended(Path("/proc", done.stdout.strip(), "stat"))
 
 
@@ -217,7 +217,7 @@ def test_where_models_go_is_checked(uri, told, monkeypatch, tmp_path):
 def test_a_good_place_to_go_passes_without_tensorflow(monkeypatch, no_tensorflow):
     words = "import sys; from common.model.push_target import check_push_to as c; c(''); c('hf://a/b')"
     environ = no_tensorflow | {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_token"}
-    subprocess.run([sys.executable, "-c", words], cwd=ROOT, env=environ, check=True)
+    assert python("-c", words, env=environ).returncode == 0
     monkeypatch.setenv("HF_TOKEN", "hf_token")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set"):

@@ -8,7 +8,6 @@ import re
 import shlex
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -20,8 +19,8 @@ from common.command_line import parse
 from notebooks import generate
 from recipes import bert_from_scratch, bert_mlm, causal_lm, glue_controller, glue_custom_loop, text_classifier
 from tests import test_pages
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
 MODULES = (bert_mlm, bert_from_scratch, causal_lm, text_classifier, glue_controller, glue_custom_loop)
 RECIPES = {module.__name__.split(".")[1]: module for module in MODULES}
 # Whatever says what to type: all pages but the changelog, which keeps what was.

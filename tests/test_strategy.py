@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
@@ -12,7 +10,7 @@ from keras_replicas import strategy
 from keras_replicas.cluster import worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.strategy import make_strategy
-from tests.conftest import ROOT
+from tests.conftest import python
 
 OF_TWO = json.dumps(worker_config(["a:1", "b:1"], 0))
 
@@ -30,7 +28,7 @@ def test_replicas_that_share_cores_take_one_thread_each(cores, replicas, threads
         f"strategy.num_cores = lambda: {cores}; strategy.make_strategy({replicas}); "
         "print(tf.config.threading.get_intra_op_parallelism_threads())"
     )
-    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True) == f"{threads}\n"
+    assert python("-c", program).stdout == f"{threads}\n"
 
 
 def test_more_than_can_be_split_now():
@@ -104,15 +102,13 @@ def test_deterministic_turns_tf32_off_and_op_determinism_on():
         print(tf.config.experimental.tensor_float_32_execution_enabled())
     """
     for wanted, printed in ((True, "deterministic False\n"), (False, "random True\n")):
-        command = [sys.executable, "-c", program, str(wanted)]
-        assert subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL) == printed
+        assert python("-c", program, wanted).stdout == printed
 
 
 @pytest.mark.slow
 def test_a_tpu_that_is_not_there():
-    words = [sys.executable, "-c", "from keras_replicas.strategy import make_strategy; make_strategy()"]
-    environment = os.environ | {"TPU_NAME": "local"}
-    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
+    code = "from keras_replicas.strategy import make_strategy; make_strategy()"
+    done = python("-c", code, env=os.environ | {"TPU_NAME": "local"})
     assert "keras_replicas.errors.UserError: no TPU at TPU_NAME=local (" in done.stderr
 
 

@@ -2,20 +2,18 @@
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 
 import pytest
 
 from keras_replicas import private
-from tests.conftest import ROOT
+from tests.conftest import python
 
 
 def said(code, **environment):
     """The status of a program, and the last line of its standard error."""
     environment = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"} | environment
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = python("-c", code, env=environment)
     return done.returncode, done.stdout + (done.stderr.splitlines() or [""])[-1]
 
 
@@ -59,7 +57,7 @@ def test_a_program_with_an_old_keras_ends_in_one_sentence():
 
 def test_a_program_with_a_new_keras_is_warned_once():
     code = program("kr.data_parallel(keras.Model); kr.data_parallel(keras.Sequential); kr.sum_over_replicas", "3.99.0")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode == 0 and done.stderr.count("is checked against keras ") == 1, done.stderr
 
 
