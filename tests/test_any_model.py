@@ -122,6 +122,13 @@ def dense(kind, *hidden):
     return kind([keras.Input((FEATURES,)), *hidden, layers.Dense(3)])
 
 
+def ours(*hidden, replicas=2, **options):
+    with make_strategy(replicas).scope():
+        model = dense(data_parallel(keras.Sequential, **options), *hidden)
+        model.compile("sgd", "mse")
+    return model
+
+
 def count(state, x, training):
     if training:
         state.assign_add(1)
@@ -129,10 +136,7 @@ def count(state, x, training):
 
 def test_a_layer_that_counts_steps_counts_exactly():
     """From a number that float32 cannot tell from the next."""
-    with make_strategy(2).scope():
-        counting = State(count, "only_first_replica", begin=2**30 + 1)
-        model = dense(data_parallel(keras.Sequential), counting)
-        model.compile("sgd", "mse")
+    model = ours(counting := State(count, "only_first_replica", begin=2**30 + 1))
     model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
     assert int(counting.state.numpy()) == 2**30 + 1 + 8
 
@@ -170,19 +174,6 @@ class Noise(layers.Layer):
 
     def call(self, x):
         return x + keras.random.normal(ops.shape(x), seed=self.generator)
-
-
-@pytest.mark.parametrize("steps", [None, 3])
-def test_noise_without_a_seed_is_another_in_each_step(steps):
-    """And in each replica: see test_noise.py."""
-    with make_strategy(2).scope():
-        model = dense(data_parallel(keras.Sequential), Noise())
-        model.compile(keras.optimizers.SGD(0.0, gradient_accumulation_steps=steps), "mse")
-    x, seen = np.zeros((4, FEATURES), np.float32), []
-    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: seen.append(model.step_values["loss"][0]))
-    model.fit(x, np.zeros((4, 3)), 4, epochs=3, verbose=0, callbacks=[keep])
-    assert len(set(seen)) == 3
-    assert len(model.weights) == 2  # Keras's generator is no part of the model
 
 
 @pytest.mark.parametrize("seed", [None, 1])
@@ -235,9 +226,7 @@ def test_a_number_of_parts_or_a_target_that_makes_no_sense_is_refused():
 
 @pytest.mark.parametrize("rest", [True, False])
 def test_parts_that_do_not_divide_a_batch_are_refused(rest):
-    with make_strategy(2).scope():
-        model = dense(data_parallel(keras.Sequential, accumulate=3))
-        model.compile("sgd", "mse")
+    model = ours(accumulate=3)
     data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(8, drop_remainder=not rest)
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="accumulate = 3 does not divide"):
         model.fit(data, verbose=0)
@@ -278,9 +267,7 @@ class Measured(layers.Layer):
 
 
 def test_predictions_do_not_count_in_a_metric_that_a_call_updates():
-    with make_strategy(2).scope():
-        model = data_parallel(dense(keras.Sequential, Measured()))
-        model.compile("sgd", "mse")
+    model = ours(Measured())
     model.evaluate(X, Y, BATCH, verbose=0)
     before = model.get_metrics_result()["mean"]
     model.predict(X[:1], BATCH, verbose=0)

@@ -198,11 +198,8 @@ def run(monkeypatch, *words):
 def test_the_command_line_is_the_same(tmp_path, monkeypatch, capsys):
     test = Path(__file__)
     file = tmp_path / "train.py"
-    file.write_text(
-        "from tests.test_check import *\n"
-        "def right(): return model_of()(), X, Y\n"
-        "def wrong(): return model_of(Centre)(), X, Y\n"
-    )
+    functions = "def right(): return model_of()(), X, Y\ndef wrong(): return model_of(Centre)(), X, Y\n"
+    file.write_text(f"from tests.test_check import *\n{functions}")
     monkeypatch.syspath_prepend(str(test.parent.parent))
     options = ("--steps", "4", "--batch-size", "4", "--replicas", "2")
     assert run(monkeypatch, f"{file}:right", *options) == 0 and "THE SAME to" in capsys.readouterr().out

@@ -79,7 +79,6 @@ def test_a_correlation_with_a_constant_is_0():
 
 
 def results_for(make_example, classes=2, metrics=("accuracy",)):
-    """The baselines' scores of what they learn of 1,500 examples, by name."""
     splits = {}
     for seed, (split, count) in enumerate({"train": 1500, "validation": 500}.items()):
         draw = random.Random(seed)

@@ -134,18 +134,13 @@ def test_it_stops_soon_after_sigterm_however_many_steps_a_loop_may_have(tmp_path
     assert controller.checkpoints.saved_step == controller.global_step
 
 
-def test_checkpoints_are_written_where_due_and_at_the_end(tmp_path):
-    _, controller = make(tmp_path, every=5, steps_per_loop=2)
-    controller.train_and_evaluate(11, eval_interval=20)
-    assert sorted(int(path.stem[5:]) for path in tmp_path.glob("checkpoints/ckpt-*.index")) == [6, 10, 11]
-
-
-def test_init_fn_is_called_where_there_is_nothing_to_go_on_from(tmp_path):
+def test_checkpoints_are_written_where_due_and_at_the_end_and_init_fn_is_called_where_there_is_none(tmp_path):
     called = []
-    _, controller = make(tmp_path, init_fn=lambda: called.append("begins"))
-    controller.train_and_evaluate(3, eval_interval=3)
+    _, controller = make(tmp_path, every=5, steps_per_loop=2, init_fn=lambda: called.append("begins"))
+    controller.train_and_evaluate(11, eval_interval=20)
     _, controller = make(tmp_path, init_fn=lambda: called.append("again"))
-    assert called == ["begins"] and controller.global_step == 3
+    assert called == ["begins"] and controller.global_step == 11
+    assert sorted(int(path.stem[5:]) for path in tmp_path.glob("checkpoints/ckpt-*.index")) == [6, 10, 11]
 
 
 @pytest.mark.parametrize(("metric", "best"), [("accuracy", [1, 3]), ("val_loss", [1, 2])])

@@ -167,8 +167,6 @@ def test_the_arrays_of_a_generator_stay_as_they_are():
 
 
 class Squares(keras.losses.Loss):
-    """Not one of Keras's: nothing is known of it."""
-
     def call(self, y_true, y_pred):
         return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
 
@@ -190,11 +188,9 @@ def test_a_loss_of_its_own_sees_predictions_in_16_bits_and_masks_of_all_replicas
 @pytest.mark.parametrize(("eagerly", "steps"), [(False, None), (False, 3), (True, None)])
 def test_all_stop_after_the_step_in_which_one_was_told_to(eagerly, steps):
     model, stopped = make_model(2, run_eagerly=eagerly), []
-    tell = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: setattr(model, "told_to_stop", batch == 1),
-        on_train_batch_end=lambda batch, logs: stopped.append(model.all_told_to_stop),
-    )
-    model.fit(batches(X, Y), steps_per_epoch=steps, verbose=0, callbacks=[tell])
+    tell = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda i, _: setattr(model, "told_to_stop", i == 1))
+    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: stopped.append(model.all_told_to_stop))
+    model.fit(batches(X, Y), steps_per_epoch=steps, verbose=0, callbacks=[tell, keep])
     assert stopped == [False, True, False]
 
 

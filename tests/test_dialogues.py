@@ -1,5 +1,3 @@
-"""Prompts with answers: what is read of `.jsonl` files, and the rows that it becomes."""
-
 import json
 
 import keras_hub
@@ -62,11 +60,8 @@ def test_a_row_is_a_dialogue_with_labels_on_the_answers_alone(tokenizer):
 
 
 def test_the_form_is_the_one_that_the_tokenizer_has_tokens_for(tokenizer):
-    gemma, chat_ml, llama = (
-        ["<start_of_turn>", "<end_of_turn>"],
-        ["<|im_start|>", "<|im_end|>"],
-        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    )
+    gemma, chat_ml = ["<start_of_turn>", "<end_of_turn>"], ["<|im_start|>", "<|im_end|>"]
+    llama = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     found = [chat_form(with_tokens(tokens)) for tokens in (gemma, chat_ml, llama, gemma[:1])]
     assert found == [*CHAT_FORMS, PLAIN] and chat_form(tokenizer) == PLAIN
     marked = marked_ids("<|im_start|>th<|im_end|>", with_tokens(chat_ml))

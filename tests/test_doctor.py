@@ -19,8 +19,6 @@ def run(package, *words, cwd=ROOT):
 
 
 def test_a_row_is_shown_once_it_is_done_and_a_failure_is_the_status(monkeypatch, capsys):
-    """Whatever rows there are."""
-
     def rows(models, counts):
         assert counts == [3] and [model.__name__ for model in models] == MODELS
         yield "first", True, "THE SAME", 1e-16
@@ -40,7 +38,6 @@ def test_a_row_is_shown_once_it_is_done_and_a_failure_is_the_status(monkeypatch,
 
 @pytest.mark.parametrize(("gpus", "counts"), [(0, [2, 4]), (1, [2, 4]), (2, [2]), (3, [2]), (4, [2, 4]), (8, [2, 4])])
 def test_of_several_gpus_none_is_split(monkeypatch, capsys, gpus, counts):
-    """GPUs are stand-ins: the machine that runs this has none."""
     asked = []
     monkeypatch.setattr(doctor, "gpu_names", lambda: ["GPU"] * gpus)
     monkeypatch.setattr(doctor, "make_strategy", lambda most, deterministic: asked.append((most, deterministic)))
@@ -65,11 +62,8 @@ def test_every_check_passes():
 
 # A fault, in a file, and the check that must tell of it.
 FAULTS = {
-    # Gradients are divided by a little too much.
     "masked, 4 replicas": ("step.py", "divide_no_nan(tf.ones_like(divisor), divisor)", "divide(0.999, divisor)"),
-    # Moments are of a replica's part.
     "batch_norm, 2 replicas": ("batchnorm.py", "total, count = sum_over_replicas(sums)", "total, count = sums"),
-    # A run begins anew.
     RESUMED: ("checkpoints.py", "_asked_at = self._files.restore(self._checkpoint)", "_asked_at = 0"),
 }
 

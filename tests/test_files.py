@@ -109,11 +109,3 @@ def test_what_is_no_number_is_null_which_every_reader_of_json_knows(tmp_path):
     write_json(tmp_path / "a.json", results)
     wanted = {"val_loss": None, "val_perplexity": None, "rate": {"peak": None}, "steps": [1]}
     assert json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail) == wanted
-
-
-def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old(tmp_path, monkeypatch):
-    done, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), done.append(os.fstat(fd).st_ino)))
-    monkeypatch.setattr(os, "replace", lambda source, target: (replace(source, target), done.append("replaced")))
-    write_json(tmp_path / "a.json", {})
-    assert done == [(tmp_path / "a.json").stat().st_ino, "replaced"]

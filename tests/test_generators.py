@@ -44,8 +44,6 @@ def make_model(optimizer="sgd", loss="mse", strategy=None, **options):
 
 
 class Numbered(keras.utils.PyDataset):
-    """Batches whose labels are their number."""
-
     def __init__(self, num_batches):
         super().__init__(workers=2)
         self._count = num_batches
@@ -58,8 +56,6 @@ class Numbered(keras.utils.PyDataset):
 
 
 class Turned(Numbered):
-    """After each epoch, labels are 100 more; when the first begins, 1000."""
-
     epochs = 0
 
     def on_epoch_begin(self):
@@ -77,9 +73,7 @@ def labels_seen(dataset, strategy=None, **options):
     """The label of each batch: the model says 0, and the loss is the distance."""
     model = make_model(keras.optimizers.SGD(0.0), "mae", strategy)
     losses = []
-    keep = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: losses.extend(model.step_values["loss"])
-    )
+    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: losses.extend(model.step_values["loss"]))
     pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))  # as a validation would
     options = {"epochs": 3, "verbose": 0} | options
     model.fit(dataset, shuffle=False, callbacks=[keep, pause], **options)

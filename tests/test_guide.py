@@ -55,7 +55,6 @@ def test_the_notebook_is_what_is_generated_and_was_run():
 
 @pytest.mark.slow
 def test_it_runs_alone(tmp_path):
-    """From an empty folder, with two epochs of its four, and a part of its text."""
     small = SOURCE.replace("EPOCHS = 4\n", "EPOCHS = 2\n").replace(' + sorted(library.glob("[a-z]*/*.py"))', "")
     assert len(small) < len(SOURCE) - 30
     (tmp_path / GUIDE.name).write_text(small, encoding="utf-8")

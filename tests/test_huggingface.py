@@ -1,5 +1,3 @@
-"""Hugging Face transformers' form: what is written is read back to the bit, and transformers computes the same."""
-
 import json
 import shutil
 from pathlib import Path
@@ -62,14 +60,12 @@ def random_preset(tokenizer, folder):
 
 @pytest.fixture(scope="module")
 def tokenizer(wikitext):
-    corpus = open_corpus(str(wikitext))
-    return train_wordpieces(corpus.splits["train"], corpus.fingerprint, 300)
+    return train_wordpieces(open_corpus(str(wikitext)).splits["train"], "the articles", 300)
 
 
 @pytest.fixture(scope="module")
 def byte_pairs(wikitext):
-    corpus = open_corpus(str(wikitext))
-    return train_byte_pairs(corpus.splits["train"], corpus.fingerprint, 300)
+    return train_byte_pairs(open_corpus(str(wikitext)).splits["train"], "the articles", 300)
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +224,6 @@ def test_transformers_computes_the_same(preset, exported, tokenizer, tmp_path):
     of_theirs = transformers.AutoTokenizer.from_pretrained(exported)
 
     def gap():
-        """The largest difference of logits, over all tokens."""
         gaps = []
         for sentence in SENTENCES:
             ids = np.array([of_theirs(sentence)["input_ids"]])
@@ -275,10 +270,8 @@ def test_transformers_computes_the_same_of_a_gpt2_and_writes_the_same(gpt2, tmp_
     model = causal_lm_for_generation(gpt2)
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(f"{tmp_path}/hf", output_loading_info=True)
     assert not any(info.values())
-    tokenizer, end = (
-        transformers.AutoTokenizer.from_pretrained(f"{tmp_path}/hf"),
-        model.preprocessor.tokenizer.end_token_id,
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(f"{tmp_path}/hf")
+    end = model.preprocessor.tokenizer.end_token_id
     assert theirs.config.bos_token_id == theirs.config.eos_token_id == tokenizer.eos_token_id == end
     for text in ("You may add Your (copyright) notice; 12345.", "the  Work\n\nis it", *AWKWARD[2:5]):
         ids = model.preprocessor.generate_preprocess([text], 512)

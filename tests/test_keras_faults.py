@@ -99,7 +99,6 @@ def patched_keras(patch, folder):
 @pytest.mark.long
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_the_patch_mends_keras(patch, tmp_path):
-    """That the program prints `FAULT:` without it, the test above tells."""
     anchor = list(ROWS)[int(patch.stem[:2]) - 1]
     (tmp_path / "work").mkdir()
     scratch = patched_keras(patch, tmp_path / "scratch")

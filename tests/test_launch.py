@@ -45,7 +45,6 @@ if sys.argv[1:2] == ["end"]:  # this worker, with this status
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the script, as `train.py` and in a package."""
     (tmp_path / "package").mkdir()
     for path in (tmp_path / "train.py", tmp_path / "package/train.py", tmp_path / "package/__init__.py"):
         path.write_text(SCRIPT if path.stem == "train" else "")

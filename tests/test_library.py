@@ -58,7 +58,6 @@ def from_inside(code):
 
 
 def code_of(path):
-    """A module's, or that of a notebook's cells."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return text
@@ -66,7 +65,6 @@ def code_of(path):
 
 
 def test_helpers_pages_guides_and_notebooks_use_public_names_alone():
-    """So that an update of the library breaks no copy."""
     found = {(path, name) for path in USERS for name in from_inside(code_of(path))}
     commands = {(path, name) for path, name in found if {(path, name), (path, name.rpartition(".")[0])} & COMMANDS}
     assert {str(path.relative_to(ROOT)): name for path, name in found - commands} == {}
@@ -118,7 +116,6 @@ def python(wheel, tmp_path_factory):
 
 
 def plain_environment():
-    """As a user's, who has set nothing."""
     ours = ("PYTHONPATH", "KERAS_BACKEND", "LAUNCH_ID", "TF_CONFIG")
     return {name: value for name, value in os.environ.items() if name not in ours} | {"CUDA_VISIBLE_DEVICES": ""}
 

@@ -1,5 +1,3 @@
-"""What a run's log holds, of a model that is trained with `fit`."""
-
 import json
 import time
 
@@ -33,9 +31,8 @@ def trained(folder, epochs=2, callbacks=(), replicas=2, pause=0.0, **options):
         model.compile(keras.optimizers.SGD(rate), loss, weighted_metrics=["accuracy"])
         model = data_parallel(model)
     log = RunLog(folder, data())
-    wait = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda *_, **__: time.sleep(pause), on_train_batch_end=lambda *_, **__: time.sleep(pause)
-    )
+    times = dict.fromkeys(("on_epoch_end", "on_train_batch_end"), lambda *_, **__: time.sleep(pause))
+    wait = keras.callbacks.LambdaCallback(**times)
     model.fit(data(), epochs=epochs, verbose=0, callbacks=[log, wait, *callbacks], validation_data=data(), **options)
     return log
 

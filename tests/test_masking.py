@@ -13,7 +13,6 @@ ROBERTA = keras_hub.models.RobertaTokenizer(IDS, ["w o"])
 
 
 def batch(rows=200, length=126, tokens=126):
-    """Texts without start and end, and which of their ids are tokens."""
     ids = np.zeros((rows, length), np.int32)
     ids[:, :tokens] = np.random.default_rng(0).integers(5, 1000, (rows, tokens))
     return ids, np.tile(np.arange(length) < tokens, (rows, 1))

@@ -1,5 +1,3 @@
-"""Models from a size or a preset, of every kind, and what is saved of them."""
-
 import errno
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""The order of examples: every epoch has each once, and it is random."""
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -17,7 +17,6 @@ MARKER = r"<!-- [\w-]+ -->"  # around what is generated
 
 
 def text_of(path):
-    """The Markdown of a page; of a notebook, that of its cells."""
     if path.suffix == ".md":
         return path.read_text(encoding="utf-8")
     cells = nbformat.read(path, as_version=4).cells
@@ -68,7 +67,6 @@ def raw_marks(_, text):
 
 
 def torn_tables(_, text):
-    """Rows with more or fewer cells than the head of their table."""
     lines = text.splitlines()
     for token in MARKDOWN.parse(text):
         if token.type == "table_open":

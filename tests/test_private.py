@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What is private of Keras and TensorFlow is named in one file, and is where it was."""
 
 import ast

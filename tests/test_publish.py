@@ -57,7 +57,6 @@ def preset(tmp_path_factory):
 
 @pytest.fixture
 def publisher(preset, tmp_path, monkeypatch):
-    """A callback that copies a preset instead of saving one."""
     monkeypatch.setattr(publishing, "save_task", lambda *given: shutil.copytree(preset, given[2], dirs_exist_ok=True))
     return Publish(URI, False, tmp_path, PREPROCESSOR)
 

@@ -143,9 +143,7 @@ def test_what_a_run_leaves(name, trained, capsys):
     assert "is complete; overwrite it to start afresh" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "replicas"), [*((name, 1) for name in (*LANGUAGE_MODELS, *OF_TEXTS)), ("bert_mlm", 3)]
-)
+@pytest.mark.parametrize(("name", "replicas"), [*((n, 1) for n in (*LANGUAGE_MODELS, *OF_TEXTS)), ("bert_mlm", 3)])
 def test_replicas_do_not_change_what_is_computed(name, replicas, trained):
     """The last batch of an epoch divides by neither 2 nor 3."""
     of = trained(name, replicas=replicas, batch_size=24 // replicas)
@@ -185,8 +183,6 @@ def test_it_goes_on_from_its_own_preset(trained):
 
 @pytest.fixture
 def recipes(monkeypatch, capsys):
-    """A function that does what `python -m recipes` does, and returns the lines that it prints."""
-
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["recipes", *map(str, words)])
         capsys.readouterr()
@@ -240,7 +236,6 @@ STOPS += [(name, signal.SIGTERM) for name in ("bert_mlm", "glue_controller", "gl
 
 
 def stopped_after(steps, words, of, sent, child=None):
-    """Runs a command, sends a signal once so many steps are done, and returns the status."""
     begun = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while begun.poll() is None and len(lines_of(of["workdir"])) < steps:
         time.sleep(0.002)

@@ -1,5 +1,3 @@
-"""How workers meet, what they tell each other, and who else can reach their ports."""
-
 import json
 import os
 import socket
@@ -67,15 +65,12 @@ def test_a_port_in_use_is_named(monkeypatch):
 
 @pytest.fixture
 def listening():
-    """A socket as TensorFlow's, on all interfaces."""
     with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listening:
         yield listening
 
 
 @pytest.fixture
 def workers_at(listening, monkeypatch):
-    """Puts workers on some hosts; on this machine at first."""
-
     def put(*hosts):
         addresses = [f"{host}:{listening.getsockname()[1]}" for host in hosts]
         monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(addresses, 0)))

@@ -1,5 +1,3 @@
-"""What replicas tell each other, and several steps in one call."""
-
 import numpy as np
 import tensorflow as tf
 

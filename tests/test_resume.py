@@ -21,8 +21,6 @@ def as_in_a_new_process(monkeypatch):
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Ends `fit` after so many of its steps, as a kill does."""
-
     def __init__(self, steps):
         super().__init__()
         self.left = steps
@@ -42,8 +40,6 @@ class Numbered(keras.utils.PyDataset):
 
 
 class Reshuffled(Numbered):
-    """Turns its batches round between epochs."""
-
     def on_epoch_end(self):
         self.turned = getattr(self, "turned", 0) + 1
 
@@ -134,8 +130,6 @@ def stopping():
 
 
 class StopAt9(keras.callbacks.Callback):
-    """A step in the second epoch."""
-
     def on_train_batch_end(self, batch, logs=None):
         self.model.stop_training = self.model.steps_done == 9
 

@@ -249,7 +249,6 @@ def test_a_file_system_that_does_not_answer_is_told_of(corpus, tokenizer):
 
 
 def parts(data, step, replicas):
-    """Of some steps, each replica's part, one after the other."""
     context = tf.distribute.InputContext(1, 0, replicas)
     found = data.iter_from_step(step, context).take(4 * replicas)
     return np.concatenate([examples.numpy() for examples, *_ in found]).reshape(4, -1)

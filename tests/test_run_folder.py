@@ -26,7 +26,6 @@ def opened(folder, overwrite=False, **changes):
 
 
 def begun(folder, **changes):
-    """A run that was interrupted after its first checkpoint."""
     opened(folder, **changes)
     write(folder / "checkpoints/ckpt-4.index")
 
@@ -58,20 +57,16 @@ def test_a_run_is_resumed_with_its_options_and_refused_by_name_with_others(folde
     assert files_in(folder) == before and opened(folder).results is None
 
 
-def test_before_anything_came_of_a_run_its_options_may_change(folder):
+def test_before_anything_came_of_a_run_its_options_may_change_and_then_what_it_recorded_is_kept(folder):
+    write(folder / ".config.json.123.unfinished", "{")  # as a killed process left it
     with open_run(str(folder), OPTIONS) as run:
         run.keep("scaled", (16, 0.1))
     with open_run(str(folder), OPTIONS | {"seed": 1}) as run:
         assert run.keep("scaled", (32, 0.2)) == (32, 0.2)
     assert json.loads((folder / "config.json").read_text())["options"]["seed"] == 1
-
-
-def test_what_the_start_recorded_is_kept(folder):
-    with open_run(str(folder), OPTIONS) as run:
-        assert run.keep("scaled", (16, 0.1)) == (16, 0.1)
-        write(folder / "steps.jsonl")
-    with open_run(str(folder), OPTIONS) as run:
-        assert run.keep("scaled", (32, 0.2)) == [16, 0.1]
+    write(folder / "steps.jsonl")
+    with open_run(str(folder), OPTIONS | {"seed": 1}) as run:
+        assert run.keep("scaled", (64, 0.4)) == [32, 0.2]
 
 
 def test_a_complete_run_is_given_back(folder, capsys):
@@ -138,11 +133,6 @@ def test_a_run_is_not_begun_among_other_files(name, folder):
         with pytest.raises(UserError, match="runs/run holds files, but no run: give another folder"):
             opened(folder, overwrite=overwrite)
     assert [path.name for path in folder.rglob("*") if path.is_file()] == [name.split("/")[-1]]
-
-
-def test_what_a_killed_process_left_is_no_other_file(folder):
-    write(folder / ".config.json.123.unfinished", "{")
-    assert opened(folder).results is None
 
 
 def test_the_current_folder_and_a_link_to_a_folder_are_moved_aside_too(folder, monkeypatch):

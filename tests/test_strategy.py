@@ -1,5 +1,3 @@
-"""`make_strategy`: which devices, how many, with which threads and memory."""
-
 import json
 import os
 
@@ -31,13 +29,10 @@ def test_replicas_that_share_cores_take_one_thread_each(cores, replicas, threads
     assert python("-c", program).stdout == f"{threads}\n"
 
 
-def test_more_than_can_be_split_now():
+def test_more_than_can_be_split_now_or_by_one_worker_of_several(monkeypatch):
     for replicas, told in (-1, "a number of them, or 0, not -1"), (8, "ask for replicas=8 in a new process"):
         with pytest.raises(UserError, match=told):
             make_strategy(replicas)
-
-
-def test_a_cpu_worker_of_several_is_not_split(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", OF_TWO)
     with pytest.raises(UserError, match="at most 1 replica.s. on this machine: leave out replicas=2"):
         make_strategy(2)

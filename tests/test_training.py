@@ -1,5 +1,3 @@
-"""Scaling, the schedule, the loss and the optimizers."""
-
 import math
 
 import keras

@@ -1,5 +1,3 @@
-"""What the library says to versions, and to a backend, that it is not made for."""
-
 import json
 import os
 import warnings
@@ -11,7 +9,6 @@ from tests.conftest import python
 
 
 def said(code, **environment):
-    """The status of a program, and the last line of its standard error."""
     environment = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"} | environment
     done = python("-c", code, env=environment)
     return done.returncode, done.stdout + (done.stderr.splitlines() or [""])[-1]
