@@ -284,17 +284,3 @@ def test_it_draws_none_of_pythons_random_numbers(replicas, tmp_path):
         data_parallel(model).compile("sgd", "mse")
     model.fit(X, Y, BATCH, verbose=0, callbacks=[Checkpoints(tmp_path)])
     assert getstate() == before
-
-
-def test_a_step_that_takes_other_data_than_the_model_needs_no_build():
-    class Pairs(keras.Model):
-        def train_step(self, data):
-            return {"loss": ops.mean(self(data[:, 0]) - self(data[:, 1]))}
-
-    for replicas in (1, 2):
-        with make_strategy(replicas).scope():
-            inputs = keras.Input((FEATURES,))
-            model = data_parallel(Pairs(inputs, layers.Dense(1)(inputs)))
-            model.compile("sgd", "mse")
-        history = model.fit(np.stack([X, X], axis=1), batch_size=BATCH, verbose=0).history
-        assert history == {"loss": [0.0]}

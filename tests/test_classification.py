@@ -113,12 +113,10 @@ def test_which_text_a_word_is_in_and_which_are_shared_tell():
     assert found["bag_of_words"] > 0.95 and found["length"] < 0.6
 
 
-@pytest.mark.parametrize("which", ["first", "second", "difference"])
-def test_lengths_tell(which):
+def test_lengths_tell():
     def example(draw):
         one, two = draw.randint(0, 20), draw.randint(0, 20)
-        label = {"first": one > 10, "second": two > 10, "difference": abs(one - two) < 5}[which]
-        return words(draw, one), words(draw, two), int(label)
+        return words(draw, one), words(draw, two), int(abs(one - two) < 5)
 
     assert results_for(example)["length"] > 0.95
 

@@ -29,21 +29,6 @@ class InCond(keras.layers.Layer):
         return tf.cond(tf.size(x) > 0, update, lambda: x)
 
 
-class ActNorm(keras.layers.Layer):
-    """Gives a weight its first value in its first step."""
-
-    def build(self, shape):
-        self.shift = self.add_weight((5,), initializer="zeros")
-        self.begun = self.add_weight((), dtype="bool", initializer="zeros", trainable=False)
-
-    def call(self, x, training=False):
-        def begin():
-            self.begun.assign(True)
-            return self.shift.assign(-tf.reduce_mean(x, axis=0))
-
-        return x + tf.cond(self.begun.value | (not training), lambda: tf.identity(self.shift.value), begin)
-
-
 def layered(*layers, **options):
     def build():
         made = [layer() for layer in layers]
@@ -70,7 +55,6 @@ MODELS = {
     "jit_compile": layered(dropout, jit_compile=True),
     "run_eagerly": layered(dropout, run_eagerly=True),
     "state and noise in a tf.cond": layered(InCond),
-    "a weight in a tf.cond": layered(ActNorm),
     "a train_step, no call": own_step,
 }
 

@@ -11,33 +11,14 @@ from common.log import print_plan, report
 from common.training import WarmUpPolynomialDecay
 from keras_replicas import Batches, data_parallel
 
-RUN = {
-    "steps": 1062,
-    "global_batch_size": 32,
-    "replicas": 2,
-    "seconds": 44.3,
-    "tokens_per_second": 49284.3,
-    "peak_memory_mb": 1188,
-    "padding_fraction": 0.0004,
-    "learning_rate": {"first": 6.61e-05, "peak": 7.07e-03, "last": 7.4e-06},
-    "train_loss": 3.623,
-    "config": {"workdir": "runs/a", "model": None},
-}
-LANGUAGE_MODEL = RUN | {
-    "val_loss": 3.815,
-    "val_perplexity": 45.4,
-    "val_unigram_loss": 6.054,
-    "val_accuracy": 0.344,
-    "val_bits_per_character": 1.701,
-}
-CLASSIFIER = RUN | {
-    "val_loss": 0.5,
-    "val_accuracy": 0.812,
-    "val_f1": 0.75,
-    "val_majority_accuracy": 0.684,
-    "val_majority_f1": 0.812,
-    "val_bag_of_words_accuracy": 0.7,
-}
+RUN = {"steps": 1062, "global_batch_size": 32, "replicas": 2, "seconds": 44.3, "tokens_per_second": 49284.3}
+RUN |= {"peak_memory_mb": 1188, "padding_fraction": 0.0004, "train_loss": 3.623}
+RUN |= {"learning_rate": {"first": 6.61e-05, "peak": 7.07e-03, "last": 7.4e-06}}
+RUN |= {"config": {"workdir": "runs/a", "model": None}}
+LANGUAGE_MODEL = RUN | {"val_loss": 3.815, "val_perplexity": 45.4, "val_unigram_loss": 6.054, "val_accuracy": 0.344}
+LANGUAGE_MODEL |= {"val_bits_per_character": 1.701}
+CLASSIFIER = RUN | {"val_loss": 0.5, "val_accuracy": 0.812, "val_f1": 0.75, "val_bag_of_words_accuracy": 0.7}
+CLASSIFIER |= {"val_majority_accuracy": 0.684, "val_majority_f1": 0.812}
 
 
 def test_the_report_of_a_language_model():
