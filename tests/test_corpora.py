@@ -101,6 +101,8 @@ def test_what_is_no_corpus(tmp_path):
     for name in ("wikitext2", "x" * 300):
         with pytest.raises(UserError, match="neither docstrings, wikitext-2, wikitext-103, hf://user/name, nor an"):
             open_corpus(name)
+    with pytest.raises(UserError, match="the corpus hf://name must be hf://user/name or hf://user/name/configuration"):
+        open_corpus("hf://name")
     with pytest.raises(UserError, match="no .txt file and no wiki.train.tokens in the folder"):
         open_corpus(str(tmp_path))
     (tmp_path / "wiki.train.tokens").write_text("text")
@@ -158,5 +160,3 @@ def test_the_hub_out_of_reach_says_what_to_do():
     for name, found in (("wikitext-2", "Salesforce/wikitext"), ("hf://user/name", "user/name")):
         with pytest.raises(UserError, match=f"cannot fetch {found} from the Hugging Face Hub .* give their folder"):
             open_corpus(name)
-    with pytest.raises(UserError, match="the corpus hf://name must be hf://user/name or hf://user/name/configuration"):
-        open_corpus("hf://name")

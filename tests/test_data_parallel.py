@@ -25,16 +25,14 @@ def sgd(rate=0.1, **options):
     return lambda: keras.optimizers.SGD(rate, **options)
 
 
-def make_model(
-    replicas, *layers, optimizer=keras.optimizers.SGD, loss="mse", policy="float32", accumulate=1, **options
-):
+def make_model(replicas, *layers, optimizer=keras.optimizers.SGD, loss="mse", policy="float32", accumulate=1, **more):
     keras.utils.set_random_seed(1)
     keras.config.set_dtype_policy(policy)
     try:
         with make_strategy(replicas).scope():
             dense = keras.layers.Dense(FEATURES, "tanh"), *layers, keras.layers.Dense(FEATURES)
             model = keras.Sequential([keras.Input((FEATURES,)), *dense])
-            model.compile(optimizer(), loss, **options)
+            model.compile(optimizer(), loss, **more)
             return data_parallel(model, accumulate=accumulate)
     finally:
         keras.config.set_dtype_policy("float32")
@@ -78,11 +76,6 @@ def test_the_mean_loss_of_an_epoch_is_over_examples_or_over_labels(mean_over, re
         expected = np.average([losses[p].sum() / weight[p].sum() for p in parts], weights=[7, 7, 5])
     assert model.evaluate(batches(x, y, weight), verbose=0) == pytest.approx(expected, rel=1e-5)
     assert model.fit(batches(x, y, weight), verbose=0).history["loss"] == pytest.approx([expected], rel=1e-5)
-
-
-def test_a_mean_over_anything_else_is_refused():
-    with pytest.raises(ValueError, match="mean_over must be 'examples' or 'labels', not 'tokens'"):
-        data_parallel(keras.Sequential, mean_over="tokens")
 
 
 def test_in_float16_the_gradient_is_clipped_as_it_is_without_the_losss_scale():
@@ -141,7 +134,9 @@ def test_epoch_values_are_exact_and_steps_are_their_own():
     assert history["loss"][0] == pytest.approx(losses.mean(), rel=1e-6)  # not N / (N + 1) of it
 
 
-def test_applied_twice_it_is_the_same():
+def test_applied_twice_it_is_the_same_and_a_mean_over_anything_else_is_refused():
+    with pytest.raises(ValueError, match="mean_over must be 'examples' or 'labels', not 'tokens'"):
+        data_parallel(keras.Sequential, mean_over="tokens")
     ours = data_parallel(keras.Sequential)
     assert data_parallel(ours) is ours
     model = make_model(1)

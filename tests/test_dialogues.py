@@ -111,7 +111,6 @@ def test_files_are_read_and_held_out(tmp_path):
         ('{"prompt": "a", "response": 5}', 'all texts, and an answer; it has {"prompt": "a", "response": 5}'),
         ('{"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}', "must have"),
         (f'{{"messages": [{{"role": "{"robot " * 99}", "content": "a"}}]}}', "robot robot ..."),
-        ('{"messages": [{"role": ["user"], "content": "a"}]}', "must have"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "must have"),
         ("prompt", "Expecting value"),
         ('["prompt"]', "not a JSON object, with a value for each column"),

@@ -100,7 +100,6 @@ WRONG = [
     ("--workers 0 train.py", {}, "--nproc-per-node: must be a whole number from 1 to 999999, not '0'"),
     ("--workers 1 --max-restarts -1 train.py", {}, "--max-restarts: must be a whole number from 0 to 999999, not '-1'"),
     ("--workers 1 --join-timeout 10000000000 train.py", {}, "from 1 to 999999, not '10000000000'"),
-    ("--workers 2 train.py", {"SLURM_STEP_NUM_TASKS": "abc"}, "SLURM_STEP_NUM_TASKS must be a whole number from 1 to"),
     ("--workers 2 train.py", {"TF_CONFIG": "{'worker': 1"}, "TF_CONFIG is malformed"),
     ("--workers 2 --hosts a:1,b:1 --node-rank 0 train.py", {}, "leave it out when hosts are given"),
     ("train.py", {}, "give --workers N for N workers on this machine, or --hosts"),
@@ -157,9 +156,11 @@ def test_all_that_follows_a_script_is_its_own(script, folder):
 
 
 def test_a_worker_of_several_hosts(folder):
-    hosts = ["--hosts", "h1:8888,h2:8888", "--node-rank", 1, "--log-dir", "a/b"]
+    (folder / "train.py").write_text("import os\nprint(os.environ['JOIN_TIMEOUT'], os.environ['TF_CONFIG'])\n")
+    hosts = ["--hosts", "h1:8888,h2:8888", "--node-rank", 1, "--log-dir", "a/b", "--join-timeout", 2]
     assert launched(folder, *hosts, "train.py") == (0, "", "")
-    assert (folder / "a/b/worker-1.log").read_text() == "worker 1 start 0 train.py\n"
+    seconds, config = (folder / "a/b/worker-1.log").read_text().split(" ", 1)
+    assert seconds == "2" and json.loads(config) == worker_config(["h1:8888", "h2:8888"], 1)
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -316,12 +317,3 @@ def test_workers_with_other_data_or_weights_are_refused_by_all(folder):
     assert status == 0 and all(f"{line}\n" in log(folder, 1) for line in (data, weights))
     assert data.startswith("worker 1 is given other data than the chief: give every worker the same whole batches")
     assert re.search(r"worker 1 starts from different weights .*: checksum of the weights \d+, not \d+$", weights)
-
-
-@pytest.mark.slow
-def test_a_worker_that_does_not_come_is_named(folder):
-    addresses = free_addresses(2)
-    (folder / "waits.py").write_text("from keras_replicas import make_strategy\nmake_strategy()")
-    hosts = ("--hosts", ",".join(addresses), "--node-rank", 1, "--join-timeout", 2)
-    status, _, errors = launched(folder, *hosts, "waits.py")
-    assert status != 0 and f"these workers have not joined within 2 s: {addresses[0]}" in errors

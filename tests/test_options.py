@@ -27,7 +27,6 @@ class Config(FitOptions):
         ("batch_size", 2**31, "--batch-size must be at most 2147483647; got 2147483648"),
         ("max_steps", 10**400, f"--max-steps must be at most 2147483647; got {10**400}"),
         ("max_steps", -5, "--max-steps must be at least 0; got -5"),
-        ("replicas", -1, "--replicas must be at least 0; got -1"),
         ("replicas", 1025, "--replicas must be at most 1024; got 1025"),
         ("seed", 2**32, "--seed must be at most 4294967295; got 4294967296"),
         ("checkpoint_every", 0, "--checkpoint-every must be at least 1; got 0"),
