@@ -75,10 +75,7 @@ def articles_after_the_licence(seed: int, count: int) -> Iterator[list[str]]:
 
 
 def imported(code: str, package: str = "") -> set[str]:
-    """The modules that code imports, in functions too, and, as `module.name`, what it takes from them.
-
-    Without the name of its package, imports that are relative to it are left out.
-    """
+    """The modules that code imports, and, as `module.name`, what it takes from them; no relative ones if no package."""
     names = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):

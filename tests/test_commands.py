@@ -17,13 +17,10 @@ def commands(*words, **options):
     return python("-m", "recipes", *words, **options)
 
 
-def test_the_list_has_each_page_with_its_time_and_fits_the_terminal(no_tensorflow):
+def test_the_list_has_each_page_with_its_time_and_fits_the_terminal_and_the_guide_names_the_next_command(no_tensorflow):
     listing = commands("ls", env=no_tensorflow | {"COLUMNS": "60"}).stdout.splitlines()
     assert {line.split()[0] for line in listing if line[0] != " "} == {*recipes()}
     assert sum("Time: " in line for line in listing) == len(recipes()) and max(map(len, listing)) <= 60
-
-
-def test_the_guide_names_the_next_command(no_tensorflow):
     assert commands(env=no_tensorflow).stdout.rstrip().endswith("Next: python -m recipes run bert_mlm")
 
 

@@ -60,7 +60,6 @@ def test_every_check_passes():
     assert found["machine"]["keras"].endswith("(tested)")
 
 
-# A fault, in a file, and the check that must tell of it.
 FAULTS = {
     "masked, 4 replicas": ("step.py", "divide_no_nan(tf.ones_like(divisor), divisor)", "divide(0.999, divisor)"),
     "batch_norm, 2 replicas": ("batchnorm.py", "total, count = sum_over_replicas(sums)", "total, count = sums"),

@@ -10,7 +10,6 @@ import pytest
 from common.files import cached, read_json, write_json
 from tests.conftest import ROOT, python
 
-# Makes a file slowly, and says so.
 PROGRAM = """
 import sys, time
 from common.files import cached

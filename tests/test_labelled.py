@@ -184,7 +184,6 @@ def test_a_label_that_is_no_number(label, tmp_path):
     refuses(message, tmp_path, "own", str(tmp_path / "a.jsonl"), "text", "label", True)
 
 
-# A file of one's own, with columns `text` and `label`.
 OWN_FILES = [
     ("a.csv", 'text,label\n"A,0\nB,1\n', "a.csv, line 3: unexpected end of data"),
     ("a.csv", 'text,label\nA,0\n"B" C,1\n', "a.csv, line 3: ',' expected after '\"'"),

@@ -95,7 +95,6 @@ def is_over(pid):
     return not Path(f"/proc/{pid}").exists()
 
 
-# Words after `launch`, the environment, and what is answered.
 WRONG = [
     ("--workers 0 train.py", {}, "--nproc-per-node: must be a whole number from 1 to 999999, not '0'"),
     ("--workers 1 --max-restarts -1 train.py", {}, "--max-restarts: must be a whole number from 0 to 999999, not '-1'"),

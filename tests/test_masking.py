@@ -49,7 +49,7 @@ def test_what_is_chosen_and_what_becomes_of_it(tokenizer):
     assert x.keys() == names and all(value.dtype == np.int32 for value in [y, *x.values()])
 
 
-def test_padding_and_special_tokens():
+def test_padding_and_special_tokens_and_a_batch_without_any_text():
     ids, is_token = batch(rows=3, length=20, tokens=10)
     is_token[1] = False  # a place filled with no example
     ids[2, :5], ids[0, :9:2] = unknown_id(BERT), BERT.end_token_id  # of texts within a row
@@ -60,9 +60,6 @@ def test_padding_and_special_tokens():
     assert x["mask_positions"][2, 0] > 5
     assert (x["token_ids"][::2, 0] == 2).all() and (x["token_ids"][::2, 11] == 3).all()
     assert unknown_id(ROBERTA) == 3
-
-
-def test_a_model_takes_a_batch_without_any_text():
     x, _, weight = masked(*batch(rows=2, length=32, tokens=0))
     assert x["token_ids"].shape == (2, 34) and not weight.any()
 

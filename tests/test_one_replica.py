@@ -14,21 +14,6 @@ X, Y = X[:22], Y[:22]
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-class InCond(keras.layers.Layer):
-    """Updates a maximum, from minus infinity, in a `tf.cond`, and draws noise there."""
-
-    def build(self, shape):
-        self.top = self.add_weight((), initializer=keras.initializers.Constant(-np.inf), trainable=False)
-        self.noise = keras.layers.GaussianNoise(0.1, seed=1)
-
-    def call(self, x, training=False):
-        def update():
-            self.top.assign(tf.maximum(self.top.value, tf.reduce_max(x)))
-            return self.noise(x, training=training)
-
-        return tf.cond(tf.size(x) > 0, update, lambda: x)
-
-
 def layered(*layers, **options):
     def build():
         made = [layer() for layer in layers]
@@ -54,7 +39,6 @@ MODELS = {
     "several steps a call": layered(dropout, steps_per_execution=4),
     "jit_compile": layered(dropout, jit_compile=True),
     "run_eagerly": layered(dropout, run_eagerly=True),
-    "state and noise in a tf.cond": layered(InCond),
     "a train_step, no call": own_step,
 }
 

@@ -290,7 +290,6 @@ def test_with_another_number_of_workers_it_goes_on_as_one_run(trained, options, 
     same_losses((results, tmp_path / "run"), trained("bert_mlm", **long), rtol=2e-6)
 
 
-# Prompts of all lengths, and what follows from them.
 ANSWERS = [{"prompt": f"{'Say, ' * (i % 5)}what comes after {i}? ", "response": f"It is {i + 1}."} for i in range(99)]
 
 

@@ -169,18 +169,6 @@ def test_a_callback_goes_on_with_its_state(make, die, options, epochs, tmp_path)
     assert len(undisturbed[1].epoch) == epochs == getattr(again, "epochs", epochs)
 
 
-def test_model_checkpoint_remembers_what_was_best(tmp_path):
-    best = tmp_path / "best.keras"
-
-    def keep():
-        return keras.callbacks.ModelCheckpoint(best, monitor="learning_rate", mode="max", save_best_only=True)
-
-    interrupted(tmp_path / "killed", 8, keep())  # in the second epoch; the rate never rises, so the first is best
-    of_first_epoch = best.read_bytes()
-    fit(tmp_path / "killed", keep())
-    assert best.read_bytes() == of_first_epoch
-
-
 def test_a_fit_that_is_complete_returns_its_history_and_says_so(tmp_path, monkeypatch, caplog):
     undisturbed = fit(tmp_path)
     assert "complete" not in caplog.text

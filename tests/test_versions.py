@@ -20,8 +20,7 @@ def program(call, version=None):
 
 
 @pytest.mark.parametrize(
-    ("package", "version"),
-    [("keras", "2.15.0"), ("keras", "3.12.4"), ("tensorflow", "2.9.0-rc1")],
+    ("package", "version"), [("keras", "2.15.0"), ("keras", "3.12.4"), ("tensorflow", "2.9.0-rc1")]
 )
 def test_what_is_too_old_is_refused(package, version):
     oldest = private.CHECKED_VERSIONS[package].split(", ")[0]

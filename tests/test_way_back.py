@@ -196,8 +196,7 @@ def presets(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "x"),
-    [(HUB.BertMaskedLM, "mlm", MASKED), (HUB.TextClassifier, "classifier", PAIRS)],
+    ("kind", "name", "x"), [(HUB.BertMaskedLM, "mlm", MASKED), (HUB.TextClassifier, "classifier", PAIRS)]
 )
 def test_a_preset_has_its_head_for_classes_and_models(kind, name, x, presets):
     folder, predicted = presets[name]
