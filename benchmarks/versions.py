@@ -43,8 +43,8 @@ ENVIRONMENTS = (
 )
 TESTED = (
     *("any_model", "check", "cluster", "conformance", "data_parallel", "device_copies", "doctor", "generators", "gpus"),
-    *("gradients", "library", "noise", "one_replica", "optimizers", "order", "private", "rendezvous", "replicas"),
-    *("resume", "strategy", "trainer", "versions", "way_back"),
+    *("gradients", "library", "noise", "one_replica", "order", "private", "rendezvous", "replicas"),
+    *("resume", "strategy", "trainer", "training", "versions", "way_back"),
 )
 FILES = [f"tests/test_{name}.py" for name in TESTED]
 TOOLS = ("pytest", "pytest-xdist", "keras-hub", "safetensors", "scipy", "tensorboard", "tokenizers", "tyro")

@@ -199,10 +199,6 @@ def run(main: Callable[[Any], None], config: Any) -> None:
 
     That is 2 after a `UserError`, and 1 if the disk is full, or another worker has died or cannot be reached.
     """
-    if not (sys.stdout and sys.stdout.isatty()):  # a line for each epoch, no progress bar
-        import keras
-
-        keras.config.disable_interactive_logging()
     logger, handler = logging.getLogger("keras_replicas"), logging.Handler()
     # On a line of its own: a progress bar may be in the last one.
     handler.emit = lambda record: print(f"\n{record.getMessage()}", flush=True)  # type: ignore[method-assign]

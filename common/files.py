@@ -39,12 +39,12 @@ def cached(name: str, inputs: list[str], make: Callable[[Path], None]) -> Path:
 
     It is in `$XDG_CACHE_HOME/keras-data-parallel-recipes` (by default under `~/.cache`) or, if that cannot be written,
     in a folder that is deleted when the process exits. A hash of `inputs`, all that its content depends on, stands
-    before its name. `make` must not ask for a cached one.
+    before its name.
     """
     key = hashlib.sha256("\0".join(inputs).encode("utf-8", "surrogateescape")).hexdigest()[:20]
     folder = _cache(os.environ.get("XDG_CACHE_HOME"))
-    path, unfinished = folder / f"{key}-{name}", folder / "unfinished"
-    with (folder / ".lock").open("w") as lock:
+    path, unfinished = folder / f"{key}-{name}", folder / f"{key}.unfinished"
+    with (folder / f".{key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a machine's workers want the same files: one makes them, the others wait
         if not path.exists():
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -63,7 +63,7 @@ def from_hub(function: str, name: str, *configuration: str, **options: Any) -> A
     try:
         return getattr(datasets, function)(name, *configuration, **options)
     except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
-        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         way_out = "Without a network, download its files elsewhere, and give their folder"
         raise UserError(f"cannot fetch {name} from the Hugging Face Hub ({why}). {way_out}") from error
 

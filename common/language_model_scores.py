@@ -36,6 +36,7 @@ def language_model_scores(
         characters = np.array([len(piece.removeprefix("##")) for piece in pieces])
     else:
         characters = np.array([sum(letter not in NOT_COUNTED for letter in piece) for piece in pieces])
+    characters[tokenizer.special_token_ids] = 0  # they are no text
     own = {
         "loss": scores["loss"],
         "accuracy": scores["accuracy"],

@@ -40,6 +40,8 @@ class RunLog(StepLog):
 
     def __init__(self, folder: Path, data: Any):
         super().__init__(folder)
+        if not sys.stdout.isatty():  # `fit` then prints a line for each epoch, and no progress bar
+            keras.config.disable_interactive_logging()
         masks = [x["padding_mask"].numpy() for x, *_ in one_epoch(data).take(LOOKED_AT)]
         self._tokens_in_a_step = float(np.mean([mask.sum() for mask in masks]))
         self._padding = 1 - self._tokens_in_a_step / float(np.mean([mask.size for mask in masks]))

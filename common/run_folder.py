@@ -32,13 +32,19 @@ class Run:
         self.folder, self._saved, self._lock = folder, saved, lock
         self.results = read_json(folder / "results.json")
 
-    def keep(self, name: str, value: Any) -> Any:
-        """Records a value, which JSON must hold, and returns it; a resumed run returns what its start recorded."""
+    def keep(self, name: str, make: Callable[[], Any]) -> Any:
+        """Records and returns what `make` returns, which JSON must hold; a resumed run, what its start recorded."""
         if name not in self._saved["kept"]:
-            self._saved["kept"][name] = value
+            self._saved["kept"][name] = make()
             if self._lock:
                 write_json(self.folder / "config.json", self._saved)
         return self._saved["kept"][name]
+
+    def begin_with(self, name: str, value: Any) -> None:
+        """Raises a `UserError` on all workers unless they have the same value, and a resumed run that of its start."""
+        agree({name: value}, f"has another {name} than the chief")
+        if self.keep(name, lambda: value) != value:
+            raise UserError(f"{self.folder} holds a run with another {name}. Give another folder, or overwrite it")
 
     def finish(self, results: dict[str, Any]) -> dict[str, Any]:
         """Writes `results.json`, which makes the run complete, and returns it; {} for workers other than the chief."""

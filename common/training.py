@@ -40,14 +40,14 @@ class WarmUpPolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
     """Linear warm-up to `peak`, then Keras's `PolynomialDecay` to zero, as BERT's (arXiv:1810.04805, appendix A.2).
 
     Of W warm-up steps, the fraction `warmup` of `total_steps`, step s (from 0) has peak * (s + 1) / (W + 1), so that no
-    step is spent at rate zero. The decay, linear if its `power` is 1, begins at step W and ends at `total_steps`.
+    step is spent at rate zero. The decay, which is linear, begins at step W and ends at `total_steps`.
     """
 
-    def __init__(self, peak: float, total_steps: int, warmup: float = 0.1, power: float = 1.0):
-        self.peak, self.total_steps, self.warmup, self.power = peak, total_steps, warmup, power
+    def __init__(self, peak: float, total_steps: int, warmup: float = 0.1):
+        self.peak, self.total_steps, self.warmup = peak, total_steps, warmup
         self.warmup_steps = min(int(warmup * total_steps), total_steps - 1)
         self.decay = keras.optimizers.schedules.PolynomialDecay(
-            peak, decay_steps=total_steps - self.warmup_steps, end_learning_rate=0.0, power=power
+            peak, decay_steps=total_steps - self.warmup_steps, end_learning_rate=0.0
         )
 
     def __call__(self, step):
@@ -59,7 +59,7 @@ class WarmUpPolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self):
         """The constructor's arguments."""
-        return {name: getattr(self, name) for name in ("peak", "total_steps", "warmup", "power")}
+        return {name: getattr(self, name) for name in ("peak", "total_steps", "warmup")}
 
 
 class CrossEntropy(keras.losses.Loss):

@@ -64,8 +64,7 @@ def variables_of(model: Any, trained_only: bool) -> list[keras.Variable]:
     """
     left_out = {id(variable) for variable in model._metric_variables()}
     left_out |= {id(weight) for weight in model.weights if trained_only and not weight.trainable}
-    variables = [variable for variable in model.variables if id(variable) not in left_out]
-    return [*variables, model.global_seed_generator.state]
+    return [*(v for v in model.variables if id(v) not in left_out), model.global_seed_generator.state]
 
 
 def facts_of(model: Any, trained_only: bool) -> dict[str, Any]:

@@ -46,8 +46,12 @@ def keep_global_seed(model: keras.Model) -> None:
     drawn = random.getstate()
     generator = global_seed_generator()  # which Keras may make of Python's random numbers: the next model has the same
     random.setstate(drawn)
-    seed = int(keras.ops.convert_to_numpy(generator.state)[0])  # of another strategy, maybe, when a step is traced
-    vars(model).update(global_seed_generator=generator, global_seed=seed)  # assigned as usual, they would be saved
+    state, strategy = keras.ops.convert_to_numpy(generator.state), model.distribute_strategy
+    if getattr(generator.state._value, "distribute_strategy", strategy) is not strategy:  # has no copy for each replica
+        generator = keras.random.SeedGenerator(int(state[0]))
+        generator.state.assign(state)
+    # Assigned as usual, they would be saved.
+    vars(model).update(global_seed_generator=generator, global_seed=int(state[0]))
 
 
 def use_global_seed(model: keras.Model) -> None:

@@ -22,9 +22,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keeps TensorFlow's log off
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-from common.command_line import FIRST, FREE, Bounds, LanguageModelOptions, parse, quiet_stderr, run
-from common.model.push_target import check_push_to
-from common.model.sizes import check_model
+from common.command_line import FIRST, FREE, INPUT, Bounds, LanguageModelOptions, parse, quiet_stderr, run
+from common.model.sizes import check_model, check_push_to
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,8 @@ class Config(LanguageModelOptions):
     data: Annotated[str, FIRST, FREE] = ""
     architecture: Literal["bert", "roberta"] = "bert"  # with its tokenizer: WordPiece, or byte-level BPE
     vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 2048  # tokens in the vocabulary
-    model: Annotated[str, FIRST] = "micro"  # nano | micro | tiny | mini | small | medium | base | large, or a JSON file
+    # nano | micro | tiny | mini | small | medium | base | large, or a JSON file
+    model: Annotated[str, FIRST, INPUT] = "micro"
     mask_rate: Annotated[float, Bounds(0.01, 0.99)] = 0.3  # fraction of tokens masked in training; 0.15 in validation
     push_to: Annotated[str, FREE] = ""  # hf://user/name: upload the model after each epoch, in the background
     push_public: Annotated[bool, FREE] = False  # if it is new there, it is public
@@ -117,7 +117,7 @@ def train_and_evaluate(config: Config) -> dict:
         replicas = strategy.num_replicas_in_sync
         rate = config.learning_rate or 5e-3
         # A run that is resumed keeps them, whatever the number of replicas now.
-        batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
+        batch_size, rate = run.keep("scaled", lambda: scale(config.batch_size, rate, replicas, config.lr_scaling))
 
         tokenizer, batches = make_datasets(config, batch_size)
         train = batches.pop("train")
@@ -143,8 +143,8 @@ def train_and_evaluate(config: Config) -> dict:
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
             results |= language_model_scores(split, scores, part, train, tokenizer)
-        publish.finish("fill-mask", results)
-        return run.finish(results)
+        publish.save(run.folder / "preset", "fill-mask", results)
+        return publish.finish(run.finish(results))
 
 
 def main(config: Config) -> None:

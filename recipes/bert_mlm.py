@@ -96,7 +96,7 @@ def masked_batches(
 def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=0.0) -> keras.Model:
     """A compiled `BertMaskedLM`. Call it inside the strategy's scope."""
     if config.preset:
-        model = masked_lm_from_preset(config.preset, config.dropout)
+        model = masked_lm_from_preset(config.preset, config.seq_length, config.dropout)
     else:
         model = masked_lm_from_size(config.model or "micro", tokenizer, config.dropout, config.seq_length)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
@@ -115,7 +115,7 @@ def train_and_evaluate(config: Config) -> dict:
         replicas = strategy.num_replicas_in_sync
         rate = config.learning_rate or (1e-4 if config.preset else 5e-3)
         # A run that is resumed keeps them, whatever the number of replicas now.
-        batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
+        batch_size, rate = run.keep("scaled", lambda: scale(config.batch_size, rate, replicas, config.lr_scaling))
 
         tokenizer, batches = make_datasets(config, batch_size)
         train = batches.pop("train")

@@ -23,8 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from common.command_line import FIRST, FREE, INPUT, Bounds, LanguageModelOptions, parse, quiet_stderr, run
-from common.model.push_target import check_push_to
-from common.model.sizes import CausalSize, check_model
+from common.model.sizes import CausalSize, check_model, check_push_to
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def train_and_evaluate(config: Config) -> dict:
         replicas = strategy.num_replicas_in_sync
         rate = config.learning_rate or (1e-4 if config.preset else 5e-3)
         # A run that is resumed keeps them, whatever the number of replicas now.
-        batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
+        batch_size, rate = run.keep("scaled", lambda: scale(config.batch_size, rate, replicas, config.lr_scaling))
 
         preprocessor, batches = make_datasets(config, batch_size)
         train, tokenizer = batches.pop("train"), preprocessor.tokenizer
@@ -138,8 +137,8 @@ def train_and_evaluate(config: Config) -> dict:
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
             results |= language_model_scores(split, scores, part, train, tokenizer)
-        publish.finish("text-generation", results)
-        return run.finish(results)
+        publish.save(run.folder / "preset", "text-generation", results)
+        return publish.finish(run.finish(results))
 
 
 def main(config: Config) -> None:

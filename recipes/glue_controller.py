@@ -115,13 +115,13 @@ def train_and_evaluate(config: Config) -> dict:
         replicas = strategy.num_replicas_in_sync
         rate = config.learning_rate or (5e-5 if config.preset else 5e-4)
         # A run that is resumed keeps them, whatever the number of replicas now.
-        batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
+        batch_size, rate = run.keep("scaled", lambda: scale(config.batch_size, rate, replicas, config.lr_scaling))
 
         data = make_datasets(config)
         train, texts = data.batches("train", batch_size, config.seed), data.texts
+        run.begin_with("data", train.fingerprint())
         total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
         schedule = WarmUpPolynomialDecay(rate, total_steps)
-
         with strategy.scope():
             model = build_model(config, data)
             optimizer = adamw(schedule)
@@ -130,7 +130,7 @@ def train_and_evaluate(config: Config) -> dict:
             return print_plan(model, train, schedule, total_steps, data.preprocessor.tokenizer)
 
         trainer = GlueTrainer(strategy, train, model, optimizer, texts.classes)
-        evaluators = {split: GlueEvaluator(strategy, data, split, batch_size, model) for split in data.sizes()}
+        evaluators = {split: GlueEvaluator(strategy, data, split, batch_size, model) for split in data.evaluated}
         saved = {"every": config.checkpoint_every, "model": model, "optimizer": optimizer}
         parts = trainer, evaluators["validation"], kr.Checkpoints(run.folder / "checkpoints", **saved)
         log = RunLog(run.folder, train)
@@ -141,12 +141,11 @@ def train_and_evaluate(config: Config) -> dict:
 
         if "test" in evaluators:
             evaluators["test"].evaluate()
-        outputs = {split: evaluators[split].logits for split in evaluators if split != "train"}
+        outputs = {split: evaluators[split].logits for split in data.evaluated}
         results = {"recipe": "glue_controller", "global_batch_size": batch_size, "config": asdict(config)}
-        results |= log.results(replicas)
         write_predictions(run.folder / "predictions", texts, outputs)
         save_classifier(*of, run.folder / "preset")
-        results |= classifier_results(texts, outputs, data.preprocessor.tokenizer)
+        results |= log.results(replicas) | classifier_results(texts, outputs, data.preprocessor.tokenizer)
         return run.finish(results)
 
 

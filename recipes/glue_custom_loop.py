@@ -78,10 +78,11 @@ def train_and_evaluate(config: Config) -> dict:
         keras.config.set_dtype_policy(config.precision)
         rate = config.learning_rate or (5e-5 if config.preset else 5e-4)
         # A run that is resumed keeps them, whatever the number of replicas now.
-        batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
+        batch_size, rate = run.keep("scaled", lambda: scale(config.batch_size, rate, replicas, config.lr_scaling))
 
         data = make_datasets(config)
         train = data.batches("train", batch_size, config.seed)
+        run.begin_with("data", train.fingerprint())
         total_steps = min(len(train) * config.epochs, config.max_steps or sys.maxsize)
         schedule = WarmUpPolynomialDecay(rate, total_steps)
 
@@ -146,7 +147,7 @@ def train_and_evaluate(config: Config) -> dict:
                     checkpoints.save_and_leave(step + 1)
             checkpoints.save(total_steps)
 
-        outputs = {split: predict(split) for split in data.sizes() if split != "train"}
+        outputs = {split: predict(split) for split in data.evaluated}
         results = {"recipe": "glue_custom_loop", "global_batch_size": batch_size, "config": asdict(config)}
         results |= log.results(replicas)
         write_predictions(run.folder / "predictions", data.texts, outputs)

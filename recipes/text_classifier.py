@@ -80,7 +80,7 @@ def train_and_evaluate(config: Config) -> dict:
         replicas = strategy.num_replicas_in_sync
         rate = config.learning_rate or (5e-5 if config.preset else 5e-4)
         # A run that is resumed keeps them, whatever the number of replicas now.
-        batch_size, rate = run.keep("scaled", scale(config.batch_size, rate, replicas, config.lr_scaling))
+        batch_size, rate = run.keep("scaled", lambda: scale(config.batch_size, rate, replicas, config.lr_scaling))
 
         data = make_datasets(config)
         train, validation = data.batches("train", batch_size, config.seed), data.batches("validation", batch_size)
@@ -99,8 +99,7 @@ def train_and_evaluate(config: Config) -> dict:
         model.fit(train, epochs=config.epochs, validation_data=validation, callbacks=[log, checkpoints])
 
         results = {"recipe": "text_classifier", "global_batch_size": batch_size, "config": asdict(config)}
-        splits = [split for split in data.sizes() if split != "train"]
-        outputs = {split: model.predict(data.batches(split, batch_size), verbose=0) for split in splits}
+        outputs = {split: model.predict(data.batches(split, batch_size), verbose=0) for split in data.evaluated}
         results |= log.results(replicas)
         write_predictions(run.folder / "predictions", data.texts, outputs)
         save_classifier(model, data.texts.classes, data.texts.columns, run.folder / "preset")

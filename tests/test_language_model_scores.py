@@ -25,7 +25,12 @@ def byte_pairs():
     return keras_hub.models.RobertaTokenizer({piece: number for number, piece in enumerate(pieces)}, ["a b"])
 
 
-@pytest.mark.parametrize(("make", "targets", "characters"), [(word_pieces, [5, 6, 7], 6), (byte_pairs, [6, 8, 9], 4)])
+ENDED = (byte_pairs, [6, 8, 2], 4)  # by a token that is no text
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "characters"), [(word_pieces, [5, 6, 7], 6), (byte_pairs, [6, 8, 9], 4), ENDED]
+)
 def test_bits_per_character_do_not_depend_on_the_vocabulary(make, targets, characters):
     """1 nat for each of 3 tokens, over the letters that they stand for; a token of weight 0 is none."""
     labels, weights = np.array([targets, [5] * 3]), np.array([[1.0] * 3, [0.0] * 3])

@@ -15,6 +15,7 @@ from common.model.fill_mask import fill_mask, print_filled_masks
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
 from common.model.presets import ADAPTERS, save_task, sinusoids
 from common.model.sizes import check_model, dimensions
+from keras_replicas import UserError
 
 TEXT = "Some words, and some more of the same words."
 models = keras_hub.models
@@ -74,6 +75,8 @@ def test_a_preset_gives_the_model_and_its_tokenizer_again(saved):
     for tokenizer in (preset_tokenizer(str(folder)), plain.preprocessor.tokenizer):
         assert type(tokenizer) is type(preprocessor.tokenizer)
         assert list(tokenizer(TEXT)) == list(preprocessor.tokenizer(TEXT))
+    with pytest.raises(UserError, match="513 tokens are more than the 512 positions of the preset"):
+        masked_lm_from_preset(str(folder), 513)
     for other in (str(folder / "assets"), "no_such_preset"):
         with pytest.raises(ValueError, match=f"^cannot load the preset {other} \\(.*\\). Give a KerasHub name"):
             masked_lm_from_preset(other)
@@ -154,7 +157,7 @@ def test_a_size_or_a_preset_is_checked_without_loading_it(saved, tmp_path):
         ((preset, "tiny", 32), "brings its own model: leave out the size tiny"),
         ((preset, None, 513), "513 tokens are more than the 512 positions of the preset"),
         ((str(tmp_path), None, 32), "is no preset of a language model; give a folder made by save_to_preset"),
-        (("", "huge", 32), "the size huge is neither nano, tiny, .*, nor a JSON file"),
+        (("", "huge", 32), "the size huge is neither nano, .*, nor a JSON file"),
         (("", str(odd), 32), "hidden_dim a multiple of num_heads"),
         (("", str(other), 32), "must have exactly num_layers"),
     ):

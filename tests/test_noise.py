@@ -65,3 +65,15 @@ def test_fit_draws_other_noise_for_each_replica_part_and_step_and_keeps_its_seed
     model.fit(x, x, batch_size=512, verbose=0)
     assert len(note.seen) == len({*note.seen}) == 8
     assert [variable.numpy()[0] for variable in model.non_trainable_variables] == seeds
+
+
+def test_keras_may_have_drawn_under_another_strategy_before():
+    """Its global generator has then a copy for each replica of that one."""
+    make_strategy(2)  # splits the CPU
+    keras.utils.clear_session()
+    with tf.distribute.MirroredStrategy([tf.config.list_logical_devices()[0].name]).scope():
+        keras.random.uniform((2,))
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]))
+        model.compile(loss="mse")
+    model.fit(np.zeros((8, 4)), np.zeros((8, 4)), verbose=0)

@@ -20,8 +20,8 @@ from common.model import publish as publishing
 from common.model.masked_lm import masked_lm_from_size
 from common.model.presets import save_task
 from common.model.publish import Publish
-from common.model.push_target import check_push_to
-from keras_replicas import Batches, data_parallel, make_strategy
+from common.model.sizes import check_push_to
+from keras_replicas import Batches, UserError, data_parallel, make_strategy
 from tests.conftest import python
 from tests.hub import URI, StandIn, use
 
@@ -81,8 +81,8 @@ def test_each_epochs_model_arrives_with_its_card(hub, tmp_path):
     for number, (files, folder, logs) in enumerate(arrived, start=1):
         assert files == folder
         text = files["README.md"].decode()
-        assert text.startswith("---\nlibrary_name: keras-hub\n") and f"in training: after epoch {number}\n" in text
-        assert figures(text) == pytest.approx(dict(logs))
+        assert text.startswith("---\nlibrary_name: keras-hub\n")
+        assert figures(text) == pytest.approx({"in training, after epoch": number} | logs)
     assert arrived[0][0]["model.weights.h5"] != arrived[1][0]["model.weights.h5"]
     loaded = keras_hub.models.BertMaskedLM.from_preset(URI, compile=False)
     for ours, theirs in zip(model.weights, loaded.weights, strict=True):
@@ -94,7 +94,9 @@ def test_each_epochs_model_arrives_with_its_card(hub, tmp_path):
 def test_a_new_repository_is_private_unless_asked_for_otherwise(public, hub, preset, tmp_path, capfd):
     (tmp_path / "preset").mkdir()
     (tmp_path / "preset/my notes.txt").write_text("not the run's, and not uploaded")
-    Publish(URI, public, tmp_path, PREPROCESSOR).finish("fill-mask", {})
+    publish = Publish(URI, public, tmp_path, PREPROCESSOR)
+    publish.save(tmp_path / "preset", "fill-mask", {})
+    publish.finish({})
     assert hub.public is public
     assert hub.files.keys() == files_in(preset).keys() | {"README.md"}
     assert capfd.readouterr() == (f"\nuploading to {URI}\n", "")
@@ -107,11 +109,12 @@ def test_a_failed_upload_is_a_line_and_the_next_one_is_tried(hub, publisher, pre
     assert "500" in (tmp_path / "upload.log").read_text()
     publisher.on_epoch_end(1)
     log = tmp_path / "upload.log"
-    assert capfd.readouterr() == (f"\nA snapshot was not uploaded (see {log}); the next one is tried.\n", "")
+    assert capfd.readouterr() == (f"\nA snapshot was not uploaded, see {log}.\n", "")
     publisher.upload.wait(100)
     assert hub.files.keys() == files_in(preset).keys() | {"README.md"}
     hub.failures = 1
-    publisher.finish("fill-mask", {"val_loss": 5.0})
+    publisher.save(tmp_path / "preset", "fill-mask", {"val_loss": 5.0})
+    publisher.finish({})
     told = capfd.readouterr().out.splitlines()
     assert told[2] == f"The run is complete, but not uploaded (see {log}). To try again:"
     hf, *words = shlex.split(told[3])
@@ -128,7 +131,8 @@ def test_an_upload_that_hangs_holds_up_nothing(hub, publisher, preset, capfd, tm
     publisher.on_epoch_end(1)  # for which there is no turn
     assert publisher.upload is first and first.poll() is None
     publisher.patience = 1
-    publisher.finish("fill-mask", {})
+    publisher.save(tmp_path / "preset", "fill-mask", {})
+    publisher.finish({})
     assert first.wait(10) < 0  # killed: it might have come after the finished model
     assert "The run is complete, but not uploaded" in capfd.readouterr().out
     publisher.upload.kill()
@@ -155,14 +159,16 @@ def test_without_a_uri_or_not_by_the_chief_nothing_is_uploaded(tmp_path, monkeyp
     monkeypatch.setattr(publishing, "save_task", lambda model, preprocessor, folder: folder.mkdir(exist_ok=True))
     callback = Publish("", False, tmp_path, PREPROCESSOR)
     callback.on_epoch_end(0, {})
-    callback.finish("fill-mask", {})
+    callback.save(tmp_path / "preset", "fill-mask", {})
+    callback.finish({})
     assert [*files_in(tmp_path)] == ["preset/README.md"] and not callback.upload
     (tmp_path / "preset/README.md").unlink()
     workers = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(workers))
     callback = Publish(URI, False, tmp_path, PREPROCESSOR)
     callback.on_epoch_end(0, {})
-    callback.finish("fill-mask", {})
+    callback.save(tmp_path / "preset", "fill-mask", {})
+    callback.finish({})
     assert not files_in(tmp_path) and not callback.upload
 
 
@@ -185,7 +191,8 @@ def test_a_snapshot_is_whole_or_not_there(hub, publisher, tmp_path, monkeypatch,
 def test_the_card_has_the_runs_figures_and_nothing_private(publisher, tmp_path):
     publisher.uri = ""
     values = {"config": {"data": "/home/me/texts", "start": "hf://someone/bert"}, "steps": 1700, "val_loss": 5.5499}
-    publisher.finish("fill-mask", values)
+    publisher.save(tmp_path / "preset", "fill-mask", values)
+    publisher.finish({})
     text = (tmp_path / "preset/README.md").read_text()
     head = f"---\nlibrary_name: keras-hub\npipeline_tag: fill-mask\ntags:\n- keras\n---\n\n# {tmp_path.name}\n"
     assert text.startswith(head) and "/home" not in text
@@ -208,13 +215,13 @@ def test_where_models_go_is_checked(uri, told, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=re.escape(told)) as error:
+    with pytest.raises(UserError, match=re.escape(told)) as error:
         check_push_to(uri, public=not uri)
     assert "\n" not in str(error.value) and "--" not in str(error.value)
 
 
 def test_a_good_place_to_go_passes_without_tensorflow(monkeypatch, no_tensorflow):
-    words = "import sys; from common.model.push_target import check_push_to as c; c(''); c('hf://a/b')"
+    words = "import sys; from common.model.sizes import check_push_to as c; c(''); c('hf://a/b')"
     environ = no_tensorflow | {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_token"}
     assert python("-c", words, env=environ).returncode == 0
     monkeypatch.setenv("HF_TOKEN", "hf_token")

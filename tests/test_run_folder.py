@@ -60,13 +60,24 @@ def test_a_run_is_resumed_with_its_options_and_refused_by_name_with_others(folde
 def test_before_anything_came_of_a_run_its_options_may_change_and_then_what_it_recorded_is_kept(folder):
     write(folder / ".config.json.123.unfinished", "{")  # as a killed process left it
     with open_run(str(folder), OPTIONS) as run:
-        run.keep("scaled", (16, 0.1))
+        run.keep("scaled", lambda: (16, 0.1))
     with open_run(str(folder), OPTIONS | {"seed": 1}) as run:
-        assert run.keep("scaled", (32, 0.2)) == (32, 0.2)
+        assert run.keep("scaled", lambda: (32, 0.2)) == (32, 0.2)
     assert json.loads((folder / "config.json").read_text())["options"]["seed"] == 1
     write(folder / "steps.jsonl")
     with open_run(str(folder), OPTIONS | {"seed": 1}) as run:
-        assert run.keep("scaled", (64, 0.4)) == [32, 0.2]
+        assert run.keep("scaled", lambda: (64, 0.4)) == [32, 0.2]
+
+
+def test_a_run_goes_on_only_with_what_it_began_with(folder):
+    for data in ({"checksum": 1}, {"checksum": 1}, {"checksum": 2}):
+        with open_run(str(folder), OPTIONS) as run:
+            write(folder / "steps.jsonl")
+            if data["checksum"] == 1:
+                run.begin_with("data", data)
+            else:
+                with pytest.raises(UserError, match="holds a run with another data. Give another folder"):
+                    run.begin_with("data", data)
 
 
 def test_a_complete_run_is_given_back(folder, capsys):
@@ -157,7 +168,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_a_run_without_a_folder_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with open_run(None, OPTIONS, overwrite=True) as run:
-        assert run.results is None and run.keep("scaled", (8, 0.1)) == (8, 0.1)
+        assert run.results is None and run.keep("scaled", lambda: (8, 0.1)) == (8, 0.1)
     assert not list(tmp_path.iterdir())
 
 
@@ -184,7 +195,7 @@ own, told = worker_index(), []
 def told_of(options, folder="run"):
     try:
         with open_run(folder, options) as run:
-            told.append([run.results, run.keep("scaled", 8), run.finish({"steps": 3})])
+            told.append([run.results, run.keep("scaled", lambda: 8), run.finish({"steps": 3})])
             exchange({})
     except UserError as error:
         told.append(str(error))

@@ -40,8 +40,8 @@ MARK = re.compile(r"(<[^<>\s]+>)")
 
 
 def is_dialogues(data: str) -> bool:
-    """Whether this is a file or a folder of dialogues, not a folder of something else."""
-    return data.endswith(".jsonl") or any(Path(data, f"{split}.jsonl").is_file() for split in SPLITS)
+    """Whether this is a file or a folder of dialogues, not a folder of something else, nor empty."""
+    return data.endswith(".jsonl") or data != "" and any(Path(data, f"{split}.jsonl").is_file() for split in SPLITS)
 
 
 def read_dialogues(data: str) -> dict[str, list[Dialogue]]:

@@ -38,11 +38,8 @@ class EncodedTexts:
         least = int(np.sum(np.asarray(empty["token_ids"]) != self._pad)) + len(example)
         if preprocessor.sequence_length < least:
             raise UserError(f"a sequence of less than {least} tokens has no room for one of each text: make it longer")
+        self.evaluated = [split for split in texts.splits if split != "train"]
         self.inputs = {split: self._encode(split, part.texts, [*empty]) for split, part in texts.splits.items()}
-
-    def sizes(self) -> dict[str, int]:
-        """The number of examples in each split."""
-        return {split: len(part.texts) for split, part in self.texts.splits.items()}
 
     def batches(self, split: str, batch_size: int, shuffle_seed: int | None = None) -> "TextBatches":
         """A split's batches for `fit`, `evaluate`, `predict` or `distribute`, which begin at any step.

@@ -166,17 +166,17 @@ def open_examples(
     return LabelledTexts(classes, splits, facts.submission, facts.metrics, facts.limits)
 
 
-def role_pairs(seed: int = 0) -> dict[str, list[tuple[str, str, int]]]:
+def role_pairs() -> dict[str, list[tuple[str, str, int]]]:
     """Pairs of English sentences, 26,648 of "train" and 1,000 of "validation", and 1 if they say the same, else 0.
 
     The first is active, the second passive: "The guard praised the tourist." and "The tourist was praised by the
     guard." Half of the second sentences have the two people the wrong way round. Pairs of both labels have the same
     words: only word order tells them apart, as in PAWS (Zhang et al. 2019, arXiv:1904.01130), whose sentences are real.
 
-    They are a pure function of the seed. Pairs 2 i and 2 i + 1 are of one event, a verb and two people, whichever of
+    They are always the same. Pairs 2 i and 2 i + 1 are of one event, a verb and two people, whichever of
     them acts; no two events have all three in common, within a split or across both.
     """
-    draw = random.Random(seed)
+    draw = random.Random(0)
     events = list(itertools.product(MOSTLY_ACT.split(), MOSTLY_ACTED_ON.split(), VERBS.split()))
     draw.shuffle(events)
     pairs = []

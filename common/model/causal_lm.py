@@ -41,7 +41,7 @@ def causal_rows(
     """
     if data and not is_dialogues(data):
         rows, tokenizer = open_folder(data)
-        return make_preprocessor(preset, tokenizer, seq_length), rows
+        return make_preprocessor(preset, tokenizer, rows["train"].length - 1), rows
     texts: Documents
     if data:
         dialogues = read_dialogues(data)

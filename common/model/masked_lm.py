@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from keras_replicas import UserError
 
-from .presets import backbone_from_size, from_preset, one_line
+from .presets import backbone_from_size, check_positions, from_preset, one_line
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 # Parts of the names of a BERT's weights: KerasHub's, and those of Hugging Face's form, to be replaced in this order.
@@ -52,11 +52,13 @@ def masked_lm_from_size(
     return _without_pooler(task(backbone, compile=False))
 
 
-def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None = None) -> keras_hub.models.MaskedLM:
+def masked_lm_from_preset(
+    preset: str, seq_length: int = 1, dropout: float = 0.0, dtype: str | None = None
+) -> keras_hub.models.MaskedLM:
     """A BERT or RoBERTa with the weights of a preset, uncompiled, in a Keras dtype policy; None for the current one.
 
     KerasHub's presets need not have a masked language model's head: it is then random. Raises a UserError when there is
-    no such preset, it cannot be fetched, or it is of another kind.
+    no such preset, it cannot be fetched, is of another kind, or has fewer than `seq_length` positions.
     """
     models, options = keras_hub.models, {"dropout": dropout, "dtype": dtype, "load_weights": False}
     if huggingface_type(preset):
@@ -65,6 +67,7 @@ def masked_lm_from_preset(preset: str, dropout: float = 0.0, dtype: str | None =
     else:
         backbone = from_preset(models.Backbone, preset, **options)
         model = from_preset(models.MaskedLM, preset, backbone=backbone, preprocessor=None, compile=False)
+    check_positions(model.backbone, seq_length, preset)
     return _without_pooler(model)
 
 

@@ -82,7 +82,7 @@ def one_line(message: str, way_out: str = "") -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
-        first = str(error).splitlines()[0].removesuffix(" A preset must be a one of:")
+        first = next(iter(str(error).splitlines()), type(error).__name__).removesuffix(" A preset must be a one of:")
         raise UserError(f"{message} ({first}){way_out}") from error
 
 

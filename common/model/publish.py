@@ -23,7 +23,7 @@ OWN = [f"--include={name}" for name in ("*.json", "*.h5", "assets/*", "README.md
 
 
 class Publish(keras.callbacks.Callback):
-    """Uploads a snapshot at each epoch's end, in the background, by `hf upload`; at the end, `finish` the model.
+    """Uploads a snapshot at each epoch's end, in the background, by `hf upload`; at the end, `save` and `finish`.
 
     An upload is a process that ends with this one. While one runs, no other snapshot is made. If it fails, a line says
     so, its output is in `upload.log`, and the run goes on. `finish` waits `patience` seconds at most.
@@ -45,36 +45,42 @@ class Publish(keras.callbacks.Callback):
         if not self.uri or (self.upload and self.upload.poll() is None):
             return
         if self.upload and self.upload.returncode:
-            print(f"\nA snapshot was not uploaded (see {self.log}); the next one is tried.", flush=True)
+            print(f"\nA snapshot was not uploaded, see {self.log}.", flush=True)
         shutil.rmtree(snapshot := self.folder / "snapshot", ignore_errors=True)
         try:
-            self._publish(snapshot, f"{self.folder.name}, in training: after epoch {epoch + 1}", None, logs or {})
+            self.save(snapshot, None, {"in training, after epoch": epoch + 1} | (logs or {}))
+            self._start(snapshot)
         except OSError as error:
             shutil.rmtree(snapshot, ignore_errors=True)
             print(f"\nThe snapshot of epoch {epoch + 1} could not be written ({error}).", flush=True)
 
-    def finish(self, task: str, results: dict[str, Any]) -> None:
-        """Saves the model with its card, uploads it, and waits; `task` is the Hub's name for what the model does."""
+    def save(self, folder: Path, task: str | None, values: dict[str, Any]) -> None:
+        """Saves the model with a card of values; `task`: what it does, as the Hub calls it; None: it is in training."""
+        save_task(self.model, self.preprocessor, folder)
+        if is_chief():
+            head = ModelCardData(library_name="keras-hub", pipeline_tag=task, tags=["keras"]).to_yaml()
+            told = json.dumps(values, indent=4)
+            for path in re.findall('"([/~][^"\\n]*)"', told):
+                told = told.replace(path, Path(path).name)  # which tells nothing of whose machine it was
+            card = f"---\n{head}\n---\n\n# {self.folder.name}\n\nLosses are in nats.\n\n```json\n{told}\n```\n"
+            (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Uploads the saved model, and waits; returns the results of the complete run."""
         if self.upload:
             self.upload.kill()
-        self._publish(self.folder / "preset", self.folder.name, task, results)
         if self.uri:
+            self._start(self.folder / "preset")
             print(f"\nuploading to {self.uri}", flush=True)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.upload.wait(self.patience)
             if self.upload.returncode != 0:  # None: it hangs
                 again = shlex.join(["hf", *self.upload.args[3:]])
                 print(f"The run is complete, but not uploaded (see {self.log}). To try again:\n    {again}", flush=True)
+        return results
 
-    def _publish(self, folder: Path, title: str, task: str | None, values: dict[str, Any]) -> None:
-        save_task(self.model, self.preprocessor, folder)
-        if is_chief():
-            head = ModelCardData(library_name="keras-hub", pipeline_tag=task, tags=["keras"]).to_yaml()
-            told = re.sub('"(?!hf://)[^"]*/', '"', json.dumps(values, indent=4))  # of a path, its end
-            card = f"---\n{head}\n---\n\n# {title}\n\nLosses are in nats.\n\n```json\n{told}\n```\n"
-            (folder / "README.md").write_text(card, encoding="utf-8")
-        if self.uri:
-            hf = [sys.executable, "-m", "huggingface_hub.cli.hf", *self.words, str(folder), *OWN, "--quiet"]
-            with self.log.open("w") as log:
-                self.upload = subprocess.Popen(hf, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            atexit.register(self.upload.kill)
+    def _start(self, folder: Path) -> None:
+        hf = [sys.executable, "-m", "huggingface_hub.cli.hf", *self.words, str(folder), *OWN, "--quiet"]
+        with self.log.open("w") as log:
+            self.upload = subprocess.Popen(hf, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        atexit.register(self.upload.kill)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model sizes, and the checks of the requested model that do not need TensorFlow."""
+"""Model sizes, and the checks of a requested model and of where it is pushed to, which do not need TensorFlow."""
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -64,3 +65,23 @@ def check_model(preset: str, size: str | None, seq_length: int) -> None:
         raise UserError(f"{preset} is no preset of a language model; give a folder made by save_to_preset") from error
     if too_long:
         raise UserError(f"{seq_length} tokens are more than the {positions} positions of the preset {preset}")
+
+
+def check_push_to(uri: str, public: bool = False) -> None:
+    """Raises a UserError unless models can be uploaded there: `hf://user/name`, with a token. Empty: no uploads."""
+    if not uri and public:
+        raise UserError("a public model needs a repository to be pushed to: name one, hf://user/name")
+    if not uri:
+        return
+    from huggingface_hub import get_token, is_offline_mode, utils  # which takes a while, and most runs do without it
+
+    if not re.fullmatch("hf://[^/]+/[^/]+", uri):
+        raise UserError(f"models are pushed to hf://user/name, on the Hugging Face Hub; got {uri}")
+    try:
+        utils.validate_repo_id(uri.removeprefix("hf://"))
+    except utils.HFValidationError as error:
+        raise UserError(f"models cannot be pushed to {uri}: {error}") from error
+    if is_offline_mode():
+        raise UserError(f"pushing to {uri} needs the network, and HF_HUB_OFFLINE is set: unset it")
+    if not get_token():
+        raise UserError(f"pushing to {uri} needs a token of the Hub: run `hf auth login`, or set HF_TOKEN")
