@@ -55,18 +55,6 @@ class Own(keras.Model):
         return loss * self.scale + 0.1 * ops.sum(self.dense.kernel**2)
 
 
-class Rematerialized(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(1)
-
-    def build(self, shape):
-        self.dense.build(shape)
-
-    def call(self, x):
-        return keras.remat(self.dense)(x)
-
-
 class Slow(keras.optimizers.SGD):
     def apply_gradients(self, grads_and_vars):
         return super().apply_gradients([(0.1 * gradient, variable) for gradient, variable in grads_and_vars])
@@ -102,7 +90,6 @@ ROWS = {
     "a metric of whole numbers with two results": mean(of(), metrics=lambda: [Counts()]),
     "a saturated softmax of TensorFlow's, a loss of one's own": saturated(tf.nn.softmax, of_own),
     "a saturated sigmoid of Keras's": saturated(ops.sigmoid, "binary_crossentropy"),
-    "what is computed again in the backward pass": mean(of(Rematerialized)),
     "a loss with state": mean(lambda kind: like(kind, Own)(), loss=None),
     "an optimizer with its own apply_gradients": mean(of(), optimizer=lambda: Slow(0.1)),
 }

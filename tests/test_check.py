@@ -44,8 +44,6 @@ class CentreInTraining(Centre):
 
 
 class Own(keras.Model):
-    """A `train_step` of its own, in Keras's way: the mean is divided by the number of replicas."""
-
     def __init__(self, divided):
         super().__init__()
         self.dense, self.divided = layers.Dense(3), divided

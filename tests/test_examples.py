@@ -124,7 +124,6 @@ def test_similar_lengths_share_a_batch_in_a_random_order_with_other_company_in_e
 
 
 def test_predict_gives_a_row_for_each_example_in_the_splits_order():
-    """With 8 in a batch, the last one leaves a replica without examples; 7 are not the same for each."""
     data = encoded(sentences(33, 70), 64, [0, 1] * 16 + [1])
     keras.utils.set_random_seed(0)
     size = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8, "max_sequence_length": 64}

@@ -51,7 +51,6 @@ def test_importing_the_library_loads_nothing(no_tensorflow):
 
 
 def from_inside(code):
-    """What code imports of the library that is not one of its public names."""
     ours = (name for name in imported(code) if name.startswith("keras_replicas."))
     return [name for name in ours if name.removeprefix("keras_replicas.") not in keras_replicas.__all__]
 

@@ -41,7 +41,6 @@ def anchors(text):
 
 
 def wrong_links(name, text):
-    """Links and pictures of a page that lead nowhere in the project."""
     for token in (child for block in MARKDOWN.parse(text) for child in block.children or ()):
         target = token.attrs.get("href") or token.attrs.get("src")
         if not target or re.match("https?://", str(target)):
@@ -55,7 +54,6 @@ def wrong_links(name, text):
 
 
 def raw_marks(_, text):
-    """What a reader of the rendered page would see of Markdown: marks that are not closed, tables that are none."""
     for token in MARKDOWN.parse(text):
         if token.type == "html_block" and not re.fullmatch(MARKER, token.content.strip()):
             yield token.content
@@ -76,7 +74,6 @@ def torn_tables(_, text):
 
 
 def invalid_code(_, text):
-    """Blocks of code that their language's own parser rejects, or in a language that nothing here checks."""
     for token in MARKDOWN.parse(text):
         if token.type != "fence":
             continue

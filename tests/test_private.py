@@ -42,7 +42,6 @@ def is_private(module: str) -> bool:
 
 
 def private_modules(tree: ast.AST) -> list[str]:
-    """Private modules that a file imports or names, in whatever way a syntax tree shows."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

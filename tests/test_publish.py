@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import keras
@@ -24,6 +23,7 @@ from common.model.sizes import check_push_to
 from keras_replicas import Batches, UserError, data_parallel, make_strategy
 from tests.conftest import python
 from tests.hub import URI, StandIn, use
+from tests.test_launch import wait_until
 
 TEXT = " ".join(map(str, range(14)))
 TOKENIZER = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(95))])
@@ -143,16 +143,9 @@ def test_an_upload_that_hangs_holds_up_nothing(hub, publisher, preset, capfd, tm
         "publish.on_epoch_end(0); print(publish.upload.pid, flush=True); raise SystemExit(143)"
     )
     done = python("-c", script)
-    assert done.returncode == 143 and ended(Path("/proc", done.stdout.strip(), "stat"))
-
-
-def ended(stat):
-    """Whether a process is gone within ten seconds, or but waits for its parent to ask."""
-    for _ in range(100):
-        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return True
-        time.sleep(0.1)
-    return False
+    stat = Path("/proc", done.stdout.strip(), "stat")
+    wait_until(lambda: not stat.exists() or " Z " in stat.read_text(), "the upload's end")  # Z: to be asked for
+    assert done.returncode == 143
 
 
 def test_without_a_uri_or_not_by_the_chief_nothing_is_uploaded(tmp_path, monkeypatch):

@@ -70,7 +70,6 @@ def train(name, of):
 
 @pytest.fixture(scope="module")
 def trained(options, tmp_path_factory):
-    """A function of a recipe's name and of changes: the results of a run, and its folder; each is trained once."""
     runs = {}
 
     def of(name, **changes):

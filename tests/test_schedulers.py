@@ -184,7 +184,6 @@ def test_ray_is_not_begun_with_a_wrong_option(words):
 
 @pytest.mark.long
 def test_ray(ray_cluster, tmp_path):
-    """SIGTERM to the program stops the workers; the same command goes on, and again where one is killed."""
     workdir, log = tmp_path / "run", tmp_path / "ray.log"
     command = [sys.executable, FILES / "ray_launch.py", "--workers", "2", "--max-restarts", "1"]
     command += [*OPTIONS, "--workdir", workdir]
