@@ -183,8 +183,10 @@ def test_a_loss_of_its_own_sees_predictions_in_16_bits_and_masks_of_all_replicas
 @pytest.mark.parametrize(("eagerly", "steps"), [(False, None), (False, 3), (True, None)])
 def test_all_stop_after_the_step_in_which_one_was_told_to(eagerly, steps):
     model, stopped = make_model(2, run_eagerly=eagerly), []
-    tell = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda i, _: setattr(model, "told_to_stop", i == 1))
-    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: stopped.append(model.all_told_to_stop))
+    tell = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: setattr(model, "told_to_stop", batch == 1)
+    )
+    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: stopped.append(model.all_told_to_stop))
     model.fit(batches(X, Y), steps_per_epoch=steps, verbose=0, callbacks=[tell, keep])
     assert stopped == [False, True, False]
 

@@ -73,7 +73,7 @@ def labels_seen(dataset, strategy=None, **options):
     """The label of each batch: the model says 0, and the loss is the distance."""
     model = make_model(keras.optimizers.SGD(0.0), "mae", strategy)
     losses = []
-    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: losses.extend(model.step_values["loss"]))
+    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: losses.extend(model.step_values["loss"]))
     pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))  # as a validation would
     options = {"epochs": 3, "verbose": 0} | options
     model.fit(dataset, shuffle=False, callbacks=[keep, pause], **options)
