@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -50,6 +51,12 @@ def collective_strategy():
 sys.path.insert(0, str(ROOT))
 
 
+def python(*words, **options) -> subprocess.CompletedProcess:
+    """A finished process of this interpreter, in the root if not told otherwise."""
+    options = {"cwd": ROOT} | options
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **options)
+
+
 def articles_after_the_licence(seed: int, count: int) -> Iterator[list[str]]:
     """Articles of 1 to 70 lines of 4 to 60 words, each word drawn from those that follow the last one in LICENSE."""
     words = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
@@ -68,10 +75,7 @@ def articles_after_the_licence(seed: int, count: int) -> Iterator[list[str]]:
 
 
 def imported(code: str, package: str = "") -> set[str]:
-    """The modules that code imports, in functions too, and, as `module.name`, what it takes from them.
-
-    Without the name of its package, imports that are relative to it are left out.
-    """
+    """The modules that code imports, and, as `module.name`, what it takes from them; no relative ones if no package."""
     names = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
@@ -109,22 +113,10 @@ def small(wikitext, tmp_path):
     return options | {"seq_length": 32, "batch_size": 8, "dropout": 0.0, "epochs": 1, "max_steps": 6}
 
 
-# (input, what is answered), which tests fill.
-MESSAGES: list[tuple[str, str]] = []
-
-
-def pytest_terminal_summary(terminalreporter):
-    if MESSAGES:
-        terminalreporter.section("bad and odd input, and what is answered")
-        for words, message in MESSAGES:
-            terminalreporter.write_line(f"{words:45} {message}")
-
-
 # Tests that may be skipped, by node id. Anything else that is skipped fails the run where CI is set.
 MAY_BE_SKIPPED = {
-    # These need leave to mount a file system, which containers often do not have.
+    # This needs leave to mount a file system, which containers often do not have.
     "tests/test_checkpoints.py::test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so",
-    "tests/test_rows.py::test_a_full_disk_is_told_of_and_then_it_goes_on",
     # And these to make network namespaces.
     "tests/test_schedulers.py::test_the_pods_of_the_manifest_train_together",
     "tests/test_faults.py::test_a_run_ends_as_if_nothing_had_happened[network cut between two hosts]",

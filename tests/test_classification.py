@@ -79,7 +79,6 @@ def test_a_correlation_with_a_constant_is_0():
 
 
 def results_for(make_example, classes=2, metrics=("accuracy",)):
-    """The baselines' scores of what they learn of 1,500 examples, by name."""
     splits = {}
     for seed, (split, count) in enumerate({"train": 1500, "validation": 500}.items()):
         draw = random.Random(seed)
@@ -94,20 +93,6 @@ def results_for(make_example, classes=2, metrics=("accuracy",)):
 
 def words(draw, count):
     return [draw.randrange(50) for _ in range(count)]
-
-
-def test_noise_is_not_learned():
-    found = results_for(lambda draw: (words(draw, 5), words(draw, 5), draw.randrange(2)))
-    assert all(accuracy == pytest.approx(0.5, abs=0.07) for accuracy in found.values())
-
-
-def test_words_tell():
-    def example(draw):
-        label = draw.randrange(3)
-        return [*words(draw, 5), 3 * draw.randrange(10) + label, *words(draw, 2)], label
-
-    found = results_for(example, classes=3)
-    assert found["length"] < 0.45 < found["bag_of_words"] and found["majority"] < 0.45
 
 
 def test_which_text_a_word_is_in_and_which_are_shared_tell():
@@ -128,12 +113,10 @@ def test_which_text_a_word_is_in_and_which_are_shared_tell():
     assert found["bag_of_words"] > 0.95 and found["length"] < 0.6
 
 
-@pytest.mark.parametrize("which", ["first", "second", "difference"])
-def test_lengths_tell(which):
+def test_lengths_tell():
     def example(draw):
         one, two = draw.randint(0, 20), draw.randint(0, 20)
-        label = {"first": one > 10, "second": two > 10, "difference": abs(one - two) < 5}[which]
-        return words(draw, one), words(draw, two), int(label)
+        return words(draw, one), words(draw, two), int(abs(one - two) < 5)
 
     assert results_for(example)["length"] > 0.95
 

@@ -1,5 +1,3 @@
-"""Where a worker's number and the others' addresses come from: TF_CONFIG, Slurm, Kubernetes."""
-
 import json
 import re
 
@@ -108,26 +106,17 @@ def test_a_tf_config_of_another_form_is_answered_with_a_right_one(text, environm
         tf_config()
 
 
-@pytest.mark.parametrize("index", [None, "0", 1, -1])
-def test_a_worker_that_is_not_there(index, environment):
-    environment(config_of({"worker": ["a:1"]}, "worker", index))
+ONE = {"worker": ["a:1"]}
+NOT_THERE = [(ONE, "worker", index) for index in (None, "0", 1, -1)]
+NOT_THERE += [(cluster, "worker", 0) for cluster in (["a:1"], {"worker": "a:1"}, {"worker": [1]}, {"worker": ["a"]})]
+NOT_THERE += [(ONE | {kind: ["b:1"]}, each, 0) for kind in ("evaluator", "ps") for each in ("worker", kind)]
+
+
+@pytest.mark.parametrize("config", NOT_THERE, ids=str)
+def test_a_worker_or_a_cluster_that_is_not_there(config, environment):
+    environment(config_of(*config))
     with pytest.raises(UserError, match="TF_CONFIG is malformed"):
         tf_config()
-
-
-@pytest.mark.parametrize(
-    "cluster",
-    [
-        *(["a:1"], {"worker": "a:1"}, {"worker": [1]}, {"worker": ["a"]}),
-        *({"worker": ["a:1"], "evaluator": ["b:1"]}, {"worker": ["a:1"], "ps": ["b:1"]}),
-    ],
-    ids=str,
-)
-def test_a_cluster_that_is_none(cluster, environment):
-    for task_type in ("worker", *cluster):
-        environment(config_of(cluster, task_type, 0))
-        with pytest.raises(UserError, match="TF_CONFIG is malformed"):
-            tf_config()
 
 
 @pytest.mark.parametrize("text", ["5m", "-1", "0", "1.5", "abc", "9" * 30])

@@ -1,5 +1,3 @@
-"""Prompts with answers: what is read of `.jsonl` files, and the rows that it becomes."""
-
 import json
 
 import keras_hub
@@ -37,7 +35,6 @@ def cache(tmp_path, monkeypatch):
 
 
 def with_tokens(tokens):
-    """A byte-pair tokenizer that has these tokens, too."""
     words = {"<|endoftext|>": 0, "t": 1, "h": 2, "th": 3} | {token: 4 + i for i, token in enumerate(tokens)}
     return keras_hub.models.GPT2Tokenizer(words, ["t h"])
 
@@ -63,11 +60,8 @@ def test_a_row_is_a_dialogue_with_labels_on_the_answers_alone(tokenizer):
 
 
 def test_the_form_is_the_one_that_the_tokenizer_has_tokens_for(tokenizer):
-    gemma, chat_ml, llama = (
-        ["<start_of_turn>", "<end_of_turn>"],
-        ["<|im_start|>", "<|im_end|>"],
-        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    )
+    gemma, chat_ml = ["<start_of_turn>", "<end_of_turn>"], ["<|im_start|>", "<|im_end|>"]
+    llama = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     found = [chat_form(with_tokens(tokens)) for tokens in (gemma, chat_ml, llama, gemma[:1])]
     assert found == [*CHAT_FORMS, PLAIN] and chat_form(tokenizer) == PLAIN
     marked = marked_ids("<|im_start|>th<|im_end|>", with_tokens(chat_ml))
@@ -115,11 +109,8 @@ def test_files_are_read_and_held_out(tmp_path):
     [
         ('{"prompt": "a"}', "must have a prompt and a response, or messages with a role (system, user, assistant) and"),
         ('{"prompt": "a", "response": 5}', 'all texts, and an answer; it has {"prompt": "a", "response": 5}'),
-        ('{"messages": "hello"}', "must have"),
         ('{"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}', "must have"),
         (f'{{"messages": [{{"role": "{"robot " * 99}", "content": "a"}}]}}', "robot robot ..."),
-        ('{"messages": [{"role": "assistant"}]}', "must have"),
-        ('{"messages": [{"role": ["user"], "content": "a"}]}', "must have"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "must have"),
         ("prompt", "Expecting value"),
         ('["prompt"]', "not a JSON object, with a value for each column"),

@@ -4,14 +4,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from common.files import cached, read_json, write_json
+from tests.conftest import ROOT, python
 
-ROOT = Path(__file__).parent.parent
-# Makes a file slowly, and says so.
 PROGRAM = """
 import sys, time
 from common.files import cached
@@ -33,9 +31,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def process(seconds):
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(seconds=seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", PROGRAM.format(seconds=seconds)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_file_is_made_once_for_the_same_inputs(cache):
@@ -84,25 +81,20 @@ def test_a_folder_is_made_whole_or_not_at_all(cache):
 def test_without_a_folder_to_write_to_a_file_lives_as_long_as_the_process(home, tmp_path):
     environ = os.environ | {"XDG_CACHE_HOME": "", "HOME": home, "TMPDIR": str(tmp_path)}
     code = PROGRAM.format(seconds=0) + "print(cached('file', ['a'], None).read_text())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
+    done = python("-c", code, env=environ)
     assert (done.stdout, done.stderr) == ("making\nwhole\nwhole\n", "")
     assert not list(tmp_path.iterdir())
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path):
-    write_json(tmp_path / "a.json", {"old": 1})
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "a.json", {"new": object()})
-    assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
-
-
-def test_what_is_no_object_in_a_file_is_none(tmp_path):
+def test_json_is_written_whole_or_not_at_all_and_what_is_no_object_in_a_file_is_none(tmp_path):
     path = tmp_path / "a.json"
     assert read_json(path) is None
     for text in ("", '{"steps": 3', "[]", "3", "[" * 100_000, "\udcff"):
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
         assert read_json(path) is None
     write_json(path, {"steps": 3})
+    with pytest.raises(TypeError):
+        write_json(path, {"new": object()})
     assert read_json(path) == {"steps": 3} and [*tmp_path.iterdir()] == [path]
 
 
@@ -111,11 +103,3 @@ def test_what_is_no_number_is_null_which_every_reader_of_json_knows(tmp_path):
     write_json(tmp_path / "a.json", results)
     wanted = {"val_loss": None, "val_perplexity": None, "rate": {"peak": None}, "steps": [1]}
     assert json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail) == wanted
-
-
-def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old(tmp_path, monkeypatch):
-    done, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), done.append(os.fstat(fd).st_ino)))
-    monkeypatch.setattr(os, "replace", lambda source, target: (replace(source, target), done.append("replaced")))
-    write_json(tmp_path / "a.json", {})
-    assert done == [(tmp_path / "a.json").stat().st_ino, "replaced"]

@@ -20,13 +20,9 @@ def nvidia_smi(monkeypatch, tmp_path):
 
 def test_a_gpu_is_a_line_and_its_parts_are_none(nvidia_smi):
     assert gpu_names() == []
-    lines = [
-        "GPU 0: NVIDIA H100 (UUID: GPU-1)",
-        "  MIG 1g.10gb Device 0: (UUID: MIG-2)",
-        "GPU 1: NVIDIA H100 (UUID: GPU-3)",
-    ]
-    nvidia_smi(*lines)
-    assert gpu_names() == [lines[0], lines[2]]
+    first, part, second = "GPU 0: NVIDIA H100", "  MIG 1g.10gb Device 0: (UUID: MIG-2)", "GPU 1: NVIDIA H100"
+    nvidia_smi(first, part, second)
+    assert gpu_names() == [first, second]
 
 
 @pytest.mark.parametrize(
@@ -57,9 +53,7 @@ def test_workers_share_the_gpus_that_may_be_used(nvidia_smi, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,2,3")
     assert gpu_shares(1) == (["6,2,3"], 0)
     assert gpu_shares(2) == (["6", "2"], 1)
-    with pytest.raises(
-        UserError, match="4 workers need a GPU each, and this process may use 3. Start fewer workers, or"
-    ):
+    with pytest.raises(UserError, match="4 workers need a GPU each, and this process may use 3. Start fewer"):
         gpu_shares(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu_shares(4) == ([], 0)

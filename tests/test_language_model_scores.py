@@ -1,5 +1,3 @@
-"""A language model's scores, by hand counts."""
-
 import math
 from types import SimpleNamespace
 

@@ -13,7 +13,6 @@ ROBERTA = keras_hub.models.RobertaTokenizer(IDS, ["w o"])
 
 
 def batch(rows=200, length=126, tokens=126):
-    """Texts without start and end, and which of their ids are tokens."""
     ids = np.zeros((rows, length), np.int32)
     ids[:, :tokens] = np.random.default_rng(0).integers(5, 1000, (rows, tokens))
     return ids, np.tile(np.arange(length) < tokens, (rows, 1))
@@ -50,7 +49,7 @@ def test_what_is_chosen_and_what_becomes_of_it(tokenizer):
     assert x.keys() == names and all(value.dtype == np.int32 for value in [y, *x.values()])
 
 
-def test_padding_and_special_tokens():
+def test_padding_and_special_tokens_and_a_batch_without_any_text():
     ids, is_token = batch(rows=3, length=20, tokens=10)
     is_token[1] = False  # a place filled with no example
     ids[2, :5], ids[0, :9:2] = unknown_id(BERT), BERT.end_token_id  # of texts within a row
@@ -61,9 +60,6 @@ def test_padding_and_special_tokens():
     assert x["mask_positions"][2, 0] > 5
     assert (x["token_ids"][::2, 0] == 2).all() and (x["token_ids"][::2, 11] == 3).all()
     assert unknown_id(ROBERTA) == 3
-
-
-def test_a_model_takes_a_batch_without_any_text():
     x, _, weight = masked(*batch(rows=2, length=32, tokens=0))
     assert x["token_ids"].shape == (2, 34) and not weight.any()
 
@@ -75,14 +71,6 @@ def test_masks_are_a_function_of_seed_epoch_and_example_alone():
     tf.nest.map_structure(lambda a, b: np.testing.assert_array_equal(a[50:60], b), everything, part)
     for other in (masked(ids, is_token, epoch=1), masked(ids, is_token, seed=1)):
         assert (everything[0]["mask_positions"] != other[0]["mask_positions"]).any(1).all()
-
-
-def test_each_seed_epoch_and_example_has_seeds_of_its_own():
-    epochs, examples = tf.constant([0, 0, 1, 2**31 - 1], tf.int64), tf.constant([0, 1, 0, 5], tf.int64)
-    runs = [mask_seeds(seed, at, examples) for seed in (0, 1, 2**31, 2**32 - 1) for at in (epochs, None)]
-    seeds = {tuple(row) for run in runs for row in run.numpy()}
-    assert len(seeds) == 4 * (4 + 3)  # an evaluation's do not depend on the epoch
-    np.testing.assert_array_equal(mask_seeds(3, None, examples), mask_seeds(3, None, examples))
 
 
 @pytest.mark.parametrize("length", [46, 62, 126])

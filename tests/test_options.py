@@ -23,22 +23,17 @@ class Config(FitOptions):
     ("name", "value", "told"),
     [
         ("size", 2, "--size must be at least 3; got 2"),
-        ("size", 10, "--size must be at most 9; got 10"),
         ("batch_size", 0, "--batch-size must be at least 1; got 0"),
         ("batch_size", 2**31, "--batch-size must be at most 2147483647; got 2147483648"),
         ("max_steps", 10**400, f"--max-steps must be at most 2147483647; got {10**400}"),
         ("max_steps", -5, "--max-steps must be at least 0; got -5"),
-        ("replicas", -1, "--replicas must be at least 0; got -1"),
         ("replicas", 1025, "--replicas must be at most 1024; got 1025"),
         ("seed", 2**32, "--seed must be at most 4294967295; got 4294967296"),
         ("checkpoint_every", 0, "--checkpoint-every must be at least 1; got 0"),
         ("rate", math.nan, "--rate must be a finite number; got nan"),
-        ("rate", math.inf, "--rate must be a finite number; got inf"),
         ("rate", 0.0, "--rate must be at least 1e-30; got 0.0"),
         ("warmup", 1.0, "--warmup must be at most 0.9999999999999999; got 1.0"),
-        ("warmup", -math.inf, "--warmup must be a finite number; got -inf"),
         ("corpus", "", "--corpus is empty: name one, or leave it out"),
-        ("workdir", "", "--workdir is empty: name one, or leave it out"),
         ("workdir", "gs://bucket/run", "--workdir gs://bucket/run must be a folder of this machine"),
         ("accumulate", 3, "--accumulate 3 must divide --batch-size 16"),
     ],
@@ -59,15 +54,9 @@ def test_an_input_must_not_lie_in_the_runs_folder(tmp_path, monkeypatch):
     (tmp_path / "run/deeper/a.txt").write_text("text")
     (tmp_path / "link").symlink_to(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    for workdir, corpus in (
-        ("run", "run/deeper/a.txt"),
-        ("link", "run/deeper"),
-        (str(tmp_path / "run"), "link"),
-        (".", "run"),
-    ):
-        with pytest.raises(
-            UserError, match=f"--corpus {corpus} lies in the run's folder, which --overwrite moves aside"
-        ):
+    inside = ("run", "run/deeper/a.txt"), ("link", "run/deeper"), (str(tmp_path / "run"), "link"), (".", "run")
+    for workdir, corpus in inside:
+        with pytest.raises(UserError, match=f"--corpus {corpus} lies in the run's folder, which --overwrite moves"):
             Config(workdir=workdir, corpus=corpus)
     with pytest.raises(UserError, match="the run's folder lies in --corpus run, which is read: give another"):
         Config(workdir="run/deeper/new", corpus="run")
@@ -78,7 +67,5 @@ def test_an_input_must_not_lie_in_the_runs_folder(tmp_path, monkeypatch):
 def test_a_resumed_run_must_have_all_options_but_the_free_ones():
     free = {"workdir", "replicas", "checkpoint_every", "overwrite", "dry_run", "accumulate", "jit"}
     config = Config(seed=7)
-    assert config.fixed("a") == {"recipe": "a"} | {
-        name: value for name, value in vars(config).items() if name not in free
-    }
-    assert config.fixed("a")["seed"] == 7
+    fixed = {name: value for name, value in vars(config).items() if name not in free}
+    assert config.fixed("a") == {"recipe": "a"} | fixed and fixed["seed"] == 7

@@ -1,5 +1,3 @@
-"""The order of examples: every epoch has each once, and it is random."""
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -35,11 +33,3 @@ def test_order_is_random():
     examples = places(2000, 100, seed=0, epochs=200)[0]
     correlations = [np.corrcoef(np.arange(2000), row)[0, 1] for row in examples]
     assert np.std(correlations) * 2000**0.5 == pytest.approx(1, abs=0.25)  # 5 sd; with 4 rounds of shuffling, 2.2
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_a_step_holds_the_same_examples_for_any_number_of_workers(workers):
-    positions = tf.data.Dataset.range(160)
-    of_worker = [positions.shard(workers, w).batch(16 // workers) for w in range(workers)]
-    for step, parts in enumerate(zip(*of_worker, strict=True)):
-        assert sorted(np.concatenate(parts)) == list(range(16 * step, 16 * step + 16))

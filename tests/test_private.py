@@ -1,11 +1,9 @@
-# SPDX-License-Identifier: Apache-2.0
 """What is private of Keras and TensorFlow is named in one file, and is where it was."""
 
 import ast
 import functools
 import re
-from pathlib import Path
-from typing import NamedTuple
+from collections import namedtuple
 
 import keras
 import numpy as np
@@ -15,21 +13,15 @@ import tensorflow as tf
 from keras_replicas import private
 from keras_replicas.model import data_parallel
 from keras_replicas.strategy import make_strategy
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
 SEAM = ROOT / "keras_replicas" / "private.py"
 FILES = sorted(path for room in ("keras_replicas", "common", "recipes") for path in (ROOT / room).rglob("*.py"))
 PRIVATE = ("keras.src", "keras_hub.src", "keras_nlp.src", "tensorflow.python")
 PUBLIC = {"_replace", "_asdict", "_fields"}  # of a named tuple
 
 
-class Row(NamedTuple):
-    """A private attribute, as the seam's docstring lists it."""
-
-    owner: str
-    name: str
-    purpose: str
-    advice: str
+Row = namedtuple("Row", "owner name purpose advice")
 
 
 def rows_of(text: str) -> list[Row]:
@@ -50,7 +42,6 @@ def is_private(module: str) -> bool:
 
 
 def private_modules(tree: ast.AST) -> list[str]:
-    """Private modules that a file imports or names, in whatever way a syntax tree shows."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -104,9 +95,7 @@ def test_every_private_attribute_is_in_the_table():
     table = {row.name for row in ROWS}
     assert used - defined - table - PUBLIC == set()
     by_name = {"_ema_weights_in_model"}  # in fit_state.py's list
-    assert table - used - by_name - {"_make_function", "_maybe_symbolic_build"} == set(), (
-        "no longer needed: remove the row"
-    )
+    assert table - used - by_name - {"_make_function", "_maybe_symbolic_build"} == set()  # else remove the row
 
 
 @functools.cache

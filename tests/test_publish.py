@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import keras
@@ -22,10 +21,11 @@ from common.model.presets import save_task
 from common.model.publish import Publish
 from common.model.sizes import check_push_to
 from keras_replicas import Batches, UserError, data_parallel, make_strategy
+from tests.conftest import python
 from tests.hub import URI, StandIn, use
+from tests.test_launch import wait_until
 
 TEXT = " ".join(map(str, range(14)))
-ROOT = Path(__file__).parent.parent
 TOKENIZER = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(95))])
 PREPROCESSOR = keras_hub.models.BertMaskedLMPreprocessor(TOKENIZER, sequence_length=16)
 
@@ -50,7 +50,6 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def preset(tmp_path_factory):
-    """A small preset, which `publisher` copies instead of saving one."""
     folder = tmp_path_factory.mktemp("preset") / "preset"
     save_task(masked_lm_from_size("nano", TOKENIZER, 0.0, 16), PREPROCESSOR, folder)
     return folder
@@ -58,7 +57,6 @@ def preset(tmp_path_factory):
 
 @pytest.fixture
 def publisher(preset, tmp_path, monkeypatch):
-    """A callback that copies a preset instead of saving one."""
     monkeypatch.setattr(publishing, "save_task", lambda *given: shutil.copytree(preset, given[2], dirs_exist_ok=True))
     return Publish(URI, False, tmp_path, PREPROCESSOR)
 
@@ -144,17 +142,10 @@ def test_an_upload_that_hangs_holds_up_nothing(hub, publisher, preset, capfd, tm
         f"publish = module.Publish({URI!r}, False, pathlib.Path({str(tmp_path)!r}), None)\n"
         "publish.on_epoch_end(0); print(publish.upload.pid, flush=True); raise SystemExit(143)"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 143 and ended(Path("/proc", done.stdout.strip(), "stat"))
-
-
-def ended(stat):
-    """Whether a process is gone within ten seconds, or but waits for its parent to ask."""
-    for _ in range(100):
-        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return True
-        time.sleep(0.1)
-    return False
+    done = python("-c", script)
+    stat = Path("/proc", done.stdout.strip(), "stat")
+    wait_until(lambda: not stat.exists() or " Z " in stat.read_text(), "the upload's end")  # Z: to be asked for
+    assert done.returncode == 143
 
 
 def test_without_a_uri_or_not_by_the_chief_nothing_is_uploaded(tmp_path, monkeypatch):
@@ -225,7 +216,7 @@ def test_where_models_go_is_checked(uri, told, monkeypatch, tmp_path):
 def test_a_good_place_to_go_passes_without_tensorflow(monkeypatch, no_tensorflow):
     words = "import sys; from common.model.sizes import check_push_to as c; c(''); c('hf://a/b')"
     environ = no_tensorflow | {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_token"}
-    subprocess.run([sys.executable, "-c", words], cwd=ROOT, env=environ, check=True)
+    assert python("-c", words, env=environ).returncode == 0
     monkeypatch.setenv("HF_TOKEN", "hf_token")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set"):

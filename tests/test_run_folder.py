@@ -21,13 +21,11 @@ def folder(tmp_path):
 
 
 def opened(folder, overwrite=False, **changes):
-    """Opens a run, and lets go."""
     with open_run(str(folder), OPTIONS | changes, overwrite=overwrite) as run:
         return run
 
 
 def begun(folder, **changes):
-    """A run that was interrupted after its first checkpoint."""
     opened(folder, **changes)
     write(folder / "checkpoints/ckpt-4.index")
 
@@ -59,20 +57,16 @@ def test_a_run_is_resumed_with_its_options_and_refused_by_name_with_others(folde
     assert files_in(folder) == before and opened(folder).results is None
 
 
-def test_before_anything_came_of_a_run_its_options_may_change(folder):
+def test_before_anything_came_of_a_run_its_options_may_change_and_then_what_it_recorded_is_kept(folder):
+    write(folder / ".config.json.123.unfinished", "{")  # as a killed process left it
     with open_run(str(folder), OPTIONS) as run:
         run.keep("scaled", lambda: (16, 0.1))
     with open_run(str(folder), OPTIONS | {"seed": 1}) as run:
         assert run.keep("scaled", lambda: (32, 0.2)) == (32, 0.2)
     assert json.loads((folder / "config.json").read_text())["options"]["seed"] == 1
-
-
-def test_what_the_start_recorded_is_kept(folder):
-    with open_run(str(folder), OPTIONS) as run:
-        assert run.keep("scaled", lambda: (16, 0.1)) == (16, 0.1)
-        write(folder / "steps.jsonl")
-    with open_run(str(folder), OPTIONS) as run:
-        assert run.keep("scaled", lambda: (32, 0.2)) == [16, 0.1]
+    write(folder / "steps.jsonl")
+    with open_run(str(folder), OPTIONS | {"seed": 1}) as run:
+        assert run.keep("scaled", lambda: (64, 0.4)) == [32, 0.2]
 
 
 def test_a_run_goes_on_only_with_what_it_began_with(folder):
@@ -232,18 +226,11 @@ os._exit(0)
 def test_workers_open_a_run_together(tmp_path):
     for own in range(2):
         write(tmp_path / f"program-{own}.py", f"program {own}")
-    addresses = free_addresses(2)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER],
-            cwd=tmp_path,
-            env=environment | {"TF_CONFIG": json.dumps(worker_config(addresses, own))},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for own in range(2)
-    ]
+    addresses, workers = free_addresses(2), []
+    for own in range(2):
+        environment = {"PYTHONPATH": str(ROOT), "TF_CONFIG": json.dumps(worker_config(addresses, own))}
+        options = {"cwd": tmp_path, "env": os.environ | environment, "stdout": subprocess.PIPE, "text": True}
+        workers.append(subprocess.Popen([sys.executable, "-c", WORKER], **options))
     try:
         chief, other = (json.loads(worker.communicate(timeout=100)[0].splitlines()[-1]) for worker in workers)
     finally:
