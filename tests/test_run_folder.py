@@ -146,11 +146,6 @@ def test_a_run_is_not_begun_among_other_files(name, folder):
     assert [path.name for path in folder.rglob("*") if path.is_file()] == [name.split("/")[-1]]
 
 
-def test_what_a_killed_process_left_is_no_other_file(folder):
-    write(folder / ".config.json.123.unfinished", "{")
-    assert opened(folder).results is None
-
-
 def test_a_link_to_a_folder_is_moved_aside_but_not_the_current_folder(folder, monkeypatch):
     """Relative paths of the same command would then be in the old one."""
     begun(folder)
