@@ -9,18 +9,22 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from benchmarks.features import IDS, ONE_HOT, State, largest_difference, like, row, run
+from benchmarks.features import IDS, ONE_HOT, largest_difference, like, row, run
 from benchmarks.features import X as ALL
 from keras_replicas import Checkpoints, data_parallel, make_strategy
+from keras_replicas.noise import noise_seeds
 from keras_replicas.private import minor
 
 pytestmark = pytest.mark.slow  # test_data_parallel.py and test_conformance.py have shorter ones
 
 EXAMPLES, BATCH, FEATURES = 25, 8, 5
 X, Y = ALL[:EXAMPLES], ONE_HOT[:EXAMPLES]
+IMAGES = np.random.default_rng(0).normal(size=(EXAMPLES, 8, 8, 2)).astype(np.float32)
 
 
 def of(*hidden, shape=(FEATURES,), last=True):
+    """A function that makes a sequential model of what these make."""
+
     def make(kind):
         made = [layer() for layer in hidden]
         return like(kind, keras.Sequential)([keras.Input(shape), *made, *([layers.Dense(3)] if last else [])])
@@ -28,7 +32,32 @@ def of(*hidden, shape=(FEATURES,), last=True):
     return make
 
 
+class Endpoint(layers.Layer):
+    """As in Keras's guide: a loss of Keras's that a layer computes."""
+
+    loss = keras.losses.MeanSquaredError()
+
+    def call(self, outputs, target):
+        self.add_loss(self.loss(target, outputs))
+        return outputs
+
+
+def a_loss_in_a_layer(kind):
+    inputs = keras.Input((FEATURES,))
+    return kind(inputs, Endpoint()(layers.Dense(FEATURES)(inputs), inputs))
+
+
+class OfLarge(keras.losses.MeanSquaredError):
+    """Over the large outputs: a mean of its own, though of Keras's class."""
+
+    def call(self, y_true, y_pred):
+        kept = ops.cast(ops.abs(y_pred) > 0.3, y_pred.dtype)
+        return ops.sum(kept * (y_true - y_pred) ** 2) / ops.sum(kept)
+
+
 class Counts(keras.metrics.Metric):
+    """Of whole numbers, with two results."""
+
     def __init__(self, **options):
         super().__init__(**options)
         self.seen = self.add_weight(shape=(), dtype="int32", initializer="zeros", name="seen")
@@ -41,6 +70,8 @@ class Counts(keras.metrics.Metric):
 
 
 class Own(keras.Model):
+    """A `compute_loss` that updates a variable, and has weights in it."""
+
     def __init__(self):
         super().__init__()
         self.dense, self.scale = layers.Dense(3), self.add_weight(shape=(), initializer="ones", trainable=False)
@@ -55,7 +86,37 @@ class Own(keras.Model):
         return loss * self.scale + 0.1 * ops.sum(self.dense.kernel**2)
 
 
+class LooksUpAgain(keras.Model):
+    """Its own loss reads a table, whose gradient is one of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(20, 4)
+
+    def call(self, x):
+        return self.table(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean((y_pred - 1) ** 2) + ops.mean(self.table(x) ** 2)
+
+
+class Rematerialized(layers.Layer):
+    """A layer whose activations are computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        return keras.remat(self.dense)(x)
+
+
 class Slow(keras.optimizers.SGD):
+    """Has its own `apply_gradients`."""
+
     def apply_gradients(self, grads_and_vars):
         return super().apply_gradients([(0.1 * gradient, variable) for gradient, variable in grads_and_vars])
 
@@ -65,6 +126,7 @@ def of_own(y, predicted):
 
 
 def mean(make, data=None, loss="mse", **options):
+    """A row of the table, with a loss that is a mean of squares."""
     return row(make, data or (X, Y), loss=lambda: loss() if isinstance(loss, type) else loss, **options)
 
 
@@ -75,22 +137,45 @@ def saturated(activation, loss):
     return mean(made, loss=loss, optimizer=lambda: keras.optimizers.SGD(0.01), bound=1e-5)
 
 
+CONVOLUTIONS = [lambda: layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization, lambda: layers.MaxPooling2D(2)]
+CONVOLUTIONS += [lambda: layers.DepthwiseConv2D(2), layers.GlobalAveragePooling2D]
+
+
 def masked():
     return layers.Embedding(20, 3, mask_zero=True)
 
 
 GAPS = IDS[:EXAMPLES] * (np.arange(6) < 4)
 ROWS = {
+    "images": mean(of(*CONVOLUTIONS, shape=IMAGES.shape[1:]), (IMAGES, Y), bound=1e-5),
+    "images in a sequence": mean(
+        of(lambda: layers.ConvLSTM2D(2, 3), layers.Flatten, shape=(None, *IMAGES.shape[1:])), (IMAGES[:, None], Y)
+    ),
+    "a loss in a layer": mean(a_loss_in_a_layer, (X,), loss=None),
+    "a loss as metric": mean(of(), metrics=lambda: [keras.losses.MeanSquaredError(name="q")]),
     "a masked mean, NaN of an example that is all padding": mean(
         of(masked, layers.GlobalAveragePooling1D, shape=(6,)), (IDS[:EXAMPLES], Y)
     ),
     "a mask on the outputs": mean(
         of(masked, lambda: layers.Dense(1), shape=(6,), last=False), (GAPS, GAPS[..., None] / 20)
     ),
+    "a subclass of a loss of Keras's": mean(of(), loss=OfLarge),
     "a metric of whole numbers with two results": mean(of(), metrics=lambda: [Counts()]),
-    "a saturated softmax of TensorFlow's, a loss of one's own": saturated(tf.nn.softmax, of_own),
+    "a loss and a metric over the batch axis": mean(
+        of(),
+        loss=keras.losses.CosineSimilarity(axis=0),
+        metrics=lambda: [keras.metrics.CosineSimilarity(axis=0)],
+    ),
+    **{
+        f"a saturated {of.__name__} of {of.__module__}, {getattr(loss, '__name__', loss)}": saturated(of, loss)
+        for of in (tf.nn.softmax, ops.softmax)
+        for loss in ("categorical_crossentropy", of_own)
+    },
+    "a saturated sigmoid": saturated(tf.nn.sigmoid, "binary_crossentropy"),
     "a saturated sigmoid of Keras's": saturated(ops.sigmoid, "binary_crossentropy"),
+    "what is computed again in the backward pass": mean(of(Rematerialized)),
     "a loss with state": mean(lambda kind: like(kind, Own)(), loss=None),
+    "a loss that looks up an embedding": mean(lambda kind: like(kind, LooksUpAgain)(), (IDS, IDS), loss=None),
     "an optimizer with its own apply_gradients": mean(of(), optimizer=lambda: Slow(0.1)),
 }
 if minor(keras.__version__) >= [3, 15]:
@@ -109,23 +194,26 @@ def dense(kind, *hidden):
     return kind([keras.Input((FEATURES,)), *hidden, layers.Dense(3)])
 
 
-def ours(*hidden, replicas=2, **options):
-    with make_strategy(replicas).scope():
-        model = dense(data_parallel(keras.Sequential, **options), *hidden)
-        model.compile("sgd", "mse")
-    return model
+class Counting(layers.Layer):
+    """Of steps, from a number that float32 cannot tell from the next."""
 
+    def build(self, shape):
+        options = {"initializer": "zeros", "trainable": False, "aggregation": "only_first_replica"}
+        self.calls = self.add_weight(shape=(), dtype="int64", **options)
+        self.calls.assign(10**12 + 1)
 
-def count(state, x, training):
-    if training:
-        state.assign_add(1)
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1)
+        return x
 
 
 def test_a_layer_that_counts_steps_counts_exactly():
-    """From a number that float32 cannot tell from the next."""
-    model = ours(counting := State(count, "only_first_replica", begin=2**30 + 1))
+    with make_strategy(2).scope():
+        model = dense(data_parallel(keras.Sequential), counting := Counting())
+        model.compile("sgd", "mse")
     model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
-    assert int(counting.state.numpy()) == 2**30 + 1 + 8
+    assert int(counting.calls.numpy()) == 10**12 + 1 + 8
 
 
 def test_a_metric_made_outside_of_the_scope_is_of_the_whole_data():
@@ -155,6 +243,8 @@ def test_compiled_again_it_learns_by_the_new_loss():
 
 
 class Noise(layers.Layer):
+    """Without a seed: from Keras's own generator."""
+
     def __init__(self, seed=None):
         super().__init__()
         self.generator = seed and keras.random.SeedGenerator(seed)
@@ -163,7 +253,27 @@ class Noise(layers.Layer):
         return x + keras.random.normal(ops.shape(x), seed=self.generator)
 
 
-@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("steps", [None, 3])
+def test_noise_without_a_seed_is_another_in_each_step_and_replica(steps):
+    with make_strategy(2).scope():
+        model = dense(data_parallel(keras.Sequential), Noise())
+        model.compile(keras.optimizers.SGD(0.0, gradient_accumulation_steps=steps), "mse")
+    x, seen = np.zeros((4, FEATURES), np.float32), []
+    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: seen.append(model.step_values["loss"][0]))
+    model.fit(x, np.zeros((4, 3)), 4, epochs=3, verbose=0, callbacks=[keep])
+    assert len(set(seen)) == 3
+    assert len(model.weights) == 2  # Keras's generator is no part of the model
+
+    @tf.function
+    def of_replicas():
+        strategy = model.distribute_strategy
+        return strategy.experimental_local_results(strategy.run(lambda: [*noise_seeds(model, tf.constant(0))][-1][1]))
+
+    first, second = of_replicas()
+    assert (first != second).numpy().any()
+
+
+@pytest.mark.parametrize("seed", [1])
 def test_predictions_draw_other_noise_for_each_row_and_each_time(seed):
     with make_strategy(2).scope():
         model = data_parallel(keras.Sequential([keras.Input((2,)), Noise(seed)]))
@@ -202,6 +312,18 @@ def test_what_would_be_computed_otherwise_is_refused(make, told):
         model.fit(X, Y, BATCH, verbose=0)
 
 
+def test_parts_of_a_batch_set_between_two_fits_count():
+    strategy = make_strategy(2)
+    with strategy.scope():
+        model = dense(data_parallel(keras.Sequential), layers.BatchNormalization())
+        model.compile("sgd", "mse")
+    model.fit(X, Y, BATCH, verbose=0)
+    with strategy.scope():
+        data_parallel(model, accumulate=2)
+    with pytest.raises(ValueError, match="accumulate needs a model without BatchNormalization: set accumulate = 1"):
+        model.fit(X, Y, BATCH, verbose=0)
+
+
 def test_a_number_of_parts_or_a_target_that_makes_no_sense_is_refused():
     for value in (0, "2"):
         with pytest.raises(ValueError, match=f"accumulate must be a number of parts, 1 or more, not {value!r}"):
@@ -213,7 +335,9 @@ def test_a_number_of_parts_or_a_target_that_makes_no_sense_is_refused():
 
 @pytest.mark.parametrize("rest", [True, False])
 def test_parts_that_do_not_divide_a_batch_are_refused(rest):
-    model = ours(accumulate=3)
+    with make_strategy(2).scope():
+        model = dense(data_parallel(keras.Sequential, accumulate=3))
+        model.compile("sgd", "mse")
     data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(8, drop_remainder=not rest)
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="accumulate = 3 does not divide"):
         model.fit(data, verbose=0)
@@ -233,9 +357,10 @@ def test_a_train_step_of_its_own_comes_with_a_warning():
             return super().train_step(data)
 
     with make_strategy(2).scope():
-        for kind, step in ((Trained, "train_step"), (Scored, "test_step")):
-            with pytest.warns(UserWarning, match=f"{kind.__name__}.{step} runs on each replica"):
-                data_parallel(kind)().compile("sgd", "mse")
+        with pytest.warns(UserWarning, match="Trained.train_step runs on each replica"):
+            data_parallel(Trained)().compile("sgd", "mse")
+        with pytest.warns(UserWarning, match="Scored.test_step runs on each replica"):
+            data_parallel(Scored)().compile("sgd", "mse")
         with warnings.catch_warnings(action="error", category=UserWarning):
             data_parallel(Wrapped)().compile("sgd", "mse")
         model = data_parallel(Trained, accumulate=2)()
@@ -244,6 +369,8 @@ def test_a_train_step_of_its_own_comes_with_a_warning():
 
 
 class Measured(layers.Layer):
+    """Has a metric, which its call updates."""
+
     def __init__(self):
         super().__init__()
         self.mean = keras.metrics.Mean(name="mean")
@@ -254,7 +381,9 @@ class Measured(layers.Layer):
 
 
 def test_predictions_do_not_count_in_a_metric_that_a_call_updates():
-    model = ours(Measured())
+    with make_strategy(2).scope():
+        model = data_parallel(dense(keras.Sequential, Measured()))
+        model.compile("sgd", "mse")
     model.evaluate(X, Y, BATCH, verbose=0)
     before = model.get_metrics_result()["mean"]
     model.predict(X[:1], BATCH, verbose=0)
@@ -271,3 +400,17 @@ def test_it_draws_none_of_pythons_random_numbers(replicas, tmp_path):
         data_parallel(model).compile("sgd", "mse")
     model.fit(X, Y, BATCH, verbose=0, callbacks=[Checkpoints(tmp_path)])
     assert getstate() == before
+
+
+def test_a_step_that_takes_other_data_than_the_model_needs_no_build():
+    class Pairs(keras.Model):
+        def train_step(self, data):
+            return {"loss": ops.mean(self(data[:, 0]) - self(data[:, 1]))}
+
+    for replicas in (1, 2):
+        with make_strategy(replicas).scope():
+            inputs = keras.Input((FEATURES,))
+            model = data_parallel(Pairs(inputs, layers.Dense(1)(inputs)))
+            model.compile("sgd", "mse")
+        history = model.fit(np.stack([X, X], axis=1), batch_size=BATCH, verbose=0).history
+        assert history == {"loss": [0.0]}

@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from benchmarks.features import State
 from keras_replicas import UserError, check, data_parallel, make_strategy
 from keras_replicas.__main__ import main
+from tests.conftest import MESSAGES
 
 EXAMPLES = 13
 RANDOM = np.random.default_rng(0)
@@ -23,12 +23,51 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def model_of(*hidden, shape=(4,), optimizer="adam", **options):
+    """What makes a model of these layers, the optimizer, which is compiled."""
+
     def build():
         model = keras.Sequential([keras.Input(shape), *(make() for make in hidden), layers.Dense(3)])
         model.compile(optimizer if isinstance(optimizer, str) else optimizer(), LOSS, **options)
         return model
 
     return build
+
+
+class Stateful(layers.Layer):
+    """Keeps what a function makes of the state and the batch; of several replicas, a mean or what is said."""
+
+    def __init__(self, name, update, shape=(), aggregation="mean"):
+        super().__init__()
+        self.given = {"name": name, "shape": shape, "aggregation": aggregation}
+        self.update = update
+
+    def build(self, shape):
+        self.state = self.add_weight(initializer="zeros", trainable=False, **self.given)
+
+    def call(self, x, training=False):
+        if training:
+            self.state.assign(self.update(self.state, x))
+        return x
+
+
+def count(seen, x):
+    return seen + ops.cast(ops.shape(x)[0], seen.dtype)
+
+
+def counter():
+    return Stateful("seen", count)
+
+
+def undeclared():
+    return Stateful("seen", count, aggregation="none")
+
+
+def maximum():
+    return Stateful("top", lambda top, x: ops.maximum(top, ops.max(x)))
+
+
+def queue():
+    return Stateful("rows", lambda rows, x: ops.concatenate([rows, x])[-8:], (8, 4))
 
 
 class Centre(layers.Layer):
@@ -43,7 +82,24 @@ class CentreInTraining(Centre):
         return super().call(x) if training else x
 
 
+class ToLongest(layers.Layer):
+    """A mean over as many places as the longest example of the batch has."""
+
+    def call(self, ids):
+        longest = ops.max(ops.sum(ops.cast(ids > 0, "int32"), axis=1))
+        return ops.mean(ops.one_hot(ids, 9, dtype=self.compute_dtype)[:, :longest], axis=1)
+
+
+class Negatives(layers.Layer):
+    """What each example is like among the others."""
+
+    def call(self, x):
+        return ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x)
+
+
 class Own(keras.Model):
+    """A `train_step` of its own, in Keras's way: the mean is divided by the number of replicas."""
+
     def __init__(self, divided):
         super().__init__()
         self.dense, self.divided = layers.Dense(3), divided
@@ -59,15 +115,6 @@ class Own(keras.Model):
             loss = mean / replicas if self.divided else mean
         self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
         return {"loss": mean}
-
-
-def count(state, x, training):
-    if training:
-        state.assign_add(ops.cast(ops.shape(x)[0], state.dtype))
-
-
-def undeclared():
-    return State(count, "none")
 
 
 def own(divided):
@@ -86,14 +133,17 @@ def fault(name, build, first, why, x=X, marks=()):
     return pytest.param(build, x, first, why, id=name, marks=marks)
 
 
-counting = model_of(lambda: State(count, "mean", "float32", 0.0))
 UNDIVIDED = "divide a mean by the number of replicas"
 FAULTS = [
     fault("mean of means", own(True), "mean loss after step 2", "a mean of means, since Own.train_step"),
     fault("undivided", own(False), "optimizer state", UNDIVIDED, marks=SLOW),
-    fault("counter", counting, "layer state", "after step 1, by 5e-01: 4 on one"),
+    fault("counter", model_of(counter), "layer state", "seen after step 1, by 5e-01: 4 on one"),
+    fault("maximum", model_of(maximum), "layer state", "top after step 1", marks=SLOW),
+    fault("queue", model_of(queue), "layer state", "rows after step 1", marks=SLOW),
     fault("centred", model_of(Centre), "mean loss after step 1", "other examples, from centre"),
     fault("in training", model_of(CentreInTraining), "mean loss after step 1", "from centre_in_training", marks=SLOW),
+    fault("negatives", model_of(Negatives), "mean loss after step 1", "from negatives", marks=SLOW),
+    fault("longest", model_of(ToLongest, shape=(6,)), "mean loss", "from to_longest", IDS, marks=SLOW),
 ]
 
 
@@ -184,6 +234,7 @@ def under_a_strategy():
 def test_what_cannot_be_checked_is_said_in_one_line(build, data, told):
     with pytest.raises(UserError) as raised:
         check(build, *data)
+    MESSAGES.append(("check", str(raised.value)))
     assert told in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -196,8 +247,11 @@ def run(monkeypatch, *words):
 def test_the_command_line_is_the_same(tmp_path, monkeypatch, capsys):
     test = Path(__file__)
     file = tmp_path / "train.py"
-    functions = "def right(): return model_of()(), X, Y\ndef wrong(): return model_of(Centre)(), X, Y\n"
-    file.write_text(f"from tests.test_check import *\n{functions}")
+    file.write_text(
+        "from tests.test_check import *\n"
+        "def right(): return model_of()(), X, Y\n"
+        "def wrong(): return model_of(Centre)(), X, Y\n"
+    )
     monkeypatch.syspath_prepend(str(test.parent.parent))
     options = ("--steps", "4", "--batch-size", "4", "--replicas", "2")
     assert run(monkeypatch, f"{file}:right", *options) == 0 and "THE SAME to" in capsys.readouterr().out
@@ -211,5 +265,6 @@ def test_the_command_line_is_the_same(tmp_path, monkeypatch, capsys):
 def test_a_wrong_command_line_is_said_in_one_line(words, told, tmp_path, monkeypatch):
     file = tmp_path / "train.py"
     file.write_text("f = 1\n")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=told) as raised:
         run(monkeypatch, words.format(file=file))
+    MESSAGES.append((f"check {words}", str(raised.value)))

@@ -63,6 +63,12 @@ def test_checkpoints_are_found_without_a_list_of_them(counter, tmp_path):
     assert (folder / "ckpt-best.index").exists()
 
 
+def test_checkpoints_of_the_manager_before_are_read(counter, tmp_path):
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(number=tf.Variable(7)), str(tmp_path / "checkpoints"), 3)
+    manager.save(checkpoint_number=7)
+    assert restored(counter) == 7
+
+
 def test_none_that_can_be_read_is_told_of_and_nothing_is_removed(counter, tmp_path):
     save(counter, 4, 8)
     for path in (tmp_path / "checkpoints").glob("*.data*"):

@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 
 import pytest
 
-from common.command_line import FIRST, Bounds, marks_of, parse, quiet_stderr, run
+from common.command_line import FIRST, Bounds, marks_of, parse, quiet_stderr, run, until_reader_leaves
 from keras_replicas import UserError
 from recipes._names import recipes
-from tests.conftest import ROOT, python
+from tests.conftest import ROOT
 
 PAGE = "recipes/bert_mlm.py"
 
@@ -36,7 +36,12 @@ class Config(Base):
     fast: Annotated[bool, FIRST] = False
 
 
+def python(*words, **options):
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, **options)
+
+
 def ended(capfd, *words):
+    """The exit status of reading these options, and what is printed."""
     with pytest.raises(SystemExit) as end:
         parse(Config, "What it does.", words)
     return end.value.code, *capfd.readouterr()
@@ -99,12 +104,14 @@ def test_the_help_of_a_page_has_each_option_once_with_its_default(page, capfd):
     defaults = {name: re.search(r"\(default: ([^)]*)\)", told)[1] for name, told in (first | more).items()}
     fields = {field.name.replace("_", "-"): field.default for field in dataclasses.fields(config)}
     assert defaults == {name: "''" if value == "" else str(value) for name, value in fields.items()}
-    marked = {name for name, marks in marks_of(config).items() if FIRST in marks}
-    assert {name.replace("-", "_") for name in first} == marked
+    assert {name.replace("-", "_") for name in first} == {
+        name for name, marks in marks_of(config).items() if FIRST in marks
+    }
     assert len(first) + len(more) == len(fields) <= 26 and 8 <= len(first) <= 13
     # An option without a comment of its own would be shown with that of the one before it.
-    rest = r"^ \{.*?\}| \(default.*| [A-Z|{}a-z]*(INT|STR|FLOAT) "
-    said = [re.sub(rest, "", told) for told in (first | more).values()]
+    said = [
+        re.sub(r"^ \{.*?\}| \(default.*| [A-Z|{}a-z]*(INT|STR|FLOAT) ", "", told) for told in (first | more).values()
+    ]
     assert all(said) and len({*said}) == len(said)
 
 
@@ -131,19 +138,32 @@ def test_it_ends_without_a_word_where_nobody_reads(buffered):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-FULL = "error: [Errno 28] No space left on device. Free some space and give the same command again: "
-
-
-@pytest.mark.parametrize(("redirection", "status", "told"), [(">&-", 0, ""), (">/dev/full", 1, FULL)])
+@pytest.mark.parametrize(
+    ("redirection", "status", "told"),
+    [
+        (">&-", 0, ""),
+        (
+            ">/dev/full",
+            1,
+            "error: [Errno 28] No space left on device. Free some space and give the same command again: ",
+        ),
+    ],
+)
 def test_output_that_is_closed_or_full(redirection, status, told):
-    command = ["bash", "-c", f'"$0" {PAGE} --help {redirection}', sys.executable]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" {PAGE} --help {redirection}', sys.executable], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == status and done.stderr.startswith(told) and done.stderr.count("\n") == bool(told)
 
 
 def test_a_letter_that_the_output_lacks_is_a_question_mark():
     code = "from common.command_line import until_reader_leaves\nwith until_reader_leaves(): print('\u00ab')"
     assert python("-c", code, env=os.environ | {"PYTHONIOENCODING": "ascii"}).stdout == "?\n"
+
+
+def test_another_pipe_that_breaks_is_told_of():
+    with pytest.raises(BrokenPipeError), until_reader_leaves():
+        raise BrokenPipeError
 
 
 class UnavailableError(Exception):
@@ -158,8 +178,16 @@ def raise_(error):
     ("error", "status", "told"),
     [
         (UserError("no room"), 2, "error: no room\n"),
-        (OSError(28, "No space left on device", "x"), 1, "error: [Errno 28] No space left on device: 'x'. Free some"),
-        (RuntimeError("graph\n/x; No space left on device\n"), 1, "error: /x; No space left on device. Free some"),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x"),
+            1,
+            "error: [Errno 28] No space left on device: 'x'. Fr",
+        ),
+        (
+            RuntimeError("graph\n/x; No space left on device\n"),
+            1,
+            "error: /x; No space left on device. Free some space",
+        ),
     ],
 )
 def test_what_a_run_expects_is_one_line_and_a_status(error, status, told, capfd):
@@ -219,9 +247,14 @@ time.sleep(2)
     [("listens", 1, 0, True), ("listens", 2, -2, True), ("cannot save yet", 1, -15, False), ("ignored", 1, 0, False)],
 )
 def test_ctrl_c_asks_to_stop_and_a_second_one_ends_it_at_once(how, presses, status, told):
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    options["preexec_fn"] = lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever this process blocks
-    process = subprocess.Popen([sys.executable, "-c", PRESSED, how], **options)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRESSED, how],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),  # whatever this process blocks
+    )
     assert process.stdout.readline() == "ready\n"
     for press in range(presses):
         process.send_signal(signal.SIGINT)

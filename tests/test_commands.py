@@ -1,3 +1,5 @@
+"""`python -m recipes` and its commands."""
+
 import os
 import re
 import runpy
@@ -10,23 +12,29 @@ import pytest
 
 from keras_replicas import UserError
 from recipes._names import recipes
-from tests.conftest import ROOT, python
+from tests.conftest import ROOT
 
 
 def commands(*words, **options):
-    return python("-m", "recipes", *words, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "recipes", *words], cwd=ROOT, capture_output=True, text=True, **options
+    )
 
 
-def test_the_list_has_each_page_with_its_time_and_fits_the_terminal_and_the_guide_names_the_next_command(no_tensorflow):
+def test_the_list_has_each_page_with_its_time_and_fits_the_terminal(no_tensorflow):
     listing = commands("ls", env=no_tensorflow | {"COLUMNS": "60"}).stdout.splitlines()
     assert {line.split()[0] for line in listing if line[0] != " "} == {*recipes()}
     assert sum("Time: " in line for line in listing) == len(recipes()) and max(map(len, listing)) <= 60
+
+
+def test_the_guide_names_the_next_command(no_tensorflow):
     assert commands(env=no_tensorflow).stdout.rstrip().endswith("Next: python -m recipes run bert_mlm")
 
 
 def test_run_and_the_file_itself_are_the_same(no_tensorflow):
+    file = [sys.executable, "recipes/bert_mlm.py"]
     for words in (["--seed", "x"], ["--help"]):
-        alone = python("recipes/bert_mlm.py", *words)
+        alone = subprocess.run([*file, *words], cwd=ROOT, capture_output=True, text=True)
         run = commands("run", "bert_mlm", *words, env=no_tensorflow)
         assert (run.returncode, run.stdout, run.stderr) == (alone.returncode, alone.stdout, alone.stderr)
 
@@ -53,6 +61,7 @@ def test_a_wrong_word_is_one_line_and_status_2(words, message, monkeypatch, capf
 
 
 def test_bash_completes_options_and_values():
+    """The lines of docs/shell-completion.md, and what bash does at the Tab key."""
     page = (ROOT / "docs/shell-completion.md").read_text(encoding="utf-8")
     (script,) = re.findall("^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     script = script.replace(".venv/bin/python", shlex.quote(sys.executable))

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from benchmarks.conformance import REPLICAS, RESULTS
 from benchmarks.features import BATCH, ROWS, X, Y, away_from_plain, cross_entropy, difference, functional, outcome
 from keras_replicas import data_parallel, exchange, is_chief, make_strategy
-from tests.conftest import python
+from tests.conftest import ROOT
 
 
 def check(feature, replicas, found):
@@ -34,9 +35,10 @@ def test_replicas_compute_what_one_device_does(feature, replicas):
 
 @pytest.fixture(scope="module")
 def of_workers(tmp_path_factory):
+    """The outcomes of two workers, which run this file as a program."""
     folder = tmp_path_factory.mktemp("workers")
     words = ["launch", "--workers", "2", "--log-dir", folder, "-m", "tests.test_conformance", folder]
-    done = python("-m", "keras_replicas", *words)
+    done = subprocess.run([sys.executable, "-m", "keras_replicas", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return pickle.loads((folder / "outcomes").read_bytes())
 
@@ -58,7 +60,6 @@ def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):
         model.compile(keras.optimizers.SGD(0.1), cross_entropy(), metrics=["accuracy"])
         callbacks = [
             keras.callbacks.EarlyStopping(patience=3),
-            keras.callbacks.BackupAndRestore(tmp_path / "backup"),
             keras.callbacks.ModelCheckpoint(tmp_path / "best.keras"),
             keras.callbacks.CSVLogger(tmp_path / "log.csv"),
             keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=10.0),

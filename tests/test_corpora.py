@@ -10,6 +10,7 @@ from keras_replicas import UserError
 
 
 def documents_of(path, *splits):
+    """The documents of some splits, or of each."""
     corpus = open_corpus(str(path))
     return [text for split in splits or corpus.splits for text in corpus.splits[split]()]
 
@@ -101,8 +102,6 @@ def test_what_is_no_corpus(tmp_path):
     for name in ("wikitext2", "x" * 300):
         with pytest.raises(UserError, match="neither docstrings, wikitext-2, wikitext-103, hf://user/name, nor an"):
             open_corpus(name)
-    with pytest.raises(UserError, match="the corpus hf://name must be hf://user/name or hf://user/name/configuration"):
-        open_corpus("hf://name")
     with pytest.raises(UserError, match="no .txt file and no wiki.train.tokens in the folder"):
         open_corpus(str(tmp_path))
     (tmp_path / "wiki.train.tokens").write_text("text")
@@ -160,3 +159,12 @@ def test_the_hub_out_of_reach_says_what_to_do():
     for name, found in (("wikitext-2", "Salesforce/wikitext"), ("hf://user/name", "user/name")):
         with pytest.raises(UserError, match=f"cannot fetch {found} from the Hugging Face Hub .* give their folder"):
             open_corpus(name)
+    with pytest.raises(UserError, match="the corpus hf://name must be hf://user/name or hf://user/name/configuration"):
+        open_corpus("hf://name")
+
+
+@pytest.mark.slow
+def test_ten_thousand_files(tmp_path):
+    for i in range(10_000):
+        (tmp_path / f"{i}.txt").write_text(f"File number {i}.")
+    assert len(documents_of(tmp_path)) == 10_000

@@ -22,17 +22,20 @@ def batches(*data, size=BATCH):
 
 
 def sgd(rate=0.1, **options):
+    """What makes it, in the strategy's scope."""
     return lambda: keras.optimizers.SGD(rate, **options)
 
 
-def make_model(replicas, *layers, optimizer=keras.optimizers.SGD, loss="mse", policy="float32", accumulate=1, **more):
+def make_model(
+    replicas, *layers, optimizer=keras.optimizers.SGD, loss="mse", policy="float32", accumulate=1, **options
+):
     keras.utils.set_random_seed(1)
     keras.config.set_dtype_policy(policy)
     try:
         with make_strategy(replicas).scope():
             dense = keras.layers.Dense(FEATURES, "tanh"), *layers, keras.layers.Dense(FEATURES)
             model = keras.Sequential([keras.Input((FEATURES,)), *dense])
-            model.compile(optimizer(), loss, **more)
+            model.compile(optimizer(), loss, **options)
             return data_parallel(model, accumulate=accumulate)
     finally:
         keras.config.set_dtype_policy("float32")
@@ -78,6 +81,11 @@ def test_the_mean_loss_of_an_epoch_is_over_examples_or_over_labels(mean_over, re
     assert model.fit(batches(x, y, weight), verbose=0).history["loss"] == pytest.approx([expected], rel=1e-5)
 
 
+def test_a_mean_over_anything_else_is_refused():
+    with pytest.raises(ValueError, match="mean_over must be 'examples' or 'labels', not 'tokens'"):
+        data_parallel(keras.Sequential, mean_over="tokens")
+
+
 def test_in_float16_the_gradient_is_clipped_as_it_is_without_the_losss_scale():
     model = make_model(2, optimizer=sgd(global_clipnorm=0.01), policy="mixed_float16")
     before = weights_of(model)
@@ -100,6 +108,8 @@ def test_an_overflow_on_one_replica_is_skipped_on_all():
 
 
 class Keep(keras.callbacks.Callback):
+    """Notes each call's logs, and the values of its steps."""
+
     def __init__(self):
         super().__init__()
         self.logs, self.values = [], []
@@ -134,9 +144,7 @@ def test_epoch_values_are_exact_and_steps_are_their_own():
     assert history["loss"][0] == pytest.approx(losses.mean(), rel=1e-6)  # not N / (N + 1) of it
 
 
-def test_applied_twice_it_is_the_same_and_a_mean_over_anything_else_is_refused():
-    with pytest.raises(ValueError, match="mean_over must be 'examples' or 'labels', not 'tokens'"):
-        data_parallel(keras.Sequential, mean_over="tokens")
+def test_applied_twice_it_is_the_same():
     ours = data_parallel(keras.Sequential)
     assert data_parallel(ours) is ours
     model = make_model(1)
@@ -162,6 +170,8 @@ def test_the_arrays_of_a_generator_stay_as_they_are():
 
 
 class Squares(keras.losses.Loss):
+    """Not one of Keras's: nothing is known of it."""
+
     def call(self, y_true, y_pred):
         return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
 
@@ -184,11 +194,35 @@ def test_a_loss_of_its_own_sees_predictions_in_16_bits_and_masks_of_all_replicas
 def test_all_stop_after_the_step_in_which_one_was_told_to(eagerly, steps):
     model, stopped = make_model(2, run_eagerly=eagerly), []
     tell = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: setattr(model, "told_to_stop", batch == 1)
+        on_train_batch_begin=lambda batch, logs: setattr(model, "told_to_stop", batch == 1),
+        on_train_batch_end=lambda batch, logs: stopped.append(model.all_told_to_stop),
     )
-    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: stopped.append(model.all_told_to_stop))
-    model.fit(batches(X, Y), steps_per_epoch=steps, verbose=0, callbacks=[tell, keep])
+    model.fit(batches(X, Y), steps_per_epoch=steps, verbose=0, callbacks=[tell])
     assert stopped == [False, True, False]
+
+
+class Die(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.steps_done == 7:  # of 12: after the first of the third epoch
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_backup_and_restore_goes_on_with_the_epoch_after_the_last_whole_one(tmp_path):
+    def trained(folder, *callbacks):
+        model = make_model(2, keras.layers.BatchNormalization(), optimizer=lambda: keras.optimizers.Adam(0.1))
+        backup = keras.callbacks.BackupAndRestore(tmp_path / folder)
+        epochs = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: begun.append(epoch))
+        model.fit(batches(X, Y), epochs=4, verbose=0, callbacks=[backup, epochs, *callbacks])
+        return [*model.get_weights(), *model.optimizer.variables]
+
+    begun = []
+    whole = trained("whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained("stopped", Die())
+    for mine, theirs in zip(trained("stopped"), whole, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert begun == [0, 1, 2, 3, 0, 1, 2, 2, 3]
 
 
 def test_parts_of_a_batch_are_computed_one_after_another():

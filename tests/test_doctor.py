@@ -3,22 +3,29 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+from benchmarks.readme import with_tables
 from keras_replicas import doctor
-from tests.conftest import ROOT, python
+from tests.conftest import ROOT
 
 MODELS = ["masked", "causal", "batch_norm"]
 RESUMED = "masked, interrupted in the middle of an epoch"
 
 
 def run(package, *words, cwd=ROOT):
-    return python("-m", package, "doctor", *words, cwd=cwd, env=os.environ | {"PYTHONPATH": str(cwd)})
+    environment = os.environ | {"PYTHONPATH": str(cwd)}
+    command = [sys.executable, "-m", package, "doctor", *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=1800)
 
 
 def test_a_row_is_shown_once_it_is_done_and_a_failure_is_the_status(monkeypatch, capsys):
+    """Whatever rows there are."""
+
     def rows(models, counts):
         assert counts == [3] and [model.__name__ for model in models] == MODELS
         yield "first", True, "THE SAME", 1e-16
@@ -38,6 +45,7 @@ def test_a_row_is_shown_once_it_is_done_and_a_failure_is_the_status(monkeypatch,
 
 @pytest.mark.parametrize(("gpus", "counts"), [(0, [2, 4]), (1, [2, 4]), (2, [2]), (3, [2]), (4, [2, 4]), (8, [2, 4])])
 def test_of_several_gpus_none_is_split(monkeypatch, capsys, gpus, counts):
+    """GPUs are stand-ins: the machine that runs this has none."""
     asked = []
     monkeypatch.setattr(doctor, "gpu_names", lambda: ["GPU"] * gpus)
     monkeypatch.setattr(doctor, "make_strategy", lambda most, deterministic: asked.append((most, deterministic)))
@@ -48,6 +56,7 @@ def test_of_several_gpus_none_is_split(monkeypatch, capsys, gpus, counts):
 
 @pytest.mark.slow
 def test_every_check_passes():
+    """Those of the library, and one of KerasHub's models."""
     done = run("recipes", "--json")
     found = json.loads(done.stdout)
     # Where grain is installed, KerasHub's own `fit` reads arrays by it, and grain warns.
@@ -60,9 +69,13 @@ def test_every_check_passes():
     assert found["machine"]["keras"].endswith("(tested)")
 
 
+# A fault, in a file, and the check that must tell of it.
 FAULTS = {
+    # Gradients are divided by a little too much.
     "masked, 4 replicas": ("step.py", "divide_no_nan(tf.ones_like(divisor), divisor)", "divide(0.999, divisor)"),
+    # Moments are of a replica's part.
     "batch_norm, 2 replicas": ("batchnorm.py", "total, count = sum_over_replicas(sums)", "total, count = sums"),
+    # A run begins anew.
     RESUMED: ("checkpoints.py", "_asked_at = self._files.restore(self._checkpoint)", "_asked_at = 0"),
 }
 
@@ -80,3 +93,8 @@ def test_faults_are_told_of(tmp_path):
     failed = {check for check, row in found.items() if not row["passed"]}
     assert failed == {check for check, row in found.items() if row["found"].startswith("DIFFERENT")}
     assert failed >= FAULTS.keys()
+
+
+def test_its_page_has_the_results():
+    page = (ROOT / "docs/exactness.md").read_text(encoding="utf-8")
+    assert with_tables(page) == page

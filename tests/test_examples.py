@@ -1,3 +1,5 @@
+"""Encoded examples: what a batch holds, for every family of models, and which examples come when."""
+
 import io
 
 import keras
@@ -45,12 +47,14 @@ def encoded(texts, length, labels=None, classes=("no", "yes"), family="Bert"):
 
 
 def parts(batches, step=0, count=None, replicas=1):
+    """For each step, each replica's part, which reads alone."""
     contexts = [tf.distribute.InputContext(replicas, i, replicas) for i in range(replicas)]
     read = [batches.iter_from_step(step, context).take(count or len(batches)) for context in contexts]
     return list(zip(*read, strict=True))
 
 
 def labels_of(step):
+    """The labels of a step's examples; here each example's number."""
     return np.concatenate([y[weight == 1] for _, y, weight in step]).tolist()
 
 
@@ -113,6 +117,7 @@ def test_each_epoch_has_every_example_once_alike_for_any_replicas_and_from_any_s
 
 
 def test_similar_lengths_share_a_batch_in_a_random_order_with_other_company_in_each_epoch():
+    """Some 200 batches of lengths as of real sentences."""
     lengths = np.minimum(np.random.default_rng(0).lognormal(3, 0.6, 3201).astype(int) + 3, 128)
     batches = encoded(["cat " * (length - 2) for length in lengths], 128).batches("train", 16, 0)
     epochs = [[row[row >= 0] for row in batches._steps(tf.constant(n, tf.int64)).numpy()] for n in range(2)]
@@ -124,6 +129,7 @@ def test_similar_lengths_share_a_batch_in_a_random_order_with_other_company_in_e
 
 
 def test_predict_gives_a_row_for_each_example_in_the_splits_order():
+    """With 8 in a batch, the last one leaves a replica without examples; 7 are not the same for each."""
     data = encoded(sentences(33, 70), 64, [0, 1] * 16 + [1])
     keras.utils.set_random_seed(0)
     size = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8, "max_sequence_length": 64}

@@ -21,10 +21,19 @@ HUB = keras_hub.models
 SIZE = {"num_layers": 2, "hidden_dim": 32, "intermediate_dim": 64}
 ENCODER = {"num_heads": 2, "max_sequence_length": 32}
 SHARED = {"num_query_heads": 2, "num_key_value_heads": 1}  # keys and values, between two heads
-ENCODERS = dict.fromkeys(("Roberta", "DistilBert", "DebertaV3"), ENCODER)
-ENCODERS["Albert"] = ENCODER | {"embedding_dim": 16, "num_groups": 1, "num_inner_repetitions": 1}
-DECODERS = dict.fromkeys(("Llama", "Qwen", "Mistral"), SHARED)
-DECODERS |= {"GPT2": {"num_heads": 2, "max_sequence_length": 64}, "Gemma": SHARED | {"head_dim": 16}}
+ENCODERS = {
+    "Roberta": ENCODER,
+    "DistilBert": ENCODER,
+    "Albert": ENCODER | {"embedding_dim": 16, "num_groups": 1, "num_inner_repetitions": 1},
+    "DebertaV3": ENCODER,
+}
+DECODERS = {
+    "GPT2": {"num_heads": 2, "max_sequence_length": 64},
+    "Gemma": SHARED | {"head_dim": 16},
+    "Llama": SHARED,
+    "Qwen": SHARED,
+    "Mistral": SHARED,
+}
 
 
 def documents():
@@ -44,6 +53,7 @@ def decoders_tokenizer(family):
 
 
 def preset_of(family, task, tokenizer, folder, own, *classes):
+    """Has KerasHub save one; returns its backbone."""
     keras.utils.set_random_seed(0)
     backbone = getattr(HUB, f"{family}Backbone")(tokenizer.vocabulary_size(), **SIZE, **own)
     preprocessor = getattr(HUB, f"{family}{task}Preprocessor")(tokenizer, sequence_length=24)
@@ -52,6 +62,7 @@ def preset_of(family, task, tokenizer, folder, own, *classes):
 
 
 def trained(recipe, folder, **options):
+    """The losses of a run's steps, and its validation."""
     shared = {"model": None, "preset": str(folder / "preset"), "dropout": 0.0, "max_steps": 3, "lr_scaling": "none"}
     results = recipe.train_and_evaluate(recipe.Config(**shared | options))
     lines = (folder / "run/steps.jsonl").read_text().splitlines()
@@ -84,3 +95,19 @@ def test_a_decoder_goes_on_and_writes(family, tmp_path):
     plain = check(causal_lm, tmp_path, "CausalLM", f"{family}CausalLM", **options)
     plain.compile(sampler="greedy")
     assert len(plain.generate("You may", max_length=12)) > len("You may")
+
+
+@pytest.mark.parametrize(("recipe", "family"), [(text_classifier, "DebertaV3"), (causal_lm, "Gemma")])
+def test_adapters_alone_are_trained(recipe, family, tmp_path):
+    causal = recipe is causal_lm
+    tokenizer = decoders_tokenizer(family) if causal else tokenizer_of(family)
+    own, classes = (DECODERS[family], ()) if causal else (ENCODERS[family], (3,))
+    task = "CausalLM" if causal else "TextClassifier"
+    before = preset_of(family, task, tokenizer, tmp_path / "preset", own, *classes)
+    data = {"corpus": str(ROOT / "LICENSE")} if causal else {}
+    options = {"lora_rank": 2, "learning_rate": 0.05, "workdir": str(tmp_path / "run"), "seq_length": 24}
+    trained(recipe, tmp_path, batch_size=8, **options, **data)
+    after = HUB.Backbone.from_preset(str(tmp_path / "run/preset"))
+    pairs = zip(before.weights, after.weights, strict=True)
+    changed = [weight.path for weight, other in pairs if not np.array_equal(weight, other)]
+    assert changed and all("query" in path or "value" in path for path in changed)

@@ -14,12 +14,15 @@ def expected(tmp_path_factory):
     return weights
 
 
-FAULTS = [pytest.param("SIGKILL of the chief", marks=pytest.mark.slow)]
-LONG = "SIGKILL while a checkpoint is written", "SIGSTOP of a worker", "network cut between two hosts"
-FAULTS += [pytest.param(fault, marks=pytest.mark.long) for fault in LONG]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("SIGKILL of the chief", marks=pytest.mark.slow),
+        pytest.param("SIGKILL while a checkpoint is written", marks=pytest.mark.long),
+        pytest.param("SIGSTOP of a worker", marks=pytest.mark.long),
+        pytest.param("network cut between two hosts", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_ends_as_if_nothing_had_happened(fault, expected, tmp_path):
     try:
         row = trial(fault, random.randrange(10**6), tmp_path / "run", expected)

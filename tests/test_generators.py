@@ -44,6 +44,8 @@ def make_model(optimizer="sgd", loss="mse", strategy=None, **options):
 
 
 class Numbered(keras.utils.PyDataset):
+    """Batches whose labels are their number."""
+
     def __init__(self, num_batches):
         super().__init__(workers=2)
         self._count = num_batches
@@ -56,6 +58,8 @@ class Numbered(keras.utils.PyDataset):
 
 
 class Turned(Numbered):
+    """After each epoch, labels are 100 more; when the first begins, 1000."""
+
     epochs = 0
 
     def on_epoch_begin(self):
@@ -73,7 +77,9 @@ def labels_seen(dataset, strategy=None, **options):
     """The label of each batch: the model says 0, and the loss is the distance."""
     model = make_model(keras.optimizers.SGD(0.0), "mae", strategy)
     losses = []
-    keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: losses.extend(model.step_values["loss"]))
+    keep = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: losses.extend(model.step_values["loss"])
+    )
     pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))  # as a validation would
     options = {"epochs": 3, "verbose": 0} | options
     model.fit(dataset, shuffle=False, callbacks=[keep, pause], **options)
@@ -118,6 +124,13 @@ def test_the_optimizer_counts_no_step_beyond_the_data(steps_per_execution):
     model.fit(x, x, 4, epochs=3, verbose=0, callbacks=[keep])
     assert calls == ([1] * 15 if steps_per_execution == 1 else [3, 2] * 3)
     assert model.steps_done == model.optimizer.iterations.numpy() == 15
+
+
+def test_predictions_of_batches_are_in_the_order_of_the_rows():
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")]))
+    x = np.arange(20, dtype=np.float32)[:, None]
+    np.testing.assert_array_equal(model.predict(Batches(x, 4), verbose=0), x)
 
 
 @pytest.mark.parametrize("given", ["y", "sample_weight", "class_weight"])

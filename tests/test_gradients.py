@@ -1,16 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients: rows of tables, weights that are used twice, and what would not be trained."""
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_replicas.empty import zeros_without_examples
 from keras_replicas.model import data_parallel
 from keras_replicas.optimizers import apply_summed
+from keras_replicas.replicas import sum_rows
 from keras_replicas.strategy import make_strategy
+from tests.conftest import collective_strategy
 
 IDS = np.array([[1, 2, 2, 0], [3, 1, 4, 2], [1, 1, 1, 1]])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("strategy", [collective_strategy, lambda: make_strategy(2), lambda: make_strategy(1)])
+def test_rows_are_added_up_and_each_is_there_once(strategy, dtype):
+    strategy = strategy()
+    indices = [[5, 1, 5], [5, 9, 8]][: strategy.num_replicas_in_sync]
+
+    def on_replica():
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        values = tf.cast(tf.ones([3, 2]) * (1 + 10 * tf.cast(replica, tf.float32)), dtype)
+        rows = sum_rows(tf.IndexedSlices(values, tf.constant(indices)[replica], tf.constant([10, 2])))
+        return rows.values, rows.indices
+
+    expected = np.zeros((10, 2))
+    np.add.at(expected, np.ravel(indices), np.repeat([1, 11][: len(indices)], 3)[:, None])
+    summed = tf.function(lambda: strategy.run(on_replica))()
+    for values, found in zip(*map(strategy.experimental_local_results, summed), strict=True):
+        assert values.dtype == dtype
+        assert sorted(found.numpy()) == sorted(set(np.ravel(indices)))
+        np.testing.assert_array_equal(tf.cast(values, "float32"), expected[found])
+
+
 class Seeing(keras.optimizers.SGD):
+    """Notes the kinds of gradients that it is given."""
+
     def update_step(self, gradient, variable, learning_rate):
         self.seen = {**getattr(self, "seen", {}), variable.shape[0]: type(gradient)}
         super().update_step(gradient, variable, learning_rate)
@@ -101,3 +130,23 @@ def test_gradients_are_not_added_up_again_and_an_optimizer_must_be_built():
     assert [float(copy[0, 0]) for copy in strategy.experimental_local_results(dense.kernel.value)] == [3.0, 3.0]
     with strategy.scope(), pytest.raises(RuntimeError, match="in a replica's step"):
         apply_summed(optimizer, [tf.constant([[-3.0]])], dense.trainable_variables)
+
+
+def test_a_batch_that_may_be_empty_makes_no_gradient_wait_for_another():
+    @tf.function
+    def step(examples):
+        known = {name: tf.random.uniform([3], name=f"of_{name}") for name in ("early", "late")}
+        found = zeros_without_examples(examples, known)
+        assert not needs(found["late"].op, "of_early/")
+        return known, found
+
+    for examples in (0.0, 2.0):
+        known, found = step(tf.constant(examples))
+        for name, gradient in found.items():
+            np.testing.assert_array_equal(gradient, known[name] * tf.sign(examples))
+
+
+def needs(operation, name: str) -> bool:
+    """Whether an operation's tensors come from one of that name."""
+    sources = [tensor.op for tensor in operation.inputs]
+    return any(name in each.name + "/" or needs(each, name) for each in sources)

@@ -1,3 +1,5 @@
+"""Hugging Face transformers' form: what is written is read back to the bit, and transformers computes the same."""
+
 import json
 import shutil
 from pathlib import Path
@@ -26,6 +28,8 @@ models = keras_hub.models
 SENTENCES = (
     "Returns a [MASK] with the same shape as the input.",
     "The function raises a [MASK] if the argument is not valid.",
+    "If [MASK] is given, the result is a list.",
+    "[MASK] is a statement, and so is return.",
     "Names, numbers, (brackets) and a [MASK]!",
 )
 AWKWARD = (
@@ -58,12 +62,14 @@ def random_preset(tokenizer, folder):
 
 @pytest.fixture(scope="module")
 def tokenizer(wikitext):
-    return train_wordpieces(open_corpus(str(wikitext)).splits["train"], "the articles", 300)
+    corpus = open_corpus(str(wikitext))
+    return train_wordpieces(corpus.splits["train"], corpus.fingerprint, 300)
 
 
 @pytest.fixture(scope="module")
 def byte_pairs(wikitext):
-    return train_byte_pairs(open_corpus(str(wikitext)).splits["train"], "the articles", 300)
+    corpus = open_corpus(str(wikitext))
+    return train_byte_pairs(corpus.splits["train"], corpus.fingerprint, 300)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +201,12 @@ def test_a_random_head_is_neither_exported_nor_used(preset, exported, byte_pairs
     Path(headless, "task.weights.h5").unlink()
     models.BertBackbone.from_preset(preset).save_to_preset(backbone)
     models.BertTextClassifier.from_preset(preset, num_classes=2).save_to_preset(classifier)
-    why = {headless: "task.weights.h5", backbone: "task.json", classifier: "a BertTextClassifier", "none": "none"}
+    why = {
+        headless: "task.weights.h5",
+        backbone: "task.json",
+        classifier: "a BertTextClassifier",
+        "none": "preset none",
+    }
     for other, reason in why.items():
         with pytest.raises(ValueError, match=f"^cannot (load|export) {other}.*{reason}"):
             export(other, tmp_path / "hf")
@@ -217,6 +228,7 @@ def test_transformers_computes_the_same(preset, exported, tokenizer, tmp_path):
     of_theirs = transformers.AutoTokenizer.from_pretrained(exported)
 
     def gap():
+        """The largest difference of logits, over all tokens."""
         gaps = []
         for sentence in SENTENCES:
             ids = np.array([of_theirs(sentence)["input_ids"]])
@@ -251,6 +263,7 @@ def test_transformers_computes_the_same(preset, exported, tokenizer, tmp_path):
 
 @pytest.fixture(scope="module")
 def gpt2(byte_pairs, tmp_path_factory):
+    """The preset of a GPT-2 with random weights."""
     preprocessor = causal_lm.make_preprocessor("", byte_pairs, 64)
     model = causal_lm.make_causal_lm("", "tiny", preprocessor, 0.0)
     return no_two_alike(model, tmp_path_factory.mktemp("gpt2") / "preset", preprocessor)
@@ -263,8 +276,10 @@ def test_transformers_computes_the_same_of_a_gpt2_and_writes_the_same(gpt2, tmp_
     model = causal_lm_for_generation(gpt2)
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(f"{tmp_path}/hf", output_loading_info=True)
     assert not any(info.values())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(f"{tmp_path}/hf")
-    end = model.preprocessor.tokenizer.end_token_id
+    tokenizer, end = (
+        transformers.AutoTokenizer.from_pretrained(f"{tmp_path}/hf"),
+        model.preprocessor.tokenizer.end_token_id,
+    )
     assert theirs.config.bos_token_id == theirs.config.eos_token_id == tokenizer.eos_token_id == end
     for text in ("You may add Your (copyright) notice; 12345.", "the  Work\n\nis it", *AWKWARD[2:5]):
         ids = model.preprocessor.generate_preprocess([text], 512)

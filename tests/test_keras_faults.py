@@ -51,10 +51,17 @@ def test_the_texts_for_issues_are_those_of_the_page():
 def run_program(anchor, folder, **environment):
     """The program of a section: its status, what it printed, and whether a process of it was left."""
     (folder / "program.py").write_text(block("python", SECTIONS[ROWS[anchor][0]]), encoding="utf-8")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1"} | environment
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    options["start_new_session"] = True  # so that the workers that one program starts can be found
-    process = subprocess.Popen([sys.executable, "program.py"], cwd=folder, env=environment, **options)
+    process = subprocess.Popen(
+        [sys.executable, "program.py"],
+        cwd=folder,
+        env=os.environ
+        | {"CUDA_VISIBLE_DEVICES": "-1"}
+        | environment,  # conftest.py has set Keras's backend and TensorFlow's log
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that the workers that one program starts can be found
+    )
     try:
         out, err = process.communicate(timeout=1200)
     finally:
@@ -68,6 +75,7 @@ def run_program(anchor, folder, **environment):
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
+    """All of them, two at a time: most of each is an import."""
     with ThreadPoolExecutor(2) as pool:
         yield {anchor: pool.submit(run_program, anchor, tmp_path_factory.mktemp("program")) for anchor in ROWS}
 
@@ -99,6 +107,7 @@ def patched_keras(patch, folder):
 @pytest.mark.long
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_the_patch_mends_keras(patch, tmp_path):
+    """That the program prints `FAULT:` without it, the test above tells."""
     anchor = list(ROWS)[int(patch.stem[:2]) - 1]
     (tmp_path / "work").mkdir()
     scratch = patched_keras(patch, tmp_path / "scratch")

@@ -155,8 +155,11 @@ FOLDERS = [
     ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\nB\n"}, "dev.tsv, line 3: not one field for each column"),
     ("sst2", {"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "or two columns of one name: sentence, label, label"),
     ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\nB\t2\n"}, 'dev.tsv, line 3: the label must be one of 0, 1; got "2"'),
+    ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\n" + "B\t\n"}, 'line 3: the label must be one of 0, 1; got ""'),
     ("sst2", {"dev.tsv": b"sentence\tlabel\nA\t1\ncaf\xe9 \t1\n"}, "dev.tsv, line 3: 'utf-8' codec can't decode"),
     ("sst2", {"train.tsv": "sentence\tlabel\nA\t1\nB\t1\n"}, "all labels of the split train are the same"),
+    ("sst2", {"train.tsv": "sentence\nA\nB\n"}, "train.tsv, line 2 has no column label; it has sentence"),
+    ("cola", {"dev.tsv": "a\tlabel\tb\tsentence\n"}, 'dev.tsv, line 1: the label must be one of 0, 1; got "label"'),
     ("stsb", {"dev.tsv": STSB["dev.tsv"].replace("0.250", "alike")}, "line 2: the label must be a number from -1e12"),
 ]  # fmt: skip
 
@@ -184,15 +187,19 @@ def test_a_label_that_is_no_number(label, tmp_path):
     refuses(message, tmp_path, "own", str(tmp_path / "a.jsonl"), "text", "label", True)
 
 
+# A file of one's own, with columns `text` and `label`.
 OWN_FILES = [
     ("a.csv", 'text,label\n"A,0\nB,1\n', "a.csv, line 3: unexpected end of data"),
     ("a.csv", 'text,label\nA,0\n"B" C,1\n', "a.csv, line 3: ',' expected after '\"'"),
+    ("a.csv", 'text,label\n"A\nB",0\nC\n', "a.csv, line 4: not one field for each column"),
     ("a.csv", "text,label\nGood, really,1\n", "a.csv, line 2: not one field for each column"),
     ("a.csv", "text,label\nA,0\nB,1\n", "the split validation has no examples"),
     ("a.csv", 'text,label\nA,"0\n1"\n', 'a.csv, line 3: a label must be a text of one line or an integer; got "0\\n1"'),
+    ("a.csv", "text,label\nA,0\nB,\n", 'a.csv, line 3: a label must be a text of one line or an integer; got ""'),
     ("a.jsonl", '{"text": "A", "label": 0}\n{"text": "B"\n', "a.jsonl, line 2: Expecting ',' delimiter"),
     ("a.jsonl", "[" * 100_000, "a.jsonl, line 1: "),
     ("a.jsonl", '["A", 0]\n', "a.jsonl, line 1: not a JSON object"),
+    ("a.jsonl", '{"text": "A", "label": 0}\n{"label": 1}\n', "a.jsonl, line 2 has no column text; it has label"),
     ("a.jsonl", '{"text": 5, "label": 1}\n{"text": "B", "label": 0}\n', "a.jsonl, line 1: text must be text; got 5"),
     ("a.jsonl", '{"text": "\\ud800", "label": 0}\n', "a.jsonl, line 1: 'utf-8' codec can't encode"),
     ("a.jsonl", '{"text": "A", "label": 0.5}\n', "integer; got 0.5. Numbers to predict are for regression"),

@@ -1,3 +1,5 @@
+"""A language model's scores, by hand counts."""
+
 import math
 from types import SimpleNamespace
 

@@ -18,7 +18,7 @@ from benchmarks.faults import children
 from keras_replicas.cluster import worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.launch import free_addresses, tf_configs
-from tests.conftest import ROOT
+from tests.conftest import MESSAGES, ROOT
 
 LAUNCH = [sys.executable, "-m", "keras_replicas", "launch"]
 RECIPES = [sys.executable, "-m", "recipes", "launch"]
@@ -45,6 +45,7 @@ if sys.argv[1:2] == ["end"]:  # this worker, with this status
 
 @pytest.fixture
 def folder(tmp_path):
+    """A folder with the script, as `train.py` and in a package."""
     (tmp_path / "package").mkdir()
     for path in (tmp_path / "train.py", tmp_path / "package/train.py", tmp_path / "package/__init__.py"):
         path.write_text(SCRIPT if path.stem == "train" else "")
@@ -52,12 +53,13 @@ def folder(tmp_path):
 
 
 def start(*words, cwd=ROOT, command=LAUNCH, env=(), **options):
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(env)
     return subprocess.Popen([*command, *map(str, words)], cwd=cwd, env=environment, **options)
 
 
 def finish(process):
+    """Exit status, output and errors of a process, which may take its time, but not for ever."""
     try:
         output, errors = process.communicate(timeout=600)
     finally:
@@ -70,6 +72,7 @@ def launched(folder, *words):
 
 
 def waiting(folder, *words, workers=2, script="train.py", command=LAUNCH, **options):
+    """A launcher whose workers have all begun, and wait."""
     launcher = start("--workers", workers, *words, script, "wait", cwd=folder, command=command, **options)
     begun(folder, workers)
     return launcher
@@ -87,6 +90,7 @@ def wait_until(condition, what):
 
 
 def begun(folder, workers=2, start=0):
+    """Waits until that start of all workers has begun."""
     for worker in range(workers):
         wait_until((folder / f"begun-{worker}-{start}").exists, f"start {start} of worker {worker}")
 
@@ -95,13 +99,18 @@ def is_over(pid):
     return not Path(f"/proc/{pid}").exists()
 
 
+# Words after `launch`, the environment, and what is answered.
 WRONG = [
     ("--workers 0 train.py", {}, "--nproc-per-node: must be a whole number from 1 to 999999, not '0'"),
     ("--workers 1 --max-restarts -1 train.py", {}, "--max-restarts: must be a whole number from 0 to 999999, not '-1'"),
+    ("--workers 1 --join-timeout 0 train.py", {}, "--join-timeout: must be a whole number from 1 to 999999, not '0'"),
     ("--workers 1 --join-timeout 10000000000 train.py", {}, "from 1 to 999999, not '10000000000'"),
+    ("--workers 2 train.py", {"SLURM_STEP_NUM_TASKS": "abc"}, "SLURM_STEP_NUM_TASKS must be a whole number from 1 to"),
     ("--workers 2 train.py", {"TF_CONFIG": "{'worker': 1"}, "TF_CONFIG is malformed"),
     ("--workers 2 --hosts a:1,b:1 --node-rank 0 train.py", {}, "leave it out when hosts are given"),
     ("train.py", {}, "give --workers N for N workers on this machine, or --hosts"),
+    ("--hosts a:1,b:1 train.py", {}, "give --workers N for N workers on this machine, or --hosts"),
+    ("--hosts a:1,b --node-rank 0 train.py", {}, "'b' is not host:port"),
     ("--hosts a:1,b:x --node-rank 0 train.py", {}, "'b:x' is not host:port"),
     ("--hosts a:1,a:1 --node-rank 0 train.py", {}, "--hosts lists an address twice: a:1,a:1"),
     ("--hosts a:1,b:1 --node-rank 2 train.py", {}, "--node-rank must be from 0 to 1, not 2"),
@@ -109,6 +118,7 @@ WRONG = [
     ("--workers 2 nowhere.py", {}, "there is no script nowhere.py"),
     ("--workers 2 -m nowhere.train", {}, "there is no module nowhere.train"),
     ("--workers 2 --log-dir /proc/logs train.py", {}, "cannot write to /proc/logs"),
+    ("--workers 2 --restarts 1 train.py", {}, "unrecognized arguments: --restarts"),
 ]
 
 
@@ -116,6 +126,7 @@ WRONG = [
 def test_what_is_wrong_is_told_before_anything_starts(words, environment, message, folder, no_tensorflow):
     path = {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}:{ROOT}"}
     done = finish(start(*words.split(), cwd=folder, env=path | environment))
+    MESSAGES.append((f"launch {words}", done[2].strip()))
     assert done[:2] == (2, "") and message in done[2] and done[2].count("\n") == 1
     assert not (folder / "logs").exists()
 
@@ -134,11 +145,20 @@ def test_a_recipe_is_launched_by_its_name():
     assert (status, errors) == (0, "") and "--mask-rate" in output
 
 
-def test_the_workers_of_the_environment_come_first(monkeypatch):
-    monkeypatch.setenv("TF_CONFIG", json.dumps(given := worker_config(["c:3", "d:4"], 0)))
-    assert tf_configs(argparse.Namespace(workers=None, hosts="a:1,b:2", node_rank=1)) == [given]
-    with pytest.raises(UserError, match="leave it out"):
-        tf_configs(argparse.Namespace(workers=2, hosts=None, node_rank=None))
+def test_the_addresses_of_workers():
+    def asked(**given):
+        return argparse.Namespace(**{"workers": None, "hosts": None, "node_rank": None} | given)
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("TF_CONFIG", raising=False)
+        first, second = tf_configs(asked(workers=2))
+        assert first["cluster"] == second["cluster"] and (first["task"]["index"], second["task"]["index"]) == (0, 1)
+        assert tf_configs(asked(hosts="a:1,b:2", node_rank=1)) == [worker_config(["a:1", "b:2"], 1)]
+        given = worker_config(["c:3", "d:4"], 0)
+        environment.setenv("TF_CONFIG", json.dumps(given))
+        assert tf_configs(asked(hosts="a:1,b:2", node_rank=1)) == [given]  # the environment comes first
+        with pytest.raises(UserError, match="leave it out"):
+            tf_configs(asked(workers=2))
     assert len(set(free_addresses(50))) == 50
 
 
@@ -155,24 +175,25 @@ def test_all_that_follows_a_script_is_its_own(script, folder):
 
 
 def test_a_worker_of_several_hosts(folder):
-    (folder / "train.py").write_text("import os\nprint(os.environ['JOIN_TIMEOUT'], os.environ['TF_CONFIG'])\n")
-    hosts = ["--hosts", "h1:8888,h2:8888", "--node-rank", 1, "--log-dir", "a/b", "--join-timeout", 2]
+    hosts = ["--hosts", "h1:8888,h2:8888", "--node-rank", 1, "--log-dir", "a/b"]
     assert launched(folder, *hosts, "train.py") == (0, "", "")
-    seconds, config = (folder / "a/b/worker-1.log").read_text().split(" ", 1)
-    assert seconds == "2" and json.loads(config) == worker_config(["h1:8888", "h2:8888"], 1)
+    assert (folder / "a/b/worker-1.log").read_text() == "worker 1 start 0 train.py\n"
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_status_is_the_scripts_and_wrong_input_is_not_tried_again(worker, folder):
-    words = "--workers", 2, "--max-restarts", 1, "train.py", "end", worker
-    status, _, errors = launched(folder, *words, 2)
+def test_a_status_is_the_scripts(worker, folder):
+    status, output, errors = launched(folder, "--workers", 2, "--max-restarts", 1, "train.py", "end", worker, 3)
+    assert status == 3 and output.count("worker 0") == 2
+    told = "" if worker == 0 else "; logs/worker-1.log ends:"  # the chief's is shown
+    assert errors.count(f"error: worker {worker} ended with status 3{told}\n") == 2
+    assert errors.endswith("0 restart(s) left\n") and (folder / "begun-1-1").exists()
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_wrong_input_is_not_tried_again(worker, folder):
+    status, _, errors = launched(folder, "--workers", 2, "--max-restarts", 1, "train.py", "end", worker, 2)
     assert status == 2 and not (folder / "begun-1-1").exists()
     assert errors == ("" if worker == 0 else "worker 1: worker 1 start 0 train.py end 1 2\n")  # the chief's is shown
-    status, output, errors = launched(folder, *words, 3)
-    assert status == 3 and output.count("worker 0") == 2
-    told = "" if worker == 0 else "; logs/worker-1.log ends:"
-    assert errors.count(f"error: worker {worker} ended with status 3{told}\n") == 2
-    assert errors.endswith("0 restart(s) left\n")
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
@@ -232,16 +253,18 @@ def test_a_signal_after_a_death_still_lets_the_others_save(folder):
     assert (status, "restart" in errors) == (143, False)
 
 
-def test_each_worker_has_gpus_of_its_own(folder, monkeypatch):
+@pytest.mark.parametrize(("workers", "given"), [(2, ["0,1", "2,3"]), (5, ["0", "1", "2", "3", "4"])])
+def test_each_worker_has_gpus_of_its_own(folder, workers, given, monkeypatch):
     """By a stand-in for `nvidia-smi`; what the workers find in their environment is real."""
     (folder / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3 4; do echo GPU $i: NVIDIA H100; done\n")
     (folder / "nvidia-smi").chmod(0o755)
     (folder / "train.py").write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\n")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    unused = "1 GPU(s) stay unused: all workers must have the same number\n"
-    assert launched(folder, "--workers", 2, "train.py") == (0, "0,1\n", unused)
-    assert log(folder, 1) == "2,3\n"
+    status, output, errors = launched(folder, "--workers", workers, "train.py")
+    assert status == 0
+    assert errors == ("1 GPU(s) stay unused: all workers must have the same number\n" if workers == 2 else "")
+    assert [output.strip(), *(log(folder, worker).strip() for worker in range(1, workers))] == given
 
 
 @pytest.mark.parametrize(("ignored", "status"), [(True, 0), (False, 143)])
@@ -267,10 +290,16 @@ def test_ctrl_c_on_a_terminal_lets_all_save(folder):
     bar = "for i in range(4): print(f'\\x1b[1m{i}/3\\x1b[0m', end='\\r' if i < 3 else '\\n', flush=True)\n"
     (folder / "bar.py").write_text(SCRIPT.replace("while", f"assert task or sys.stdout.isatty()\n{bar}while"))
     screen, theirs = pty.openpty()
-    options = dict.fromkeys(("stdin", "stdout", "stderr"), theirs) | {"start_new_session": True}
-    # The first terminal that is opened is the session's.
-    options["preexec_fn"] = lambda: os.close(os.open(os.ttyname(1), os.O_RDWR))
-    launcher = start("--workers", 2, "bar.py", "wait", cwd=folder, **options)
+    launcher = subprocess.Popen(
+        [*LAUNCH, "--workers", "2", "bar.py", "wait"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: os.close(os.open(os.ttyname(1), os.O_RDWR)),  # the first terminal opened is the session's
+    )
     os.close(theirs)
     shown = b""
     while b"3/3" not in shown or not (folder / "begun-1-0").exists():
@@ -316,3 +345,12 @@ def test_workers_with_other_data_or_weights_are_refused_by_all(folder):
     assert status == 0 and all(f"{line}\n" in log(folder, 1) for line in (data, weights))
     assert data.startswith("worker 1 is given other data than the chief: give every worker the same whole batches")
     assert re.search(r"worker 1 starts from different weights .*: checksum of the weights \d+, not \d+$", weights)
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_come_is_named(folder):
+    addresses = free_addresses(2)
+    (folder / "waits.py").write_text("from keras_replicas import make_strategy\nmake_strategy()")
+    hosts = ("--hosts", ",".join(addresses), "--node-rank", 1, "--join-timeout", 2)
+    status, _, errors = launched(folder, *hosts, "waits.py")
+    assert status != 0 and f"these workers have not joined within 2 s: {addresses[0]}" in errors

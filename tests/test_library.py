@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import pytest
 import keras_replicas
 from benchmarks.lines import lines_in
 from tests.conftest import ROOT, imported
-from tests.conftest import python as command
 
 LIBRARY = sorted((ROOT / "keras_replicas").glob("*.py"))
 USERS = [
@@ -31,6 +31,7 @@ COMMANDS = {
     (ROOT / "recipes/_doctor.py", "keras_replicas.doctor_models"),
 }
 PROGRAM = ROOT / "guides/train.py"
+EVALUATION = re.compile(r"^(\S+) (\S+)$")
 
 
 def test_a_user_has_few_names_each_with_its_words():
@@ -47,15 +48,18 @@ def test_a_user_has_few_names_each_with_its_words():
 
 def test_importing_the_library_loads_nothing(no_tensorflow):
     code = "import sys, keras_replicas as kr; print({'tensorflow', 'keras', 'numpy'} & set(sys.modules), len(dir(kr)))"
-    assert command("-c", code, env=no_tensorflow).stdout.startswith("set() ")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=no_tensorflow, capture_output=True, text=True)
+    assert done.stdout.startswith("set() "), done.stderr
 
 
 def from_inside(code):
+    """What code imports of the library that is not one of its public names."""
     ours = (name for name in imported(code) if name.startswith("keras_replicas."))
     return [name for name in ours if name.removeprefix("keras_replicas.") not in keras_replicas.__all__]
 
 
 def code_of(path):
+    """A module's, or that of a notebook's cells."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return text
@@ -63,6 +67,7 @@ def code_of(path):
 
 
 def test_helpers_pages_guides_and_notebooks_use_public_names_alone():
+    """So that an update of the library breaks no copy."""
     found = {(path, name) for path in USERS for name in from_inside(code_of(path))}
     commands = {(path, name) for path, name in found if {(path, name), (path, name.rpartition(".")[0])} & COMMANDS}
     assert {str(path.relative_to(ROOT)): name for path, name in found - commands} == {}
@@ -87,13 +92,15 @@ def test_the_readme_has_the_program_as_it_is():
 
 def test_without_the_extra_a_recipe_says_what_to_install():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = command("-S", "-m", "recipes", "run", "bert_mlm", env=environment)  # -S: without any package
+    words = [sys.executable, "-S", "-m", "recipes", "run", "bert_mlm"]  # -S: without any package
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     told = "error: the recipes need keras_hub, tokenizers, tyro: pip install -e '.[recipes]' in the clone"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{told}\n")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
+    """What `pip wheel` makes of the project."""
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", ".", "--no-deps", "-w", folder], cwd=ROOT, check=True)
     (made,) = folder.glob("*.whl")
@@ -114,19 +121,22 @@ def python(wheel, tmp_path_factory):
 
 
 def plain_environment():
+    """As a user's, who has set nothing."""
     ours = ("PYTHONPATH", "KERAS_BACKEND", "LAUNCH_ID", "TF_CONFIG")
     return {name: value for name, value in os.environ.items() if name not in ours} | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(folder, *words):
+    """A finished process, started in a folder with the user's program alone."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(PROGRAM.read_text())
     return subprocess.run(words, cwd=folder, env=plain_environment(), capture_output=True, text=True)
 
 
 def evaluation(done):
+    """The last line of the program's output: its loss and accuracy."""
     assert done.returncode == 0, done.stderr
-    return [float(each) for each in done.stdout.splitlines()[-1].split()]
+    return EVALUATION.match(done.stdout.splitlines()[-1]).groups()
 
 
 @pytest.mark.slow
@@ -144,7 +154,37 @@ def test_the_wheel_holds_the_library_alone(wheel, python):
 def test_the_program_computes_the_same_on_one_replica_two_and_two_workers(python, tmp_path):
     ways = {"1": [python, "train.py", "1"], "2": [python, "train.py", "2"]}
     ways["workers"] = [python, "-m", "keras_replicas", "launch", "--workers", "2", "train.py"]
-    found = {name: evaluation(run(tmp_path / name, *words)) for name, words in ways.items()}
+    found = {name: [float(each) for each in evaluation(run(tmp_path / name, *words))] for name, words in ways.items()}
     for name in found:
         assert found[name] == pytest.approx(found["1"], rel=1e-6)
     assert found["1"][1] > 0.9
+
+
+# Kills its own process after so many steps, then runs the program that comes next.
+KILLED = """
+import os, runpy, signal, sys
+import keras
+
+steps, on_train_batch_end = 0, keras.callbacks.CallbackList.on_train_batch_end
+
+def counted(self, batch, logs=None):
+    global steps
+    steps += 1
+    on_train_batch_end(self, batch, logs)
+    if steps == int(sys.argv[-1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+keras.callbacks.CallbackList.on_train_batch_end = counted
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_program_that_was_killed_ends_as_if_it_had_not_been(python, tmp_path):
+    undisturbed = evaluation(run(tmp_path / "undisturbed", python, "train.py"))
+    step = random.randint(17, 79)  # of 80, in epochs of 16
+    words = KILLED.replace("sys.argv[-1]", str(step))
+    assert run(tmp_path / "killed", python, "-c", words).returncode == -9
+    again = run(tmp_path / "killed", python, "train.py")
+    assert evaluation(again) == undisturbed, f"killed after step {step}"
+    assert "Epoch 1/5" not in again.stdout and "Epoch 5/5" in again.stdout

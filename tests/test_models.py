@@ -1,3 +1,5 @@
+"""Models from a size or a preset, of every kind, and what is saved of them."""
+
 import errno
 import json
 import shutil
@@ -31,6 +33,7 @@ def trained(train):
 
 @pytest.fixture(scope="module", params=KINDS, ids=["BERT", "RoBERTa"])
 def saved(request, tmp_path_factory):
+    """A model with random weights, its preprocessor, and the preset of both."""
     kind, preprocessor = KINDS[request.param]
     preprocessor = preprocessor(trained(request.param), sequence_length=32)
     model = masked_lm_from_size("nano", preprocessor.tokenizer, 0.2, 32)
@@ -41,6 +44,7 @@ def saved(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
+    """The preset of a GPT-2 with random weights."""
     preprocessor = causal_lm.make_preprocessor("", trained(train_byte_pairs), 16)
     folder = tmp_path_factory.mktemp("gpt2") / "preset"
     save_task(causal_lm.make_causal_lm("", "nano", preprocessor, 0.0), preprocessor, folder)
@@ -225,8 +229,9 @@ def test_a_classifier_begins_at_the_mean_with_a_new_head(saved, gpt2, tmp_path):
     preprocessor = classifier.make_preprocessor(str(preset), None, 16)
     regressor = classifier.make_classifier(str(preset), "", preprocessor, 1, initial_output=2.5, dropout=0.3)
     assert type(regressor).__name__ == kind.__name__.replace("MaskedLM", "TextClassifier") and not regressor.compiled
-    assert regressor.backbone.dropout == regressor.dropout == 0.3
-    assert all(same_weights(regressor.backbone, model.backbone))
+    assert regressor.backbone.dropout == regressor.dropout == 0.3 and all(
+        same_weights(regressor.backbone, model.backbone)
+    )
     assert np.array(regressor(preprocessor([TEXT]))).item() == pytest.approx(2.5, abs=1)
     adapted = classifier.make_classifier(str(preset), "", preprocessor, 3, lora_rank=2)
     trained_layers = {v.path.split("/")[-2 if "dense" in v.path else -1] for v in adapted.trainable_variables}

@@ -47,6 +47,8 @@ def test_a_loop_of_ones_own_draws_the_noise_of_a_step():
 
 
 class Note(keras.layers.Layer):
+    """Keeps what it is given, in every pass."""
+
     def __init__(self):
         super().__init__()
         self.seen = []

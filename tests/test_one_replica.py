@@ -14,6 +14,36 @@ X, Y = X[:22], Y[:22]
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
+class InCond(keras.layers.Layer):
+    """Updates a maximum, from minus infinity, in a `tf.cond`, and draws noise there."""
+
+    def build(self, shape):
+        self.top = self.add_weight((), initializer=keras.initializers.Constant(-np.inf), trainable=False)
+        self.noise = keras.layers.GaussianNoise(0.1, seed=1)
+
+    def call(self, x, training=False):
+        def update():
+            self.top.assign(tf.maximum(self.top.value, tf.reduce_max(x)))
+            return self.noise(x, training=training)
+
+        return tf.cond(tf.size(x) > 0, update, lambda: x)
+
+
+class ActNorm(keras.layers.Layer):
+    """Gives a weight its first value in its first step."""
+
+    def build(self, shape):
+        self.shift = self.add_weight((5,), initializer="zeros")
+        self.begun = self.add_weight((), dtype="bool", initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        def begin():
+            self.begun.assign(True)
+            return self.shift.assign(-tf.reduce_mean(x, axis=0))
+
+        return x + tf.cond(self.begun.value | (not training), lambda: tf.identity(self.shift.value), begin)
+
+
 def layered(*layers, **options):
     def build():
         made = [layer() for layer in layers]
@@ -39,11 +69,14 @@ MODELS = {
     "several steps a call": layered(dropout, steps_per_execution=4),
     "jit_compile": layered(dropout, jit_compile=True),
     "run_eagerly": layered(dropout, run_eagerly=True),
+    "state and noise in a tf.cond": layered(InCond),
+    "a weight in a tf.cond": layered(ActNorm),
     "a train_step, no call": own_step,
 }
 
 
 def trained(build, wrap, strategy=None, callbacks=(), epochs=2):
+    """History, weights and all other state."""
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = wrap(build())
@@ -64,6 +97,20 @@ def test_one_replica_computes_what_keras_does(name, tmp_path):
     assert_equal(trained(build, data_parallel), plain)
     assert_equal(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path, every=3)]), plain)
     assert_equal(trained(build, data_parallel, tf.distribute.MirroredStrategy(["CPU:0"])), plain)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_of_one_replica_that_was_interrupted_ends_with_the_same_bits(name, tmp_path):
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.steps_done >= 8:
+                raise KeyboardInterrupt
+
+    build = MODELS[name]
+    whole = trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "whole", every=1)])
+    with contextlib.suppress(KeyboardInterrupt):
+        trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1), Kill()])
+    assert_equal(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1)]), whole)
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 4])

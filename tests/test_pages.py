@@ -4,19 +4,20 @@ import ast
 import json
 import re
 import subprocess
+from pathlib import Path
 from urllib.parse import unquote
 
 import nbformat
 import pytest
 from markdown_it import MarkdownIt
 
-from tests.conftest import ROOT
-
+ROOT = Path(__file__).parent.parent
 MARKDOWN = MarkdownIt("commonmark").enable("table")  # what GitHub adds to it and the pages use
 MARKER = r"<!-- [\w-]+ -->"  # around what is generated
 
 
 def text_of(path):
+    """The Markdown of a page; of a notebook, that of its cells."""
     if path.suffix == ".md":
         return path.read_text(encoding="utf-8")
     cells = nbformat.read(path, as_version=4).cells
@@ -41,6 +42,7 @@ def anchors(text):
 
 
 def wrong_links(name, text):
+    """Links and pictures of a page that lead nowhere in the project."""
     for token in (child for block in MARKDOWN.parse(text) for child in block.children or ()):
         target = token.attrs.get("href") or token.attrs.get("src")
         if not target or re.match("https?://", str(target)):
@@ -54,6 +56,7 @@ def wrong_links(name, text):
 
 
 def raw_marks(_, text):
+    """What a reader of the rendered page would see of Markdown: marks that are not closed, tables that are none."""
     for token in MARKDOWN.parse(text):
         if token.type == "html_block" and not re.fullmatch(MARKER, token.content.strip()):
             yield token.content
@@ -65,6 +68,7 @@ def raw_marks(_, text):
 
 
 def torn_tables(_, text):
+    """Rows with more or fewer cells than the head of their table."""
     lines = text.splitlines()
     for token in MARKDOWN.parse(text):
         if token.type == "table_open":
@@ -74,6 +78,7 @@ def torn_tables(_, text):
 
 
 def invalid_code(_, text):
+    """Blocks of code that their language's own parser rejects, or in a language that nothing here checks."""
     for token in MARKDOWN.parse(text):
         if token.type != "fence":
             continue
@@ -100,6 +105,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_of_every_page(check):
+    """Its links lead somewhere; it renders without raw marks; its tables are whole; its code is valid."""
     assert all(list(check("README.md", text)) for text in CHECKS[check])
     found = {name: list(check(name, text)) for name, text in PAGES.items()}
     assert {name: errors for name, errors in found.items() if errors} == {}

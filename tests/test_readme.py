@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +20,8 @@ from common.command_line import parse
 from notebooks import generate
 from recipes import bert_from_scratch, bert_mlm, causal_lm, glue_controller, glue_custom_loop, text_classifier
 from tests import test_pages
-from tests.conftest import ROOT
 
+ROOT = Path(__file__).parent.parent
 MODULES = (bert_mlm, bert_from_scratch, causal_lm, text_classifier, glue_controller, glue_custom_loop)
 RECIPES = {module.__name__.split(".")[1]: module for module in MODULES}
 # Whatever says what to type: all pages but the changelog, which keeps what was.
@@ -45,11 +46,14 @@ def code_spans():
 
 
 def commands():
+    """The words of each command of the pages and of the help, from `python` on."""
     lines = re.findall(r"^ +(python -m .*)", HELP, re.MULTILINE) + list(code_spans())
     for block in re.findall(r"^```sh\n(.*?)^```", "\n".join(PAGES.values()), re.MULTILINE | re.DOTALL):
         lines += block.replace("\\\n", "").splitlines()
     for line in lines:
-        if found := re.search(r"\b(python -m (recipes|keras_replicas|benchmarks|notebooks\.generate)( .*)?)$", line):
+        if found := re.search(
+            r"\b(python -m (?:recipes|keras_replicas|benchmarks|notebooks\.generate)(?: .*)?)$", line
+        ):
             words = shlex.split(re.sub("   .*", "", found[1]), comments=True)
             yield words[: words.index("&&")] if "&&" in words else words
 
@@ -78,6 +82,8 @@ def check_options_of(name, options, capsys):
 
 
 def parsed(main, words, monkeypatch):
+    """What the words of a command are to a program, which does nothing else."""
+
     class Parsed(Exception):
         pass
 
@@ -102,6 +108,7 @@ def test_the_readme_is_short_and_its_first_two_blocks_set_everything_up_and_test
 
 
 def test_what_is_named_exists():
+    """tests/test_pages.py follows the links."""
     pages = "\n".join(PAGES.values())
     paths = re.findall(r"\b(?:keras_replicas|common|recipes|docs|benchmarks|tests|notebooks)/[\w./-]*\w\.\w+", pages)
     paths += [f"benchmarks/{module}.py" for module in re.findall(r"python -m benchmarks\.(\w+)", pages)]
@@ -160,10 +167,11 @@ def test_options_that_are_named_exist_and_take_the_values_shown(at_the_reader, c
 
 
 def test_troubleshooting_has_each_fault_of_keras_and_messages_as_the_code_has_them():
-    page = PAGES["docs/keras-under-tf-distribute.md"]
-    rows = re.findall(r"^\| \[.+?\]\(#(.+?)\) \| .+ \| `.+` \| (?:yes|no) \|$", page, re.MULTILINE)
+    rows = re.findall(
+        r"^\| \[.+?\]\(#(.+?)\) \| .+ \| `(.+)` \| (?:yes|no) \|$", PAGES["docs/keras-under-tf-distribute.md"], re.M
+    )
     assert len(rows) > 10
-    assert [anchor for anchor in rows if f"(keras-under-tf-distribute.md#{anchor})" not in TROUBLES] == []
+    assert [anchor for anchor, _ in rows if f"(keras-under-tf-distribute.md#{anchor})" not in TROUBLES] == []
     printed = []
     for path in (path for folder in ("keras_replicas", "common", "recipes") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

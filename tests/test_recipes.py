@@ -19,17 +19,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from benchmarks.faults import children, weights_of
 from common.data.labelled import role_pairs
 from keras_replicas import UserError
-from recipes import __main__
+from recipes import __main__, bert_mlm
 from tests.conftest import ROOT, articles_after_the_licence
 
 LANGUAGE_MODELS = ["bert_mlm", "bert_from_scratch", "causal_lm"]
 OF_TEXTS = ["text_classifier", "glue_controller", "glue_custom_loop"]
 FIT = [*LANGUAGE_MODELS, "text_classifier"]
-SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("bert_from_scratch", "text_classifier", "glue_controller")]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
+    """A short text for each split, in WikiText's form."""
     folder = tmp_path_factory.mktemp("corpus")
     for seed, (name, articles) in enumerate((("train", 8), ("valid", 2), ("test", 1))):
         lines = [line for article in articles_after_the_licence(seed, articles) for line in article[:20]]
@@ -39,6 +39,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory) -> Path:
+    """Files of one's own: a few generated pairs."""
     folder = tmp_path_factory.mktemp("pairs")
     for split, rows in role_pairs().items():
         lines = [f"{first},{second},{same}" for first, second, same in rows[: 201 if split == "train" else 44]]
@@ -63,6 +64,13 @@ def options(pairs, corpus):
     return of
 
 
+def mostly_slow(cases, quick):
+    """Those of these numbers stay in the quick tier: each is a run or two."""
+    marks = [() if number in quick else pytest.mark.slow for number in range(len(cases))]
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=True)]
+
+
 def train(name, of):
     recipe = importlib.import_module(f"recipes.{name}")
     return recipe.train_and_evaluate(recipe.Config(**of))
@@ -70,6 +78,7 @@ def train(name, of):
 
 @pytest.fixture(scope="module")
 def trained(options, tmp_path_factory):
+    """A function of a recipe's name and of changes: the results of a run, and its folder; each is trained once."""
     runs = {}
 
     def of(name, **changes):
@@ -98,6 +107,7 @@ def losses_of(workdir):
 
 
 def same_losses(ours, theirs, rtol=1e-5):
+    """Of two runs: of each step, and of the validation."""
     np.testing.assert_allclose(losses_of(ours[1]), losses_of(theirs[1]), rtol=rtol)
     assert ours[0]["val_loss"] == pytest.approx(theirs[0]["val_loss"], rel=rtol)
 
@@ -142,7 +152,9 @@ def test_what_a_run_leaves(name, trained, capsys):
     assert "is complete; overwrite it to start afresh" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "replicas"), [*((n, 1) for n in (*LANGUAGE_MODELS, *OF_TEXTS)), ("bert_mlm", 3)])
+@pytest.mark.parametrize(
+    ("name", "replicas"), [*((name, 1) for name in (*LANGUAGE_MODELS, *OF_TEXTS)), ("bert_mlm", 3)]
+)
 def test_replicas_do_not_change_what_is_computed(name, replicas, trained):
     """The last batch of an epoch divides by neither 2 nor 3."""
     of = trained(name, replicas=replicas, batch_size=24 // replicas)
@@ -155,15 +167,15 @@ def test_fit_a_controller_and_a_loop_compute_the_same(name, trained):
     same_losses(trained(name), trained("text_classifier"))
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [("bert_mlm", {"accumulate": 2}), ("bert_mlm", {"jit": True}), ("text_classifier", {"accumulate": 2})],
-)
+PAIRS = [(name, change) for name in ("bert_mlm", "text_classifier") for change in ({"accumulate": 2}, {"jit": True})]
+
+
+@pytest.mark.parametrize(("name", "change"), mostly_slow(PAIRS, quick=[0, 1, 2]), ids=str)
 def test_how_a_step_is_computed_does_not_change_what_is(name, change, trained):
     same_losses(trained(name, **change), trained(name))
 
 
-@pytest.mark.parametrize("name", ["bert_mlm", *SLOW, "causal_lm", "glue_custom_loop"])
+@pytest.mark.parametrize("name", mostly_slow([*LANGUAGE_MODELS, *OF_TEXTS], quick=[0, 2, 5]))
 def test_a_dry_run_prints_the_plan_and_writes_nothing(name, options, tmp_path, capsys):
     assert train(name, options(name, dry_run=True, max_steps=9, workdir=str(tmp_path / "run"))) == {}
     said = capsys.readouterr().out
@@ -182,6 +194,8 @@ def test_it_goes_on_from_its_own_preset(trained):
 
 @pytest.fixture
 def recipes(monkeypatch, capsys):
+    """A function that does what `python -m recipes` does, and returns the lines that it prints."""
+
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["recipes", *map(str, words)])
         capsys.readouterr()
@@ -235,6 +249,7 @@ STOPS += [(name, signal.SIGTERM) for name in ("bert_mlm", "glue_controller", "gl
 
 
 def stopped_after(steps, words, of, sent, child=None):
+    """Runs a command, sends a signal once so many steps are done, and returns the status."""
     begun = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while begun.poll() is None and len(lines_of(of["workdir"])) < steps:
         time.sleep(0.002)
@@ -289,6 +304,7 @@ def test_with_another_number_of_workers_it_goes_on_as_one_run(trained, options, 
     same_losses((results, tmp_path / "run"), trained("bert_mlm", **long), rtol=2e-6)
 
 
+# Prompts of all lengths, and what follows from them.
 ANSWERS = [{"prompt": f"{'Say, ' * (i % 5)}what comes after {i}? ", "response": f"It is {i + 1}."} for i in range(99)]
 
 
@@ -338,3 +354,8 @@ def test_the_default_run_learns(name, tmp_path):
         assert results["val_loss"] < results["val_unigram_loss"] - 1.9
     else:
         assert results["val_accuracy"] > 0.95
+
+
+def test_options_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        bert_mlm.Config().seed = 1

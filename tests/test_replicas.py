@@ -1,6 +1,9 @@
+"""What replicas tell each other, and several steps in one call."""
+
 import numpy as np
 import tensorflow as tf
 
+from keras_replicas.loop import steps_in_one_call
 from keras_replicas.replicas import gather_over_replicas
 from tests.conftest import collective_strategy
 
@@ -25,3 +28,18 @@ def test_logits_of_any_precision_are_gathered_by_collectives():
     for logits in all_logits:
         for rows in strategy.experimental_local_results(logits):
             np.testing.assert_array_equal(tf.cast(rows, tf.float32)[:, 0], np.arange(6) / 2)
+
+
+def test_each_step_of_a_call_has_its_values_in_their_shapes_and_knows_of_the_stop():
+    def step(iterator, stop):
+        number = next(iterator)
+        return {"number": number, "table": tf.reshape(tf.range(6) + 6 * number, [2, 3]), "stop": stop}
+
+    run_steps = steps_in_one_call(step)
+    data = iter(tf.data.Dataset.range(5, output_type=tf.int32))
+    for count, stop in ((3, False), (2, True)):
+        values = run_steps(data, count, stop)
+        first = 0 if count == 3 else 3
+        np.testing.assert_array_equal(values["number"], range(first, first + count))
+        np.testing.assert_array_equal(values["table"], np.arange(6 * first, 6 * (first + count)).reshape(count, 2, 3))
+        assert values["stop"].tolist() == [float(stop)] * count

@@ -2,7 +2,12 @@
 
 import functools
 import json
+import os
+import shlex
 import shutil
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -16,6 +21,7 @@ from common.data.row_folders import kept_in, open_folder
 from common.data.rows import NO_LABEL, RowBatches, corpus_rows, fingerprint, open_rows, text_rows, write_rows
 from common.data.vocabulary import encode, train_wordpieces
 from keras_replicas import UserError
+from tests.conftest import ROOT
 
 LENGTH = 40
 TEXTS = [np.arange(1, 4), np.arange(0), np.arange(4, 12), np.arange(12, 13)]
@@ -29,6 +35,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def corpus(wikitext):
+    """A few articles of each split."""
     splits = {split: list(texts())[:3] for split, texts in open_corpus(str(wikitext)).splits.items()}
     return Corpus({split: functools.partial(iter, texts) for split, texts in splits.items()}, "a few articles")
 
@@ -48,6 +55,7 @@ def written(folder, rows, tokenizer, length=LENGTH):
 
 
 def rows_of(numbers, seed=0):
+    """Rows of these numbers of ids."""
     draw = np.random.default_rng(seed)
     return [draw.integers(0, 300, number).astype(np.int32) for number in numbers]
 
@@ -196,7 +204,9 @@ def test_a_folder_of_rows_is_kept_and_refused_for_others(remote, corpus, tokeniz
 def test_a_folder_that_was_not_finished_is_written_anew(corpus, tokenizer, tmp_path, monkeypatch):
     whole, half = tmp_path / "whole", tmp_path / "half"
     copy, copied = tf.io.gfile.copy, []
-    monkeypatch.setattr(tf.io.gfile, "copy", lambda *paths, **given: copied.append(paths[1]) or copy(*paths, **given))
+    monkeypatch.setattr(
+        tf.io.gfile, "copy", lambda *paths, **options: copied.append(paths[1]) or copy(*paths, **options)
+    )
     corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in(str(whole)))
     assert copied[-1] == str(whole / "manifest.json")  # without it, the folder is not finished
     (half / "tokenizer").mkdir(parents=True)
@@ -248,7 +258,21 @@ def test_a_file_system_that_does_not_answer_is_told_of(corpus, tokenizer):
         corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in("/proc/rows"))
 
 
+def test_progress_is_shown_if_it_takes_long(tokenizer, tmp_path, capfd):
+    def slow(seconds):
+        for row in rows_of([3] * 4):
+            time.sleep(seconds / 4)
+            yield row
+
+    written(tmp_path / "quick", slow(0), tokenizer)
+    assert capfd.readouterr() == ("", "")
+    written(tmp_path / "slow", slow(7), tokenizer)
+    out, err = capfd.readouterr()
+    assert out == "" and "tokens of train: " in err and "rows" in err
+
+
 def parts(data, step, replicas):
+    """Of some steps, each replica's part, one after the other."""
     context = tf.distribute.InputContext(1, 0, replicas)
     found = data.iter_from_step(step, context).take(4 * replicas)
     return np.concatenate([examples.numpy() for examples, *_ in found]).reshape(4, -1)
@@ -298,11 +322,14 @@ def examples(folder, texts, tokenizer, name="input_ids", suffix=".tfrecord"):
                 writer.write(example(name, [start, *ids, end, *[pad] * 9]))
 
 
-KINDS = [("vocab.txt", "input_ids", ".tfrecord"), ("byte pairs", "token_ids", ".tfrecord")]
-KINDS += [("wordpieces", "token_ids", ".tfrecord-00000-of-00001.gz")]
-
-
-@pytest.mark.parametrize(("kind", "name", "suffix"), KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name", "suffix"),
+    [
+        ("vocab.txt", "input_ids", ".tfrecord"),
+        ("wordpieces", "token_ids", ".tfrecord-00000-of-00001.gz"),
+        ("byte pairs", "token_ids", ".tfrecord"),
+    ],
+)
 def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_path, monkeypatch, cache):
     train = train_byte_pairs if kind == "byte pairs" else train_wordpieces
     tokenizer, folder = train(corpus.splits["train"], corpus.fingerprint, 300), tmp_path / "data"
@@ -363,3 +390,40 @@ def test_a_remote_folder_of_examples_is_converted(tokenizer, tmp_path):
     for path in (tmp_path / "data").iterdir():
         tf.io.gfile.copy(str(path), f"ram://examples/{path.name}")
     assert len(open_folder("ram://examples/")[0]["train"]) == 8
+
+
+# In a mount namespace of its own: a small disk, and then room is made.
+FULL_DISK = """
+mount -t tmpfs -o size=250k none {disk} && {command}; echo "status $?"
+mount -o remount,size=1g {disk} && {command}; echo "status $?"
+"""
+MAKE_ROWS = """
+import sys
+from common.command_line import run
+from common.data.corpora import open_corpus
+from common.data.rows import corpus_rows
+from common.data.vocabulary import load_wordpieces
+
+def main(_):
+    print(len(corpus_rows(open_corpus(sys.argv[1]), load_wordpieces(sys.argv[2]), 40)["train"]), "rows")
+
+run(main, None)
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_told_of_and_then_it_goes_on(wikitext, tokenizer, tmp_path):
+    if subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("mounting a small disk is not permitted here")
+    disk, vocabulary = tmp_path / "disk", tmp_path / "vocab.txt"
+    disk.mkdir()
+    vocabulary.write_text("\n".join(tokenizer.get_vocabulary()))
+    command = shlex.join([sys.executable, "-c", MAKE_ROWS, str(wikitext), str(vocabulary)])
+    script, environment = FULL_DISK.format(disk=disk, command=command), os.environ | {"XDG_CACHE_HOME": str(disk)}
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    number = len(corpus_rows(open_corpus(str(wikitext)), tokenizer, LENGTH)["train"])
+    assert done.stdout == f"status 1\n{number} rows\nstatus 0\n", done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith(f"error: {disk}/") and "No space left" in line]
+    assert "Traceback" not in done.stderr

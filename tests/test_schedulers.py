@@ -26,6 +26,7 @@ PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` is this
 
 
 def wait_for(condition, seconds, log):
+    """Waits until `condition()` holds; where it does not in time, fails with what the log file says."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
@@ -38,11 +39,13 @@ def steps_done(workdir):
 
 
 def is_training(workdir, since=0):
+    """Whether some steps are done since, and not all."""
     assert not (workdir / "results.json").exists()
     return steps_done(workdir) > since + 10
 
 
 def worker_pid(workdir):
+    """The process of one of the run's workers."""
     return int(ask("pgrep", "--newest", "--full", f"^[^ ]*python.* -m recipes run bert_mlm .*{workdir}"))
 
 
@@ -57,6 +60,7 @@ def assert_complete_after_a_stop(workdir):
 
 @contextlib.contextmanager
 def started(command, log, **keywords):
+    """A process, which is over after the block."""
     with log.open("a") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **keywords)
     try:
@@ -122,6 +126,7 @@ def ask(*command):
 
 
 def submit(workdir, *options):
+    """The job's number and its log."""
     log = workdir.with_suffix(".log")
     allocation = ["--parsable", "--nodes=1", "--ntasks-per-node=2", f"--output={log}"]
     command = ["sbatch", *allocation, FILES / "slurm.sbatch", *OPTIONS, "--workdir", workdir, *options]
@@ -184,6 +189,7 @@ def test_ray_is_not_begun_with_a_wrong_option(words):
 
 @pytest.mark.long
 def test_ray(ray_cluster, tmp_path):
+    """SIGTERM to the program stops the workers; the same command goes on, and again where one is killed."""
     workdir, log = tmp_path / "run", tmp_path / "ray.log"
     command = [sys.executable, FILES / "ray_launch.py", "--workers", "2", "--max-restarts", "1"]
     command += [*OPTIONS, "--workdir", workdir]
@@ -221,6 +227,7 @@ def test_parameter_servers_survive_a_worker(tmp_path):
 
 @pytest.fixture
 def manifest():
+    """The documents of the Kubernetes manifest by their kind."""
     yaml = pytest.importorskip("yaml")
     return {part["kind"]: part for part in yaml.safe_load_all((FILES / "kubernetes.yaml").read_text())}
 

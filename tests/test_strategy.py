@@ -1,5 +1,10 @@
+"""`make_strategy`: which devices, how many, with which threads and memory."""
+
+import ctypes
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import tensorflow as tf
@@ -8,7 +13,7 @@ from keras_replicas import strategy
 from keras_replicas.cluster import worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.strategy import make_strategy
-from tests.conftest import python
+from tests.conftest import ROOT
 
 OF_TWO = json.dumps(worker_config(["a:1", "b:1"], 0))
 
@@ -26,13 +31,16 @@ def test_replicas_that_share_cores_take_one_thread_each(cores, replicas, threads
         f"strategy.num_cores = lambda: {cores}; strategy.make_strategy({replicas}); "
         "print(tf.config.threading.get_intra_op_parallelism_threads())"
     )
-    assert python("-c", program).stdout == f"{threads}\n"
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True) == f"{threads}\n"
 
 
-def test_more_than_can_be_split_now_or_by_one_worker_of_several(monkeypatch):
+def test_more_than_can_be_split_now():
     for replicas, told in (-1, "a number of them, or 0, not -1"), (8, "ask for replicas=8 in a new process"):
         with pytest.raises(UserError, match=told):
             make_strategy(replicas)
+
+
+def test_a_cpu_worker_of_several_is_not_split(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", OF_TWO)
     with pytest.raises(UserError, match="at most 1 replica.s. on this machine: leave out replicas=2"):
         make_strategy(2)
@@ -81,6 +89,37 @@ def test_a_single_gpu_is_divided_by_its_own_memory(monkeypatch):
         make_strategy(2)
 
 
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="there is no glibc")
+@pytest.mark.slow
+def test_a_worker_of_several_keeps_large_blocks_for_their_next_use(monkeypatch):
+    """By the pages that are new to the process when it writes to a block, in one that makes a worker's strategy."""
+    monkeypatch.setenv("TF_CONFIG", OF_TWO)
+    program = """if True:
+        import ctypes, resource
+        from keras_replicas import strategy
+from keras_replicas.cluster import worker_config
+        strategy.join = lambda communication: None  # which waits for the other
+        strategy._warning = lambda made: made
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        libc.free.argtypes = [ctypes.c_void_p]
+        size = 64 * 2**20
+        def new_pages():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            block = libc.malloc(size)
+            ctypes.memset(block, 1, size)
+            libc.free(block)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        new_pages()
+        print(new_pages())
+        strategy.make_strategy()
+        new_pages()
+        print(new_pages())
+    """
+    before, after = map(int, subprocess.check_output([sys.executable, "-c", program], cwd=ROOT).split())
+    assert before > 1000 and after < 100
+
+
 @pytest.mark.slow
 def test_deterministic_turns_tf32_off_and_op_determinism_on():
     """On a GPU they would show in the bits. Here, op determinism shows in a random number without a seed: it raises."""
@@ -97,13 +136,15 @@ def test_deterministic_turns_tf32_off_and_op_determinism_on():
         print(tf.config.experimental.tensor_float_32_execution_enabled())
     """
     for wanted, printed in ((True, "deterministic False\n"), (False, "random True\n")):
-        assert python("-c", program, wanted).stdout == printed
+        command = [sys.executable, "-c", program, str(wanted)]
+        assert subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL) == printed
 
 
 @pytest.mark.slow
 def test_a_tpu_that_is_not_there():
-    code = "from keras_replicas.strategy import make_strategy; make_strategy()"
-    done = python("-c", code, env=os.environ | {"TPU_NAME": "local"})
+    words = [sys.executable, "-c", "from keras_replicas.strategy import make_strategy; make_strategy()"]
+    environment = os.environ | {"TPU_NAME": "local"}
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert "keras_replicas.errors.UserError: no TPU at TPU_NAME=local (" in done.stderr
 
 

@@ -16,6 +16,8 @@ STEPS = 4  # an epoch
 
 
 class Told(keras.callbacks.Callback):
+    """Notes what `fit` tells."""
+
     def __init__(self):
         super().__init__()
         self.heard = []
@@ -106,6 +108,8 @@ def test_several_steps_a_call_end_where_the_epoch_does_and_an_initial_epoch_is_k
 
 
 class Shifted(keras.losses.MeanSquaredError):
+    """As Keras's, under another name."""
+
     def __init__(self):
         super().__init__(name="shifted")
 

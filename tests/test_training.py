@@ -1,3 +1,5 @@
+"""Scaling, the schedule, the loss and the optimizers."""
+
 import math
 
 import keras
@@ -6,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 from common import training
-from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, muon, scale
+from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, matrix_axes, muon, scale
+from keras_replicas import apply_summed, make_strategy
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
@@ -17,21 +20,25 @@ def test_the_batch_grows_with_the_replicas_and_the_rate_by_a_rule(rule, rate, ca
     assert scale(8, 0.1, 1, rule) == (8, 0.1)
 
 
-def test_one_continuous_curve_from_above_zero_to_the_peak_to_zero_survives_saving():
+def test_one_continuous_curve_from_above_zero_to_the_peak_to_zero():
     schedule = WarmUpPolynomialDecay(peak=0.5, total_steps=100, warmup=0.09)
     rates = np.array([float(schedule(step)) for step in range(101)])
     assert rates[0] == pytest.approx(0.05) and rates.argmax() == 9 and rates[9] == pytest.approx(0.5)
     np.testing.assert_allclose(np.diff(rates[:10]), 0.05, rtol=1e-4)
     np.testing.assert_allclose(np.diff(rates[9:]), -0.5 / 91, rtol=1e-4)
     assert rates[100] == pytest.approx(0, abs=1e-8)
-    again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(schedule))
-    assert again.get_config() == schedule.get_config() and float(again(7)) == rates[7]
 
 
 @pytest.mark.parametrize(("total_steps", "warmup"), [(1, 0.1), (1, 0.99), (2, 0.5), (3, 0.99)])
 def test_the_shortest_run_reaches_the_peak_and_never_zero(total_steps, warmup):
     rates = [float(WarmUpPolynomialDecay(0.5, total_steps, warmup)(step)) for step in range(total_steps)]
     assert max(rates) == pytest.approx(0.5) and min(rates) > 0
+
+
+def test_the_schedule_survives_saving():
+    schedule = WarmUpPolynomialDecay(0.5, 10, 0.3)
+    again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(schedule))
+    assert again.get_config() == schedule.get_config() and float(again(7)) == float(schedule(7))
 
 
 def loss_and_gradient(loss, logits, labels, weights):
@@ -98,7 +105,36 @@ def test_weight_decay_spares_biases_and_norms(make):
         assert keras.ops.convert_to_numpy(variable) == pytest.approx(value * (1 - decay), rel=1e-5)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_adamw_is_that_of_keras(replicas):
+    def trained(make):
+        with make_strategy(replicas).scope():
+            dense = keras.layers.Dense(2)
+            dense.build((None, 3))
+            optimizer = make()
+            optimizer.exclude_from_weight_decay(var_names=["bias"])
+            optimizer.build(dense.trainable_variables)
+        dense.set_weights([np.arange(6, dtype=np.float32).reshape(3, 2), np.ones(2, np.float32)])
+
+        @tf.function
+        def step(gradients):
+            tf.distribute.get_strategy().run(lambda: apply_summed(optimizer, gradients, dense.trainable_variables))
+
+        with dense.kernel.value.distribute_strategy.scope():
+            for i in range(5):
+                step([tf.random.stateless_normal(w.shape, [i, n]) for n, w in enumerate(dense.trainable_variables)])
+        return dense.get_weights()
+
+    schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 5)
+    options = {"weight_decay": 0.3, "beta_2": 0.98, "epsilon": 1e-6}
+    ours = trained(lambda: adamw(schedule, 0.3))
+    theirs = trained(lambda: keras.optimizers.AdamW(schedule, **options))
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-6)
+
+
 def stepped(optimizer, values, name="kernel", layer="attention"):
+    """What an optimizer makes of variables in three steps by gradients that depend on place and step."""
     with keras.name_scope(layer):
         variables = [keras.Variable(value, name=name) for value in values]
     optimizer.build(variables)
@@ -111,12 +147,6 @@ def numbers(shape):
     return np.linspace(-1, 1, math.prod(shape), dtype=np.float32).reshape(shape)
 
 
-def test_adamw_is_that_of_keras():
-    rate, value = keras.optimizers.schedules.PolynomialDecay(0.1, 5), [numbers((3, 2))]
-    theirs = stepped(keras.optimizers.AdamW(rate, weight_decay=0.3, beta_2=0.98, epsilon=1e-6), value)
-    np.testing.assert_allclose(stepped(adamw(rate, 0.3), value), theirs, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("limit", [2**23, 50, 1])
 def test_muon_takes_dense_kernels_as_kerass_does_in_stacks_of_any_size(limit, monkeypatch):
     monkeypatch.setattr(training, "STACK", limit)
@@ -127,8 +157,17 @@ def test_muon_takes_dense_kernels_as_kerass_does_in_stacks_of_any_size(limit, mo
 
 
 # The kernel's shape as KerasHub has it, and the axis of its heads: a query's, an output's, Gemma's query's, one of a
-# single head, and of more heads than each has columns.
-KERNELS = [((6, 2, 3), 1), ((2, 3, 6), 0), ((2, 6, 3), 0), ((6, 1, 6), 1), ((8, 4, 2), 1), ((4, 2, 8), 0)]
+# single head, and some of as many heads as each has columns, or more.
+KERNELS = [
+    ((6, 2, 3), 1),
+    ((2, 3, 6), 0),
+    ((2, 6, 3), 0),
+    ((6, 1, 6), 1),
+    ((8, 4, 2), 1),
+    ((4, 2, 8), 0),
+    ((9, 3, 3), 1),
+    ((3, 3, 9), 0),
+]
 
 
 @pytest.mark.parametrize(("shape", "heads"), KERNELS, ids=str)
@@ -139,9 +178,20 @@ def test_muon_takes_each_head_as_a_matrix_of_its_own(shape, heads):
     np.testing.assert_allclose(np.moveaxis(ours, heads, 0), theirs, rtol=1e-6, atol=1e-7)
 
 
+def test_muon_takes_each_place_of_a_convolution_as_a_matrix():
+    shapes = [(3, 3, 16, 8), (7, 7, 3, 64), (5, 8, 16)]
+    assert [*map(matrix_axes, shapes)] == [[0, 1, 3, 2], [0, 1, 2, 3], [0, 1, 2]]
+
+
 @pytest.mark.parametrize(
     ("shape", "name", "layer"),
-    [((5, 4), "embeddings", "token_embedding"), ((2, 3), "bias", "query"), ((4, 4), "kernel", "mlm_head")],
+    [
+        ((5, 4), "embeddings", "token_embedding"),
+        ((2, 3), "bias", "query"),
+        ((4,), "gamma", "norm"),
+        ((4, 2), "kernel", "logits"),
+        ((4, 4), "kernel", "mlm_head"),
+    ],
 )
 def test_muon_leaves_all_but_the_kernels_of_hidden_layers_to_adamw(shape, name, layer):
     (ours,) = stepped(muon(0.01, 0.1, clip_norm=None), [numbers(shape)], name, layer)

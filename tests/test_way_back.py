@@ -1,6 +1,5 @@
 """What is saved, pickled, copied or made a preset of is plain: given to `data_parallel` again, it trains on exactly."""
 
-import contextlib
 import copy
 import pickle
 import warnings
@@ -81,6 +80,7 @@ def compiled(make, wrap):
 
 
 def trained(model, epochs=1):
+    """Losses and metrics by name."""
     return model.fit(X, Y, BATCH, epochs, shuffle=False, verbose=0).history
 
 
@@ -124,9 +124,10 @@ def test_trained_on_it_is_as_if_nothing_had_been(make, way, replicas, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_clone_trains_as_plain_keras_s_does_and_weights_go_both_ways(tmp_path):
+@pytest.mark.parametrize("make", [functional, sequential])
+def test_a_clone_trains_as_plain_keras_s_does_and_weights_go_both_ways(make, tmp_path):
     def outcome(wrap):
-        model = compiled(functional, wrap)
+        model = compiled(make, wrap)
         trained(model)
         clone = wrap(keras.models.clone_model(model))  # compiled like it
         model.save_weights(tmp_path / f"{wrap.__name__}.weights.h5")
@@ -155,20 +156,29 @@ def test_a_model_that_was_loaded_outside_of_the_scope_says_so(tmp_path):
 def test_a_plain_model_on_several_replicas_comes_with_a_warning(replicas, tmp_path):
     told = "Functional is a plain model, not exact on several replicas: give it to keras_replicas.data_parallel"
     x, y = X[:8], Y[:8]  # plain Keras builds no model from uneven parts
+    uses = (
+        lambda model: model.fit(x, y, verbose=0),
+        lambda model: model.evaluate(x, y, verbose=0),
+        lambda model: model.test_on_batch(x, y),
+    )
     with make_strategy(replicas).scope(), warnings.catch_warnings(action="error", category=UserWarning):
         ours = compiled(functional, data_parallel)
         ours.fit(x, y, verbose=0)  # or its optimizer would have no state, and Keras would warn
         loaded = from_file(ours, tmp_path)
         loaded.predict(x, verbose=0)
-        for use in ("fit", "evaluate", "test_on_batch"):
-            options = {} if use == "test_on_batch" else {"verbose": 0}
-            getattr(ours, use)(x, y, **options)
-            with contextlib.nullcontext() if replicas == 1 else pytest.warns(UserWarning, match=told):
-                getattr(loaded, use)(x, y, **options)
+        for use in uses:
+            use(ours)
+            if replicas == 1:
+                use(loaded)
+            else:
+                with pytest.warns(UserWarning, match=told):
+                    use(loaded)
 
 
 def test_a_train_step_that_is_no_models_comes_without_a_warning():
     class Loop:
+        """A loop of one's own, as Orbit's."""
+
         def train_step(self):
             return 1
 
@@ -182,6 +192,7 @@ def backbone(kind=HUB.BertBackbone):
 
 @pytest.fixture(scope="module")
 def presets(tmp_path_factory):
+    """The folder of each, saved by KerasHub itself, and what it predicts."""
     keras.utils.set_random_seed(1)
     models = {
         "mlm": (HUB.BertMaskedLM(backbone()), MASKED),
@@ -196,7 +207,12 @@ def presets(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "x"), [(HUB.BertMaskedLM, "mlm", MASKED), (HUB.TextClassifier, "classifier", PAIRS)]
+    ("kind", "name", "x"),
+    [
+        (HUB.BertMaskedLM, "mlm", MASKED),
+        (HUB.BertTextClassifier, "classifier", PAIRS),
+        (HUB.TextClassifier, "classifier", PAIRS),
+    ],
 )
 def test_a_preset_has_its_head_for_classes_and_models(kind, name, x, presets):
     folder, predicted = presets[name]
@@ -250,8 +266,9 @@ def test_a_preset_with_lora_is_the_plain_class_s(quantised, tmp_path):
             model.quantize("int8")
         model.backbone.enable_lora(2)
         model = wrap(model)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(1.0, momentum=0.9), loss)
+        model.compile(
+            keras.optimizers.SGD(1.0, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
         model.fit(TEXT, IDS, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
         model.save_to_preset(folder)
         assert isinstance(model, Trainer) == (wrap is data_parallel)

@@ -204,7 +204,8 @@ def open_rows(folder: Path) -> dict[str, Rows]:
 def fingerprint(tokenizer: keras_hub.models.Tokenizer) -> str:
     """A hash of what determines the ids of a text: the tokenizer's class, settings and assets."""
     settings = {"class": type(tokenizer).__name__} | tokenizer.get_config() | {"name": ""}  # which counts the instances
-    digest = hashlib.sha256(json.dumps(settings, default=str).encode())
+    told = {name: sorted(map(str, value)) if isinstance(value, list) else value for name, value in settings.items()}
+    digest = hashlib.sha256(json.dumps(told, default=str).encode())  # a list of tokens may come from a set
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_assets(folder)
         for file in sorted(Path(folder).iterdir()):
