@@ -31,7 +31,7 @@ RECIPES = {
     "bert_mlm": ("masked-language-model training with Keras `fit`", ""),
     "bert_from_scratch": (
         "from raw text: tokenizer, TFRecord shards, BERT or RoBERTa, publishing",
-        "--corpus wikitext-2 --vocabulary-size 8192 --seq-length 128 --epochs 22 --max-steps 13304",
+        "--corpus wikitext-2 --model tiny --vocabulary-size 8192 --seq-length 128 --epochs 22 --max-steps 13304",
     ),
     "causal_lm": ("a causal language model: GPT-2 from scratch, or a preset of any family, whole or by LoRA", ""),
     "text_classifier": ("fine-tuning on sentences or pairs of them with Keras `fit`, any family of encoders, LoRA", ""),
