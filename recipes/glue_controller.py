@@ -4,7 +4,7 @@
     python -m recipes run glue_controller                          # generated pairs, no network needed
     python -m recipes run glue_controller --task mrpc --preset bert_base_en_uncased --batch-size 16
 
-Time: 1 min on 2 cores. Metric: GLUE's for the task, on the validation split, against a bag-of-words baseline.
+Time: 1 to 2 min on 2 cores. Metric: GLUE's for the task, on the validation split, against a bag-of-words baseline.
 
 A Trainer says what a step is, an Evaluator how to evaluate, and the Controller does the rest, as in Orbit: many steps
 in a call, checkpoints, summaries, an action on the best score. The recipe `glue_custom_loop` is the same in one loop.

@@ -5,7 +5,7 @@
     python -m recipes run glue_custom_loop --task mrpc --preset bert_base_en_uncased --batch-size 16
     python -m recipes run glue_custom_loop --task own --data reviews.csv --text-columns review --label-column stars
 
-Time: 1 min on 2 cores. Metric: GLUE's for the task, on the validation split, against a bag-of-words baseline.
+Time: 1 to 2 min on 2 cores. Metric: GLUE's for the task, on the validation split, against a bag-of-words baseline.
 
 `GradientTape`, a sum over replicas, `strategy.run`: the lines marked (1) to (8) make the loop data-parallel. The recipe
 `glue_controller` is the same job, driven by a Controller.

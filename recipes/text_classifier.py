@@ -5,7 +5,7 @@
     python -m recipes run text_classifier --task mrpc --preset hf://sentence-transformers/all-MiniLM-L6-v2
     python -m recipes run text_classifier --task own --data reviews.csv --text-columns review --label-column stars
 
-Time: 1 min on 2 cores. Metric: the task's own on the validation split, against a bag-of-words baseline.
+Time: 1 to 2 min on 2 cores. Metric: the task's own on the validation split, against a bag-of-words baseline.
 
 The model is of any family that KerasHub has a text classifier for, such as BERT, RoBERTa, DistilBERT, ALBERT and
 DeBERTaV3, with its own tokenizer. Examples of similar length share a batch, so that little of it is padding.
