@@ -31,7 +31,7 @@ MOST = 2**31 - 1
 # Marks, which may stand in the `Annotated` of an option.
 FIRST = "`--help` shows it before the others"
 FREE = "it does not change what is computed: a resumed run may have another value"
-INPUT = "a file or folder that is read: it must not lie in the run's folder, which `--overwrite` moves aside"
+INPUT = "a file or folder that is read: neither it nor the run's folder may lie in the other"
 
 
 class Bounds(NamedTuple):

@@ -179,6 +179,11 @@ def test_a_fingerprint_is_of_what_determines_the_ids(corpus, tokenizer):
     cased = type(tokenizer)(tokenizer.get_vocabulary(), lowercase=False)
     assert fingerprint(again) == fingerprint(tokenizer)
     assert len({fingerprint(each) for each in (tokenizer, other, pairs, cased)}) == 4
+    before, config = fingerprint(pairs), pairs.get_config()  # whose special tokens are in the order of a set
+    assert len(config["unsplittable_tokens"]) > 1
+    config["unsplittable_tokens"].reverse()
+    pairs.get_config = lambda: config
+    assert fingerprint(pairs) == before
 
 
 @pytest.mark.parametrize("remote", [False, True])
