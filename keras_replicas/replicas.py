@@ -59,11 +59,14 @@ def sum_over_replicas(values: Any) -> Any:
     tensors = tf.nest.flatten(values)
     if replicas() == 1 or not tensors:
         return values
-    # TensorFlow keeps int32 in host memory, from which it does not reduce; and it packs tensors of one dtype only.
+    # TensorFlow keeps int32 in host memory, from which it does not reduce; and it packs tensors of one dtype, and of
+    # known shapes, only.
     sent = [tf.cast(tensor, tf.int64) if tensor.dtype == tf.int32 else tensor for tensor in tensors]
-    for dtype in sorted({tensor.dtype for tensor in sent}, key=str):
-        chosen = [index for index, tensor in enumerate(sent) if tensor.dtype == dtype]
-        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [sent[index] for index in chosen], PACKS)
+    kinds = [(str(tensor.dtype), tensor.shape.is_fully_defined()) for tensor in sent]
+    for kind in sorted({*kinds}):
+        chosen = [index for index, its_kind in enumerate(kinds) if its_kind == kind]
+        options = PACKS if kind[1] else None
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [sent[index] for index in chosen], options)
         for index, total in zip(chosen, reduced, strict=True):
             sent[index] = tf.cast(total, tensors[index].dtype)
     return tf.nest.pack_sequence_as(values, sent)

@@ -95,8 +95,8 @@ def train_and_evaluate(config: Config) -> dict:
         # A sum: a step divides it, once, by the weights of the whole batch.
         loss_sum = CrossEntropy("sum") if data.texts.classes else keras.losses.MeanSquaredError("sum")
 
-        @tf.function(reduce_retracing=True)  # batches have many lengths
-        def train_step(batch, stop):
+        @tf.function  # of the iterator: one trace, although batches have many lengths
+        def train_step(batches, stop):
             def replica_step(x, y, weight):
                 with kr.noise_of_step(model, optimizer.iterations), tf.GradientTape() as tape:  # (3) its own noise
                     loss = loss_sum(y, model(x, training=True), weight)
@@ -109,19 +109,19 @@ def train_and_evaluate(config: Config) -> dict:
                 kr.apply_summed(optimizer, gradients, model.trainable_variables)
                 return {"loss": values["loss"] / total, "learning_rate": learning_rate, "stop": values["stop"]}
 
-            return kr.first_replica(strategy, strategy.run(replica_step, args=batch))  # (5) on every replica
+            return kr.first_replica(strategy, strategy.run(replica_step, args=next(batches)))  # (5) on every replica
 
-        @tf.function(reduce_retracing=True)
-        def predict_step(x):
+        @tf.function
+        def predict_step(batches):
             def replica_step(x):
                 return kr.gather_over_replicas(model(x, training=False))  # (6) the rows of all replicas
 
-            return kr.first_replica(strategy, strategy.run(replica_step, args=(x,)))  # (7) on every replica
+            return kr.first_replica(strategy, strategy.run(replica_step, args=next(batches)[:1]))  # (7) on every replica
 
         def predict(split: str) -> np.ndarray:
             batches = data.batches(split, batch_size)
-            found = zip(range(len(batches)), kr.distribute(strategy, batches), strict=False)
-            return np.concatenate([predict_step(batch[0]) for _, batch in found])
+            parts = iter(kr.distribute(strategy, batches))
+            return np.concatenate([predict_step(parts) for _ in range(len(batches))])
 
         log = RunLog(run.folder, train)
         saved = {"model": model, "optimizer": optimizer}
@@ -130,9 +130,10 @@ def train_and_evaluate(config: Config) -> dict:
         log.begin(first)
         bar = tqdm(range(first, total_steps), "steps", total_steps, initial=first, disable=not sys.stdout.isatty())
         with checkpoints:
-            for step, batch in zip(bar, kr.distribute(strategy, train, first), strict=False):  # (8) each replica's part
+            parts = iter(kr.distribute(strategy, train, first))  # (8) each replica's part of each batch
+            for step in bar:
                 log.start_clock()
-                values = train_step(batch, tf.constant(float(checkpoints.told_to_stop)))
+                values = train_step(parts, tf.constant(float(checkpoints.told_to_stop)))
                 values = {name: np.array([value]) for name, value in values.items()}
                 stop = values.pop("stop")[0]
                 log.write(values)

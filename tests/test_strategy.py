@@ -97,7 +97,6 @@ def test_a_worker_of_several_keeps_large_blocks_for_their_next_use(monkeypatch):
     program = """if True:
         import ctypes, resource
         from keras_replicas import strategy
-from keras_replicas.cluster import worker_config
         strategy.join = lambda communication: None  # which waits for the other
         strategy._warning = lambda made: made
         libc = ctypes.CDLL(None)

@@ -2,6 +2,7 @@
 """Vocabularies of word pieces, as KerasHub's tokenizers: trained, or read from files; and texts as ids, of any kind."""
 
 import collections
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -83,9 +84,8 @@ def encode(texts: Iterable[str], tokenizer: keras_hub.models.Tokenizer) -> Itera
     In a text for WordPiece, `[UNK]` is one token, as corpora with unknown words need it; the names of other special
     tokens are ordinary text. In a text for another tokenizer, the name of a special token may become that token.
     """
-    as_strings = tf.TensorSpec([None], tf.string)
     is_fast = isinstance(tokenizer, keras_hub.tokenizers.BytePairTokenizer)  # outside of TensorFlow; others are inside
-    call = tokenizer if is_fast else tf.function(tokenizer, input_signature=[as_strings])
+    call = tokenizer if is_fast else _traced(tokenizer)
     is_bert = isinstance(tokenizer, keras_hub.models.BertTokenizer)
     texts = (text.replace(UNKNOWN, NO_PIECE) for text in texts) if is_bert else iter(texts)
     running: collections.deque[Future] = collections.deque()
@@ -95,6 +95,11 @@ def encode(texts: Iterable[str], tokenizer: keras_hub.models.Tokenizer) -> Itera
                 running.append(threads.submit(call, group))
             if not group or len(running) > cores:  # so that few texts are in memory
                 yield from vectors(running.popleft().result())
+
+
+@functools.lru_cache(maxsize=1)
+def _traced(tokenizer: keras_hub.models.Tokenizer) -> Callable:
+    return tf.function(tokenizer, input_signature=[tf.TensorSpec([None], tf.string)])
 
 
 def vectors(ids: tf.RaggedTensor | list[list[int]]) -> list[np.ndarray]:
