@@ -2,7 +2,6 @@
 """Builds a model, its losses, metrics and optimizer before its first step, from the shapes of the data."""
 
 import contextlib
-import inspect
 import warnings
 from typing import Any
 
@@ -10,7 +9,7 @@ import keras
 
 from keras_replicas.batchnorm import take_moments_of_whole_batch
 from keras_replicas.device_copies import do_not_tune_device_copies
-from keras_replicas.loop import StepLoop
+from keras_replicas.loop import StepLoop, has_own
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.private import ACTIVITIES_ADD_UP
 
@@ -63,7 +62,7 @@ class Building(StepLoop):
         try:
             yield
         except Exception:
-            if not (self._has_own("train_step") and all(layer.built for layer in self._flatten_layers(False))):
+            if not (has_own(self, "train_step") and all(layer.built for layer in self._flatten_layers(False))):
                 raise
 
     def _call_symbolically(self, batch):
@@ -96,9 +95,9 @@ class Building(StepLoop):
         do_not_tune_device_copies()
         if not self.compiled or self.optimizer is None:
             return
-        if self._has_own("train_step") and self.accumulate > 1:
+        if has_own(self, "train_step") and self.accumulate > 1:
             raise ValueError(f"accumulate has no effect on {type(self).__name__}'s own train_step: leave it out")
-        own = [name for name in ("train_step", "test_step") if self._has_own(name)]
+        own = [name for name in ("train_step", "test_step") if has_own(self, name)]
         if own and self.distribute_strategy.num_replicas_in_sync > 1:
             warnings.warn(
                 f"{type(self).__name__}.{own[0]} runs on each replica with its part of the batch, as under Keras: "
@@ -113,11 +112,6 @@ class Building(StepLoop):
         is_built = all(layer.built for layer in layers) and self.trainable_variables
         if self.optimizer is not None and not self.optimizer.built and is_built:
             self.optimizer.build(self.trainable_variables)
-
-    def _has_own(self, step):
-        """Whether the class overrides one of Keras's steps, and does not call it."""
-        own = getattr(type(self), step)
-        return own is not getattr(StepLoop, step) and "super" not in inspect.unwrap(own).__code__.co_names
 
 
 def _of_one_replica(spec):

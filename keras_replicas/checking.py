@@ -32,8 +32,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_replicas.errors import UserError
+from keras_replicas.loop import has_own
 from keras_replicas.model import data_parallel
-from keras_replicas.reasons import comparable, has_own, likely_reason, rows_of
+from keras_replicas.reasons import comparable, likely_reason, rows_of
 from keras_replicas.replicas import sum_rows
 from keras_replicas.strategy import make_strategy
 from keras_replicas.trainer import Trainer

@@ -52,17 +52,17 @@ class Forward(BatchLoss):
 
     def _state_sums(self, scope, before, examples, number):
         """What this replica has of the variables that layers have updated, whose old values it puts back."""
-        if replicas() == self.accumulate == 1:
-            return {}  # the new values are right
+        alone = replicas() == self.accumulate == 1  # then the new values are right
         indices = {id(variable): index for index, variable in enumerate(self._model_variables())}
         is_first, state = is_first_replica() & tf.equal(number % self.accumulate, 0), {}
         for variable in scope.changed:
             copy, old = scope.copies[id(variable)], before[id(variable)]
-            if variable.name != "seed_generator_state":
+            is_seed = variable.name == "seed_generator_state"  # of which the old value counts calls
+            if not alone and not is_seed:
                 new, aggregation = tf.convert_to_tensor(copy), aggregation_of(variable, self)
                 state[indices[id(variable)]] = part_of_state(aggregation, new, old, examples, is_first)
-                with tf.control_dependencies([new]):
-                    copy.assign(old)
+            if not alone or is_seed:
+                copy.assign(old)
         return state
 
     def _model_variables(self):

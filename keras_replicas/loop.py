@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on all replicas, several in one call, for `trainer.py`."""
 
+import inspect
 import types
 from collections.abc import Callable
 
@@ -125,6 +126,12 @@ class StepLoop(ReplicaStep):
             )
 
         return batch if replicas == 1 else map_given(distributed, batch)
+
+
+def has_own(model: keras.Model, step: str) -> bool:
+    """Whether a model's class overrides a step, such as `train_step`, without calling Keras's."""
+    own = inspect.unwrap(getattr(type(model), step))
+    return not own.__module__.startswith(("keras.", "keras_replicas.")) and "super" not in own.__code__.co_names
 
 
 def without_tf_function(step):

@@ -3,7 +3,6 @@
 
 import contextlib
 import functools
-import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,8 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+
+from keras_replicas.loop import has_own
 
 
 def likely_reason(model, x, size: int, kind: str, is_uneven: bool) -> str:
@@ -54,12 +55,6 @@ def _looks_at_others(model, x, size: int) -> str:
 def overrides(model, step: str) -> bool:
     """Whether a model's class overrides a step of Keras's."""
     return getattr(type(model), step) is not getattr(keras.Model, step)
-
-
-def has_own(model, step: str) -> bool:
-    """Whether it does so without calling Keras's."""
-    own = inspect.unwrap(getattr(type(model), step))
-    return overrides(model, step) and "super" not in own.__code__.co_names
 
 
 def rows_of(data, rows):

@@ -64,8 +64,7 @@ def sum_over_replicas(values: Any) -> Any:
     sent = [tf.cast(tensor, tf.int64) if tensor.dtype == tf.int32 else tensor for tensor in tensors]
     kinds = [(str(tensor.dtype), tensor.shape.is_fully_defined()) for tensor in sent]
     for kind in sorted({*kinds}):
-        chosen = [index for index, its_kind in enumerate(kinds) if its_kind == kind]
-        options = PACKS if kind[1] else None
+        chosen, options = [index for index, of in enumerate(kinds) if of == kind], PACKS if kind[1] else None
         reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [sent[index] for index in chosen], options)
         for index, total in zip(chosen, reduced, strict=True):
             sent[index] = tf.cast(total, tensors[index].dtype)

@@ -116,7 +116,8 @@ def train_and_evaluate(config: Config) -> dict:
             def replica_step(x):
                 return kr.gather_over_replicas(model(x, training=False))  # (6) the rows of all replicas
 
-            return kr.first_replica(strategy, strategy.run(replica_step, args=next(batches)[:1]))  # (7) on every replica
+            (x,) = next(batches)[:1]
+            return kr.first_replica(strategy, strategy.run(replica_step, args=(x,)))  # (7) on every replica
 
         def predict(split: str) -> np.ndarray:
             batches = data.batches(split, batch_size)

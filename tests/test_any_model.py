@@ -273,8 +273,11 @@ def test_noise_without_a_seed_is_another_in_each_step_and_replica(steps):
     assert (first != second).numpy().any()
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_predictions_draw_other_noise_for_each_row_and_each_time(seed):
+@pytest.mark.parametrize(("seed", "made_before"), [(1, False), (None, False), (None, True)])
+def test_predictions_draw_other_noise_for_each_row_and_each_time(seed, made_before):
+    keras.utils.clear_session()
+    if made_before:
+        keras.random.normal([1])  # makes Keras's generator, without a strategy
     with make_strategy(2).scope():
         model = data_parallel(keras.Sequential([keras.Input((2,)), Noise(seed)]))
     drawn = [model.predict(np.zeros((6, 2)), batch_size=2, verbose=0) for _ in range(2)]

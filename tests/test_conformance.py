@@ -23,10 +23,13 @@ def check(feature, replicas, found):
         assert found < ROWS[feature]["bound"]
 
 
-@pytest.mark.parametrize(
-    ("feature", "replicas"),
-    [pytest.param(f, n, marks=() if n == 2 else pytest.mark.slow) for f in ROWS for n in REPLICAS],
-)
+def row(feature, replicas):
+    """On four replicas in the slow tests; those that take longest before a release."""
+    marks = pytest.mark.long if "jit" in feature or "KerasHub" in feature else pytest.mark.slow
+    return pytest.param(feature, replicas, marks=() if replicas == 2 else marks)
+
+
+@pytest.mark.parametrize(("feature", "replicas"), [row(feature, replicas) for feature in ROWS for replicas in REPLICAS])
 def test_replicas_compute_what_one_device_does(feature, replicas):
     if feature == "`MultiOptimizer`" and not hasattr(keras.optimizers, "MultiOptimizer"):
         pytest.skip("Keras before 3.15 has no MultiOptimizer")

@@ -92,7 +92,7 @@ def test_an_encoder_becomes_a_classifier(family, tmp_path):
     assert plain.num_classes == 2 and plain.predict((["the cat"], ["a dog"]), verbose=0).shape == (1, 2)
 
 
-@pytest.mark.parametrize("family", before_a_release(DECODERS, "GPT2", "Gemma"))
+@pytest.mark.parametrize("family", before_a_release(DECODERS, "GPT2"))
 def test_a_decoder_goes_on_and_writes(family, tmp_path):
     preset_of(family, "CausalLM", decoders_tokenizer(family), tmp_path / "preset", DECODERS[family])
     options = {"corpus": str(ROOT / "LICENSE"), "seq_length": 24}
@@ -101,7 +101,10 @@ def test_a_decoder_goes_on_and_writes(family, tmp_path):
     assert len(plain.generate("You may", max_length=12)) > len("You may")
 
 
-@pytest.mark.parametrize(("recipe", "family"), [(text_classifier, "DebertaV3"), (causal_lm, "Gemma")])
+@pytest.mark.parametrize(
+    ("recipe", "family"),
+    [pytest.param(text_classifier, "DebertaV3", marks=pytest.mark.long), (causal_lm, "Gemma")],
+)
 def test_adapters_alone_are_trained(recipe, family, tmp_path):
     causal = recipe is causal_lm
     tokenizer = decoders_tokenizer(family) if causal else tokenizer_of(family)

@@ -159,9 +159,11 @@ def test_the_first_cell_gets_the_recipes_where_they_are_not_installed(narrative,
     assert install.endswith(" -m pip install -q -e './keras-replicas[recipes]' matplotlib")
 
 
+BEFORE_A_RELEASE = [pytest.param(name, marks=pytest.mark.long) for name in ("data_parallel", "text_classifier")]
+
+
 # A recipe's cells are the recipe's own code, which its tests run; so one of those, and all others.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["data_parallel", "your_own_model", "text_classifier"])
+@pytest.mark.parametrize("name", [pytest.param("your_own_model", marks=pytest.mark.slow), *BEFORE_A_RELEASE])
 def test_a_notebook_runs_and_gives_the_results_of_its_recipe(name, small, monkeypatch):
     recipe = importlib.import_module(f"recipes.{name if name in RECIPES else 'bert_mlm'}")
     tiny = {field.name: small[field.name] for field in dataclasses.fields(recipe.Config) if field.name in small}
