@@ -9,11 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_replicas.outputs import gather_around
-from keras_replicas.private import (
-    TensorFlowTrainer,
-    get_keras_mask,
-    reduce_weighted_values,
-)
+from keras_replicas.private import TensorFlowTrainer, get_keras_mask, reduce_weighted_values
 from keras_replicas.replicas import gather, no_strategy, replicas, sum_over_replicas
 
 # Keras's losses that compare a batch's examples with each other, or sum over all of them before they divide.

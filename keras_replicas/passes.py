@@ -11,13 +11,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_replicas.empty import (
-    count_examples,
-    first_input,
-    others_example,
-    with_example,
-    zeros_without_examples,
-)
+from keras_replicas.empty import count_examples, first_input, others_example, with_example, zeros_without_examples
+from keras_replicas.errors import UserError
 from keras_replicas.gradients import Gradients
 from keras_replicas.losses import NotCompilable
 from keras_replicas.outputs import a_row_each
@@ -105,7 +100,7 @@ class Passes(Gradients):
         wrong = f"accumulate = {self.accumulate} does not divide a replica's number of examples"
         size = tf.cast(count_examples(data[0]), tf.int32)
         if (first_input(data[0]).shape[0] or 0) % self.accumulate:
-            raise ValueError(wrong)
+            raise UserError(wrong)
         with tf.control_dependencies([tf.debugging.assert_equal(size % self.accumulate, 0, wrong)]):
             slices = map_given(lambda t: tf.reshape(t, [self.accumulate, -1, *tf.unstack(tf.shape(t))[1:]]), data)
 
@@ -120,8 +115,8 @@ class Passes(Gradients):
                 number = tf.identity(number)
             return tf.nest.map_structure(tf.add, totals, numbered_pass(number))
 
-        first, rest = numbered_pass(tf.constant(0)), tf.range(1, self.accumulate)
-        return tf.foldl(add, rest, initializer=first, parallel_iterations=1)
+        first = numbered_pass(tf.constant(0))
+        return tf.foldl(add, tf.range(1, self.accumulate), first, parallel_iterations=1)
 
     def _one_pass(self, copies, training, number, metrics_before, data, filled, scale):
         """Computes `Sums` of some examples.

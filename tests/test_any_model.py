@@ -11,7 +11,7 @@ from keras import layers, ops
 
 from benchmarks.features import IDS, ONE_HOT, largest_difference, like, row, run
 from benchmarks.features import X as ALL
-from keras_replicas import Checkpoints, data_parallel, make_strategy
+from keras_replicas import Checkpoints, UserError, data_parallel, make_strategy
 from keras_replicas.noise import noise_seeds
 from keras_replicas.private import minor
 
@@ -342,7 +342,7 @@ def test_parts_that_do_not_divide_a_batch_are_refused(rest):
         model = dense(data_parallel(keras.Sequential, accumulate=3))
         model.compile("sgd", "mse")
     data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(8, drop_remainder=not rest)
-    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="accumulate = 3 does not divide"):
+    with pytest.raises((UserError, tf.errors.InvalidArgumentError), match="accumulate = 3 does not divide"):
         model.fit(data, verbose=0)
 
 
