@@ -6,9 +6,12 @@ it is made from the variables of Slurm or Kubernetes. Worker 0 is the chief, whi
 """
 
 import ipaddress
+import itertools
 import json
 import os
+import re
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from keras_replicas.errors import UserError
@@ -24,11 +27,12 @@ def tf_config() -> dict[str, Any]:
 
     https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
 
-    - Slurm: `srun` with more than one task; TensorFlow's `SlurmClusterResolver` reads its variables.
+    - Slurm: `srun` with more than one task.
     - Kubernetes, an indexed Job: `JOB_COMPLETION_INDEX`, which Kubernetes sets, and `JOB_NAME`, `JOB_SERVICE` (the
       headless service) and `JOB_WORKERS`, which the manifest sets.
 
     Raises:
+        SystemExit: with status 0, in an evaluator, after a line: workers have no need of one.
         UserError: when a variable is malformed.
     """
     if "TF_CONFIG" not in os.environ:
@@ -39,11 +43,17 @@ def tf_config() -> dict[str, Any]:
     try:
         config = json.loads(os.environ.get("TF_CONFIG") or "{}")
         if config != {}:
-            jobs, job, index = config["cluster"], config["task"]["type"], config["task"]["index"]
+            jobs, job = config["cluster"], config["task"]["type"]
+            if job == "evaluator":
+                print("TF_CONFIG makes this process an evaluator. fit evaluates on all workers: it ends.", flush=True)
+                raise SystemExit(0)
+            jobs.pop("evaluator", None)
             if wrong := {*jobs, job} - {*JOBS}:
                 raise ValueError(f"{min(wrong)!r} trains no replica: there are {' and '.join(JOBS)}")
+            index = config["task"]["index"] = int(config["task"]["index"])  # some write it as a text
             if not 0 <= index < len(jobs[job]):
                 raise ValueError(f"there is no {job} {index}")
+            os.environ["TF_CONFIG"] = json.dumps(config)
             for address in (address for addresses in jobs.values() for address in addresses):
                 if not is_address(address):
                     raise ValueError(f"{address!r} is not host:port")
@@ -153,21 +163,33 @@ def rank(config: dict[str, Any]) -> int:
 
 
 def _from_slurm() -> dict[str, Any]:
-    import tensorflow as tf  # not above: the rest of this file needs no TensorFlow
-
     try:
-        # By default it asks nvidia-smi for GPUs, and fails if there are none; which GPUs a task sees is up to Slurm.
-        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
-            port_base=PORT, gpus_per_node=2**10, gpus_per_task=1, auto_set_gpu=False
-        )
-        addresses = resolver.cluster_spec().as_dict()["worker"]
-        # It sorts the nodes by name, n10 before n2, but Slurm numbers its tasks in the order of the node list.
+        nodes = [*hostnames(os.environ["SLURM_STEP_NODELIST"])]
+        counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
+        tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
+        addresses = [f"{node}:{PORT + i}" for node, count in zip(nodes, tasks, strict=True) for i in range(count)]
         own = f"{os.environ['SLURMD_NODENAME']}:{PORT + int(os.environ['SLURM_LOCALID'])}"
         return worker_config(addresses, addresses.index(own))
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (ValueError, KeyError) as error:
         raise UserError(
             f"cannot determine the workers' ranks from Slurm's variables ({error}); set TF_CONFIG"
         ) from error
+
+
+def hostnames(nodes: str) -> Iterator[str]:
+    """The names in a node list of Slurm's, in its order: of `r[1-2]n[01-02],login`, r1n01, r1n02, r2n01, ..., login.
+
+    Raises:
+        ValueError: when a range is not one of numbers.
+    """
+    for part in re.findall(r"(?:\[[^]]*\]|[^][,])+", nodes):
+        texts = [_numbers(text) if i % 2 else [text] for i, text in enumerate(re.split(r"[][]", part))]
+        yield from map("".join, itertools.product(*texts))
+
+
+def _numbers(ranges: str) -> list[str]:
+    pairs = [(first, last or first) for first, _, last in (each.partition("-") for each in ranges.split(","))]
+    return [f"{number:0{len(first)}}" for first, last in pairs for number in range(int(first), int(last) + 1)]
 
 
 def _from_kubernetes() -> dict[str, Any]:

@@ -1,10 +1,14 @@
 import json
+import os
 import re
+import shutil
+import subprocess
 
 import pytest
 
 from keras_replicas import UserError
 from keras_replicas.cluster import (
+    hostnames,
     is_address,
     is_chief,
     num_workers,
@@ -85,7 +89,11 @@ def test_a_slurm_task_is_found_on_its_own_node(node_list, tasks_per_node, places
 @pytest.mark.parametrize(
     ("given", "missing", "told"),
     [
-        *((SLURM, name, "from Slurm's variables .* set TF_CONFIG") for name in SLURM if name != "SLURM_STEP_NUM_TASKS"),
+        *(
+            (SLURM, name, "from Slurm's variables .* set TF_CONFIG")
+            for name in SLURM
+            if "PROCID" not in name and "NUM" not in name
+        ),
         (KUBERNETES, "JOB_NAME", "must be set in the Job's manifest .*JOB_NAME"),
         (KUBERNETES, "JOB_WORKERS", "must be set in the Job's manifest .*JOB_WORKERS"),
         (KUBERNETES | {"JOB_WORKERS": "two"}, "", "must be set in the Job's manifest .*two"),
@@ -107,9 +115,10 @@ def test_a_tf_config_of_another_form_is_answered_with_a_right_one(text, environm
 
 
 ONE = {"worker": ["a:1"]}
-NOT_THERE = [(ONE, "worker", index) for index in (None, "0", 1, -1)]
+NOT_THERE = [(ONE, "worker", index) for index in (None, "one", 1, -1)]
+NOT_THERE += [({kind: ["a:1"]}, kind, 0) for kind in ("master", "workerpool0")] + [({}, "worker", 0)]
 NOT_THERE += [(cluster, "worker", 0) for cluster in (["a:1"], {"worker": "a:1"}, {"worker": [1]}, {"worker": ["a"]})]
-NOT_THERE += [(ONE | {kind: ["b:1"]}, each, 0) for kind in ("evaluator", "ps") for each in ("worker", kind)]
+NOT_THERE += [(ONE | {"ps": ["b:1"]}, kind, 0) for kind in ("worker", "ps")]
 
 
 @pytest.mark.parametrize("config", NOT_THERE, ids=str)
@@ -117,6 +126,35 @@ def test_a_worker_or_a_cluster_that_is_not_there(config, environment):
     environment(config_of(*config))
     with pytest.raises(UserError, match="TF_CONFIG is malformed"):
         tf_config()
+
+
+def test_workers_go_on_without_the_evaluator_which_ends(environment, capsys):
+    environment(config_of(CHIEF_FIRST | {"evaluator": ["d:4"]}, "worker", "1"))
+    assert (workers(), worker_index()) == (["a:1", "b:2", "c:3"], 2)
+    assert tf_config() == {"cluster": CHIEF_FIRST, "task": {"type": "worker", "index": 1}}
+    assert json.loads(os.environ["TF_CONFIG"]) == tf_config()  # which TensorFlow reads
+    environment(config_of(CHIEF_FIRST | {"evaluator": ["d:4"]}, "evaluator", 0))
+    with pytest.raises(SystemExit) as ended:
+        tf_config()
+    assert ended.value.code == 0 and "evaluator" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("gpu[01-02]-ib", ["gpu01-ib", "gpu02-ib"]),
+        ("r[1-2]n[01-02],login", ["r1n01", "r1n02", "r2n01", "r2n02", "login"]),
+        ("n[9-11],m[007]", ["n9", "n10", "n11", "m007"]),
+    ],
+)
+def test_node_lists_are_what_slurm_makes_of_them(nodes, names, tmp_path):
+    assert [*hostnames(nodes)] == names
+    if shutil.which("scontrol"):
+        settings = tmp_path / "slurm.conf"
+        settings.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=localhost\n")
+        command, environment = ["scontrol", "show", "hostnames", nodes], os.environ | {"SLURM_CONF": str(settings)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.stdout.split() == names or "Invalid hostlist" in done.stderr  # to some versions, with a suffix
 
 
 @pytest.mark.parametrize("text", ["5m", "-1", "0", "1.5", "abc", "9" * 30])
