@@ -8,6 +8,7 @@ from common.data.byte_pairs import train_byte_pairs
 from common.data.dialogues import (
     CHAT_FORMS,
     PLAIN,
+    _dialogues,
     answer_rows,
     chat_form,
     is_dialogues,
@@ -18,15 +19,21 @@ from common.data.dialogues import (
 from common.data.vocabulary import encode
 from keras_replicas import UserError
 
-CHAT = [("system", "Be brief."), ("user", "Who?"), ("assistant", "Me."), ("user", "Why?"), ("assistant", "So.")]
-SAID = [("system", "Be kind."), ("user", "Who are you?"), ("assistant", "A model.")]
-SAID += [("user", "Bye."), ("assistant", "Bye!")]
-PROMPT = [("prompt", "1 + 1 = "), ("response", "2")]
+
+def said(*pairs):
+    """A dialogue of (role, text)."""
+    return [(role, text, role in ("response", "assistant")) for role, text in pairs]
+
+
+CHAT = said(("system", "Be brief."), ("user", "Who?"), ("assistant", "Me."), ("user", "Why?"), ("assistant", "So."))
+SAID = said(("system", "Be kind."), ("user", "Who are you?"), ("assistant", "A model."))
+SAID += said(("user", "Bye."), ("assistant", "Bye!"))
+PROMPT = said(("prompt", "1 + 1 = "), ("response", "2"))
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_byte_pairs(lambda: iter([text for _, text in SAID + PROMPT]), "said", 300)
+    return train_byte_pairs(lambda: iter([text for _, text, _ in SAID + PROMPT]), "said", 300)
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +66,34 @@ def test_a_row_is_a_dialogue_with_labels_on_the_answers_alone(tokenizer):
     assert len(rows["train"]) == 2 and len(rows["validation"]) == 1
 
 
+def test_after_a_question_nothing_is_learned_nor_an_answer_without_weight(tokenizer, tmp_path):
+    texts = [("user", "Who are you?"), ("assistant", "A dog."), ("assistant", "A model."), ("user", "Bye.")]
+    messages = [{"role": role, "content": text, "weight": int(text != "A dog.")} for role, text in texts]
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}))
+    ids, is_label = row_of(answer_rows(read_dialogues(str(tmp_path)), tokenizer, 200)["train"])
+    assert text_of(tokenizer, ids).endswith("user: Bye.\n</s>")
+    assert text_of(tokenizer, ids[is_label]) == "A model.\n"
+
+
+def test_keys_that_are_not_read_are_told_or_refused(tmp_path, capsys):
+    file, line = tmp_path / "all.jsonl", {"prompt": "a", "response": "b", "id": 7}
+    message = {"role": "assistant", "content": "b"}
+    file.write_text(f"{json.dumps(line)}\n" * 20 + json.dumps({"messages": [message | {"name": "Eve"}], "id": 8}))
+    assert [*_dialogues(file)][0] == said(("prompt", "a"), ("response", "b"))
+    assert capsys.readouterr().out == f"{file}, line 1: id is not read\n{file}, line 21: name is not read\n"
+    for wrong in (
+        {"system": "Be kind."},
+        {"rejected": "c", "chosen": "b"},
+        {"messages": [message | {"tool_calls": []}]},
+    ):
+        file.write_text(json.dumps(line | wrong))
+        with pytest.raises(
+            UserError, match=f"line 1 has .*{[*wrong][0].replace('messages', 'tool_calls')}, which is not"
+        ):
+            [*_dialogues(file)]
+
+
 def test_the_form_is_the_one_that_the_tokenizer_has_tokens_for(tokenizer):
     gemma, chat_ml = ["<start_of_turn>", "<end_of_turn>"], ["<|im_start|>", "<|im_end|>"]
     llama = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -69,7 +104,7 @@ def test_the_form_is_the_one_that_the_tokenizer_has_tokens_for(tokenizer):
 
 
 def test_a_long_dialogue_is_cut_and_without_a_label_left_out(tokenizer, capsys):
-    long = [("prompt", "Who are you? " * 20), ("response", "A model.")]
+    long = said(("prompt", "Who are you? " * 20), ("response", "A model."))
     start = next(encode(["1 + 1 = "], tokenizer))
     rows = answer_rows({"train": [long, PROMPT], "validation": [PROMPT]}, tokenizer, len(start) + 2)
     assert capsys.readouterr().out == "train: 1 of 2 prompts leave no room for an answer, and are left out\n"
@@ -88,7 +123,7 @@ def test_a_hundred_shards_end(tokenizer, monkeypatch):
 
 def test_files_are_read_and_held_out(tmp_path):
     lines = [{"prompt": f"{i}?", "response": f"{i}!"} for i in range(100)]
-    chat = {"messages": [{"role": role, "content": text} for role, text in CHAT]}
+    chat = {"messages": [{"role": role, "content": text} for role, text, _ in CHAT]}
     file = tmp_path / "all.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, chat]))
     splits = read_dialogues(str(file))

@@ -7,6 +7,7 @@ import pytest
 from common.classification_scores import METRICS
 from common.data import labelled
 from common.data.labelled import HELD_OUT, TASKS, column_names, open_examples, role_pairs
+from common.data.tables import read_rows
 
 # In GLUE's own form: a byte-order mark, and quotation marks that stand for themselves, also alone at a field's start.
 MRPC = {
@@ -151,14 +152,14 @@ FOLDERS = [
     ("sst2", {"dev.tsv": None}, "has no dev.tsv or validation.tsv"),
     ("sst2", {"validation.tsv": ""}, "has both dev.tsv and validation.tsv; keep only one"),
     ("sst2", {"dev.tsv": "sentence\tlabel\n"}, "the split validation has no examples"),
-    ("sst2", {"dev.tsv": "text\tlabel\nA\t1\n"}, "dev.tsv, line 2 has no column sentence; it has text, label"),
-    ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\nB\n"}, "dev.tsv, line 3: not one field for each column"),
-    ("sst2", {"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "or two columns of one name: sentence, label, label"),
+    ("sst2", {"dev.tsv": "text\tlabel\nA\t1\n"}, "dev.tsv, line 2 has no column 'sentence'; it has 'text', 'label'"),
+    ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\nB\n"}, "dev.tsv, line 3: 1 fields, divided by '\\t', for 2 columns"),
+    ("sst2", {"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "two columns of one name: 'sentence', 'label', 'label'"),
     ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\nB\t2\n"}, 'dev.tsv, line 3: the label must be one of 0, 1; got "2"'),
     ("sst2", {"dev.tsv": "sentence\tlabel\nA\t1\n" + "B\t\n"}, 'line 3: the label must be one of 0, 1; got ""'),
     ("sst2", {"dev.tsv": b"sentence\tlabel\nA\t1\ncaf\xe9 \t1\n"}, "dev.tsv, line 3: 'utf-8' codec can't decode"),
     ("sst2", {"train.tsv": "sentence\tlabel\nA\t1\nB\t1\n"}, "all labels of the split train are the same"),
-    ("sst2", {"train.tsv": "sentence\nA\nB\n"}, "train.tsv, line 2 has no column label; it has sentence"),
+    ("sst2", {"train.tsv": "sentence\nA\nB\n"}, "train.tsv, line 2 has no column 'label'; it has 'sentence'"),
     ("cola", {"dev.tsv": "a\tlabel\tb\tsentence\n"}, 'dev.tsv, line 1: the label must be one of 0, 1; got "label"'),
     ("stsb", {"dev.tsv": STSB["dev.tsv"].replace("0.250", "alike")}, "line 2: the label must be a number from -1e12"),
 ]  # fmt: skip
@@ -191,15 +192,19 @@ def test_a_label_that_is_no_number(label, tmp_path):
 OWN_FILES = [
     ("a.csv", 'text,label\n"A,0\nB,1\n', "a.csv, line 3: unexpected end of data"),
     ("a.csv", 'text,label\nA,0\n"B" C,1\n', "a.csv, line 3: ',' expected after '\"'"),
-    ("a.csv", 'text,label\n"A\nB",0\nC\n', "a.csv, line 4: not one field for each column"),
-    ("a.csv", "text,label\nGood, really,1\n", "a.csv, line 2: not one field for each column"),
+    ("a.csv", 'text,label\n"A\nB",0\nC\n', "a.csv, line 4: 1 fields, divided by ',', for 2 columns"),
+    (
+        "a.csv",
+        "text,label\nGood, really,1\n",
+        "a.csv, line 2: 3 fields, divided by ',', for 2 columns, 'text', 'label'",
+    ),
     ("a.csv", "text,label\nA,0\nB,1\n", "the split validation has no examples"),
     ("a.csv", 'text,label\nA,"0\n1"\n', 'a.csv, line 3: a label must be a text of one line or an integer; got "0\\n1"'),
     ("a.csv", "text,label\nA,0\nB,\n", 'a.csv, line 3: a label must be a text of one line or an integer; got ""'),
     ("a.jsonl", '{"text": "A", "label": 0}\n{"text": "B"\n', "a.jsonl, line 2: Expecting ',' delimiter"),
     ("a.jsonl", "[" * 100_000, "a.jsonl, line 1: "),
     ("a.jsonl", '["A", 0]\n', "a.jsonl, line 1: not a JSON object"),
-    ("a.jsonl", '{"text": "A", "label": 0}\n{"label": 1}\n', "a.jsonl, line 2 has no column text; it has label"),
+    ("a.jsonl", '{"text": "A", "label": 0}\n{"label": 1}\n', "a.jsonl, line 2 has no column 'text'; it has 'label'"),
     ("a.jsonl", '{"text": 5, "label": 1}\n{"text": "B", "label": 0}\n', "a.jsonl, line 1: text must be text; got 5"),
     ("a.jsonl", '{"text": "\\ud800", "label": 0}\n', "a.jsonl, line 1: 'utf-8' codec can't encode"),
     ("a.jsonl", '{"text": "A", "label": 0.5}\n', "integer; got 0.5. Numbers to predict are for regression"),
@@ -211,6 +216,48 @@ OWN_FILES = [
 def test_a_wrong_file_of_ones_own(name, content, message, tmp_path):
     write(tmp_path, {name: content})
     refuses(message, tmp_path, "own", str(tmp_path / name), "text", "label")
+
+
+# As spreadsheets write them, and the label that is read.
+TABLES = [("text, label,\nGröße, 1,\n", " 1"), ("text;label;\nGröße;1;;\n", "1"), ("text\tlabel\nGröße\t1\n", "1")]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize(("content", "label"), TABLES)
+def test_tables_as_programs_write_them(content, label, encoding, tmp_path):
+    (tmp_path / "train.CSV").write_text(content, encoding)
+    assert [row for _, row in read_rows(tmp_path / "train.CSV")] == [{"text": "Größe", "label": label}]
+
+
+def test_quotation_marks_of_a_tsv_file_are_its_fields_only_if_all_are(tmp_path):
+    for text, found in (('"A ""b""."', 'A "b".'), ('"A" b.', '"A" b.')):
+        (tmp_path / "a.tsv").write_text(f'text\tlabel\n"C."\t0\n{text}\t1\n')
+        rows = [row["text"] for _, row in read_rows(tmp_path / "a.tsv")]
+        assert rows == (["C.", found] if "b." not in text else ['"C."', found])
+        assert [row["text"] for _, row in read_rows(tmp_path / "a.tsv", glue=True)] == ['"C."', text]
+
+
+def test_a_thousandth_of_the_rows_may_be_malformed_and_is_counted(tmp_path, capsys):
+    lines = [f"{n}\t1\n" for n in range(1000)]
+    (tmp_path / "a.tsv").write_text("".join(["text\tlabel\n", *lines[:400], "only\n", *lines[400:]]))
+    assert len([*read_rows(tmp_path / "a.tsv")]) == 1000
+    told = f"1 of 1001 rows are malformed and left out. {tmp_path}/a.tsv, line 402: 1 fields, divided by '\\t', for 2 "
+    assert capsys.readouterr().out.startswith(told)
+
+
+def test_classes_are_told_with_their_counts_and_what_is_doubtful(tmp_path, capsys):
+    labels = ["positive"] * 3 + [" positive", "-", "NaN"]
+    write(
+        tmp_path, {f"{split}.csv": "text,label\n" + "".join(f"A,{x}\n" for x in labels) for split in ("train", "val")}
+    )
+    open_examples("own", str(tmp_path), "text", "label")
+    assert capsys.readouterr().out == (
+        "classes: ' positive' 1, '-' 1, 'NaN' 1, 'positive' 3\n"
+        "'-', 'NaN': if that stands for no label, take these examples out\n"
+        "' positive', 'positive' differ in spaces or capital letters alone: are they one class?\n"
+    )
+    write(tmp_path, {"all.csv": "text,label\n" + "".join(f"A,{n}\n" for n in range(60)) + "A,x\n" * 3})
+    refuses("61 of 63 labels differ: name the column", tmp_path, "own", str(tmp_path / "all.csv"), "text", "label")
 
 
 def test_labels_that_training_does_not_have(tmp_path):

@@ -3,9 +3,10 @@
 
 A line has either a `prompt` and a `response`, two strings, which follow one another as they are; or `messages`, a list
 of objects, each with a `role` (system, user or assistant) and a `content`, a string. The answers are the responses, and
-what the assistant says. Messages are marked in the form that the tokenizer has tokens for, one of `CHAT_FORMS`, or else
-by the speaker's name before each and a line break after it. A row begins with the tokenizer's start token, if there is
-one, and ends with its end token, which is a label, so that a model learns where to stop.
+what the assistant says, unless the message has a `weight` of 0. Messages are marked in the form that the tokenizer has
+tokens for, one of `CHAT_FORMS`, or else by the speaker's name before each and a line break after it. A row begins with
+the tokenizer's start token, if there is one, and ends with its end token, which is a label after an answer, so that a
+model learns where to stop.
 """
 
 import functools
@@ -27,8 +28,11 @@ from .rows import NO_LABEL, Rows, fingerprint, open_rows, write_rows
 from .tables import read_rows, shortened
 from .vocabulary import encode
 
-Dialogue = list[tuple[str, str]]  # who speaks (a role; or `prompt`, then `response`), and what is said
+# Who speaks (a role; or `prompt`, then `response`), what is said, and whether it is an answer to be learned.
+Dialogue = list[tuple[str, str, bool]]
 ANSWERS = ("response", "assistant")
+KEYS = ({"prompt", "response"}, {"messages"}, {"role", "content", "weight"})  # of a row, and of a message
+NOT_LEFT_OUT = {"system", "tools", "functions", "chosen", "rejected", "tool_calls", "function_call", "tool_call_id"}
 # What precedes a message and what follows it, if the tokenizer has these tokens: Gemma's, Qwen's ChatML, Llama 3's.
 CHAT_FORMS = (
     ("<start_of_turn>{role}\n", "<end_of_turn>\n"),
@@ -54,7 +58,7 @@ def read_dialogues(data: str) -> dict[str, list[Dialogue]]:
     splits: dict[str, list[Dialogue]] = {"train": [], "validation": []}
     if data.endswith(".jsonl"):
         for dialogue in _dialogues(Path(data)):
-            held_out = zlib.crc32("\n".join(text for _, text in dialogue).encode()) % HELD_OUT == 0
+            held_out = zlib.crc32("\n".join(text for _, text, _ in dialogue).encode()) % HELD_OUT == 0
             splits["validation" if held_out else "train"].append(dialogue)
     else:
         files = {split: Path(data, f"{split}.jsonl") for split in SPLITS}
@@ -66,7 +70,7 @@ def read_dialogues(data: str) -> dict[str, list[Dialogue]]:
 
 def said_in(dialogues: list[Dialogue]) -> Iterator[str]:
     """All that is said in dialogues."""
-    return (text for dialogue in dialogues for _, text in dialogue)
+    return (text for dialogue in dialogues for _, text, _ in dialogue)
 
 
 def answer_rows(
@@ -112,24 +116,36 @@ def _encoded(dialogues: list[Dialogue], tokenizer: keras_hub.models.Tokenizer) -
     form, marked = chat_form(tokenizer), functools.cache(functools.partial(marked_ids, tokenizer=tokenizer))
     for dialogue in dialogues:
         parts = [NO_LABEL - np.array([tokenizer.start_token_id])] if tokenizer.start_token_id is not None else []
-        for role, _ in dialogue:
+        for role, _, is_answer in dialogue:
             before, behind = ("", "") if role in ("prompt", "response") else form
             name = "model" if role == "assistant" and form == CHAT_FORMS[0] else role  # Gemma's name for it
             said = np.concatenate([next(spoken), marked(behind)])
-            parts += [NO_LABEL - marked(before.format(role=name)), said if role in ANSWERS else NO_LABEL - said]
-        yield np.concatenate([*parts, [tokenizer.end_token_id]]).astype(np.int32)
+            parts += [NO_LABEL - marked(before.format(role=name)), said if is_answer else NO_LABEL - said]
+        end = np.array([tokenizer.end_token_id])
+        yield np.concatenate([*parts, end if is_answer else NO_LABEL - end]).astype(np.int32)
 
 
 def _dialogues(path: Path) -> Iterator[Dialogue]:
+    left_out: set[str] = set()
     for where, row in read_rows(path):
         try:
-            pairs: Any = [(message["role"], message["content"]) for message in row["messages"]]
-            known = {"system", "user", "assistant"}
+            said: Any = [(each["role"], each["content"], each.get("weight", 1)) for each in row["messages"]]
+            known, keys = {"system", "user", "assistant"}, {*row}.union(*row["messages"]) - KEYS[1] - KEYS[2]
         except (KeyError, TypeError):
-            pairs, known = [(name, row.get(name)) for name in ("prompt", "response")], {"prompt", "response"}
-        roles, texts = {str(role) for role, _ in pairs}, [text for _, text in pairs]
-        if not all(isinstance(text, str) for text in texts) or not roles <= known or roles.isdisjoint(ANSWERS):
+            said, known = [(name, row.get(name), 1) for name in ("prompt", "response")], {"prompt", "response"}
+            keys = {*row} - KEYS[0]
+        roles, texts = {str(role) for role, _, _ in said}, [text for _, text, _ in said]
+        dialogue = [(role, text, role in ANSWERS and weight != 0) for role, text, weight in said]
+        is_valid = all(isinstance(text, str) for text in texts) and {weight for _, _, weight in said} <= {0, 1}
+        if not is_valid or not roles <= known or not any(is_answer for _, _, is_answer in dialogue):
             wanted = "a prompt and a response, or messages with a role (system, user, assistant) and a content each"
             got = shortened([json.dumps(row)])
             raise UserError(f"{where} must have {wanted}, all texts, and an answer; it has {got}")
-        yield pairs
+        if wrong := sorted(keys & NOT_LEFT_OUT):
+            raise UserError(
+                f"{where} has {shortened(wrong)}, which is not read: take it out, or put it in the messages"
+            )
+        if new := sorted(keys - left_out):
+            print(f"{where}: {shortened(new)} is not read", flush=True)
+            left_out |= keys
+        yield dialogue

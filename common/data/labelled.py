@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Labelled texts for fine-tuning: generated pairs, tasks of GLUE (Wang et al. 2018, arXiv:1804.07461), or your own."""
 
+import collections
 import contextlib
 import itertools
 import json
@@ -17,12 +18,18 @@ import numpy as np
 from keras_replicas import UserError
 
 from ..files import from_hub
-from .tables import SUFFIXES, Row, read_rows, shortened
+from .tables import SUFFIXES, Row, quoted, read_rows, shortened
 
 HUB_NAME = "nyu-mll/glue"
-STEMS = {"train": ("train",), "validation": ("dev", "validation"), "test": ("test",)}  # of a folder's files
+STEMS = {  # of a folder's files
+    "train": ("train",),
+    "validation": ("dev", "validation", "valid", "val", "dev_matched", "validation_matched"),  # the last two: MNLI's
+    "test": ("test",),
+}
 HELD_OUT = 10  # one example in this many is the validation split of data without one
 LARGEST_NUMBER = 1e12  # in float32, neither the squares of errors nor those of gradients may overflow
+FEW = 20  # labels that may all differ
+NO_LABELS = {"-", "-1", "?", "n/a", "na", "nan", "none", "null", "unknown", "unlabeled", "unlabelled"}
 NO_LIMITS = (-math.inf, math.inf)
 
 
@@ -141,14 +148,15 @@ def open_examples(
     elif data:
         whole = task == "own" and not Path(data).is_dir()
         files = {"train": Path(data)} if whole else _split_files(Path(data), SUFFIXES if task == "own" else (".tsv",))
-        tables = {split: [*read_rows(file, () if split == "test" else facts.header)] for split, file in files.items()}
+        tables = {
+            split: [*read_rows(file, () if split == "test" else facts.header, glue=task != "own")]
+            for split, file in files.items()
+        }
     else:
         tables = _from_hub(facts, task)
     classes = [*facts.classes]
     if task == "own" and not regression:
-        classes = sorted({_class_name(where, _value(where, row, label_column)) for where, row in tables["train"]})
-        with contextlib.suppress(ValueError):
-            classes = sorted(classes, key=float)
+        classes = _classes([_class_name(where, _value(where, row, label_column)) for where, row in tables["train"]])
     if "validation" not in tables:
         rows, tables = tables["train"], {"train": [], "validation": []}
         for number, (where, row) in enumerate(rows):
@@ -238,6 +246,23 @@ def _from_hub(task: Task, name: str) -> dict[str, list[Row]]:
     return tables
 
 
+def _classes(labels: list[str]) -> list[str]:
+    """The distinct labels, which are told with their counts, and what is doubtful of them."""
+    counts = collections.Counter(labels)
+    if len(counts) > max(FEW, len(labels) / 2):
+        raise UserError(f"{len(counts)} of {len(labels)} labels differ: name the column of classes, or use regression")
+    classes = sorted(counts)
+    with contextlib.suppress(ValueError):
+        classes = sorted(classes, key=lambda name: (math.isnan(float(name)), float(name)))
+    print("classes:", shortened(f"{name!r} {counts[name]}" for name in classes), flush=True)
+    if missing := [name for name in classes if name.strip().casefold() in NO_LABELS]:
+        print(f"{quoted(missing)}: if that stands for no label, take these examples out", flush=True)
+    folded = collections.Counter(name.strip().casefold() for name in classes)
+    if twins := [name for name in classes if folded[name.strip().casefold()] > 1]:
+        print(f"{quoted(twins)} differ in spaces or capital letters alone: are they one class?", flush=True)
+    return classes
+
+
 def _class_name(where: str, label: Any) -> str:
     if not isinstance(label, int | str) or len(str(label).splitlines()) != 1:
         got = f"{shortened([json.dumps(label)])}. Numbers to predict are for regression"
@@ -258,5 +283,5 @@ def _label(where: str, label: Any, classes: Sequence[str]) -> int | float:
 
 def _value(where: str, row: dict[str, Any], column: str) -> Any:
     if column not in row:
-        raise UserError(f"{where} has no column {column}; it has {shortened(row)}")
+        raise UserError(f"{where} has no column {column!r}; it has {quoted(row)}")
     return row[column]

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of .tsv, .csv and .jsonl files, each with where it stands, for messages."""
 
+import codecs
 import csv
+import io
+import itertools
 import json
+import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,48 +16,97 @@ from keras_replicas import UserError
 
 SUFFIXES = (".tsv", ".csv", ".jsonl")
 Row = tuple[str, dict[str, Any]]  # where it is, such as `dev.tsv, line 7`; and its values, by column
+LEFT_OUT = 0.001  # share of malformed rows up to which a file is read without them
+QUOTED = re.compile('"([^"]|"")*"')  # a field in quotation marks, those in it doubled
 
 
-def read_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of a UTF-8 file, with or without a byte-order mark; empty lines are skipped.
+def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False) -> Iterator[Row]:
+    """The rows of a UTF-8 file, or one in UTF-16 as Excel saves "Unicode text"; empty lines are skipped.
 
     Python's own readers leave each value as it stands: those of `datasets` make times of texts such as "2026-01-01",
     and numbers of others, and move or fill the fields of a line that has too many or too few.
 
     Args:
-        path: its suffix gives the format: `.jsonl`, an object on each line; `.csv` (RFC 4180); or `.tsv`, as GLUE's
-            files, in which a quotation mark is a part of the text. A table's first line names its columns.
+        path: its suffix gives the format: `.jsonl`, an object on each line; `.csv` (RFC 4180), divided by the comma,
+            semicolon or tab of which its first line has most; or `.tsv`, in which a quotation mark is a part of the
+            text, unless each field that begins with one is quoted. A table's first line names its columns.
         columns: of a table whose first line is a row already, as in GLUE's CoLA.
+        glue: whether it is a file of GLUE's, in which no field is quoted.
 
-    Raises a `UserError` when there is no such file, or it is malformed: it gives the line, counted from 1.
+    Raises a `UserError` when there is no such file, or it is malformed: it gives the line, counted from 1. Malformed
+    rows, up to `LEFT_OUT` of all, are left out and counted on standard output.
     """
-    where = str(path)
+    where, suffix = str(path), path.suffix.lower()
 
     def lines() -> Iterator[str]:
         nonlocal where
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            is_wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            file.seek(0)
+            for number, line in enumerate(io.BytesIO(file.read().decode("utf-16").encode()) if is_wide else file, 1):
                 where = f"{path}, line {number}"
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n").replace("\r", " ")
 
-    if path.suffix not in SUFFIXES:
+    if suffix not in SUFFIXES:
         raise UserError(f"{path} must end in one of {', '.join(SUFFIXES)}")
     csv.field_size_limit(2**31 - 1)  # of the process; by default, a text of 128 KiB is an error
-    form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
-    table = None if path.suffix == ".jsonl" else csv.DictReader(lines(), columns or None, strict=True, **form)
+    malformed, rows = [], 0
     try:
-        for row in table or map(json.loads, filter(str.strip, lines())):
-            if not isinstance(row, dict):
-                raise UserError("not a JSON object, with a value for each column")
-            names = [*(table.fieldnames or ())] if table else []
-            if table and (None in row or None in row.values() or len(row) < len(names)):
-                raise UserError(f"not one field for each column, or two columns of one name: {shortened(names)}")
+        for row in (
+            map(_object, filter(str.strip, lines())) if suffix == ".jsonl" else _table(lines, suffix, columns, glue)
+        ):
+            rows += 1
             json.dumps(row, ensure_ascii=False).encode()  # fails where half a surrogate pair could not be saved
-            yield where, row
+            if isinstance(row, dict):
+                yield where, row
+            else:
+                malformed.append(f"{where}: {row}")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError, csv.Error) as error:
         raise UserError(f"{where}: {error}") from error
+    if len(malformed) > LEFT_OUT * rows:
+        raise UserError(malformed[0])
+    if malformed:
+        print(f"{len(malformed)} of {rows} rows are malformed and left out. {malformed[0]}", flush=True)
+
+
+def _object(line: str) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object, with a value for each column")
+    return row
+
+
+def _table(
+    lines: Callable[[], Iterator[str]], suffix: str, columns: Sequence[str], glue: bool
+) -> Iterator[dict[str, Any] | str]:
+    """The rows of a table; for one that is malformed, what is wrong."""
+    first = next(lines(), "")
+    delimiter = max(",;\t", key=first.count) if suffix == ".csv" else "\t"
+    is_quoted = suffix == ".csv" or not glue and _is_quoted(lines())
+    form: dict[str, Any] = {"delimiter": delimiter, "quoting": csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE}
+    table = csv.reader(lines(), strict=True, **form)
+    names = [name.strip() for name in columns or next(table, [])]
+    named = [name for name in names if name]
+    if len({*named}) < len(named):
+        raise ValueError(f"two columns of one name: {quoted(names)}")
+    for fields in filter(None, table):
+        if len(fields) < len(names) or any(fields[len(names) :]):
+            yield f"{len(fields)} fields, divided by {delimiter!r}, for {len(names)} columns, {quoted(names)}"
+        else:
+            yield {name: field for name, field in zip(names, fields, strict=False) if name}
+
+
+def _is_quoted(lines: Iterator[str]) -> bool:
+    fields = itertools.chain.from_iterable(line.rstrip("\n").split("\t") for line in lines)
+    ends = [bool(QUOTED.fullmatch(field)) for field in fields if field.startswith('"')]
+    return ends != [] and all(ends)
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names in quotation marks, for a message: see `shortened`."""
+    return shortened(map(repr, names))
 
 
 def shortened(words: Iterable[str]) -> str:
