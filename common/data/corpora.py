@@ -23,6 +23,7 @@ from typing import Any
 from keras_replicas import UserError
 
 from ..files import cached, from_hub
+from .tables import quoted, shortened
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 SPLITS = ("train", "validation", "test")
@@ -30,6 +31,10 @@ WIKITEXT = {f"wikitext-{size}": f"hf://Salesforce/wikitext/wikitext-{size}-v1" f
 WIKITEXT_FILES = dict(zip(SPLITS, ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"), strict=True))
 TITLE = "= [^=].* ="  # the line with which an article of WikiText begins
 DOCUMENT_LIMIT = 20_000  # characters; longer text is split into several documents, so that memory is bounded
+PART = 1000  # characters, at least, of a part of a document that is held out for validation
+TEXTS = (".txt", ".text", ".md")  # endings of a folder's files that are plain text
+TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # by `datasets`
+NO_CORPUS = (".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".gz", ".tar", ".xz", ".zst", ".bz2", ".tsv", ".xlsx")
 HELD_OUT = 10  # one part in this many is the validation split of a corpus without one
 PACKAGES = ("keras", "keras_hub", "numpy")  # whose docstrings are a corpus
 NO_TEXT = re.compile("[\0\udc80-\udcff]")  # what bytes that are not UTF-8 are read as
@@ -57,8 +62,11 @@ def open_corpus(corpus: str) -> Corpus:
             - `hf://user/name` or `hf://user/name/configuration`: any data set on the Hub with a column `text`, read as
               a stream; without a split `validation`, one row in 10 is held out;
             - a folder in WikiText's format: `wiki.train.tokens`, `wiki.valid.tokens` and, if there, `wiki.test.tokens`;
-            - a text file, or a folder of `.txt` files: blank lines separate documents, and one document in 10, chosen
-              by a hash of its text, is held out for validation.
+            - a text file (a name in `TEXTS`, or with another ending of nobody's), in which blank lines separate
+              documents; or a table (in `TABLES`), read by `datasets`, with a column `text`, or a single column of
+              strings; or a folder of such files, of which the kind that has more bytes is read. Which are read, and
+              which are not, is told. One part in 10 is held out for validation, chosen by a hash of its text: of a long
+              document, a part has some `PART` characters.
 
     Raises:
         UserError: when it is none of these, or cannot be fetched; by a stream, when it is not UTF-8 text.
@@ -80,10 +88,39 @@ def open_corpus(corpus: str) -> Corpus:
             raise UserError(f"{path} has no {WIKITEXT_FILES['validation']}; a folder in WikiText's form needs one")
         lines = {split: functools.partial(_lines, [file]) for split, file in files.items()}
         return Corpus({split: functools.partial(_articles, lines[split]) for split in lines}, _checksum(files.values()))
-    found = [path] if path.is_file() else sorted(file for file in path.rglob("*.txt") if file.is_file())
-    if not found:
-        raise UserError(f"no .txt file and no {WIKITEXT_FILES['train']} in the folder {path}")
-    return Corpus(_held_out(lambda: _documents(_lines(found), "")), _checksum(found))
+    kind, found = _files_of(path)
+    if kind == "text":
+        return Corpus(_held_out(lambda: _documents(_lines(found), "")), _checksum(found))
+    rows = from_hub("load_dataset", kind, data_files=[*map(str, found)], split="train", streaming=True)
+    return Corpus(_held_out(functools.partial(_column, corpus, rows)), _checksum(found))
+
+
+def _files_of(path: Path) -> tuple[str, list[Path]]:
+    """The files that are a corpus, and their kind: `text`, or the name of a reader of `datasets`."""
+    if path.is_file():
+        suffix = path.suffix.lower()
+        kind = TABLES.get(suffix, "text")
+        if suffix in NO_CORPUS:
+            raise UserError(f"the corpus {path} is no plain text, nor a table: give its text")
+        return kind, [path]
+    kinds: dict[str, list[Path]] = {}
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
+            suffix = file.suffix.lower()
+            kinds.setdefault("text" if suffix in TEXTS else TABLES.get(suffix, ""), []).append(file)
+    other = kinds.pop("", [])
+    if not kinds:
+        wanted = ", ".join([*TEXTS, *TABLES, WIKITEXT_FILES["train"]])
+        raise UserError(f"the folder {path} has no file that ends in {wanted}; it has {_told(other)}")
+    kind = max(kinds, key=lambda name: sum(file.stat().st_size for file in kinds[name]))
+    passed_over = other + [file for name, files in kinds.items() if name != kind for file in files]
+    print(f"corpus: {_told(kinds[kind])}" + f"; not read: {_told(passed_over)}" * bool(passed_over), flush=True)
+    return kind, kinds[kind]
+
+
+def _told(files: list[Path]) -> str:
+    size = sum(file.stat().st_size for file in files)
+    return f"{len(files)} file(s) of {size:,} bytes" + f" ({shortened(file.name for file in files)})" * bool(files)
 
 
 def _from_hub(corpus: str) -> Corpus:
@@ -103,10 +140,19 @@ def _from_hub(corpus: str) -> Corpus:
 
 
 def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    for row in rows:
-        if not isinstance(row.get("text"), str):
-            raise UserError(f"{corpus} has no column text; it has {', '.join(row)}")
-        yield from _pieces(row["text"])
+    name = "text"
+    try:
+        for number, row in enumerate(rows):
+            strings = [column for column, value in row.items() if isinstance(value, str)]
+            if number == 0 and "text" not in row and len(strings) == 1:
+                (name,) = strings
+            if not isinstance(row.get(name), str):
+                raise UserError(f"{corpus} has no column 'text' of strings; it has {quoted(row)}")
+            yield from _pieces(row[name])
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"cannot read {corpus}: {str(error).splitlines()[0]}") from error
 
 
 def _lines(files: Iterable[Path]) -> Iterator[str]:
@@ -137,18 +183,33 @@ def _documents(lines: Iterable[str], begins: str) -> Iterator[str]:
     yield from _pieces(document)
 
 
-def _pieces(text: str) -> list[str]:
+def _pieces(text: str, limit: int = DOCUMENT_LIMIT) -> list[str]:
     """The text, if it is not blank; a longer one than the limit is cut, at spaces if there are any."""
-    if len(text := text.strip()) <= DOCUMENT_LIMIT:
-        return [text] if text else []
-    return textwrap.wrap(text, DOCUMENT_LIMIT, expand_tabs=False, replace_whitespace=False, break_on_hyphens=False)
+    if len(text) <= limit or len(text := text.strip()) <= limit:
+        return [text] if text.strip() else []
+    return textwrap.wrap(text, limit, expand_tabs=False, replace_whitespace=False, break_on_hyphens=False)
 
 
 def _held_out(documents: Documents) -> dict[str, Documents]:
     def part(validation: bool) -> Iterator[str]:
-        return (text for text in documents() if (zlib.crc32(text.encode()) % HELD_OUT == 0) == validation)
+        for text in documents():
+            kept = [part for part in _parts(text) if (zlib.crc32(part.encode()) % HELD_OUT == 0) == validation]
+            yield from ["\n".join(kept)] if kept else []
 
     return {"train": functools.partial(part, False), "validation": functools.partial(part, True)}
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Lines of at least `PART` characters together, up to the text's end; a longer line is cut at spaces."""
+    part = ""
+    for line in text.splitlines():
+        for piece in _pieces(line, 2 * PART):
+            part += f"{piece}\n"
+            if len(part) > PART:
+                yield part.removesuffix("\n")
+                part = ""
+    if part:
+        yield part.removesuffix("\n")
 
 
 def _checksum(files: Iterable[Path]) -> str:
