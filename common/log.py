@@ -35,13 +35,14 @@ class RunLog(StepLog):
 
     Args:
         folder: of the run; `board` writes to `tensorboard/` in it, for the chief alone.
-        data: what is trained on: data that begins at any step, with `padding_mask` in x.
+        data: what is trained on: data that begins at any step, with `padding_mask` in x, and perhaps `not_seen`.
     """
 
     def __init__(self, folder: Path, data: Any):
         super().__init__(folder)
         if not sys.stdout.isatty():  # `fit` then prints a line for each epoch, and no progress bar
             keras.config.disable_interactive_logging()
+        self._not_seen = getattr(data, "not_seen", {})
         masks = [x["padding_mask"].numpy() for x, *_ in one_epoch(data).take(LOOKED_AT)]
         self._tokens_in_a_step = float(np.mean([mask.sum() for mask in masks]))
         self._padding = 1 - self._tokens_in_a_step / float(np.mean([mask.size for mask in masks]))
@@ -99,6 +100,7 @@ class RunLog(StepLog):
             "seconds": round(self._seconds, 3),
             "tokens_per_second": round(self._timed_steps * self._tokens_in_a_step / (self._seconds or math.inf), 1),
             "padding_fraction": self._padding,
+            **self._not_seen,
             "learning_rate": {"first": rates[0], "peak": max(rates), "last": rates[-1]},
             "train_loss": float(np.mean(losses)),
             "peak_memory_mb": peak_memory_mb(),
@@ -155,6 +157,8 @@ def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told] = of_
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
         ("peak memory", f"{results['peak_memory_mb']:,} MiB of host memory"),
         ("padding", f"{results['padding_fraction']:.2%}"),
+        *[("unknown tokens", f"{results[name]:.2%}") for name in ("unknown_fraction",) if name in results],
+        *[("texts", results[name]) for name in ("cut_texts",) if name in results],
         ("learning rate", f"first {rate['first']:.2e}, peak {rate['peak']:.2e}, last {rate['last']:.2e}"),
         ("training loss", f"{results['train_loss']:.3f}, mean over the last epoch"),
     ]

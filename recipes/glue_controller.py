@@ -146,7 +146,7 @@ def train_and_evaluate(config: Config) -> dict:
         results = {"recipe": "glue_controller", "global_batch_size": batch_size, "config": asdict(config)}
         write_predictions(run.folder / "predictions", texts, outputs)
         save_classifier(*of, run.folder / "preset")
-        results |= log.results(replicas) | classifier_results(texts, outputs, data.preprocessor.tokenizer)
+        results |= log.results(replicas) | classifier_results(data, outputs)
         return run.finish(results)
 
 

@@ -104,7 +104,7 @@ def train_and_evaluate(config: Config) -> dict:
         results |= log.results(replicas)
         write_predictions(run.folder / "predictions", data.texts, outputs)
         save_classifier(model, data.texts.classes, data.texts.columns, run.folder / "preset")
-        results |= classifier_results(data.texts, outputs, data.preprocessor.tokenizer)
+        results |= classifier_results(data, outputs)
         return run.finish(results)
 
 

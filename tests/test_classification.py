@@ -8,10 +8,12 @@ import scipy.special
 import sklearn.metrics
 
 from common.classification_scores import classifier_results, scores_of, write_predictions
+from common.data.examples import EncodedTexts
 from common.data.labelled import Examples, LabelledTexts
 
 WORDS = [f"w{number}" for number in range(50)]
 TOKENIZER = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS], lowercase=True)
+PREPROCESSOR = keras_hub.models.BertTextClassifierPreprocessor(TOKENIZER, sequence_length=64)
 BASELINES = ["majority", "length", "bag_of_words"]
 
 
@@ -29,7 +31,7 @@ def test_results_have_the_metrics_of_the_task_for_model_and_baselines():
     logits = np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     assert list(scores_of(texts, "validation", logits)) == ["val_loss", *(f"val_{name}" for name in metrics)]
     assert scores_of(texts, "test", logits) == {}
-    results = classifier_results(texts, {"validation": logits, "test": logits}, TOKENIZER)
+    results = classifier_results(EncodedTexts(texts, PREPROCESSOR), {"validation": logits, "test": logits})
     of_baselines = [f"val_{baseline}_{name}" for baseline in BASELINES for name in metrics]
     assert sorted(results) == sorted(["val_loss", *(f"val_{name}" for name in metrics), *of_baselines])
     theirs = {"accuracy": "accuracy_score", "f1": "f1_score", "matthews": "matthews_corrcoef"}
@@ -42,7 +44,7 @@ def test_results_have_the_metrics_of_the_task_for_model_and_baselines():
 def test_results_of_regression():
     texts = texts_of([1.0, 2.0, 4.0, 5.0], [1.0, 1.0, 2.0, 2.0], [], ("pearson", "spearman"))
     numbers = np.array([[1.5], [2.0], [3.0], [5.0]])
-    results = classifier_results(texts, {"validation": numbers, "test": numbers}, TOKENIZER)
+    results = classifier_results(EncodedTexts(texts, PREPROCESSOR), {"validation": numbers, "test": numbers})
     names = ["loss", "pearson", "spearman", "mean_loss"]
     names += [f"{baseline}_{name}" for baseline in BASELINES[1:] for name in ("pearson", "spearman")]
     assert sorted(results) == sorted(f"{split}_{name}" for split in ("val", "test") for name in names)
@@ -78,7 +80,7 @@ def test_a_correlation_with_a_constant_is_0():
         assert (scores["val_pearson"], scores["val_spearman"]) == (0, 0) and math.isfinite(scores["val_loss"])
 
 
-def results_for(make_example, classes=2, metrics=("accuracy",)):
+def results_for(make_example, classes=2, metrics=("accuracy",), preprocessor=PREPROCESSOR):
     splits = {}
     for seed, (split, count) in enumerate({"train": 1500, "validation": 500}.items()):
         draw = random.Random(seed)
@@ -86,8 +88,9 @@ def results_for(make_example, classes=2, metrics=("accuracy",)):
         examples = [tuple(" ".join(f"w{word}" for word in text) for text in row[:-1]) for row in rows]
         splits[split] = Examples(examples, [row[-1] for row in rows], [])
     texts = LabelledTexts([*map(str, range(classes))], splits, "", metrics)
-    results = classifier_results(texts, {"validation": np.zeros((500, classes or 1))}, TOKENIZER)
-    assert results == classifier_results(texts, {"validation": np.zeros((500, classes or 1))}, TOKENIZER)
+    data, outputs = EncodedTexts(texts, preprocessor), {"validation": np.zeros((500, classes or 1))}
+    results = classifier_results(data, outputs)
+    assert results == classifier_results(data, outputs)
     return {name: results.get(f"val_{name}_{metrics[0]}") for name in BASELINES}
 
 
@@ -119,6 +122,28 @@ def test_lengths_tell():
         return words(draw, one), words(draw, two), int(abs(one - two) < 5)
 
     assert results_for(example)["length"] > 0.95
+
+
+def test_baselines_see_what_the_model_sees(capsys):
+    def last_word(draw):
+        label = draw.randrange(2)
+        return [*words(draw, 40), 7 if label else 8], label
+
+    assert results_for(last_word)["bag_of_words"] > 0.75
+    short = keras_hub.models.BertTextClassifierPreprocessor(TOKENIZER, sequence_length=32)
+    assert results_for(last_word, preprocessor=short)["bag_of_words"] < 0.6
+    told = (
+        "train: 1500 of 1500 texts are cut to 32 tokens (median 43, 95 % have at most 43): longer sequences show more\n"
+    )
+    assert told in capsys.readouterr().out
+
+
+def test_many_classes_have_a_baseline_that_is_bounded():
+    def of_class(draw):
+        label = draw.randrange(60)
+        return [label % 50, label // 50, *words(draw, 2)], label
+
+    assert results_for(of_class, 60)["bag_of_words"] > 0.2
 
 
 @pytest.mark.parametrize(("scale", "offset"), [(1e4, 1e6), (1e-3, -5.0)])

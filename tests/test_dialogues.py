@@ -107,7 +107,9 @@ def test_a_long_dialogue_is_cut_and_without_a_label_left_out(tokenizer, capsys):
     long = said(("prompt", "Who are you? " * 20), ("response", "A model."))
     start = next(encode(["1 + 1 = "], tokenizer))
     rows = answer_rows({"train": [long, PROMPT], "validation": [PROMPT]}, tokenizer, len(start) + 2)
-    assert capsys.readouterr().out == "train: 1 of 2 prompts leave no room for an answer, and are left out\n"
+    told = capsys.readouterr().out
+    assert told.startswith("train: 1 of 2 prompts leave no room for an answer, and are left out\n")
+    assert "train: 1 of 1 texts are cut to 8 tokens (median 9, " in told
     ids, is_label = row_of(rows["train"])
     assert text_of(tokenizer, ids[is_label]) == "2" and len(rows["train"]) == 1
     with pytest.raises(UserError, match="train: no prompt leaves room for an answer in 19 tokens: take longer rows"):

@@ -9,6 +9,7 @@ import pytest
 
 from common.classification_scores import classifier_results
 from common.data import labelled
+from common.data.examples import EncodedTexts
 from common.data.labelled import Examples, LabelledTexts, role_pairs
 
 PAIRS = role_pairs()
@@ -46,8 +47,9 @@ def test_words_and_lengths_tell_nothing():
     splits = {s: Examples([pair[:2] for pair in pairs], labels[s], []) for s, pairs in PAIRS.items()}
     pieces = sorted({word for pairs in PAIRS.values() for pair in pairs for word in words(pair[1] + pair[0])})
     tokenizer = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces], lowercase=True)
-    texts = LabelledTexts(["0", "1"], splits, "", ("accuracy",))
-    results = classifier_results(texts, {"validation": np.zeros((1000, 2))}, tokenizer)
+    preprocessor = keras_hub.models.BertTextClassifierPreprocessor(tokenizer, sequence_length=32)
+    data = EncodedTexts(LabelledTexts(["0", "1"], splits, "", ("accuracy",)), preprocessor)
+    results = classifier_results(data, {"validation": np.zeros((1000, 2))})
     # To the last pair: those of an event are the same to such a classifier, and one of them is right.
     assert [results[f"val_{name}_accuracy"] for name in ("majority", "length", "bag_of_words")] == [0.5] * 3
     assert np.mean(labels["train"]) == 0.5

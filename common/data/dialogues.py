@@ -84,8 +84,8 @@ def answer_rows(
     def write(path: Path) -> None:
         splits = {}
         for split, part in dialogues.items():
-            rows = [row[:length] for row in _encoded(part, tokenizer)]
-            splits[split] = [row for row in rows if (row >= 0).any()]
+            rows = [*_encoded(part, tokenizer)]
+            splits[split] = [row for row in rows if (row[:length] >= 0).any()]
             if not splits[split]:
                 told = f"no prompt leaves room for an answer in {length - 1} tokens: take longer rows"
                 raise UserError(f"{split}: {told}")

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from keras_replicas import Batches, UserError, locate
 
 from .labelled import LabelledTexts
-from .vocabulary import encode
+from .vocabulary import encode, not_seen, tell, unknown_id
 
 EXAMPLES_AT_ONCE = 4096
 GROUP = 64  # batches whose examples are sorted by length together; a quarter of an epoch's, if that is fewer
@@ -28,17 +28,20 @@ class EncodedTexts:
 
     `inputs` has for each split what the preprocessor makes of its texts: `token_ids` and, if the family has them,
     `padding_mask` (0 for padding) and `segment_ids`; integers, [examples, sequence length]. Raises a `UserError` when
-    this length has no room for a token of each text.
+    this length has no room for a token of each text. `not_seen` has, for each split, what `vocabulary.not_seen` says.
     """
 
     def __init__(self, texts: LabelledTexts, preprocessor: keras_hub.models.TextClassifierPreprocessor):
         self.texts, self.preprocessor, self._pad = texts, preprocessor, preprocessor.tokenizer.pad_token_id
         example = next(iter(texts.splits.values())).texts[0]
         empty = preprocessor(x=tuple([""] for _ in example))  # this also makes the packer
-        least = int(np.sum(np.asarray(empty["token_ids"]) != self._pad)) + len(example)
+        self._around = int(np.sum(np.asarray(empty["token_ids"]) != self._pad))  # special tokens
+        least = self._around + len(example)
         if preprocessor.sequence_length < least:
             raise UserError(f"a sequence of less than {least} tokens has no room for one of each text: make it longer")
         self.evaluated = [split for split in texts.splits if split != "train"]
+        self.not_seen: dict[str, dict[str, Any]] = {}
+        self._segments: dict[str, np.ndarray] = {}
         self.inputs = {split: self._encode(split, part.texts, [*empty]) for split, part in texts.splits.items()}
 
     def batches(self, split: str, batch_size: int, shuffle_seed: int | None = None) -> "TextBatches":
@@ -52,7 +55,16 @@ class EncodedTexts:
         """
         labels, kind = self.texts.splits[split].labels, np.int32 if self.texts.classes else np.float32
         numbers = None if labels is None else np.array(labels, kind)
-        return TextBatches(self.inputs[split], self._pad, numbers, batch_size, shuffle_seed)
+        return TextBatches(self.inputs[split], self._pad, numbers, batch_size, shuffle_seed, self.not_seen[split])
+
+    def seen(self, split: str) -> list[list[list[int]]]:
+        """For each example, the ids of each of its texts, with special tokens, of which the model sees no others."""
+        columns, rows = range(self.texts.columns), self.inputs[split]["token_ids"]
+        ends = lengths_of(rows, self._pad)
+        cut = [
+            (ids[:end], segments[:end]) for ids, segments, end in zip(rows, self._segments[split], ends, strict=True)
+        ]
+        return [[ids[segments == column].tolist() for column in columns] for ids, segments in cut]
 
     def _encode(self, split: str, texts: list[tuple[str, ...]], names: list[str]) -> dict[str, np.ndarray]:
         columns = len(texts[0])
@@ -61,27 +73,47 @@ class EncodedTexts:
         segment = tf.RaggedTensorSpec([None, None], tf.int32)
         pack = tf.function(self.preprocessor.packer, input_signature=[(segment,) * columns])
         parts: list[dict[str, np.ndarray]] = []
+        lengths: list[int] = []
+        unknown, unknowns = unknown_id(self.preprocessor.tokenizer), 0
         while group := list(itertools.islice(ids, columns * EXAMPLES_AT_ONCE)):
             segments = [group[column::columns] for column in range(columns)]
+            lengths += [self._around + sum(map(len, of_example)) for of_example in zip(*segments, strict=True)]
+            unknowns += int(np.sum(np.concatenate(group) == unknown))
             ragged = (tf.RaggedTensor.from_row_lengths(np.concatenate(rows), [*map(len, rows)]) for rows in segments)
             token_ids, segment_ids = (np.asarray(ids_of) for ids_of in pack(tuple(ragged)))
             whole = {"token_ids": token_ids, "segment_ids": segment_ids, "padding_mask": token_ids != self._pad}
-            parts.append({name: whole[name].astype(np.int32 if name == "token_ids" else np.uint8) for name in names})
+            kept = {*names, "segment_ids"}
+            parts.append({name: whole[name].astype(np.int32 if name == "token_ids" else np.uint8) for name in kept})
+        self.not_seen[split] = not_seen(lengths, self.preprocessor.sequence_length, unknowns)
+        tell(split, self.not_seen[split])
+        self._segments[split] = np.concatenate([part["segment_ids"] for part in parts])
         return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+
+def lengths_of(ids: np.ndarray, pad: int) -> np.ndarray:
+    """Up to the last token of each row that is no padding: a text may contain the name of the padding token."""
+    return (np.arange(1, ids.shape[1] + 1) * (ids != pad)).max(axis=1)
 
 
 class TextBatches(Batches):
     """What `EncodedTexts.batches` returns."""
 
-    def __init__(self, inputs: dict, pad: int, labels: np.ndarray | None, batch_size: int, shuffle_seed: int | None):
+    def __init__(
+        self,
+        inputs: dict,
+        pad: int,
+        labels: np.ndarray | None,
+        batch_size: int,
+        shuffle_seed: int | None,
+        not_seen: dict[str, Any],
+    ):
+        self.not_seen = not_seen
         ids, shuffle = inputs["token_ids"], shuffle_seed is not None
         super().__init__(self._read, batch_size, size=len(ids), shuffle=shuffle, seed=shuffle_seed or 0)
         self._checksum = zlib.crc32(b"" if labels is None else labels.data, zlib.crc32(ids.data))
-        # Up to the last token that is no padding: a text may contain the name of the padding token.
-        lengths = (np.arange(1, ids.shape[1] + 1) * (ids != pad)).max(axis=1)
         with tf.device("CPU"):
             self._inputs = {name: tf.constant(values) for name, values in inputs.items()}
-            self._lengths = tf.constant(lengths, tf.int64)
+            self._lengths = tf.constant(lengths_of(ids, pad), tf.int64)
             self._labels = None if labels is None else tf.constant(labels)
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:

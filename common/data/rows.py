@@ -28,7 +28,7 @@ from keras_replicas import Batches, UserError
 
 from ..files import cached, read_json, write_json
 from .corpora import Corpus
-from .vocabulary import encode
+from .vocabulary import encode, not_seen, tell, unknown_id
 
 BEFORE, AFTER = 12, 4  # bytes of TFRecord's own around a record: its length and a checksum of that; a checksum
 SHARD_BYTES = 2**28  # at most
@@ -41,9 +41,11 @@ class Rows:
     Attributes:
         length: token ids in a row, with padding.
         checksum: of all shards.
+        not_seen: what `vocabulary.not_seen` says of the texts.
     """
 
-    def __init__(self, shards: list[Path], rows: int, length: int, checksum: int):
+    def __init__(self, shards: list[Path], rows: int, length: int, checksum: int, not_seen: dict[str, Any]):
+        self.not_seen = not_seen
         self._rows, self.length, self.checksum = rows, length, checksum
         self._size, self._in_a_shard, self._shards = _size(length), SHARD_BYTES // _size(length), []
         for path in shards:
@@ -92,7 +94,7 @@ class RowBatches(Batches):
 
     def __init__(self, rows: Rows, make_batch: Callable, batch_size: int, *, shuffle: bool, seed: int):
         super().__init__(make_batch, batch_size, size=len(rows), shuffle=shuffle, seed=seed)
-        self.rows = rows
+        self.rows, self.not_seen = rows, rows.not_seen
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Batches`."""
@@ -125,17 +127,19 @@ def write_rows(
 
     Args:
         folder: created if missing.
-        splits: rows of at most `length` ids of the `tokenizer`; those of no label as -2 - id.
-        length: of all rows, with padding.
+        splits: rows of ids of the `tokenizer`; those of no label as -2 - id.
+        length: of all rows, with padding, to which longer ones are cut.
         facts: what the rows are of, which JSON must hold, for the manifest.
 
     Raises a `UserError` when a split but `test` has no rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     counts = {}
+    unknown = unknown_id(tokenizer)
     for split, rows in splits.items():
         shown = tqdm(rows, f"tokens of {split}", unit=" rows", delay=5, mininterval=1)
-        number = tokens = 0
+        number = unknowns = 0
+        lengths: list[int] = []
         with contextlib.ExitStack() as files:
             for row in shown:
                 if number % (SHARD_BYTES // _size(length)) == 0:
@@ -143,12 +147,15 @@ def write_rows(
                     shard = _shards(folder, split, number + 1, length)[-1]
                     writer = files.enter_context(tf.io.TFRecordWriter(str(shard)))
                 record = np.full(1 + length, -1, np.int32)
+                lengths.append(len(row))
+                row = row[:length]
                 record[0], record[1 : 1 + len(row)] = len(row), row
                 writer.write(record.tobytes())
-                number, tokens = number + 1, tokens + len(row)
+                number, unknowns = number + 1, unknowns + int(np.sum((row == unknown) | (row == NO_LABEL - unknown)))
         if number:
             checksum = _checksum(_shards(folder, split, number, length))
-            counts[split] = {"rows": number, "tokens": tokens, "checksum": checksum}
+            facts_of = {"rows": number, "tokens": sum(lengths), "checksum": checksum}
+            counts[split] = facts_of | {"not_seen": not_seen(lengths, length, unknowns)}
         elif split != "test":
             raise UserError(f"no text is left for {split}: give more")
     tokenizer.save_to_preset(str(folder / "tokenizer"))
@@ -181,7 +188,7 @@ def corpus_rows(
                 splits[split] = text_rows(encode(texts(), tokenizer), length, before, after, overlap)
             else:
                 lines = (line for text in texts() for line in text.splitlines())
-                splits[split] = (ids[:length] for ids in encode(lines, tokenizer) if len(ids))
+                splits[split] = (ids for ids in encode(lines, tokenizer) if len(ids))
         write_rows(path, splits, length, tokenizer, facts)
 
     return open_rows(keep("rows", [json.dumps([facts, length])], write))
@@ -195,7 +202,9 @@ def open_rows(folder: Path) -> dict[str, Rows]:
             shards = _shards(folder, split, facts["rows"], manifest["length"])
             if _checksum(shards) != facts["checksum"]:
                 raise ValueError(f"those of {split} are damaged")
-            splits[split] = Rows(shards, facts["rows"], manifest["length"], facts["checksum"])
+            unseen = facts.get("not_seen", {})
+            splits[split] = Rows(shards, facts["rows"], manifest["length"], facts["checksum"], unseen)
+            tell(split, unseen)
     except (TypeError, KeyError, OSError, ValueError) as error:
         raise UserError(f"{folder} has no rows of text, or not all of them ({error}): remove the folder") from error
     return splits

@@ -5,9 +5,10 @@ import collections
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import keras_hub
 import numpy as np
@@ -21,6 +22,7 @@ from ..files import cached
 UNKNOWN = "[UNK]"  # how a corpus writes unknown words
 NO_PIECE = "\ue000"  # a character for private use, of which no word piece is made: WordPiece gives it the id of [UNK]
 WORDPIECE_TOKENS = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
+MANY_UNKNOWN = 0.01  # share of tokens from which on it is told
 ALPHABET_SIZE = 200  # maximum number of characters in a trained WordPiece vocabulary, the most frequent ones
 TEXTS_AT_ONCE = 64
 
@@ -100,6 +102,35 @@ def encode(texts: Iterable[str], tokenizer: keras_hub.models.Tokenizer) -> Itera
 @functools.lru_cache(maxsize=1)
 def _traced(tokenizer: keras_hub.models.Tokenizer) -> Callable:
     return tf.function(tokenizer, input_signature=[tf.TensorSpec([None], tf.string)])
+
+
+def unknown_id(tokenizer: keras_hub.models.Tokenizer) -> int:
+    """The id of `[UNK]`; -1 for a tokenizer that knows every text."""
+    return tokenizer.token_to_id(UNKNOWN) if isinstance(tokenizer, keras_hub.models.BertTokenizer) else -1
+
+
+def not_seen(lengths: Sequence[int], limit: int, unknown: int) -> dict[str, Any]:
+    """What a model does not see of texts, for `results.json`.
+
+    That is `unknown_fraction`, the share of tokens that stand for unknown words, of which there are `unknown`; and
+    `cut_texts`, in words, where some of the texts' lengths, in tokens, are above the `limit`.
+    """
+    facts: dict[str, Any] = {"unknown_fraction": unknown / max(1, sum(lengths))}
+    if cut := sum(length > limit for length in lengths):
+        middle, most = np.percentile(lengths, [50, 95], method="higher")
+        facts["cut_texts"] = (
+            f"{cut} of {len(lengths)} texts are cut to {limit} tokens (median {middle}, 95 % have at most {most})"
+        )
+    return facts
+
+
+def tell(split: str, facts: dict[str, Any]) -> None:
+    """Prints what a model does not see of a split, if it is much."""
+    if "cut_texts" in facts:
+        print(f"{split}: {facts['cut_texts']}: longer sequences show more", flush=True)
+    if facts.get("unknown_fraction", 0) > MANY_UNKNOWN:
+        share = f"{facts['unknown_fraction']:.1%} of the tokens are {UNKNOWN}"
+        print(f"{split}: {share}: the vocabulary lacks words or characters of this text", flush=True)
 
 
 def vectors(ids: tf.RaggedTensor | list[list[int]]) -> list[np.ndarray]:
