@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import unicodedata
 
 import keras_hub
 import numpy as np
@@ -50,6 +51,30 @@ def test_trained_byte_pairs_begin_with_robertas_special_tokens(byte_pairs):
     pieces = [byte_pairs.id_to_token(number) for number in range(byte_pairs.vocabulary_size())]
     assert pieces[:5] == [*BYTE_PAIR_TOKENS] and 261 < len(pieces) <= 400 and len(set(pieces)) == len(pieces)
     assert not {*BYTE_PAIR_TOKENS} & {merge.replace(" ", "") for merge in byte_pairs.merges}
+
+
+# Of the Universal Declaration of Human Rights, article 1.
+SCRIPTS = {
+    "Hindi": "सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्मजात स्वतन्त्रता और समानता प्राप्त है।",
+    "Japanese": "すべての人間は、生まれながらにして自由であり、かつ、尊厳と権利とについて平等である。",
+    "Vietnamese": "Tất cả mọi người sinh ra đều được tự do và bình đẳng về nhân phẩm và quyền.",
+    "Chinese": "人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心，并应以兄弟关系的精神相对待。",
+    "Arabic": "يولد جميع الناس أحراراً متساوين في الكرامة والحقوق.",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_script_loses_a_character(script):
+    text = unicodedata.normalize("NFC", SCRIPTS[script])
+    tokenizer = train_wordpieces(lambda: iter([text] * 3), f"script {script}", 400)
+    ids = ids_of([text], tokenizer)[0]
+    assert 1 not in ids
+    shown = "".join(tokenizer.id_to_token(number).removeprefix("##") for number in ids)
+    assert unicodedata.normalize("NFC", shown) == text.lower().replace(" ", "")
+
+
+def test_accents_are_stripped_where_they_are_few():
+    assert train_wordpieces(lambda: iter(["It is a café. " + "There are few. " * 99]), "few", 120).strip_accents
 
 
 @pytest.mark.parametrize("train", [train_wordpieces, train_byte_pairs])
@@ -124,9 +149,9 @@ def test_of_special_tokens_only_unk_is_one_in_a_text(wordpieces, byte_pairs):
 
 def test_a_vocabulary_file(tmp_path):
     file = tmp_path / "vocab.txt"
-    pieces = [*WORDPIECE_TOKENS, "a", "\u2028", "##b", "\x85"]  # two of which end lines elsewhere
+    pieces = [*WORDPIECE_TOKENS, "a", "##b", "e"]
     for ending in ("\n", "\r\n"):
-        file.write_bytes((ending.join(pieces) + ending).encode())
+        file.write_bytes(("\ufeff" * (ending != "\n") + ending.join(pieces) + ending).encode())
         tokenizer = load_wordpieces(file)
         assert tokenizer.get_vocabulary() == pieces and tokenizer.lowercase and tokenizer.strip_accents
     file.write_text("\n".join([*WORDPIECE_TOKENS, "[unused1]", "Paris"]))
@@ -138,6 +163,8 @@ def test_a_vocabulary_file(tmp_path):
     [
         (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n", r"vocab.txt lacks \[MASK\]; give a BERT WordPiece file"),
         (b"", r"lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\] \[MASK\]"),
+        ("\n".join([*WORDPIECE_TOKENS, "a", "b", "a"]).encode(), "vocab.txt, line 8 repeats 'a' of line 6"),
+        ("\n".join([*WORDPIECE_TOKENS, "a", "\u2028"]).encode(), "vocab.txt, line 7 is empty or ends with a space"),
         (b"caf\xe9", "cannot read the vocabulary .*vocab.txt: "),
         (None, "cannot read the vocabulary .*vocab.txt: "),
     ],

@@ -5,6 +5,7 @@ import collections
 import functools
 import itertools
 import os
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,12 +24,17 @@ UNKNOWN = "[UNK]"  # how a corpus writes unknown words
 NO_PIECE = "\ue000"  # a character for private use, of which no word piece is made: WordPiece gives it the id of [UNK]
 WORDPIECE_TOKENS = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
 MANY_UNKNOWN = 0.01  # share of tokens from which on it is told
-ALPHABET_SIZE = 200  # maximum number of characters in a trained WordPiece vocabulary, the most frequent ones
+ALPHABET_SIZE = 200  # the most frequent characters of a text, which a trained WordPiece vocabulary has, or more:
+FEW_CHARACTERS = 0.001  # share of a text's characters that the vocabulary may lack
+FEW_ACCENTS = 0.01  # share of letters with an accent, up to which all accents are left out
 TEXTS_AT_ONCE = 64
 
 
 def train_wordpieces(documents: Callable[[], Iterator[str]], source: str, size: int) -> keras_hub.models.BertTokenizer:
     """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` word pieces.
+
+    It has the characters of nearly all the text, if they take no more than half of it. Accents are left out, as in
+    BERT, of a text of which hardly a letter has one, as in English, and kept in others: a tone or a vowel may be one.
 
     The same documents, which `source` identifies, and size, at least 100, give the same one on every machine. It is
     cached.
@@ -38,12 +44,20 @@ def train_wordpieces(documents: Callable[[], Iterator[str]], source: str, size: 
         # As in KerasHub, an invisible character, such as the one that joins emoji, separates words; BERT's own
         # tokenizer removes it.
         parts = normalizers.Replace(Regex(r"[\p{Cc}\p{Cf}]"), " ")
-        normalizer = normalizers.Sequence([parts, normalizers.BertNormalizer(lowercase=True, strip_accents=True)])
-        characters: collections.Counter[str] = collections.Counter()
+        counts: collections.Counter[str] = collections.Counter()
         for document in documents():
-            characters.update(normalizer.normalize_str(document))
+            counts.update(unicodedata.normalize("NFC", document))
+        accented = sum(count for character, count in counts.items() if _has_accent(character))
+        plain = accented <= FEW_ACCENTS * sum(count for character, count in counts.items() if character.isalpha())
+        normalizer = normalizers.Sequence([parts, normalizers.BertNormalizer(lowercase=True, strip_accents=plain)])
+        characters: collections.Counter[str] = collections.Counter()
+        for character, count in counts.items():
+            for part in normalizer.normalize_str(character):
+                characters[part] += count
         by_count = sorted(set(characters) - set(" "), key=lambda c: (-characters[c], c))
-        known = min(ALPHABET_SIZE, size // 4)
+        nearly_all = (1 - FEW_CHARACTERS) * sum(characters[c] for c in by_count)
+        seen = itertools.accumulate(characters[c] for c in by_count)
+        known = min(max(ALPHABET_SIZE, sum(total < nearly_all for total in seen) + 1), size // 4)
         rare = str.maketrans(dict.fromkeys(by_count[known:], " "))
         # The trainer numbers pieces of one character in the order of a hash table, which differs between processes, and
         # settles ties by number. Given as special tokens, they have fixed numbers beforehand.
@@ -62,22 +76,41 @@ def train_wordpieces(documents: Callable[[], Iterator[str]], source: str, size: 
 def load_wordpieces(path: str | Path) -> keras_hub.models.BertTokenizer:
     """Reads a vocabulary file: one word piece per line; its line number, from 0, is its id.
 
-    As in BERT, a vocabulary in which only the special tokens have capital letters is for text that is lower-cased and
-    stripped of accents. Raises a `UserError` when it cannot be read, or lacks one of BERT's special tokens.
+    As in BERT, a vocabulary in which only the special tokens have capital letters is for text that is lower-cased and,
+    if it has no accents either, stripped of these. Raises a `UserError` when it cannot be read, lacks one of BERT's
+    special tokens, or has a piece twice, or one that ends with a space.
     """
     try:
-        text = tf.io.gfile.GFile(str(path)).read().replace("\r\n", "\n")
+        text = tf.io.gfile.GFile(str(path)).read().removeprefix("\ufeff").replace("\r\n", "\n")
     except (tf.errors.OpError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the vocabulary {path}: {str(error).splitlines()[0]}") from error
     return wordpieces(text.removesuffix("\n").split("\n"), path)  # at no other character that ends lines elsewhere
 
 
-def wordpieces(pieces: list[str], source: str | Path) -> keras_hub.models.BertTokenizer:
-    """The tokenizer of word pieces in the order of their ids; a `UserError` that names the source as above."""
+def wordpieces(
+    pieces: list[str], source: str | Path, lowercase: bool | None = None, strip_accents: bool | None = None
+) -> keras_hub.models.BertTokenizer:
+    """The tokenizer of word pieces in the order of their ids; a `UserError` that names the source as above.
+
+    Whether text is lower-cased and stripped of accents is as given, or as the pieces tell.
+    """
     if missing := [token for token in WORDPIECE_TOKENS if token not in pieces]:
         raise UserError(f"the vocabulary {source} lacks {' '.join(missing)}; give a BERT WordPiece file")
-    uncased = all(piece == piece.lower() for piece in pieces if not piece.startswith("["))
-    return keras_hub.models.BertTokenizer(pieces, lowercase=uncased, strip_accents=uncased)
+    lines: dict[str, int] = {}
+    for number, piece in enumerate(pieces, start=1):
+        if piece != piece.rstrip() or not piece:
+            raise UserError(f"{source}, line {number} is empty or ends with a space, which KerasHub cannot save")
+        if lines.setdefault(piece, number) != number:
+            raise UserError(f"{source}, line {number} repeats {piece!r} of line {lines[piece]}: give each piece once")
+    if lowercase is None:
+        lowercase = all(piece == piece.lower() for piece in pieces if not piece.startswith("["))
+    if strip_accents is None:
+        strip_accents = lowercase and not any(map(_has_accent, pieces))
+    return keras_hub.models.BertTokenizer(pieces, lowercase=lowercase, strip_accents=strip_accents)
+
+
+def _has_accent(text: str) -> bool:
+    return any(unicodedata.category(character) == "Mn" for character in unicodedata.normalize("NFD", text))
 
 
 def encode(texts: Iterable[str], tokenizer: keras_hub.models.Tokenizer) -> Iterator[np.ndarray]:

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from keras_replicas import UserError
 
+from ..data.vocabulary import wordpieces
 from .presets import backbone_from_size, check_positions, from_preset, one_line
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
@@ -124,9 +125,8 @@ def preset_tokenizer(preset: str) -> keras_hub.models.Tokenizer:
         except FileNotFoundError:  # as transformers 5 saves it
             ids = load_json(preset, "tokenizer.json")["model"]["vocab"]
             pieces = sorted(ids, key=ids.get)
-    lowercase, strip = settings.get("do_lower_case", True), settings.get("strip_accents")
-    strip = lowercase if strip is None else strip
-    return keras_hub.models.BertTokenizer(pieces, lowercase=lowercase, strip_accents=strip)
+    lowercase, strip = settings.get("do_lower_case"), settings.get("strip_accents")
+    return wordpieces(pieces, preset, lowercase, lowercase if strip is None else strip)
 
 
 def huggingface_weights(model: keras.Model) -> dict[str, keras.Variable]:
