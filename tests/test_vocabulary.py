@@ -70,7 +70,7 @@ def test_no_script_loses_a_character(script):
     ids = ids_of([text], tokenizer)[0]
     assert 1 not in ids
     shown = "".join(tokenizer.id_to_token(number).removeprefix("##") for number in ids)
-    assert unicodedata.normalize("NFC", shown) == text.lower().replace(" ", "")
+    assert unicodedata.normalize("NFKC", shown) == unicodedata.normalize("NFKC", text).lower().replace(" ", "")
 
 
 def test_accents_are_stripped_where_they_are_few():

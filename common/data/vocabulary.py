@@ -49,7 +49,9 @@ def train_wordpieces(documents: Callable[[], Iterator[str]], source: str, size: 
             counts.update(unicodedata.normalize("NFC", document))
         accented = sum(count for character, count in counts.items() if _has_accent(character))
         plain = accented <= FEW_ACCENTS * sum(count for character, count in counts.items() if character.isalpha())
-        normalizer = normalizers.Sequence([parts, normalizers.BertNormalizer(lowercase=True, strip_accents=plain)])
+        normalizer = normalizers.Sequence(
+            [parts, normalizers.NFKC(), normalizers.BertNormalizer(lowercase=True, strip_accents=plain)]
+        )
         characters: collections.Counter[str] = collections.Counter()
         for character, count in counts.items():
             for part in normalizer.normalize_str(character):
