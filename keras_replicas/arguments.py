@@ -65,12 +65,11 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     batches = begins_anywhere(**data, steps=steps, shuffle=shuffle, seed=seeds["data"])
     _check_same(model, batches)
     steps, epochs = steps or len(batches), given.get("epochs", 1)
-    callbacks.set_params(callbacks.params | {"steps": steps})
-    step, last = given.get("initial_epoch", 0) * steps, None
+    step, last = given.get("initial_epoch", 0) * steps, checkpoints.max_steps if checkpoints else None
+    callbacks.set_params(callbacks.params | {"steps": min(steps, last or steps)})  # which a progress bar shows
     if checkpoints:
         if isinstance(batches, WholeBatches):
             batches.warn_if_unrepeatable()
-        last = checkpoints.max_steps
         model.build_for(batches.iter_from_step(0, tf.distribute.InputContext()).element_spec)
         facts = {"steps in an epoch": steps}
         if isinstance(batches, Batches):  # of others, a first batch may be another each time

@@ -39,6 +39,8 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
         raise UserError("--data and --text-columns, the names of its columns of texts, go together")
     if Path(output or os.devnull).is_file():
         raise UserError(f"{output} already exists; give a new file")
+    if not Path(output).parent.is_dir():
+        raise UserError(f"there is no folder {Path(output).parent}: make it, or give another file")
     with one_line(f"{preset} is no classifier that a recipe has saved"):
         labels = load_json(preset, "labels.json")
         classes, number = labels["classes"], labels["texts"]

@@ -238,6 +238,7 @@ def test_texts_are_classified(trained, recipes, pairs, tmp_path):
         (["a", "b", *columns], "--data and --text-columns"),
         (["--data", empty, *columns], "empty.csv has no examples"),
         (["a", "b", "--output", table], "table.tsv already exists; give a new file"),
+        (["a", "b", "--output", tmp_path / "no/table.tsv"], "there is no folder .*/no: make it"),
         (["a", "b", "--preset", trained("bert_mlm")[1] / "preset"], "no classifier that a recipe has saved"),
     ):
         with pytest.raises(UserError, match=told):

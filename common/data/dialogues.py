@@ -12,6 +12,7 @@ model learns where to stop.
 import functools
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +147,6 @@ def _dialogues(path: Path) -> Iterator[Dialogue]:
                 f"{where} has {shortened(wrong)}, which is not read: take it out, or put it in the messages"
             )
         if new := sorted(keys - left_out):
-            print(f"{where}: {shortened(new)} is not read", flush=True)
+            print(f"{where}: {shortened(new)} is not read", file=sys.stderr)
             left_out |= keys
         yield dialogue

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -256,10 +257,10 @@ def _classes(labels: list[str]) -> list[str]:
         classes = sorted(classes, key=lambda name: (math.isnan(float(name)), float(name)))
     print("classes:", shortened(f"{name!r} {counts[name]}" for name in classes), flush=True)
     if missing := [name for name in classes if name.strip().casefold() in NO_LABELS]:
-        print(f"{quoted(missing)}: if that stands for no label, take these examples out", flush=True)
+        print(f"{quoted(missing)}: if that stands for no label, take these examples out", file=sys.stderr)
     folded = collections.Counter(name.strip().casefold() for name in classes)
     if twins := [name for name in classes if folded[name.strip().casefold()] > 1]:
-        print(f"{quoted(twins)} differ in spaces or capital letters alone: are they one class?", flush=True)
+        print(f"{quoted(twins)} differ in spaces or capital letters alone: are they one class?", file=sys.stderr)
     return classes
 
 
