@@ -133,6 +133,20 @@ def test_without_room_on_the_disk_nothing_is_written(saved, tmp_path, monkeypatc
     assert (tmp_path / "preset/task.weights.h5").is_file()
 
 
+def test_slips_with_presets_are_named(saved, tmp_path, capsys):
+    folder = saved[2]
+    for load in (masked_lm_from_preset, preset_tokenizer):
+        with pytest.raises(UserError, match=f"{folder.parent} is the folder of a run: give {folder}$"):
+            load(str(folder.parent))
+    shutil.copytree(folder, tmp_path / "preset")
+    (tmp_path / "preset/task.weights.h5").unlink()
+    masked_lm_from_preset(str(tmp_path / "preset"))
+    assert "has no task.weights.h5: the head begins with random weights" in capsys.readouterr().err
+    (tmp_path / "preset/model.weights.h5").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+    with pytest.raises(UserError, match="model.weights.h5 is a pointer of Git LFS, not the file itself: run `git lfs"):
+        masked_lm_from_preset(str(tmp_path / "preset"))
+
+
 def test_positions_begin_as_sinusoids(saved, gpt2):
     """By the formula; and from each position to the next, by one rotation, which is what they are there for."""
     table = sinusoids(40, 6)

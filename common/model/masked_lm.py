@@ -7,6 +7,7 @@ asks for a pooler, which `BertForMaskedLM` does not have, and for `vocab.txt`, a
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors import safe_open
 from keras_replicas import UserError
 
 from ..data.vocabulary import wordpieces
-from .presets import backbone_from_size, check_positions, from_preset, one_line
+from .presets import backbone_from_size, check_folder, check_positions, from_preset, one_line
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 # Parts of the names of a BERT's weights: KerasHub's, and those of Hugging Face's form, to be replaced in this order.
@@ -61,6 +62,7 @@ def masked_lm_from_preset(
     KerasHub's presets need not have a masked language model's head: it is then random. Raises a UserError when there is
     no such preset, it cannot be fetched, is of another kind, or has fewer than `seq_length` positions.
     """
+    check_folder(preset)
     models, options = keras_hub.models, {"dropout": dropout, "dtype": dtype, "load_weights": False}
     if huggingface_type(preset):
         model = models.BertMaskedLM(from_preset(models.BertBackbone, preset, **options), compile=False)
@@ -68,6 +70,10 @@ def masked_lm_from_preset(
     else:
         backbone = from_preset(models.Backbone, preset, **options)
         model = from_preset(models.MaskedLM, preset, backbone=backbone, preprocessor=None, compile=False)
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            head = "task.weights.h5"
+            if not has_file(preset, head):
+                print(f"The preset {preset} has no {head}: the head begins with random weights.", file=sys.stderr)
     check_positions(model.backbone, seq_length, preset)
     return _without_pooler(model)
 
@@ -98,6 +104,14 @@ def get_file(preset: str, name: str) -> Path:
     if not (path := Path(handle, name)).is_file():
         raise FileNotFoundError(f"{preset} has no {name}")
     return path
+
+
+def has_file(preset: str, name: str) -> bool:
+    """Whether a preset has a file of this name; errors are those of `get_file`, but for a missing file."""
+    try:
+        return bool(get_file(preset, name))
+    except FileNotFoundError:
+        return False
 
 
 def load_json(preset: str, name: str = "config.json") -> dict[str, Any]:

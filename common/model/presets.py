@@ -19,6 +19,7 @@ from .sizes import dimensions
 
 POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
 ADAPTERS = "adapters.lora.h5"
+LFS_POINTER = b"version https://git-lfs"
 
 
 def backbone_from_size(kind: Any, size: str, vocabulary_size: int, dropout: float, seq_length: int) -> Any:
@@ -86,8 +87,20 @@ def one_line(message: str, way_out: str = "") -> Iterator[None]:
         raise UserError(f"{message} ({first}){way_out}") from error
 
 
+def check_folder(preset: str) -> None:
+    """Raises a UserError when a preset is the folder of a run, or Git LFS has left pointers in place of its files."""
+    folder = Path(preset)
+    if (folder / "preset").is_dir() and not (folder / "metadata.json").exists():
+        raise UserError(f"{preset} is the folder of a run: give {folder / 'preset'}")
+    for file in filter(Path.is_file, folder.glob("*") if folder.is_dir() else ()):
+        with file.open("rb") as content:
+            if content.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run `git lfs pull` there")
+
+
 def from_preset(kind: Any, preset: str, **kwargs) -> Any:
     """What `kind.from_preset(preset, **kwargs)` gives; a UserError of one line when it cannot be had."""
+    check_folder(preset)
     way_out = ". Give a KerasHub name, which needs a network on first use, or a folder made by save_to_preset"
     with one_line(f"cannot load the preset {preset}", way_out):
         return kind.from_preset(preset, **kwargs)
