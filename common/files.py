@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files: written atomically, cached where they depend only on their inputs, or fetched from the Hugging Face Hub."""
+"""Files: written atomically, cached where they depend only on their inputs, fetched from the Hub; names in messages."""
 
 import atexit
 import fcntl
@@ -9,7 +9,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,16 @@ def from_hub(function: str, name: str, *configuration: str, **options: Any) -> A
         why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         way_out = "Without a network, download its files elsewhere, and give their folder"
         raise UserError(f"cannot fetch {name} from the Hugging Face Hub ({why}). {way_out}") from error
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names in quotation marks, for a message: see `shortened`."""
+    return shortened(map(repr, names))
+
+
+def shortened(words: Iterable[str]) -> str:
+    """Words with commas between them, for a message: one line, cut short."""
+    return textwrap.shorten(", ".join(words), 100, placeholder=" ...")
 
 
 @functools.cache

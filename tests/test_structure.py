@@ -20,10 +20,10 @@ def imports(path):
 COMMANDS = [path for path in (ROOT / "recipes").glob("*.py") if path not in RECIPES]
 
 
-# What it is now: it may become smaller. The aim is 3,300 lines for `common`, and 9,000 for the tests.
+# What it is now: it may become smaller. The aim is 3,700 lines for `common`, and 9,000 for the tests.
 @pytest.mark.parametrize(
     ("files", "lines"),
-    [(MODULES, 3_580), (COMMANDS, 800), ([*(ROOT / "tests").glob("*.py")], 9_970)],
+    [(MODULES, 3_880), (COMMANDS, 800), ([*(ROOT / "tests").glob("*.py")], 10_225)],
     ids=["common", "commands", "tests"],
 )
 def test_the_house_is_small(files, lines):

@@ -22,8 +22,7 @@ from typing import Any
 
 from keras_replicas import UserError
 
-from ..files import cached, from_hub
-from .tables import quoted, shortened
+from ..files import cached, from_hub, quoted, shortened
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 SPLITS = ("train", "validation", "test")

@@ -23,10 +23,10 @@ import numpy as np
 
 from keras_replicas import UserError
 
-from ..files import cached
+from ..files import cached, shortened
 from .corpora import HELD_OUT, SPLITS
 from .rows import NO_LABEL, Rows, fingerprint, open_rows, write_rows
-from .tables import read_rows, shortened
+from .tables import read_rows
 from .vocabulary import encode
 
 # Who speaks (a role; or `prompt`, then `response`), what is said, and whether it is an answer to be learned.

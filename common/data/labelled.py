@@ -18,8 +18,8 @@ import numpy as np
 
 from keras_replicas import UserError
 
-from ..files import from_hub
-from .tables import SUFFIXES, Row, quoted, read_rows, shortened
+from ..files import from_hub, quoted, shortened
+from .tables import SUFFIXES, Row, read_rows
 
 HUB_NAME = "nyu-mll/glue"
 STEMS = {  # of a folder's files

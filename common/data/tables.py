@@ -8,12 +8,13 @@ import itertools
 import json
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from keras_replicas import UserError
+
+from ..files import quoted
 
 SUFFIXES = (".tsv", ".csv", ".jsonl")
 Row = tuple[str, dict[str, Any]]  # where it is, such as `dev.tsv, line 7`; and its values, by column
@@ -103,13 +104,3 @@ def _is_quoted(lines: Iterator[str]) -> bool:
     fields = itertools.chain.from_iterable(line.rstrip("\n").split("\t") for line in lines)
     ends = [bool(QUOTED.fullmatch(field)) for field in fields if field.startswith('"')]
     return ends != [] and all(ends)
-
-
-def quoted(names: Iterable[str]) -> str:
-    """Names in quotation marks, for a message: see `shortened`."""
-    return shortened(map(repr, names))
-
-
-def shortened(words: Iterable[str]) -> str:
-    """Words with commas between them, for a message: one line, cut short."""
-    return textwrap.shorten(", ".join(words), 100, placeholder=" ...")
