@@ -126,9 +126,8 @@ def pytest_terminal_summary(terminalreporter):
 
 # Tests that may be skipped, by node id. Anything else that is skipped fails the run where CI is set.
 MAY_BE_SKIPPED = {
-    # These need leave to mount a file system, which containers often do not have.
+    # This needs leave to mount a file system, which containers often do not have.
     "tests/test_checkpoints.py::test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so",
-    "tests/test_rows.py::test_a_full_disk_is_told_of_and_then_it_goes_on",
     # And these to make network namespaces.
     "tests/test_schedulers.py::test_the_pods_of_the_manifest_train_together",
     "tests/test_faults.py::test_a_run_ends_as_if_nothing_had_happened[network cut between two hosts]",
