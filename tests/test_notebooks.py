@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import json
 import re
-import textwrap
 import types
 
 import nbformat
@@ -70,39 +69,9 @@ def test_a_recipe_in_parts_is_the_whole_recipe(path):
         compile(block, path.name, "exec")
 
 
-def test_blank_lines_divide_a_body_and_the_context_at_its_end():
-    body = """
-        a = 1
-        if a:
-            return None
-
-        with f(a) as name:
-            # Why.
-            g(a)
-
-            def h(x):
-
-                return x
-
-            h(a)
-            return a
-    """
-    assert generate.blocks_of(textwrap.dedent(body).strip()) == [
-        ["a = 1"],
-        ["", "name = f(a)", "# Why.", "g(a);"],
-        ["", "def h(x):", "", "    return x"],
-        ["", "with name:", "    h(a)", "    a"],
-    ]
-
-
 @pytest.fixture
 def narrative(tmp_path):
-    """Writes a narrative beside a small recipe, and gives its notebook."""
-    recipe = (
-        '"""Doc."""\nimport os\n\n\nclass Config:\n    pass\n\n\nimport sys\n\n\n# Why.\ndef build_model():\n    pass\n'
-    )
-    recipe += '\n\ndef train_and_evaluate():\n    """Doc."""\n    x = 1\n\n    return x\n\n\ndef main():\n    pass\n'
-    (tmp_path / "recipe.py").write_text(recipe)
+    """Writes a narrative, and gives its notebook."""
 
     def notebook(text, address=""):
         (tmp_path / "narrative.md").write_text(text)
@@ -111,26 +80,12 @@ def narrative(tmp_path):
     return notebook
 
 
-PARTS = ("docstring", "environment", "Config", "imports", "build_model", "train_and_evaluate 1", "train_and_evaluate 2")
-
-
-def test_text_blocks_and_links_become_cells(narrative):
-    links = "\n".join(f"[{part}](recipe.py)" for part in PARTS)
-    notebook = narrative(f"# Title\na [link](recipe.py) in a line\n\n```python\n1 + 1\n```\n{links}")
-    assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [
-        ("markdown", "# Title\na [link](recipe.py) in a line"),
-        ("code", "1 + 1"),
-        ("markdown", "Doc."),
-        ("code", "import os"),
-        ("code", "class Config:\n    pass"),
-        ("code", "import sys"),
-        ("code", "# Why.\ndef build_model():\n    pass"),
-        ("code", "x = 1"),
-        ("code", "x;"),
-    ]
-    for parts in (PARTS[:-1], PARTS[::-1], (*PARTS, "main")):  # all of them, in their order
-        with pytest.raises(ValueError, match="train_and_evaluate 2"):
-            narrative("\n".join(f"[{part}](recipe.py)" for part in parts))
+def test_all_parts_of_a_recipe_must_be_there_in_their_order(narrative):
+    path = RECIPES["bert_mlm"]
+    parts = [*generate.recipe_parts(path)]
+    for linked in (parts[:-1], parts[::-1], [*parts, "main"]):
+        with pytest.raises(ValueError, match=parts[-1]):
+            narrative("\n".join(f"[{part}]({path})" for part in linked))
 
 
 def test_outputs_are_kept_where_the_code_is(narrative):
