@@ -13,16 +13,17 @@ from keras_replicas import UserError
 from tests.conftest import ROOT
 
 TEXTS = ["The quick brown fox jumps over the lazy dog; it wasn't impressed.", "In 2024 foo(bar) was 12345.6 </s>", ""]
+# Also for test_huggingface.py.
 AWKWARD = [
-    "An UNSEEN word: fjord",
-    "semi-colons; (brackets) & 1,234.5",
-    "  spaces\tand\n\nempty lines \n",
-    "Crème brûlée, Ångström, e\u0301 naïve Zürich",
-    "今日は良い天気 mixed中文text 한국어",
+    "",
+    " \t \n",
+    "Crème brûlée, naïve coöperation, Ångström, e\u0301 and é, İstanbul, straße",
+    "今日は良い天気 mixed中文text 한국어 ไทย",
     "🙂🙃 👩‍👩‍👧 flags 🇳🇱",
-    "\u00a0no break\u3000wide",
-    "x" * 99,
-    "y" * 300,
+    "  spaces\tand\n\nempty lines \n",
+    "x" * 100 + " " + "y" * 101 + " Donaudampfschifffahrtsgesellschaftskapitän",
+    "don't self.attr __init__ a-b 1,000.5 $x += y**2; \u200bzero\u00a0width\u3000wide\x07 bell \ufffd",
+    "an UNSEEN word",
 ]
 
 
