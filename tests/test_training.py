@@ -157,17 +157,8 @@ def test_muon_takes_dense_kernels_as_kerass_does_in_stacks_of_any_size(limit, mo
 
 
 # The kernel's shape as KerasHub has it, and the axis of its heads: a query's, an output's, Gemma's query's, one of a
-# single head, and some of as many heads as each has columns, or more.
-KERNELS = [
-    ((6, 2, 3), 1),
-    ((2, 3, 6), 0),
-    ((2, 6, 3), 0),
-    ((6, 1, 6), 1),
-    ((8, 4, 2), 1),
-    ((4, 2, 8), 0),
-    ((9, 3, 3), 1),
-    ((3, 3, 9), 0),
-]
+# single head, and one of as many heads as each has columns.
+KERNELS = [((6, 2, 3), 1), ((2, 3, 6), 0), ((2, 6, 3), 0), ((6, 1, 6), 1), ((9, 3, 3), 1)]
 
 
 @pytest.mark.parametrize(("shape", "heads"), KERNELS, ids=str)
@@ -198,17 +189,6 @@ def test_muon_leaves_all_but_the_kernels_of_hidden_layers_to_adamw(shape, name, 
     # 0.4 of Muon's rate, which leaves the decay as it is.
     (theirs,) = stepped(adamw(0.004, 0.25), [numbers(shape)], name, layer)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
-def test_a_step_of_muon_has_singular_values_near_one():
-    """The step is 0.01 x 0.2 x the square root of the longer side; the iterations leave 0.7 to 1.2."""
-    before = numbers((6, 8))
-    variable = keras.Variable(before, name="kernel")
-    optimizer = muon(0.01, 0.0, clip_norm=None)
-    optimizer.build([variable])
-    optimizer.apply([tf.random.stateless_normal([6, 8], [0, 1])], [variable])
-    values = np.linalg.svd((np.array(variable) - before) / (0.01 * 0.2 * 8**0.5), compute_uv=False)
-    assert values.min() > 0.65 and values.max() < 1.25
 
 
 def test_muon_takes_a_gradient_that_is_clipped():
