@@ -12,7 +12,7 @@ from keras_replicas import UserError
 from recipes import _copy
 from recipes._copy import PROJECT, copy_recipe, pip_address, requirements
 from recipes._names import recipes
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python
 
 
 def files_in(folder):
@@ -23,7 +23,7 @@ def alone(folder, *words, path=""):
     """Runs Python in a folder with the installed packages, but not this project: -S, if its install is editable."""
     site = next(path for path in sys.path if path.endswith("site-packages"))
     environment = os.environ | {"PYTHONPATH": f"{site}:{path}"}
-    return subprocess.run([sys.executable, "-S", *words], cwd=folder, env=environment, capture_output=True, text=True)
+    return python("-S", *words, cwd=folder, env=environment)
 
 
 def test_all_recipes_can_be_in_one_folder_and_what_they_import_is_there(tmp_path):

@@ -112,9 +112,6 @@ def test_files_are_read_and_held_out(tmp_path):
         ('{"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}', "must have"),
         (f'{{"messages": [{{"role": "{"robot " * 99}", "content": "a"}}]}}', "robot robot ..."),
         ('{"messages": [{"role": "user", "content": "a"}]}', "must have"),
-        ("prompt", "Expecting value"),
-        ('["prompt"]', "not a JSON object, with a value for each column"),
-        ('{"prompt": "a", "response": "\\ud800"}', "'utf-8' codec can't encode"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, answer):

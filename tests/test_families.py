@@ -1,19 +1,17 @@
 """Presets of KerasHub's other families, with random weights: trained alike on one and two replicas, and saved."""
 
-import io
 import json
 
 import keras
 import keras_hub
 import numpy as np
 import pytest
-import sentencepiece
 
 from common.data.byte_pairs import train_byte_pairs
 from common.model.causal_lm import make_preprocessor
 from recipes import causal_lm, text_classifier
 from tests.conftest import ROOT
-from tests.test_examples import tokenizer_of
+from tests.test_examples import sentence_pieces, tokenizer_of
 
 pytestmark = pytest.mark.slow
 
@@ -44,12 +42,8 @@ def decoders_tokenizer(family):
     if family in ("GPT2", "Qwen"):
         tokenizer = make_preprocessor("", train_byte_pairs(documents, "licence", 300), 32).tokenizer
         return getattr(HUB, f"{family}Tokenizer")(tokenizer.vocabulary, tokenizer.merges)
-    model, start, end = io.BytesIO(), *(("<bos>", "<eos>") if family == "Gemma" else ("<s>", "</s>"))
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=documents(), model_writer=model, vocab_size=200, hard_vocab_limit=False, minloglevel=2,
-        pad_id=0, unk_id=1, bos_id=2, eos_id=3, pad_piece="<pad>", unk_piece="<unk>", bos_piece=start, eos_piece=end,
-    )  # fmt: skip
-    return getattr(HUB, f"{family}Tokenizer")(model.getvalue())
+    ends = ("<bos>", "<eos>") if family == "Gemma" else ("<s>", "</s>")
+    return getattr(HUB, f"{family}Tokenizer")(sentence_pieces(documents(), 200, "<pad>", "<unk>", *ends))
 
 
 def preset_of(family, task, tokenizer, folder, own, *classes):

@@ -1,6 +1,4 @@
 import os
-import subprocess
-import sys
 
 import keras_hub
 import numpy as np
@@ -10,7 +8,7 @@ from common.data import vocabulary as vocabulary_module
 from common.data.byte_pairs import BYTE_PAIR_TOKENS, train_byte_pairs
 from common.data.vocabulary import WORDPIECE_TOKENS, encode, load_wordpieces, train_wordpieces
 from keras_replicas import UserError
-from tests.conftest import ROOT
+from tests.conftest import python
 
 TEXTS = ["The quick brown fox jumps over the lazy dog; it wasn't impressed.", "In 2024 foo(bar) was 12345.6 </s>", ""]
 # Also for test_huggingface.py.
@@ -76,15 +74,8 @@ def test_training_gives_the_same_in_every_process(module, train, tmp_path):
         f"import pydoc_data.topics as t; from common.data.{module} import {train} as train;"
         "print(train(lambda: sorted(t.topics.values()), 'topics', 600).get_vocabulary())"
     )
-    made = {
-        subprocess.check_output(
-            [sys.executable, "-c", code],
-            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / str(process)), "PYTHONHASHSEED": str(process)},
-            cwd=ROOT,
-            text=True,
-        )
-        for process in range(2)
-    }
+    environments = [{"XDG_CACHE_HOME": str(tmp_path / seed), "PYTHONHASHSEED": seed} for seed in "12"]
+    made = {python("-c", code, env=os.environ | each).stdout for each in environments}
     assert len(made) == 1 and len(made.pop()) > 600
 
 
