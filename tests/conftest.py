@@ -57,6 +57,11 @@ def python(*words, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **options)
 
 
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The content of each file in a folder, by its path there."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def articles_after_the_licence(seed: int, count: int) -> Iterator[list[str]]:
     """Articles of 1 to 70 lines of 4 to 60 words, each word drawn from those that follow the last one in LICENSE."""
     words = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
@@ -104,6 +109,13 @@ def wikitext(tmp_path_factory) -> Path:
                 text = "\n".join(lines).replace(" is ", " <unk> ")
                 file.write(f" = Article {number} = \n \n {text}\n")
     return folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The cache of a test's own, which is not made yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/keras-data-parallel-recipes"
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from huggingface_hub import constants
-
 URI, REPOSITORY = "hf://someone/some-bert", "someone/some-bert"
 
 
@@ -75,12 +73,3 @@ class Answer(BaseHTTPRequestHandler):
 
     def log_message(self, *words):
         pass
-
-
-def use(url, monkeypatch):
-    """Turns this process's huggingface_hub, which has read its environment, and those it starts to another Hub."""
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    values = {"HF_ENDPOINT": url, "HF_TOKEN": "hf_token", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)

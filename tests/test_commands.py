@@ -44,7 +44,6 @@ def test_run_and_the_file_itself_are_the_same(no_tensorflow):
         (["launch", "--workers", "2"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm"),
         (["rnu", "bert_mlm"], "invalid choice: 'rnu'"),
         (["cp", "bert_mlm"], "the following arguments are required: DEST. See python -m recipes cp --help"),
-        (["cp", "bert_mml", "x"], "there is no recipe bert_mml. Choose one of: bert_from_scratch bert_mlm"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(words, message, monkeypatch, capfd):

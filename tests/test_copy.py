@@ -12,11 +12,7 @@ from keras_replicas import UserError
 from recipes import _copy
 from recipes._copy import PROJECT, copy_recipe, pip_address, requirements
 from recipes._names import recipes
-from tests.conftest import ROOT, python
-
-
-def files_in(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+from tests.conftest import ROOT, files_in, python
 
 
 def alone(folder, *words, path=""):

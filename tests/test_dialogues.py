@@ -29,11 +29,6 @@ def tokenizer():
     return train_byte_pairs(lambda: iter([text for _, text in SAID + PROMPT]), "said", 300)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
 def with_tokens(tokens):
     words = {"<|endoftext|>": 0, "t": 1, "h": 2, "th": 3} | {token: 4 + i for i, token in enumerate(tokens)}
     return keras_hub.models.GPT2Tokenizer(words, ["t h"])

@@ -18,6 +18,7 @@ from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, p
 from common.model.presets import ADAPTERS, save_task, sinusoids
 from common.model.sizes import check_model, dimensions
 from keras_replicas import UserError
+from keras_replicas.cluster import worker_config
 
 TEXT = "Some words, and some more of the same words."
 models = keras_hub.models
@@ -124,9 +125,8 @@ def test_without_room_on_the_disk_nothing_is_written(saved, tmp_path, monkeypatc
         save_task(model, preprocessor, tmp_path / "preset")
     assert error.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=size + 2**20))
-    workers = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
     with monkeypatch.context() as patch:
-        patch.setenv("TF_CONFIG", json.dumps(workers))
+        patch.setenv("TF_CONFIG", json.dumps(worker_config(["a:1", "b:1"], 1)))
         save_task(model, preprocessor, tmp_path / "preset")
     assert not list(tmp_path.iterdir())  # it is not the chief
     save_task(model, preprocessor, tmp_path / "preset")

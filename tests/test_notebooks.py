@@ -1,6 +1,5 @@
 """The notebooks: what is committed is what is generated, it has been run, and it still runs."""
 
-import dataclasses
 import importlib.util
 import json
 import re
@@ -114,25 +113,14 @@ def test_the_first_cell_gets_the_recipes_where_they_are_not_installed(narrative,
     assert install.endswith(" -m pip install -q -e './keras-replicas[recipes]' matplotlib")
 
 
-BEFORE_A_RELEASE = [pytest.param(name, marks=pytest.mark.long) for name in ("data_parallel", "text_classifier")]
+BEFORE_A_RELEASE = [pytest.param(name, marks=pytest.mark.long) for name in ("data_parallel", "bert_mlm")]
 
 
 # A recipe's cells are the recipe's own code, which its tests run; so one of those, and all others.
 @pytest.mark.parametrize("name", [pytest.param("your_own_model", marks=pytest.mark.slow), *BEFORE_A_RELEASE])
-def test_a_notebook_runs_and_gives_the_results_of_its_recipe(name, small, monkeypatch):
-    recipe = importlib.import_module(f"recipes.{name if name in RECIPES else 'bert_mlm'}")
-    tiny = {field.name: small[field.name] for field in dataclasses.fields(recipe.Config) if field.name in small}
-    del tiny["workdir"]
-    if name not in RECIPES:
-        del tiny["max_steps"]  # as many as it takes to kill a worker on the way
+def test_a_notebook_runs(name, small, monkeypatch):
+    tiny = {option: value for option, value in small.items() if option not in ("workdir", "max_steps")}
     monkeypatch.setenv("NOTEBOOK_OPTIONS", json.dumps(tiny))
     notebook = generate.generate(generate.narratives()[name])
-    if name in RECIPES:
-        notebook.cells.append(nbformat.v4.new_code_cell("print(json.dumps(results))"))
     generate.execute(notebook, timeout=6000)
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
-    if name in RECIPES:
-        found = json.loads(notebook.cells[-1].outputs[0].text)
-        expected = recipe.train_and_evaluate(recipe.Config(**tiny, workdir=small["workdir"]))
-        computed = {entry for entry in expected if entry.startswith(("val", "train", "steps", "learning"))}
-        assert {entry: found[entry] for entry in computed} == {entry: expected[entry] for entry in computed}

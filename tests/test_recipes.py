@@ -206,9 +206,6 @@ def test_masks_are_filled_and_texts_continued(trained, recipes):
     (_, masked), (_, causal) = trained("bert_mlm"), trained("causal_lm")
     _, sentence, *guesses = recipes("fill-mask", "The [MASK] of [MASK].", "--preset", masked / "preset")
     assert sentence == "The [MASK] of [MASK]." and len(guesses) == 10  # five for each
-    for half in (guesses[:5], guesses[5:]):
-        scores = [float(guess.split()[0]) for guess in half]
-        assert scores == sorted(scores, reverse=True) and 0 < sum(scores) <= 1
     words = "generate", "You may", "--preset", causal / "preset", "--tokens", 8, "--sampler"
     assert recipes(*words, "top-k") == recipes(*words, "top-k") != recipes(*words, "top-k", "--seed", 1)
     assert recipes(*words, "greedy") == recipes(*words, "top-k", "--top-k", 1)

@@ -18,14 +18,9 @@ from common.data.rows import NO_LABEL, RowBatches, corpus_rows, fingerprint, ope
 from common.data.vocabulary import encode, train_wordpieces
 from keras_replicas import UserError
 
+pytestmark = pytest.mark.usefixtures("cache")
 LENGTH = 40
 TEXTS = [np.arange(1, 4), np.arange(0), np.arange(4, 12), np.arange(12, 13)]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache/keras-data-parallel-recipes"
 
 
 @pytest.fixture(scope="module")
