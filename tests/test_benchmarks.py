@@ -56,10 +56,9 @@ def test_what_ours_loses_is_told_with_its_reason():
     def outcome(passed):
         return {"outcome": "passed" if passed else "failed", "trains": True, "error": "so it is"}
 
-    passed = {"trainers/trainer_test.py::a": (1, 1, 1, 1, 1, 0), "b.py::b": (1, 1, 0, 1, 1, 0)}
-    of = {
-        way: {name: outcome(each[index]) for name, each in passed.items()} for index, way in enumerate(keras_tests.WAYS)
-    }
+    a, b = (1, 1, 1, 1, 1, 0), (1, 1, 0, 1, 1, 0)
+    both = {"trainers/trainer_test.py::a": a, "b.py::b": b}
+    of = {way: {name: outcome(each[i]) for name, each in both.items()} for i, way in enumerate(keras_tests.WAYS)}
     report = keras_tests.report(of)
     lost = {"trainers/trainer_test.py::a": "so it is"}
     assert report["lost"] == {"no strategy": {}, "1 replica": {}, "2 replicas": lost}

@@ -317,6 +317,7 @@ def examples(folder, texts, tokenizer, name="input_ids", suffix=".tfrecord"):
         ("vocab.txt", "input_ids", ".tfrecord"),
         ("wordpieces", "token_ids", ".tfrecord-00000-of-00001.gz"),
         ("byte pairs", "token_ids", ".tfrecord"),
+        ("remote", "token_ids", ".tfrecord"),
     ],
 )
 def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_path, monkeypatch, cache):
@@ -326,13 +327,17 @@ def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_p
     texts = [ids[:20].tolist() for ids in encode(lines[:10], tokenizer)]
     examples(folder, texts, tokenizer, name, suffix)
     ids = {piece: number for number, piece in enumerate(tokenizer.get_vocabulary())}
-    if kind == "vocab.txt":
+    if kind in ("vocab.txt", "remote"):
         (folder / "vocab.txt").write_text("\n".join(ids) + "\n")
     elif kind == "wordpieces":
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": ids}}))
     else:
         merges = [pair.split() for pair in tokenizer.merges]
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": ids, "merges": merges}}))
+    if kind == "remote":
+        for path in folder.iterdir():
+            tf.io.gfile.copy(str(path), f"ram://examples/{path.name}")
+        folder = "ram://examples/"
     splits, again = open_folder(str(folder))
     assert [*splits] == ["train", "validation"]
     for split, expected in (("train", texts[:8]), ("validation", texts[8:])):
@@ -371,11 +376,3 @@ def test_what_is_wrong_with_examples_is_told(wrong, told, tokenizer, tmp_path):
         (folder / "pretraining_valid.tfrecord").write_bytes(b"no record" * 9)
     with pytest.raises(UserError, match=told):
         open_folder(str(folder))
-
-
-def test_a_remote_folder_of_examples_is_converted(tokenizer, tmp_path):
-    examples(tmp_path / "data", [[5, 6]] * 10, tokenizer)
-    (tmp_path / "data/vocab.txt").write_text("\n".join(tokenizer.get_vocabulary()))
-    for path in (tmp_path / "data").iterdir():
-        tf.io.gfile.copy(str(path), f"ram://examples/{path.name}")
-    assert len(open_folder("ram://examples/")[0]["train"]) == 8
