@@ -140,18 +140,14 @@ def test_predict_gives_a_row_for_each_example_in_the_splits_order():
     size = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8, "max_sequence_length": 64}
     plain = HUB.BertTextClassifier(HUB.BertBackbone(len(PIECES), **size), 2, preprocessor=None)
     expected = plain({name: values.astype("int32") for name, values in data.inputs["train"].items()})
-    losses = []
     for replicas, batch in ((1, 8), (2, 8), (2, 7)):
         with make_strategy(replicas).scope():
-            model = keras.models.clone_model(plain)
-            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
-            model = data_parallel(model)
+            model = data_parallel(keras.models.clone_model(plain))
         model.set_weights(plain.get_weights())
-        own_order, shuffled = data.batches("train", batch), data.batches("train", batch, 5)
-        for batches in (own_order, shuffled):
-            np.testing.assert_allclose(model.predict(batches, verbose=0), expected, atol=1e-5)
-        losses += [model.evaluate(batches, verbose=0) for batches in (own_order, shuffled)]
-    np.testing.assert_allclose(losses, [losses[0]] * 6, rtol=1e-5)
+        for seed in (None, 5):
+            np.testing.assert_allclose(
+                model.predict(data.batches("train", batch, seed), verbose=0), expected, atol=1e-5
+            )
 
 
 def test_workers_with_other_texts_or_labels_are_told_apart_and_numbers_are_labels():

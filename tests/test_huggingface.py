@@ -88,8 +88,6 @@ def test_what_is_written_is_read_back_to_the_bit(preset, exported, tokenizer, tm
     check_model(exported, None, 512)
     with pytest.raises(ValueError, match="513 tokens are more than the 512 positions of the preset"):
         check_model(exported, None, 513)
-    for sentence in SENTENCES[:2]:
-        assert fill_mask(after, tokenizer, sentence) == fill_mask(before, tokenizer, sentence)
     by_keras_hub = models.BertTextClassifier.from_preset(exported, num_classes=2)  # by its own converter
     assert_same_weights(by_keras_hub.backbone, before.backbone)
     assert by_keras_hub.preprocessor.tokenizer.get_vocabulary() == tokenizer.get_vocabulary()
