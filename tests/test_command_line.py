@@ -7,33 +7,16 @@ import re
 import signal
 import subprocess
 import sys
-from typing import Annotated, Literal
 
 import pytest
 
-from common.command_line import FIRST, Bounds, marks_of, parse, quiet_stderr, run
+from common.command_line import FIRST, marks_of, parse, quiet_stderr, run
 from keras_replicas import UserError
 from recipes._names import recipes
+from recipes.bert_mlm import Config
 from tests.conftest import ROOT, python
 
 PAGE = "recipes/bert_mlm.py"
-
-
-@dataclasses.dataclass(frozen=True)
-class Base:
-    seed: int = 0  # of the weights
-
-    def __post_init__(self):
-        if self.seed < 0:
-            raise UserError("--seed is below 0")
-
-
-@dataclasses.dataclass(frozen=True)
-class Config(Base):
-    rounds: int = 3  # how often
-    batch_size: Annotated[int | None, FIRST, Bounds(1, 9)] = None  # rows in a step
-    rule: Literal["sqrt", "none"] = "sqrt"
-    fast: Annotated[bool, FIRST] = False
 
 
 def ended(capfd, *words):
@@ -44,20 +27,20 @@ def ended(capfd, *words):
 
 
 def test_an_option_is_a_field():
-    words = ["--batch-size", "4", "--rule=none", "--fast", "--rounds", "5", "--seed", "7"]
-    assert parse(Config, "", words) == Config(7, 5, 4, "none", True)
+    words = ["--batch-size", "4", "--lr-scaling=none", "--jit", "--epochs", "5", "--seed", "7"]
+    assert parse(Config, "", words) == Config(batch_size=4, lr_scaling="none", jit=True, epochs=5, seed=7)
     assert parse(Config, "", []) == Config()
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--batch-sise 4", "unknown option --batch-sise. The options are: --batch-size --fast --rounds --rule --seed"),
+        ("--batch-sise 4", "unknown option --batch-sise. The options are: --"),
         ("4", "unknown option 4. The options are"),
-        ("--rounds many", "--rounds: invalid literal for int()"),
-        ("--rule cubic", "Expected one of ('sqrt', 'none')"),
-        ("--rounds", "--rounds"),
-        ("--seed -1", "--seed is below 0"),
+        ("--epochs many", "--epochs: invalid literal for int()"),
+        ("--lr-scaling cubic", "Expected one of ('sqrt', 'linear', 'none')"),
+        ("--epochs", "--epochs"),
+        ("--seed -1", "--seed must be at least 0; got -1"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(words, told, capfd):
