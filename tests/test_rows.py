@@ -295,11 +295,6 @@ def test_workers_and_resumed_runs_are_told_apart_by_the_rows(tokenizer, tmp_path
     assert facts("a", given) == facts("b", given) != facts("c", other)
 
 
-def example(name, ids):
-    feature = {name: tf.train.Feature(int64_list=tf.train.Int64List(value=ids))}
-    return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
-
-
 def examples(folder, texts, tokenizer, name="input_ids", suffix=".tfrecord"):
     """Files as BERT's pipelines write them: [CLS], a text, [SEP], and padding."""
     folder.mkdir(parents=True)
@@ -308,7 +303,9 @@ def examples(folder, texts, tokenizer, name="input_ids", suffix=".tfrecord"):
     for split, part in (("bert_train-0", texts[:5]), ("bert_train-1", texts[5:8]), ("pretraining_valid", texts[8:])):
         with tf.io.TFRecordWriter(str(folder / (split + suffix)), kind) as writer:
             for ids in part:
-                writer.write(example(name, [start, *ids, end, *[pad] * 9]))
+                feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[start, *ids, end, *[pad] * 9]))
+                found = tf.train.Example(features=tf.train.Features(feature={name: feature}))
+                writer.write(found.SerializeToString())
 
 
 @pytest.mark.parametrize(
