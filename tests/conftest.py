@@ -57,6 +57,11 @@ def python(*words, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **options)
 
 
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The content of each file in a folder, by its path there."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def articles_after_the_licence(seed: int, count: int) -> Iterator[list[str]]:
     """Articles of 1 to 70 lines of 4 to 60 words, each word drawn from those that follow the last one in LICENSE."""
     words = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
@@ -107,6 +112,13 @@ def wikitext(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The cache of a test's own, which is not made yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/keras-data-parallel-recipes"
+
+
+@pytest.fixture
 def small(wikitext, tmp_path):
     """Options of a run that takes seconds."""
     options = {"corpus": str(wikitext), "workdir": str(tmp_path / "run"), "model": "nano", "vocabulary_size": 300}
@@ -126,9 +138,8 @@ def pytest_terminal_summary(terminalreporter):
 
 # Tests that may be skipped, by node id. Anything else that is skipped fails the run where CI is set.
 MAY_BE_SKIPPED = {
-    # These need leave to mount a file system, which containers often do not have.
+    # This needs leave to mount a file system, which containers often do not have.
     "tests/test_checkpoints.py::test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so",
-    "tests/test_rows.py::test_a_full_disk_is_told_of_and_then_it_goes_on",
     # And these to make network namespaces.
     "tests/test_schedulers.py::test_the_pods_of_the_manifest_train_together",
     "tests/test_faults.py::test_a_run_ends_as_if_nothing_had_happened[network cut between two hosts]",

@@ -1,19 +1,16 @@
 """A Hugging Face Hub of our own on loopback, for the real huggingface_hub and KerasHub to upload to."""
 
 import base64
-import hashlib
 import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from huggingface_hub import constants
-
 URI, REPOSITORY = "hf://someone/some-bert", "someone/some-bert"
 
 
 class StandIn(ThreadingHTTPServer):
-    """The part of the Hub that uploads and downloads of one model use; files of weights go the way of Git LFS.
+    """The part of the Hub that uploads and downloads of one model use.
 
     Attributes:
         commits: after each commit, all files by name.
@@ -27,7 +24,7 @@ class StandIn(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.commits, self.objects, self.failures, self.silent, self.public = [], {}, 0, False, None
+        self.commits, self.failures, self.silent, self.public = [], 0, False, None
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
@@ -52,34 +49,18 @@ class Answer(BaseHTTPRequestHandler):
         elif path == "validate-yaml":
             self.send(200, {})
         elif path.startswith(f"models/{REPOSITORY}/preupload/"):
-            self.send(200, {"files": [self.mode(file["path"]) for file in json.loads(body)["files"]]})
-        elif path.endswith("/info/lfs/objects/batch"):
-            upload = {"actions": {"upload": {"href": f"{hub.url}/lfs"}}}
-            self.send(200, {"objects": [each | upload for each in json.loads(body)["objects"]]})
-        elif path == "/lfs":
-            hub.objects[digest(body)] = body
-            self.send(200, {})
+            as_it_is = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            self.send(200, {"files": [{"path": file["path"]} | as_it_is for file in json.loads(body)["files"]]})
         elif path.startswith(f"models/{REPOSITORY}/commit/"):
-            hub.commits.append(hub.files | dict(self.committed(body)))
+            values = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
+            hub.commits.append(hub.files | {file["path"]: base64.b64decode(file["content"]) for file in values})
             self.send(200, {"commitUrl": f"{hub.url}/{REPOSITORY}/commit/1", "commitOid": "1" * 40})
         elif (name := path.removeprefix(f"/{REPOSITORY}/resolve/main/")) in hub.files:
-            self.send(200, hub.files[name], {"ETag": f'"{digest(hub.files[name])}"', "X-Repo-Commit": "1" * 40})
+            self.send(200, hub.files[name], {"ETag": f'"{hash(hub.files[name])}"', "X-Repo-Commit": "1" * 40})
         else:
             self.send(404, {}, {"X-Error-Code": "EntryNotFound"})
 
     do_GET = do_HEAD = do_POST = do_PUT = answer
-
-    def mode(self, path):
-        kind = "lfs" if path.endswith(".h5") else "regular"
-        return {"path": path, "uploadMode": kind, "shouldIgnore": False, "oid": None}
-
-    def committed(self, body):
-        for line in map(json.loads, body.splitlines()):
-            value = line["value"]
-            if line["key"] == "file":
-                yield value["path"], base64.b64decode(value["content"])
-            if line["key"] == "lfsFile":
-                yield value["path"], self.server.objects[value["oid"]]
 
     def send(self, status, content, headers=None):
         content = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -92,16 +73,3 @@ class Answer(BaseHTTPRequestHandler):
 
     def log_message(self, *words):
         pass
-
-
-def digest(content):
-    return hashlib.sha256(content).hexdigest()
-
-
-def use(url, monkeypatch):
-    """Turns this process's huggingface_hub, which has read its environment, and those it starts to another Hub."""
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    values = {"HF_ENDPOINT": url, "HF_TOKEN": "hf_token", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)

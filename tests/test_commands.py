@@ -12,13 +12,11 @@ import pytest
 
 from keras_replicas import UserError
 from recipes._names import recipes
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python
 
 
 def commands(*words, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "recipes", *words], cwd=ROOT, capture_output=True, text=True, **options
-    )
+    return python("-m", "recipes", *words, **options)
 
 
 def test_the_list_has_each_page_with_its_time_and_fits_the_terminal(no_tensorflow):
@@ -32,9 +30,8 @@ def test_the_guide_names_the_next_command(no_tensorflow):
 
 
 def test_run_and_the_file_itself_are_the_same(no_tensorflow):
-    file = [sys.executable, "recipes/bert_mlm.py"]
     for words in (["--seed", "x"], ["--help"]):
-        alone = subprocess.run([*file, *words], cwd=ROOT, capture_output=True, text=True)
+        alone = python("recipes/bert_mlm.py", *words)
         run = commands("run", "bert_mlm", *words, env=no_tensorflow)
         assert (run.returncode, run.stdout, run.stderr) == (alone.returncode, alone.stdout, alone.stderr)
 
@@ -47,7 +44,6 @@ def test_run_and_the_file_itself_are_the_same(no_tensorflow):
         (["launch", "--workers", "2"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm"),
         (["rnu", "bert_mlm"], "invalid choice: 'rnu'"),
         (["cp", "bert_mlm"], "the following arguments are required: DEST. See python -m recipes cp --help"),
-        (["cp", "bert_mml", "x"], "there is no recipe bert_mml. Choose one of: bert_from_scratch bert_mlm"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(words, message, monkeypatch, capfd):

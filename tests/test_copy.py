@@ -12,18 +12,14 @@ from keras_replicas import UserError
 from recipes import _copy
 from recipes._copy import PROJECT, copy_recipe, pip_address, requirements
 from recipes._names import recipes
-from tests.conftest import ROOT
-
-
-def files_in(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+from tests.conftest import ROOT, files_in, python
 
 
 def alone(folder, *words, path=""):
     """Runs Python in a folder with the installed packages, but not this project: -S, if its install is editable."""
     site = next(path for path in sys.path if path.endswith("site-packages"))
     environment = os.environ | {"PYTHONPATH": f"{site}:{path}"}
-    return subprocess.run([sys.executable, "-S", *words], cwd=folder, env=environment, capture_output=True, text=True)
+    return python("-S", *words, cwd=folder, env=environment)
 
 
 def test_all_recipes_can_be_in_one_folder_and_what_they_import_is_there(tmp_path):

@@ -36,11 +36,6 @@ def tokenizer():
     return train_byte_pairs(lambda: iter([text for _, text, _ in SAID + PROMPT]), "said", 300)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
 def with_tokens(tokens):
     words = {"<|endoftext|>": 0, "t": 1, "h": 2, "th": 3} | {token: 4 + i for i, token in enumerate(tokens)}
     return keras_hub.models.GPT2Tokenizer(words, ["t h"])
@@ -149,9 +144,6 @@ def test_files_are_read_and_held_out(tmp_path):
         ('{"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}', "must have"),
         (f'{{"messages": [{{"role": "{"robot " * 99}", "content": "a"}}]}}', "robot robot ..."),
         ('{"messages": [{"role": "user", "content": "a"}]}', "must have"),
-        ("prompt", "Expecting value"),
-        ('["prompt"]', "not a JSON object, with a value for each column"),
-        ('{"prompt": "a", "response": "\\ud800"}', "'utf-8' codec can't encode"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, answer):

@@ -24,12 +24,6 @@ print(cached("file", ["a"], make).read_text())
 """
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "keras-data-parallel-recipes"
-
-
 def process(seconds):
     command = [sys.executable, "-c", PROGRAM.format(seconds=seconds)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -3,13 +3,13 @@
 import ast
 import os
 import re
-import subprocess
 import sys
 
 import nbformat
 import pytest
 
 from notebooks import tutobook
+from tests.conftest import python
 
 GUIDE = tutobook.GUIDES / "data_parallel_training_with_keras_hub.py"
 SOURCE = GUIDE.read_text(encoding="utf-8")
@@ -60,14 +60,8 @@ def test_it_runs_alone(tmp_path):
     assert len(small) < len(SOURCE) - 30
     (tmp_path / GUIDE.name).write_text(small, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name not in ("KERAS_BACKEND", "PYTHONPATH")}
-    done = subprocess.run(
-        [sys.executable, "-I", GUIDE.name],  # -I: neither PYTHONPATH nor the user's packages
-        cwd=tmp_path,
-        env=environment | {"CUDA_VISIBLE_DEVICES": "-1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+    environment |= {"CUDA_VISIBLE_DEVICES": "-1"}
+    done = python("-I", GUIDE.name, cwd=tmp_path, env=environment)  # -I: neither PYTHONPATH nor the user's packages
     assert done.returncode == 0, done.stderr[-2000:]
     check_results(done.stdout)
     assert list(tmp_path.glob("logs/train/events*")) and list(tmp_path.glob("logs/validation/events*"))

@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from common.data.byte_pairs import train_byte_pairs
-from common.data.corpora import open_corpus
 from common.data.vocabulary import encode, train_wordpieces
 from common.model import causal_lm
 from common.model.causal_lm import causal_lm_for_generation, continuations, make_sampler
@@ -23,24 +22,14 @@ from common.model.presets import save_task
 from common.model.sizes import check_model
 from recipes import _export as exporting
 from recipes._export import export
+from tests.test_vocabulary import AWKWARD
 
 models = keras_hub.models
 SENTENCES = (
     "Returns a [MASK] with the same shape as the input.",
     "The function raises a [MASK] if the argument is not valid.",
     "If [MASK] is given, the result is a list.",
-    "[MASK] is a statement, and so is return.",
-    "Names, numbers, (brackets) and a [MASK]!",
-)
-AWKWARD = (
-    "",
-    " \t \n",
-    "Crème brûlée, naïve coöperation, Ångström, e\u0301 and é, İstanbul, straße",
-    "今日は良い天気 mixed中文text 한국어 ไทย",
-    "🙂🙃 👩‍👩‍👧 flags 🇳🇱",
-    "x" * 100 + " " + "y" * 101 + " Donaudampfschifffahrtsgesellschaftskapitän",
-    "don't self.attr __init__ a-b 1,000.5 $x += y**2 \u200bzero\u00a0width\x07 bell \ufffd",
-    "an [UNK] word",
+    "[MASK] is a statement, and so are names, numbers and (brackets)!",
 )
 
 
@@ -61,15 +50,13 @@ def random_preset(tokenizer, folder):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(wikitext):
-    corpus = open_corpus(str(wikitext))
-    return train_wordpieces(corpus.splits["train"], corpus.fingerprint, 300)
+def tokenizer():
+    return train_wordpieces(lambda: iter(SENTENCES), "sentences", 300)
 
 
 @pytest.fixture(scope="module")
-def byte_pairs(wikitext):
-    corpus = open_corpus(str(wikitext))
-    return train_byte_pairs(corpus.splits["train"], corpus.fingerprint, 300)
+def byte_pairs():
+    return train_byte_pairs(lambda: iter(SENTENCES), "sentences", 300)
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +88,6 @@ def test_what_is_written_is_read_back_to_the_bit(preset, exported, tokenizer, tm
     check_model(exported, None, 512)
     with pytest.raises(ValueError, match="513 tokens are more than the 512 positions of the preset"):
         check_model(exported, None, 513)
-    for sentence in SENTENCES[:2]:
-        assert fill_mask(after, tokenizer, sentence) == fill_mask(before, tokenizer, sentence)
     by_keras_hub = models.BertTextClassifier.from_preset(exported, num_classes=2)  # by its own converter
     assert_same_weights(by_keras_hub.backbone, before.backbone)
     assert by_keras_hub.preprocessor.tokenizer.get_vocabulary() == tokenizer.get_vocabulary()
@@ -255,7 +240,8 @@ def test_transformers_computes_the_same(preset, exported, tokenizer, tmp_path):
         folder = tmp_path / f"{lowercase}{strip_accents}"
         export(random_preset(cased, tmp_path / "preset"), folder)
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        for text, ids in zip(AWKWARD, encode(AWKWARD, cased), strict=True):
+        texts = [*AWKWARD, "an [UNK] word"]
+        for text, ids in zip(texts, encode(texts, cased), strict=True):
             assert theirs(text)["input_ids"] == [cased.cls_token_id, *ids, cased.sep_token_id]
         assert theirs.mask_token == "[MASK]" and len(set(theirs.all_special_tokens)) == 5
         assert theirs.model_max_length == 512
@@ -276,10 +262,8 @@ def test_transformers_computes_the_same_of_a_gpt2_and_writes_the_same(gpt2, tmp_
     model = causal_lm_for_generation(gpt2)
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(f"{tmp_path}/hf", output_loading_info=True)
     assert not any(info.values())
-    tokenizer, end = (
-        transformers.AutoTokenizer.from_pretrained(f"{tmp_path}/hf"),
-        model.preprocessor.tokenizer.end_token_id,
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(f"{tmp_path}/hf")
+    end = model.preprocessor.tokenizer.end_token_id
     assert theirs.config.bos_token_id == theirs.config.eos_token_id == tokenizer.eos_token_id == end
     for text in ("You may add Your (copyright) notice; 12345.", "the  Work\n\nis it", *AWKWARD[2:5]):
         ids = model.preprocessor.generate_preprocess([text], 512)

@@ -47,7 +47,7 @@ def board(folder):
         for record in tf.data.TFRecordDataset(str(file)):
             event = tf.compat.v1.Event.FromString(record.numpy())
             for value in event.summary.value:
-                values.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
+                values.setdefault(value.tag, {})[event.step] = tf.make_ndarray(value.tensor).tolist()
     return values
 
 

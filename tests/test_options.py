@@ -1,28 +1,17 @@
+"""The bounds of options that pages share, by those of one."""
+
 import math
-from dataclasses import dataclass
-from typing import Annotated
 
 import pytest
 
-from common.command_line import FREE, INPUT, Bounds, Count, FitOptions, Rate, Share
 from keras_replicas import UserError
-
-
-@dataclass(frozen=True)
-class Config(FitOptions):
-    workdir: Annotated[str, FREE] = "runs/a"
-    corpus: Annotated[str, INPUT] = "docstrings"
-    preset: Annotated[str, INPUT] = ""
-    batch_size: Count = 16
-    rate: Rate = None
-    warmup: Share = 0.1
-    size: Annotated[int, Bounds(3, 9)] = 4
+from recipes.bert_mlm import Config
 
 
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("size", 2, "--size must be at least 3; got 2"),
+        ("seq_length", 2, "--seq-length must be at least 3; got 2"),
         ("batch_size", 0, "--batch-size must be at least 1; got 0"),
         ("batch_size", 2**31, "--batch-size must be at most 2147483647; got 2147483648"),
         ("max_steps", 10**400, f"--max-steps must be at most 2147483647; got {10**400}"),
@@ -30,8 +19,8 @@ class Config(FitOptions):
         ("replicas", 1025, "--replicas must be at most 1024; got 1025"),
         ("seed", 2**32, "--seed must be at most 4294967295; got 4294967296"),
         ("checkpoint_every", 0, "--checkpoint-every must be at least 1; got 0"),
-        ("rate", math.nan, "--rate must be a finite number; got nan"),
-        ("rate", 0.0, "--rate must be at least 1e-30; got 0.0"),
+        ("learning_rate", math.nan, "--learning-rate must be a finite number; got nan"),
+        ("learning_rate", 0.0, "--learning-rate must be at least 1e-30; got 0.0"),
         ("warmup", 1.0, "--warmup must be at most 0.9999999999999999; got 1.0"),
         ("corpus", "", "--corpus is empty: name one, or leave it out"),
         ("workdir", "gs://bucket/run", "--workdir gs://bucket/run must be a folder of this machine"),
@@ -45,8 +34,10 @@ def test_a_value_out_of_its_bounds_is_refused(name, value, told):
 
 
 def test_values_at_their_bounds_are_taken():
-    Config(size=3, batch_size=2**31 - 1, seed=2**32 - 1, rate=1e-30, warmup=0.0, preset="", replicas=1024)
-    Config(size=9, batch_size=8, accumulate=8, warmup=math.nextafter(1, 0), max_steps=0)
+    Config(
+        seq_length=3, batch_size=2**31 - 1, seed=2**32 - 1, learning_rate=1e-30, warmup=0.0, preset="", replicas=1024
+    )
+    Config(seq_length=2**16, batch_size=8, accumulate=8, warmup=math.nextafter(1, 0), max_steps=0)
 
 
 def test_an_input_must_not_lie_in_the_runs_folder(tmp_path, monkeypatch):

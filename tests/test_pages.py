@@ -4,14 +4,14 @@ import ast
 import json
 import re
 import subprocess
-from pathlib import Path
 from urllib.parse import unquote
 
 import nbformat
 import pytest
 from markdown_it import MarkdownIt
 
-ROOT = Path(__file__).parent.parent
+from tests.conftest import ROOT
+
 MARKDOWN = MarkdownIt("commonmark").enable("table")  # what GitHub adds to it and the pages use
 MARKER = r"<!-- [\w-]+ -->"  # around what is generated
 

@@ -21,8 +21,9 @@ from common.model.presets import save_task
 from common.model.publish import Publish
 from common.model.sizes import check_push_to
 from keras_replicas import Batches, UserError, data_parallel, make_strategy
-from tests.conftest import python
-from tests.hub import URI, StandIn, use
+from keras_replicas.cluster import worker_config
+from tests.conftest import files_in, python
+from tests.hub import URI, StandIn
 from tests.test_launch import wait_until
 
 TEXT = " ".join(map(str, range(14)))
@@ -34,15 +35,16 @@ def figures(card):
     return json.loads(card.split("```json\n")[1].split("```")[0])
 
 
-def files_in(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
+    """One that this process's huggingface_hub, which has read its environment, uses, and those that it starts."""
     with StandIn() as hub:
-        use(hub.url, monkeypatch)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/main/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        own = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_token", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        for name, value in own.items():
+            monkeypatch.setenv(name, value)
         yield hub
         hub.silent = False
         hub.shutdown()
@@ -149,20 +151,14 @@ def test_an_upload_that_hangs_holds_up_nothing(hub, publisher, preset, capfd, tm
 
 
 def test_without_a_uri_or_not_by_the_chief_nothing_is_uploaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(publishing, "save_task", lambda model, preprocessor, folder: folder.mkdir(exist_ok=True))
-    callback = Publish("", False, tmp_path, PREPROCESSOR)
-    callback.on_epoch_end(0, {})
-    callback.save(tmp_path / "preset", "fill-mask", {})
-    callback.finish({})
-    assert [*files_in(tmp_path)] == ["preset/README.md"] and not callback.upload
-    (tmp_path / "preset/README.md").unlink()
-    workers = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(workers))
-    callback = Publish(URI, False, tmp_path, PREPROCESSOR)
-    callback.on_epoch_end(0, {})
-    callback.save(tmp_path / "preset", "fill-mask", {})
-    callback.finish({})
-    assert not files_in(tmp_path) and not callback.upload
+    monkeypatch.setattr(publishing, "save_task", lambda model, preprocessor, folder: folder.mkdir(parents=True))
+    for worker, uri, left in ((0, "", ["preset/README.md"]), (1, URI, [])):
+        monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(["a:1", "b:1"], worker)))
+        callback = Publish(uri, False, tmp_path / str(worker), PREPROCESSOR)
+        callback.on_epoch_end(0, {})
+        callback.save(tmp_path / str(worker) / "preset", "fill-mask", {})
+        callback.finish({})
+        assert [*files_in(tmp_path / str(worker))] == left and not callback.upload
 
 
 def test_a_snapshot_is_whole_or_not_there(hub, publisher, tmp_path, monkeypatch, capsys):
@@ -196,7 +192,6 @@ def test_the_card_has_the_runs_figures_and_nothing_private(publisher, tmp_path):
     ("uri", "told"),
     [
         ("someone/bert", "models are pushed to hf://user/name"),
-        ("kaggle://someone/bert/keras/tiny", "models are pushed to hf://user/name"),
         ("hf://bert", "models are pushed to hf://user/name"),
         ("hf://someone/bert/tiny", "models are pushed to hf://user/name"),
         ("hf://someone/my bert", "alphanumeric"),

@@ -2,13 +2,12 @@
 
 import argparse
 import ast
-import dataclasses
+import importlib
 import json
 import re
 import shlex
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -16,18 +15,17 @@ import benchmarks.__main__
 import keras_replicas.__main__ as library
 import recipes.__main__ as command_line
 from benchmarks import readme
-from common.command_line import parse
+from common.command_line import FIRST, marks_of, option, parse
 from notebooks import generate
-from recipes import bert_from_scratch, bert_mlm, causal_lm, glue_controller, glue_custom_loop, text_classifier
+from recipes._names import recipes as names
 from tests import test_pages
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
-MODULES = (bert_mlm, bert_from_scratch, causal_lm, text_classifier, glue_controller, glue_custom_loop)
-RECIPES = {module.__name__.split(".")[1]: module for module in MODULES}
+RECIPES = {name: importlib.import_module(f"recipes.{name}") for name in names()}
 # Whatever says what to type: all pages but the changelog, which keeps what was.
 PAGES = {name: page for name, page in test_pages.PAGES.items() if name != "CHANGELOG.md"}
 README, TROUBLES = PAGES["README.md"], PAGES["docs/troubleshooting.md"]
-HELP = "\n".join([command_line.GUIDE, *(module.__doc__ for module in MODULES)])
+HELP = "\n".join([command_line.GUIDE, *(module.__doc__ for module in RECIPES.values())])
 # What a machine without a network is told.
 NETWORK = ("from the Hugging Face Hub", "which needs a network on first use", "needs the network", "needs a token")
 
@@ -85,21 +83,18 @@ def check_options_of(name, options, capsys):
 
 def parsed(main, words, monkeypatch):
     """What the words of a command are to a program, which does nothing else."""
-
-    class Parsed(Exception):
-        pass
-
-    parse_args = argparse.ArgumentParser.parse_args
+    found, parse_args = [], argparse.ArgumentParser.parse_args
 
     def stop(parser):
-        raise Parsed(parse_args(parser))
+        found.append(parse_args(parser))
+        raise SystemExit
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(argparse.ArgumentParser, "parse_args", stop)
         patch.setattr(sys, "argv", words[2:])
-        with pytest.raises(Parsed) as found:
-            main()
-    return found.value.args[0]
+        main()
+    assert found, words
+    return found[0]
 
 
 def test_the_readme_is_short_and_its_first_two_blocks_set_everything_up_and_test_it():
@@ -123,13 +118,9 @@ def test_what_is_named_exists():
     assert set(re.findall(r"pip install (?:-q )?-e '\.\[(\w+)\]'", pages)) <= set(extras)
 
 
-def test_the_readme_and_the_help_begin_with_the_same_options(capsys):
-    first = set()
-    for module in MODULES:
-        with pytest.raises(SystemExit):
-            parse(module.Config, "", ["--help"])
-        first |= set(re.findall(r"--([a-z][a-z-]+)", re.split("more options", capsys.readouterr().out)[0]))
-    assert set(re.findall(r"--([a-z][a-z-]+)", section(README, "Options"))) == first
+def test_the_readme_and_the_help_begin_with_the_same_options():
+    first = {option(name) for page in RECIPES.values() for name, of in marks_of(page.Config).items() if FIRST in of}
+    assert set(re.findall(r"--[a-z][a-z-]+", section(README, "Options"))) == first | {"--help"}
 
 
 def test_the_words_of_a_command_parse(at_the_reader, monkeypatch, capsys):
@@ -158,7 +149,7 @@ def test_options_that_are_named_exist_and_take_the_values_shown(at_the_reader, c
             continue
         errors = []
         for name, module in RECIPES.items():
-            if named <= {"--" + field.name.replace("_", "-") for field in dataclasses.fields(module.Config)}:
+            if named <= {*map(option, marks_of(module.Config))}:
                 try:
                     check_options_of(name, words if len(words) > len(named) else [], capsys)
                     break

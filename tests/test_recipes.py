@@ -13,14 +13,13 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
-import tensorflow as tf
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.faults import children, weights_of
 from common.data.labelled import role_pairs
 from keras_replicas import UserError
-from recipes import __main__, bert_mlm
+from recipes import __main__
 from tests.conftest import ROOT, articles_after_the_licence
+from tests.test_log import board
 
 LANGUAGE_MODELS = ["bert_mlm", "bert_from_scratch", "causal_lm"]
 OF_TEXTS = ["text_classifier", "glue_controller", "glue_custom_loop"]
@@ -64,11 +63,9 @@ def options(pairs, corpus):
     return of
 
 
-def mostly_slow(cases, quick):
-    """Those of these numbers stay in the quick tier: each is a run or two."""
-    marks = [() if number in quick else pytest.mark.slow for number in range(len(cases))]
-    values = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=True)]
+def slow(*names):
+    """Of tests of which a few are enough in the quick tier: each is a run or two."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def train(name, of):
@@ -127,15 +124,13 @@ def test_what_a_run_leaves(name, trained, capsys):
     rates = [line["learning_rate"] for line in lines]
     assert saved["learning_rate"] == {"first": rates[0], "peak": max(rates), "last": rates[-1]}
     assert max(rates) == pytest.approx(1e-3) and 0 < rates[-1] < rates[0]
-    board = EventAccumulator(str(workdir / "tensorboard"), {"tensors": 0})
-    board.Reload()
-    shown = {event.step: float(tf.make_ndarray(event.tensor_proto)) for event in board.Tensors("train/loss")}
+    shown = board(workdir)
     if name != "glue_controller":  # whose loops show their means
-        assert shown == pytest.approx({line["step"]: line["loss"] for line in lines})
+        assert shown["train/loss"] == pytest.approx({line["step"]: line["loss"] for line in lines})
     if name in LANGUAGE_MODELS:
         assert saved["val_perplexity"] == pytest.approx(np.exp(saved["val_loss"]))
         assert saved["val_bits_per_character"] > 0 and saved["test_unigram_loss"] > 0
-        assert ("samples" in board.Tags()["tensors"]) == (name == "causal_lm")
+        assert ("samples" in shown) == (name == "causal_lm")
         task = keras_hub.models.CausalLM if name == "causal_lm" else keras_hub.models.MaskedLM
         task.from_preset(str(workdir / "preset"))
     else:
@@ -167,15 +162,13 @@ def test_fit_a_controller_and_a_loop_compute_the_same(name, trained):
     same_losses(trained(name), trained("text_classifier"))
 
 
-PAIRS = [(name, change) for name in ("bert_mlm", "text_classifier") for change in ({"accumulate": 2}, {"jit": True})]
-
-
-@pytest.mark.parametrize(("name", "change"), mostly_slow(PAIRS, quick=[0, 1, 2]), ids=str)
+@pytest.mark.parametrize("change", [{"accumulate": 2}, {"jit": True}], ids=str)
+@pytest.mark.parametrize("name", ["bert_mlm", *slow("text_classifier")])
 def test_how_a_step_is_computed_does_not_change_what_is(name, change, trained):
     same_losses(trained(name, **change), trained(name))
 
 
-@pytest.mark.parametrize("name", mostly_slow([*LANGUAGE_MODELS, *OF_TEXTS], quick=[0, 2, 5]))
+@pytest.mark.parametrize("name", ["bert_mlm", "glue_custom_loop", *slow(*LANGUAGE_MODELS[1:], *OF_TEXTS[:2])])
 def test_a_dry_run_prints_the_plan_and_writes_nothing(name, options, tmp_path, capsys):
     assert train(name, options(name, dry_run=True, max_steps=9, workdir=str(tmp_path / "run"))) == {}
     said = capsys.readouterr().out
@@ -209,9 +202,6 @@ def test_masks_are_filled_and_texts_continued(trained, recipes):
     (_, masked), (_, causal) = trained("bert_mlm"), trained("causal_lm")
     _, sentence, *guesses = recipes("fill-mask", "The [MASK] of [MASK].", "--preset", masked / "preset")
     assert sentence == "The [MASK] of [MASK]." and len(guesses) == 10  # five for each
-    for half in (guesses[:5], guesses[5:]):
-        scores = [float(guess.split()[0]) for guess in half]
-        assert scores == sorted(scores, reverse=True) and 0 < sum(scores) <= 1
     words = "generate", "You may", "--preset", causal / "preset", "--tokens", 8, "--sampler"
     assert recipes(*words, "top-k") == recipes(*words, "top-k") != recipes(*words, "top-k", "--seed", 1)
     assert recipes(*words, "greedy") == recipes(*words, "top-k", "--top-k", 1)
@@ -356,8 +346,3 @@ def test_the_default_run_learns(name, tmp_path):
         assert results["val_loss"] < results["val_unigram_loss"] - 1.9
     else:
         assert results["val_accuracy"] > 0.95
-
-
-def test_options_cannot_be_changed():
-    with pytest.raises(AttributeError):
-        bert_mlm.Config().seed = 1

@@ -1,16 +1,12 @@
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from common.files import write_json
 from common.run_folder import chief_alone, open_run
 from keras_replicas import UserError
-from keras_replicas.cluster import worker_config
-from keras_replicas.launch import free_addresses
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python
 
 OPTIONS = {"recipe": "a", "seed": 0, "rate": 0.1, "model": None}
 
@@ -70,14 +66,13 @@ def test_before_anything_came_of_a_run_its_options_may_change_and_then_what_it_r
 
 
 def test_a_run_goes_on_only_with_what_it_began_with(folder):
-    for data in ({"checksum": 1}, {"checksum": 1}, {"checksum": 2}):
+    for _ in range(2):
         with open_run(str(folder), OPTIONS) as run:
+            run.begin_with("data", {"checksum": 1})
             write(folder / "steps.jsonl")
-            if data["checksum"] == 1:
-                run.begin_with("data", data)
-            else:
-                with pytest.raises(UserError, match="holds a run with another data. Give another folder"):
-                    run.begin_with("data", data)
+    told = pytest.raises(UserError, match="holds a run with another data. Give another folder")
+    with open_run(str(folder), OPTIONS) as run, told:
+        run.begin_with("data", {"checksum": 2})
 
 
 def test_a_complete_run_is_given_back(folder, capsys):
@@ -185,13 +180,11 @@ def test_alone_the_chief_passes_on_what_its_work_returns_and_raises():
 
 # One of two workers: what each is told of runs that they open together.
 WORKER = """
-import json, os, sys, time
-import tensorflow as tf
+import json, sys
 from common.run_folder import chief_alone, open_run
-from keras_replicas import UserError, exchange, worker_index
-from keras_replicas.workers import join
+from keras_replicas import UserError, exchange, make_strategy, worker_index
 
-join(tf.distribute.experimental.CommunicationOptions())
+make_strategy(1)
 own, told = worker_index(), []
 
 def told_of(options, folder="run"):
@@ -210,27 +203,20 @@ told_of({"seed": 0}, f"other-{own}")
 sys.argv[0] = f"program-{own}.py"
 told_of({"seed": 0})
 told.append(chief_alone(lambda: own))
-print(json.dumps(told), flush=True)
+open(f"told-{own}.json", "w").write(json.dumps(told))
 exchange({})
-time.sleep(1 - own)  # the others read there what all have told
-os._exit(0)
 """
 
 
 @pytest.mark.slow
 def test_workers_open_a_run_together(tmp_path):
+    write(tmp_path / "program.py", WORKER)
     for own in range(2):
         write(tmp_path / f"program-{own}.py", f"program {own}")
-    addresses, workers = free_addresses(2), []
-    for own in range(2):
-        environment = {"PYTHONPATH": str(ROOT), "TF_CONFIG": json.dumps(worker_config(addresses, own))}
-        options = {"cwd": tmp_path, "env": os.environ | environment, "stdout": subprocess.PIPE, "text": True}
-        workers.append(subprocess.Popen([sys.executable, "-c", WORKER], **options))
-    try:
-        chief, other = (json.loads(worker.communicate(timeout=100)[0].splitlines()[-1]) for worker in workers)
-    finally:
-        for worker in workers:
-            worker.kill()
+    launch = "-m", "keras_replicas", "launch", "--workers", "2", "program.py"
+    done = python(*launch, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    chief, other = (json.loads((tmp_path / f"told-{own}.json").read_text()) for own in range(2))
     options, first, second, refused, shared, code, alone = chief
     assert options == other[0] == "worker 1 was started differently from the chief: seed 1, not 0"
     assert (first, second) == ([None, 8, {"steps": 3}], [{"steps": 3}, 8, {"steps": 3}])

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from common import training
 from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, matrix_axes, muon, scale
-from keras_replicas import apply_summed, make_strategy
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
@@ -70,15 +69,6 @@ def test_the_loss_is_the_cross_entropy_of_keras(shape, scale, jit):
             np.testing.assert_allclose(mine, other, rtol=rtol, atol=1e-7)
 
 
-@pytest.mark.parametrize("labels", [0, 3])
-def test_with_many_classes_the_loss_is_near_what_float64_gives(labels):
-    logits, *data = examples((2, labels), 3, 100_000)
-    found = loss_and_gradient(CrossEntropy("sum"), logits, *data)
-    expected = loss_and_gradient(CrossEntropy("sum", dtype="float64"), tf.cast(logits, tf.float64), *data)
-    np.testing.assert_allclose(found[0], expected[0], rtol=2e-7)
-    np.testing.assert_allclose(found[1], expected[1], atol=5e-7)
-
-
 def test_the_loss_is_taken_of_bfloat16_in_float32():
     logits, *data = examples((3, 5), 3.0)
     halves = tf.cast(logits, tf.bfloat16)
@@ -105,34 +95,6 @@ def test_weight_decay_spares_biases_and_norms(make):
         assert keras.ops.convert_to_numpy(variable) == pytest.approx(value * (1 - decay), rel=1e-5)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_adamw_is_that_of_keras(replicas):
-    def trained(make):
-        with make_strategy(replicas).scope():
-            dense = keras.layers.Dense(2)
-            dense.build((None, 3))
-            optimizer = make()
-            optimizer.exclude_from_weight_decay(var_names=["bias"])
-            optimizer.build(dense.trainable_variables)
-        dense.set_weights([np.arange(6, dtype=np.float32).reshape(3, 2), np.ones(2, np.float32)])
-
-        @tf.function
-        def step(gradients):
-            tf.distribute.get_strategy().run(lambda: apply_summed(optimizer, gradients, dense.trainable_variables))
-
-        with dense.kernel.value.distribute_strategy.scope():
-            for i in range(5):
-                step([tf.random.stateless_normal(w.shape, [i, n]) for n, w in enumerate(dense.trainable_variables)])
-        return dense.get_weights()
-
-    schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 5)
-    options = {"weight_decay": 0.3, "beta_2": 0.98, "epsilon": 1e-6}
-    ours = trained(lambda: adamw(schedule, 0.3))
-    theirs = trained(lambda: keras.optimizers.AdamW(schedule, **options))
-    for mine, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-6)
-
-
 def stepped(optimizer, values, name="kernel", layer="attention"):
     """What an optimizer makes of variables in three steps by gradients that depend on place and step."""
     with keras.name_scope(layer):
@@ -147,6 +109,13 @@ def numbers(shape):
     return np.linspace(-1, 1, math.prod(shape), dtype=np.float32).reshape(shape)
 
 
+def test_adamw_is_that_of_keras():
+    schedule, values = keras.optimizers.schedules.PolynomialDecay(0.1, 5), [numbers((3, 2)), numbers((2,))]
+    theirs = stepped(keras.optimizers.AdamW(schedule, weight_decay=0.3, beta_2=0.98, epsilon=1e-6), values)
+    for ours, other in zip(stepped(adamw(schedule, 0.3), values), theirs, strict=True):
+        np.testing.assert_allclose(ours, other, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("limit", [2**23, 50, 1])
 def test_muon_takes_dense_kernels_as_kerass_does_in_stacks_of_any_size(limit, monkeypatch):
     monkeypatch.setattr(training, "STACK", limit)
@@ -157,17 +126,8 @@ def test_muon_takes_dense_kernels_as_kerass_does_in_stacks_of_any_size(limit, mo
 
 
 # The kernel's shape as KerasHub has it, and the axis of its heads: a query's, an output's, Gemma's query's, one of a
-# single head, and some of as many heads as each has columns, or more.
-KERNELS = [
-    ((6, 2, 3), 1),
-    ((2, 3, 6), 0),
-    ((2, 6, 3), 0),
-    ((6, 1, 6), 1),
-    ((8, 4, 2), 1),
-    ((4, 2, 8), 0),
-    ((9, 3, 3), 1),
-    ((3, 3, 9), 0),
-]
+# single head, and one of as many heads as each has columns.
+KERNELS = [((6, 2, 3), 1), ((2, 3, 6), 0), ((2, 6, 3), 0), ((6, 1, 6), 1), ((9, 3, 3), 1)]
 
 
 @pytest.mark.parametrize(("shape", "heads"), KERNELS, ids=str)
@@ -198,17 +158,6 @@ def test_muon_leaves_all_but_the_kernels_of_hidden_layers_to_adamw(shape, name, 
     # 0.4 of Muon's rate, which leaves the decay as it is.
     (theirs,) = stepped(adamw(0.004, 0.25), [numbers(shape)], name, layer)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
-def test_a_step_of_muon_has_singular_values_near_one():
-    """The step is 0.01 x 0.2 x the square root of the longer side; the iterations leave 0.7 to 1.2."""
-    before = numbers((6, 8))
-    variable = keras.Variable(before, name="kernel")
-    optimizer = muon(0.01, 0.0, clip_norm=None)
-    optimizer.build([variable])
-    optimizer.apply([tf.random.stateless_normal([6, 8], [0, 1])], [variable])
-    values = np.linalg.svd((np.array(variable) - before) / (0.01 * 0.2 * 8**0.5), compute_uv=False)
-    assert values.min() > 0.65 and values.max() < 1.25
 
 
 def test_muon_takes_a_gradient_that_is_clipped():

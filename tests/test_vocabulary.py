@@ -1,6 +1,4 @@
 import os
-import subprocess
-import sys
 import unicodedata
 
 import keras_hub
@@ -11,19 +9,20 @@ from common.data import vocabulary as vocabulary_module
 from common.data.byte_pairs import BYTE_PAIR_TOKENS, train_byte_pairs
 from common.data.vocabulary import WORDPIECE_TOKENS, encode, load_wordpieces, train_wordpieces
 from keras_replicas import UserError
-from tests.conftest import ROOT
+from tests.conftest import python
 
 TEXTS = ["The quick brown fox jumps over the lazy dog; it wasn't impressed.", "In 2024 foo(bar) was 12345.6 </s>", ""]
+# Also for test_huggingface.py.
 AWKWARD = [
-    "An UNSEEN word: fjord",
-    "semi-colons; (brackets) & 1,234.5",
-    "  spaces\tand\n\nempty lines \n",
-    "Crème brûlée, Ångström, e\u0301 naïve Zürich",
-    "今日は良い天気 mixed中文text 한국어",
+    "",
+    " \t \n",
+    "Crème brûlée, naïve coöperation, Ångström, e\u0301 and é, İstanbul, straße",
+    "今日は良い天気 mixed中文text 한국어 ไทย",
     "🙂🙃 👩‍👩‍👧 flags 🇳🇱",
-    "\u00a0no break\u3000wide",
-    "x" * 99,
-    "y" * 300,
+    "  spaces\tand\n\nempty lines \n",
+    "x" * 100 + " " + "y" * 101 + " Donaudampfschifffahrtsgesellschaftskapitän",
+    "don't self.attr __init__ a-b 1,000.5 $x += y**2; \u200bzero\u00a0width\u3000wide\x07 bell \ufffd",
+    "an UNSEEN word",
 ]
 
 
@@ -100,15 +99,8 @@ def test_training_gives_the_same_in_every_process(module, train, tmp_path):
         f"import pydoc_data.topics as t; from common.data.{module} import {train} as train;"
         "print(train(lambda: sorted(t.topics.values()), 'topics', 600).get_vocabulary())"
     )
-    made = {
-        subprocess.check_output(
-            [sys.executable, "-c", code],
-            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / str(process)), "PYTHONHASHSEED": str(process)},
-            cwd=ROOT,
-            text=True,
-        )
-        for process in range(2)
-    }
+    environments = [{"XDG_CACHE_HOME": str(tmp_path / seed), "PYTHONHASHSEED": seed} for seed in "12"]
+    made = {python("-c", code, env=os.environ | each).stdout for each in environments}
     assert len(made) == 1 and len(made.pop()) > 600
 
 
