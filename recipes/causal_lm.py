@@ -72,8 +72,9 @@ def make_datasets(
     config: Config, batch_size: int
 ) -> tuple[keras_hub.models.CausalLMPreprocessor, dict[str, RowBatches]]:
     """The preprocessor, which has the tokenizer, and the batches of each split."""
-    kind = (config.corpus, config.data, config.preset, config.vocabulary_size, config.seq_length)
-    preprocessor, rows = causal_rows(*kind)
+    preprocessor, rows = causal_rows(
+        config.corpus, config.data, config.preset, config.vocabulary_size, config.seq_length
+    )
     return preprocessor, {part: causal_batches(config, rows[part], batch_size, part == "train") for part in rows}
 
 

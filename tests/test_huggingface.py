@@ -15,7 +15,7 @@ from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import open_corpus
 from common.data.vocabulary import encode, train_wordpieces
 from common.model import causal_lm
-from common.model.causal_lm import causal_lm_for_generation, continuations, make_sampler
+from common.model.causal_lm import causal_lm_for_generation, continuations
 from common.model.classifier import make_classifier, make_preprocessor
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
 from common.model.presets import save_task
@@ -23,6 +23,7 @@ from common.model.sizes import check_model
 from recipes import _export as exporting
 from recipes._export import export
 from recipes._fill_mask import fill_mask, print_filled_masks
+from recipes._generate import make_sampler
 
 models = keras_hub.models
 SENTENCES = (

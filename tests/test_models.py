@@ -12,12 +12,13 @@ import pytest
 from common.data.byte_pairs import train_byte_pairs
 from common.data.vocabulary import train_wordpieces
 from common.model import causal_lm, classifier
-from common.model.causal_lm import causal_lm_for_generation, continuations, make_sampler, print_continuations
+from common.model.causal_lm import causal_lm_for_generation, continuations, print_continuations
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
 from common.model.presets import ADAPTERS, save_task, sinusoids
 from common.model.sizes import check_model, dimensions
 from keras_replicas import UserError
 from recipes._fill_mask import fill_mask, print_filled_masks
+from recipes._generate import make_sampler
 
 TEXT = "Some words, and some more of the same words."
 models = keras_hub.models
