@@ -7,7 +7,8 @@ import pytest
 
 from common.classification_scores import report as classifier_report
 from common.files import write_json
-from common.log import print_plan, report
+from common.language_model import report
+from common.log import print_plan
 from common.training import WarmUpPolynomialDecay
 from keras_replicas import Batches, data_parallel
 
