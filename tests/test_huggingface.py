@@ -166,7 +166,7 @@ def test_an_encoder_alone_is_a_classifiers(prefix, preset, exported, tokenizer, 
     expected = masked_lm_from_preset(preset).backbone.get_weights()
     texts = LabelledTexts(["0", "1"], {})
     data = SimpleNamespace(preprocessor=make_preprocessor(str(folder), None, 16), texts=texts)
-    assert as_it_is(preprocessor.tokenizer) == as_it_is(tokenizer)
+    assert as_it_is(data.preprocessor.tokenizer) == as_it_is(tokenizer)
     for pooler in (True, False):
         kept = {name: tensor for name, tensor in encoder.items() if pooler or "pooler" not in name}
         save_file(kept, folder / "model.safetensors")
