@@ -149,10 +149,11 @@ def parse(config_class: Any, recipe_doc: str, arguments: Sequence[str] | None = 
     in_order = {name: fields[name] for name in sorted(fields, key=lambda n: (FIRST not in marks[n], n not in own))}
     # The same class, with its fields in the order in which tyro is to show them; values are checked below.
     changed = {"__dataclass_fields__": in_order, "__post_init__": lambda self: None}
+    shown: Any = type(config_class.__name__, (config_class,), {**vars(config_class), **changed})
     try:
         with until_reader_leaves(), contextlib.redirect_stderr(stderr):
             found, unknown = tyro.cli(
-                type(config_class.__name__, (config_class,), {**vars(config_class), **changed}),
+                shown,
                 prog=Path(sys.argv[0]).stem,  # the recipe's name, for `run` and for the file itself
                 description=recipe_doc,
                 args=arguments,

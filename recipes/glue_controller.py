@@ -135,9 +135,8 @@ def train_and_evaluate(config: Config) -> dict:
         checkpoints = kr.Checkpoints(run.folder / "checkpoints", **saved)
         log = RunLog(run.folder, train)
         metric = f"val_{texts.metrics[0]}"
-        best = when_best(metric, lambda *_: save_classifier(model, texts, run.folder / "best"), run.folder)
-        loop = {"steps_per_loop": config.steps_per_loop, "eval_actions": [best]}
-        controller = Controller(trainer, evaluators["validation"], checkpoints, log, **loop)
+        actions = [when_best(metric, lambda *_: save_classifier(model, texts, run.folder / "best"), run.folder)]
+        controller = Controller(trainer, evaluators["validation"], checkpoints, log, config.steps_per_loop, actions)
         controller.train_and_evaluate(total_steps, eval_interval=len(train))
 
         if "test" in evaluators:
