@@ -9,8 +9,8 @@ import keras_hub
 import numpy as np
 
 from common.data.vocabulary import encode
+from common.files import one_line
 from common.model.masked_lm import get_file, huggingface_type, load_json, masked_lm_from_preset, preset_tokenizer
-from common.model.presets import one_line
 from keras_replicas import UserError
 
 

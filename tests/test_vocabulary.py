@@ -138,8 +138,8 @@ def test_a_vocabulary_file(tmp_path):
     [
         (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n", r"vocab.txt lacks \[MASK\]; give a BERT WordPiece file"),
         (b"", r"lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\] \[MASK\]"),
-        (b"caf\xe9", "cannot read the vocabulary .*vocab.txt: "),
-        (None, "cannot read the vocabulary .*vocab.txt: "),
+        (b"caf\xe9", "cannot read the vocabulary .*vocab.txt "),
+        (None, "cannot read the vocabulary .*vocab.txt "),
     ],
 )
 def test_a_file_that_is_no_vocabulary(content, told, tmp_path):

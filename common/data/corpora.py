@@ -22,7 +22,7 @@ from typing import Any
 
 from keras_replicas import UserError
 
-from ..files import cached, from_hub
+from ..files import cached, from_hub, one_line
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 SPLITS = ("train", "validation", "test")
@@ -154,12 +154,9 @@ def _held_out(documents: Documents) -> dict[str, Documents]:
 def _checksum(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        try:
-            with file.open("rb") as content:
-                digest.update(file.name.encode("utf-8", "surrogateescape"))
-                digest.update(hashlib.file_digest(content, "sha256").digest())
-        except OSError as error:
-            raise UserError(f"cannot read {file} ({error.strerror})") from error
+        with one_line(f"cannot read {file}"), file.open("rb") as content:
+            digest.update(file.name.encode("utf-8", "surrogateescape"))
+            digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
 
 
