@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files: written atomically, cached where they depend only on their inputs, fetched; and errors of those of others."""
+"""Files: written atomically, cached where they depend only on their inputs, fetched; and what is held out of one."""
 
 import atexit
 import contextlib
@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 
 from keras_replicas import UserError
 
+HELD_OUT = 10  # one text in this many is the validation split of data without one
 FAILED = (ValueError, OSError, RuntimeError, KeyError, SafetensorError)  # KerasHub's, h5py's, the file system's
 MALFORMED = (ValueError, OSError, KeyError, TypeError, AttributeError)  # where JSON does not hold what it should
 
@@ -30,6 +32,11 @@ def one_line(message: str, way_out: str = "", errors: tuple[type[Exception], ...
     except errors as error:
         first = next(iter(str(error).splitlines()), type(error).__name__).removesuffix(" A preset must be a one of:")
         raise UserError(f"{message} ({first}){way_out}") from error
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a text is for validation, in data without such a split: chosen by a hash, whatever the other texts."""
+    return zlib.crc32(text.encode()) % HELD_OUT == 0
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -74,7 +74,10 @@ def open_run(folder: str | None, options: dict[str, Any], *, overwrite: bool = F
     it cannot be written, holds files but no run, is open in another process, or has a run with other options.
     """
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    agree(options | versions | {"code": _checksum_of_code()}, "was started differently from the chief")
+    folders = Path(keras_replicas.__file__).parent, Path(__file__).parent
+    files = [*sorted(file for each in folders for file in each.rglob("*.py")), Path(sys.argv[0])]  # what workers run
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()[:12]
+    agree(options | versions | {"code": code}, "was started differently from the chief")
     if folder is None:
         return Run(Path(os.devnull), {"kept": {}})
     place = Path(folder).resolve()
@@ -142,10 +145,3 @@ def _locked(folder: Path) -> TextIO:
     except BlockingIOError:
         raise UserError(f"another process is running in {folder}: wait for it, or give another folder") from None
     return lock
-
-
-def _checksum_of_code() -> str:
-    """A hash of what workers run: the library, these helpers, and the program."""
-    folders = Path(keras_replicas.__file__).parent, Path(__file__).parent
-    files = [*sorted(file for folder in folders for file in folder.rglob("*.py")), Path(sys.argv[0])]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()[:12]

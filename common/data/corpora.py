@@ -14,7 +14,6 @@ import platform
 import pydoc_data.topics
 import re
 import textwrap
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 from keras_replicas import UserError
 
-from ..files import cached, from_hub, one_line
+from ..files import cached, from_hub, is_held_out, one_line
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 SPLITS = ("train", "validation", "test")
@@ -30,7 +29,6 @@ WIKITEXT = {f"wikitext-{size}": f"hf://Salesforce/wikitext/wikitext-{size}-v1" f
 WIKITEXT_FILES = dict(zip(SPLITS, ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"), strict=True))
 TITLE = "= [^=].* ="  # the line with which an article of WikiText begins
 DOCUMENT_LIMIT = 20_000  # characters; longer text is split into several documents, so that memory is bounded
-HELD_OUT = 10  # one part in this many is the validation split of a corpus without one
 PACKAGES = ("keras", "keras_hub", "numpy")  # whose docstrings are a corpus
 NO_TEXT = re.compile("[\0\udc80-\udcff]")  # what bytes that are not UTF-8 are read as
 STRINGS = re.compile(r'(^[ \t]*[rR]?)?"""(.*?)"""', re.DOTALL | re.MULTILINE)  # the first group: what stands alone
@@ -146,7 +144,7 @@ def _pieces(text: str) -> list[str]:
 
 def _held_out(documents: Documents) -> dict[str, Documents]:
     def part(validation: bool) -> Iterator[str]:
-        return (text for text in documents() if (zlib.crc32(text.encode()) % HELD_OUT == 0) == validation)
+        return (text for text in documents() if is_held_out(text) == validation)
 
     return {"train": functools.partial(part, False), "validation": functools.partial(part, True)}
 
@@ -176,7 +174,7 @@ def _write_docstrings(path: Path) -> None:
         ]
         new = [paragraph for paragraph in dict.fromkeys(prose) if paragraph not in seen]
         seen.update(new)
-        splits["train" if zlib.crc32(module.encode()) % HELD_OUT else "validation"].append(new)
+        splits["validation" if is_held_out(module) else "train"].append(new)
     known = {words for paragraphs in splits["train"] for part in paragraphs for words in _eight_words(part)}
     splits["validation"] = [[p for p in part if known.isdisjoint(_eight_words(p))] for part in splits["validation"]]
     documents = {split: ["\n".join(paragraphs) for paragraphs in part if paragraphs] for split, part in splits.items()}

@@ -11,7 +11,6 @@ one, and ends with its end token, which is a label, so that a model learns where
 import functools
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ import numpy as np
 
 from keras_replicas import UserError
 
-from ..files import cached
-from .corpora import HELD_OUT, SPLITS
+from ..files import cached, is_held_out
+from .corpora import SPLITS
 from .rows import NO_LABEL, Rows, fingerprint, open_rows, write_rows
 from .tables import read_rows, shortened
 from .vocabulary import encode
@@ -54,8 +53,8 @@ def read_dialogues(data: str) -> dict[str, list[Dialogue]]:
     splits: dict[str, list[Dialogue]] = {"train": [], "validation": []}
     if data.endswith(".jsonl"):
         for dialogue in _dialogues(Path(data)):
-            held_out = zlib.crc32("\n".join(text for _, text in dialogue).encode()) % HELD_OUT == 0
-            splits["validation" if held_out else "train"].append(dialogue)
+            text = "\n".join(text for _, text in dialogue)
+            splits["validation" if is_held_out(text) else "train"].append(dialogue)
     else:
         files = {split: Path(data, f"{split}.jsonl") for split in SPLITS}
         splits = {split: [*_dialogues(file)] for split, file in files.items() if split != "test" or file.is_file()}

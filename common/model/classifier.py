@@ -71,7 +71,9 @@ def make_classifier(
     else:
         model = models.BertTextClassifier(**options, compile=False)
     model.output_dense.dtype_policy = keras.DTypePolicy("float32")  # bfloat16 has no number between 256 and 258
-    model.output_dense.bias.assign([data.texts.mean_label] * outputs)
+    if not data.texts.classes:
+        labels = data.texts.splits["train"].labels or []
+        model.output_dense.bias.assign([sum(labels) / len(labels)])
     return model
 
 
@@ -83,4 +85,4 @@ def save_classifier(model: keras_hub.models.TextClassifier, texts: LabelledTexts
     """
     save_task(model, model.preprocessor, folder)
     if is_chief():
-        write_json(folder / "labels.json", {"classes": texts.classes, "texts": texts.columns})
+        write_json(folder / "labels.json", {"classes": texts.classes, "texts": len(texts.splits["train"].texts[0])})
