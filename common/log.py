@@ -52,11 +52,10 @@ class RunLog(StepLog):
     def begin(self, first_step: int) -> list[dict[str, Any]]:
         """Opens the file, and returns the lines of the steps up to `first_step`, which are kept."""
         self._first_step, self._lines = first_step, super().begin(first_step)
-        self.start_clock()
         return self._lines
 
     def start_clock(self) -> None:
-        """Begins to measure: what was done since the last step does not count."""
+        """A step begins: what was done since the last one does not count."""
         self._began = time.perf_counter()
 
     def write(self, values: dict[str, np.ndarray]) -> list[dict[str, Any]]:
@@ -71,7 +70,6 @@ class RunLog(StepLog):
             for line in lines:
                 for name in line.keys() - {"step"}:
                     tf.summary.scalar(f"train/{name}", line[name], step=line["step"])
-        self.start_clock()
         return lines
 
     def on_train_batch_begin(self, batch, logs=None):

@@ -15,7 +15,7 @@ from typing import Any, TextIO, TypeVar
 import keras_replicas
 from keras_replicas import UserError, agree, exchange, is_chief
 
-from .files import read_json, write_json
+from .files import one_line, read_json, write_json
 
 Result = TypeVar("Result")
 LAUNCH_ID = "LAUNCH_ID"  # environment variable by which a launcher identifies the workers that it restarts
@@ -107,7 +107,7 @@ def chief_alone(work: Callable[[], Result]) -> Result | None:
 
 def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
     launch = os.environ.get(LAUNCH_ID)
-    try:
+    with one_line(f"cannot write to the folder {folder}", ": give another", (OSError,)):
         files = {path for path in folder.rglob("[!.]*") if path.is_file() and path.suffix != ".log"}
         saved = read_json(folder / "config.json") or {}
         if files and "kept" not in saved:
@@ -133,8 +133,6 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
         saved = {"options": options, "launch": launch, "opened": uuid.uuid4().hex, "kept": saved.get("kept", {})}
         write_json(folder / "config.json", saved)
         return Run(folder, saved, lock)
-    except OSError as error:
-        raise UserError(f"cannot write to the folder {folder} ({error.strerror}): give another") from error
 
 
 def _locked(folder: Path) -> TextIO:

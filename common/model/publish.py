@@ -25,12 +25,10 @@ OWN = [f"--include={name}" for name in ("*.json", "*.h5", "assets/*", "README.md
 class Publish(keras.callbacks.Callback):
     """Uploads a snapshot at each epoch's end, in the background, by `hf upload`; at the end, `save` and `finish`.
 
-    An upload is a process that ends with this one. While one runs, no other snapshot is made. If it fails, a line says
-    so, its output is in `upload.log`, and the run goes on.
-
-    Args:
-        uri, public: `hf://user/name`, or empty for no uploads; whether it is public, if it is new. The chief uploads.
-        folder, preprocessor: the run's and the model's; a snapshot is in `snapshot/`, the finished model in `preset/`.
+    An upload is a process that ends with this one, the chief's. While one runs, no other snapshot is made. If it fails,
+    a line says so, its output is in `upload.log`, and the run goes on. It goes to the `uri`, `hf://user/name`, or
+    nowhere if that is empty; a new repository is private unless `public`. Of the run's `folder`, `snapshot/` holds a
+    snapshot, and `preset/` the finished model.
     """
 
     def __init__(self, uri: str, public: bool, folder: Path, preprocessor: Any):
