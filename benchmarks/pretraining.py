@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.fine_tuning import OURS, score_table, scores
 from benchmarks.machine import existing, machine, write_results
-from common.log import report
+from common.language_model import report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

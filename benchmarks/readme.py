@@ -21,7 +21,7 @@ from benchmarks import (
     throughput,
     versions,
 )
-from common.log import report
+from common.language_model import report
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"

@@ -25,8 +25,8 @@ SMOOTHED = 100  # steps over which the picture averages the loss
 
 def main(run: Path) -> None:
     """Reads the run and writes both files."""
-    from common.model.fill_mask import fill_mask
     from common.model.masked_lm import masked_lm_from_preset, preset_tokenizer
+    from recipes._fill_mask import fill_mask
 
     results = json.loads((run / "results.json").read_text())
     results["config"] |= {"workdir": "runs/wikitext-2", "corpus": "wikitext-2"}  # where they were is of no interest

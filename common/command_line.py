@@ -10,7 +10,6 @@ import dataclasses
 import errno
 import io
 import logging
-import math
 import os
 import re
 import select
@@ -74,10 +73,8 @@ class RunOptions:
         for name, marks in marks_of(type(self)).items():
             value = getattr(self, name)
             for least, most in (mark for mark in marks if isinstance(mark, Bounds) and value is not None):
-                if not least <= value <= most:
-                    at = f"at least {least}" if value < least else f"at most {most}"
-                    at = "a finite number" if value in (math.inf, -math.inf) or value != value else at
-                    raise UserError(f"{option(name)} must be {at}; got {value}")
+                if not least <= value <= most:  # NaN is not, either
+                    raise UserError(f"{option(name)} must be from {least} to {most}; got {value}")
             if value == "" != getattr(type(self), name):  # it would be the current folder
                 raise UserError(f"{option(name)} is empty: name one, or leave it out")
             if INPUT in marks and os.path.exists(value) and Path(value).resolve().is_relative_to(workdir):
@@ -147,29 +144,27 @@ def parse(config_class: Any, recipe_doc: str, arguments: Sequence[str] | None = 
     if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in a script's background
         signal.signal(signal.SIGINT, _ask_to_stop)
     stderr, marks = io.StringIO(), marks_of(config_class)
+    own = config_class.__annotations__
     fields = {field.name: field for field in dataclasses.fields(config_class)}
-    own_first = sorted(fields, key=lambda name: name not in config_class.__annotations__)
-    first, more = ([n for n in own_first if (FIRST in marks[n]) == is_first] for is_first in (True, False))
-    boxes = {
-        "first": Annotated[_part(config_class, {name: fields[name] for name in first}), tyro.conf.arg(name="")],
-        "more": _part(config_class, {name: fields[name] for name in more}),  # tyro writes "more options" above it
-    }
-    in_boxes: Any = dataclasses.make_dataclass("Options", boxes.items())
+    in_order = {name: fields[name] for name in sorted(fields, key=lambda n: (FIRST not in marks[n], n not in own))}
+    # The same class, with its fields in the order in which tyro is to show them; values are checked below.
+    changed = {"__dataclass_fields__": in_order, "__post_init__": lambda self: None}
+    shown: Any = type(config_class.__name__, (config_class,), {**vars(config_class), **changed})
     try:
         with until_reader_leaves(), contextlib.redirect_stderr(stderr):
             found, unknown = tyro.cli(
-                in_boxes,
+                shown,
                 prog=Path(sys.argv[0]).stem,  # the recipe's name, for `run` and for the file itself
                 description=recipe_doc,
                 args=arguments,
                 return_unknown_args=True,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+                config=(tyro.conf.FlagCreatePairsOff,),
             )
         if unknown:
-            raise UserError(f"unknown option {unknown[0]}. The options are: {' '.join(map(option, first + more))}")
+            raise UserError(f"unknown option {unknown[0]}. The options are: {' '.join(map(option, in_order))}")
         if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
             raise UserError(f"the recipes need TensorFlow as Keras's backend, not {backend!r}: unset KERAS_BACKEND")
-        return config_class(**vars(found.first), **vars(found.more))
+        return config_class(**vars(found))
     except UserError as error:
         fail(error)
     except SystemExit as exit_:
@@ -179,16 +174,6 @@ def parse(config_class: Any, recipe_doc: str, arguments: Sequence[str] | None = 
         lines = [line.strip("│ ") for line in stderr.getvalue().splitlines() if line.startswith("│")]
         rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
         fail(" ".join(lines[:rule]) or stderr.getvalue().strip())
-
-
-def _part(config_class: type, fields: dict[str, dataclasses.Field]) -> Any:
-    """The same class with some of the options only: tyro still finds its source, whose comments are the help."""
-    own = {
-        "__dataclass_fields__": fields,
-        "__init__": lambda self, **values: self.__dict__.update(values),
-        "__doc__": "",
-    }
-    return type(config_class.__name__, (config_class,), {**vars(config_class), **own})
 
 
 def _ask_to_stop(*_: object) -> None:
@@ -242,13 +227,12 @@ def until_reader_leaves() -> Iterator[None]:
         finally:
             sys.stdout.flush()  # here, not at the interpreter's end
     except Exception as error:
-        left = [s for s in (sys.stdout, sys.stderr) if isinstance(error, BrokenPipeError) and _has_no_reader(s)]
+        left = isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout)
         full = [line for line in str(error).splitlines() if os.strerror(errno.ENOSPC) in line]  # TensorFlow's, too
         if not full and not left:
             raise
-        for stream in left or [sys.stdout]:
-            with contextlib.suppress(OSError):  # the interpreter would report at its end what it cannot write
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        with contextlib.suppress(OSError):  # the interpreter would report at its end what it cannot write
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if full:
             advice = "Free some space and give the same command again: a run resumes from its last checkpoint"
             print(f"error: {full[0]}. {advice}", file=sys.stderr)

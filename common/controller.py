@@ -73,8 +73,8 @@ class Controller:
         log: gets each step's values; the evaluations are under `validation/` in its TensorBoard.
         steps_per_loop: maximum steps per call. Loops end at its multiples, when an evaluation is due, at the last step,
             and after some seconds; results do not depend on it.
-        init_fn: called where there is no checkpoint, to load weights for example.
         eval_actions: called after each evaluation; `tf.summary` then writes to the log's TensorBoard.
+        init_fn: called where there is no checkpoint, to load weights for example.
     """
 
     def __init__(
@@ -83,10 +83,9 @@ class Controller:
         evaluator: Evaluator,
         checkpoints: Checkpoints,
         log: RunLog,
-        *,
         steps_per_loop: int = 1,
-        init_fn: Callable[[], None] = lambda: None,
         eval_actions: Sequence[Action] = (),
+        init_fn: Callable[[], None] = lambda: None,
     ):
         self.trainer, self.evaluator, self.checkpoints, self.log = trainer, evaluator, checkpoints, log
         self.steps_per_loop, self.eval_actions, self._steps_in_time = steps_per_loop, eval_actions, 1

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files: written atomically, cached where they depend only on their inputs, fetched from the Hub; names in messages."""
+"""Files: written atomically, cached where they depend only on their inputs, fetched; what messages and splits say."""
 
 import atexit
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -10,11 +11,33 @@ import os
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from keras_replicas import UserError
+
+HELD_OUT = 10  # one text in this many is the validation split of data without one
+FAILED = (ValueError, OSError, RuntimeError, KeyError, SafetensorError)  # KerasHub's, h5py's, the file system's
+MALFORMED = (ValueError, OSError, KeyError, TypeError, AttributeError)  # where JSON does not hold what it should
+
+
+@contextlib.contextmanager
+def one_line(message: str, way_out: str = "", errors: tuple[type[Exception], ...] = FAILED) -> Iterator[None]:
+    """Turns these errors into a `UserError` of one line: a message, the error's first line, and a way out."""
+    try:
+        yield
+    except errors as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__).removesuffix(" A preset must be a one of:")
+        raise UserError(f"{message} ({first}){way_out}") from error
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a text is for validation, in data without such a split: chosen by a hash, whatever the other texts."""
+    return zlib.crc32(text.encode()) % HELD_OUT == 0
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -61,12 +84,10 @@ def from_hub(function: str, name: str, *configuration: str, **options: Any) -> A
     """What a function of the `datasets` library returns for a data set on the Hub; a `UserError` without it."""
     import datasets  # not above: it takes a second
 
-    try:
+    way_out = ". Without a network, download its files elsewhere, and give their folder"
+    # The library raises a dozen unrelated types when the hub is out of reach.
+    with one_line(f"cannot fetch {name} from the Hugging Face Hub", way_out, (Exception,)):
         return getattr(datasets, function)(name, *configuration, **options)
-    except Exception as error:  # the library raises a dozen unrelated types when the hub is out of reach
-        why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        way_out = "Without a network, download its files elsewhere, and give their folder"
-        raise UserError(f"cannot fetch {name} from the Hugging Face Hub ({why}). {way_out}") from error
 
 
 def quoted(names: Iterable[str]) -> str:

@@ -24,8 +24,6 @@ from .run_folder import PACKAGES
 LOOKED_AT = 100  # batches, of which tokens and padding are counted
 BAR = 40  # columns of the highest learning rate
 TRAINED = 3  # steps, of which memory is measured
-# A model must beat its unigram baseline by more nats, or the report warns: one at the baseline ends on either side.
-MARGIN = 0.03
 
 
 class RunLog(StepLog):
@@ -55,11 +53,10 @@ class RunLog(StepLog):
     def begin(self, first_step: int) -> list[dict[str, Any]]:
         """Opens the file, and returns the lines of the steps up to `first_step`, which are kept."""
         self._first_step, self._lines = first_step, super().begin(first_step)
-        self.start_clock()
         return self._lines
 
     def start_clock(self) -> None:
-        """Begins to measure: what was done since the last step does not count."""
+        """A step begins: what was done since the last one does not count."""
         self._began = time.perf_counter()
 
     def write(self, values: dict[str, np.ndarray]) -> list[dict[str, Any]]:
@@ -74,7 +71,6 @@ class RunLog(StepLog):
             for line in lines:
                 for name in line.keys() - {"step"}:
                     tf.summary.scalar(f"train/{name}", line[name], step=line["step"])
-        self.start_clock()
         return lines
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -135,21 +131,11 @@ Scores = dict[str, float]  # of a split, such as `loss` and `accuracy`
 Told = tuple[list[tuple[str, str]], bool]  # a report's lines, each with a title; whether the model beats its baseline
 
 
-def of_language_model(split: str, scores: Scores) -> Told:
-    """What a report tells of a language model's scores on a split; NaN never beats the unigram baseline."""
-    loss, unigram = scores["loss"], scores["unigram_loss"]
-    difference = f"{abs(unigram - loss):.3f} nats {'better' if loss < unigram else 'worse'}"
-    lines = [
-        (f"{split} loss", f"{loss:.3f}, perplexity {scores['perplexity']:.1f}"),
-        ("  unigram baseline", f"{unigram:.3f}: the model is {difference}"),
-        (f"{split} accuracy", f"{scores['accuracy']:.1%}"),
-        ("  bits per character", f"{scores['bits_per_character']:.3f}"),
-    ]
-    return lines, loss < unigram - MARGIN
+def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told]) -> str:
+    """The results of a run, as lines of text; those of `results.json` may have null for NaN and infinity.
 
-
-def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told] = of_language_model) -> str:
-    """The results of a run, as lines of text; those of `results.json` may have null for NaN and infinity."""
+    `told_of` gives what is told of a split's scores.
+    """
     results, rate = _numbers(results), _numbers(results["learning_rate"])
     batch = f"global batch {results['global_batch_size']}, on {results['replicas']} replica(s)"
     lines = [

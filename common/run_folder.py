@@ -15,7 +15,7 @@ from typing import Any, TextIO, TypeVar
 import keras_replicas
 from keras_replicas import UserError, agree, exchange, is_chief
 
-from .files import read_json, write_json
+from .files import one_line, read_json, write_json
 
 Result = TypeVar("Result")
 LAUNCH_ID = "LAUNCH_ID"  # environment variable by which a launcher identifies the workers that it restarts
@@ -74,7 +74,10 @@ def open_run(folder: str | None, options: dict[str, Any], *, overwrite: bool = F
     it cannot be written, holds files but no run, is open in another process, or has a run with other options.
     """
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    agree(options | versions | {"code": _checksum_of_code()}, "was started differently from the chief")
+    folders = Path(keras_replicas.__file__).parent, Path(__file__).parent
+    files = [*sorted(file for each in folders for file in each.rglob("*.py")), Path(sys.argv[0])]  # what workers run
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()[:12]
+    agree(options | versions | {"code": code}, "was started differently from the chief")
     if folder is None:
         return Run(Path(os.devnull), {"kept": {}})
     place = Path(folder).resolve()
@@ -104,7 +107,7 @@ def chief_alone(work: Callable[[], Result]) -> Result | None:
 
 def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
     launch = os.environ.get(LAUNCH_ID)
-    try:
+    with one_line(f"cannot write to the folder {folder}", ": give another", (OSError,)):
         files = {path for path in folder.rglob("[!.]*") if path.is_file() and path.suffix != ".log"}
         saved = read_json(folder / "config.json") or {}
         if files and "kept" not in saved:
@@ -130,8 +133,6 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
         saved = {"options": options, "launch": launch, "opened": uuid.uuid4().hex, "kept": saved.get("kept", {})}
         write_json(folder / "config.json", saved)
         return Run(folder, saved, lock)
-    except OSError as error:
-        raise UserError(f"cannot write to the folder {folder} ({error.strerror}): give another") from error
 
 
 def _locked(folder: Path) -> TextIO:
@@ -142,10 +143,3 @@ def _locked(folder: Path) -> TextIO:
     except BlockingIOError:
         raise UserError(f"another process is running in {folder}: wait for it, or give another folder") from None
     return lock
-
-
-def _checksum_of_code() -> str:
-    """A hash of what workers run: the library, these helpers, and the program."""
-    folders = Path(keras_replicas.__file__).parent, Path(__file__).parent
-    files = [*sorted(file for folder in folders for file in folder.rglob("*.py")), Path(sys.argv[0])]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()[:12]

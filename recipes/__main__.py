@@ -123,7 +123,7 @@ def main() -> None:
         case "fill-mask":
             preset = given.preset or last_preset("MaskedLM", "bert_mlm")
             with quiet_stderr():
-                from common.model.fill_mask import print_filled_masks
+                from recipes._fill_mask import print_filled_masks
             print_filled_masks(preset, given.sentences)
         case "classify":
             preset = given.preset or last_preset("TextClassifier", "text_classifier")

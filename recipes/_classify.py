@@ -13,8 +13,9 @@ import scipy.special
 from common.data.examples import EncodedTexts
 from common.data.labelled import LabelledTexts, column_names, to_examples
 from common.data.tables import read_rows
+from common.files import one_line
 from common.model.masked_lm import get_file, load_json
-from common.model.presets import from_preset, one_line
+from common.model.presets import from_preset
 from keras_replicas import UserError, data_parallel
 
 BATCH_SIZE = 32

@@ -22,9 +22,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from common.data.byte_pairs import SPLIT
 from common.data.vocabulary import UNKNOWN
-from common.files import write_json
+from common.files import one_line, write_json
 from common.model.masked_lm import get_file, huggingface_weights, load_json
-from common.model.presets import from_preset, one_line
+from common.model.presets import from_preset
 from keras_replicas import UserError
 
 # What KerasHub's BertTokenizer splits at, and what of that is a word by itself: punctuation and Chinese characters.

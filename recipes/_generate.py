@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m recipes generate`: continues texts with a causal language model."""
 
+import math
 from collections.abc import Sequence
 
+import keras_hub
 import tensorflow as tf
 
-from common.model.causal_lm import causal_lm_for_generation, continuations, make_sampler
+from common.model.causal_lm import causal_lm_for_generation, continuations
 from keras_replicas import UserError
 
 
@@ -31,3 +33,23 @@ def generate(
     tf.get_logger().setLevel("ERROR")  # else it warns that each length of a prompt is traced
     for text in continuations(causal_lm_for_generation(preset), prompts, draw, tokens):
         print(text)
+
+
+def make_sampler(
+    name: str = "top-k", k: int = 10, p: float = 0.9, temperature: float = 1.0, seed: int = 0
+) -> keras_hub.samplers.Sampler:
+    """KerasHub's sampler, or a UserError when there is none of this name, or a value is out of range.
+
+    `greedy`: the likeliest token; `top-k`: one of the k likeliest (Fan et al. 2018, arXiv:1805.04833); `top-p`: one of
+    the fewest that together have a probability of p (Holtzman et al. 2019, arXiv:1904.09751); `random`: one of all. The
+    temperature divides the logits: below 1, what is likely becomes likelier.
+    """
+    if not 1e-6 <= temperature < math.inf:  # in float32, logits cannot be divided by less
+        raise UserError(f"the temperature must be at least 1e-6, and finite; got {temperature:g}")
+    if k < 1 or not 0 < p <= 1 or not 0 <= seed < 2**31:
+        raise UserError(f"k is 1 or more, p above 0 and at most 1, a seed 0 to 2^31 - 1; got {k}, {p:g} and {seed}")
+    drawn = {"seed": seed, "temperature": temperature}
+    own = {"greedy": {}, "top-k": {"k": k, **drawn}, "top-p": {"p": p, **drawn}, "random": drawn}
+    if name not in own:
+        raise UserError(f"the sampler must be {', '.join(own)}; got {name}")
+    return keras_hub.samplers.get({"class_name": name.replace("-", "_"), "config": own[name]})

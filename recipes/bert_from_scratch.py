@@ -61,12 +61,12 @@ from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
 from common.data.row_folders import kept_in, open_folder
 from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import train_wordpieces
-from common.language_model_scores import language_model_scores
-from common.log import RunLog, print_plan, report
+from common.language_model import language_model_scores, muon, report
+from common.log import RunLog, print_plan
 from common.model.masked_lm import masked_lm_from_size
 from common.model.publish import Publish
 from common.run_folder import chief_alone, open_run
-from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
+from common.training import CrossEntropy, WarmUpPolynomialDecay, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 

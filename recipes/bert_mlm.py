@@ -55,12 +55,12 @@ from common.data.corpora import open_corpus
 from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
 from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import load_wordpieces, train_wordpieces
-from common.language_model_scores import language_model_scores
-from common.log import RunLog, print_plan, report
+from common.language_model import language_model_scores, muon, report
+from common.log import RunLog, print_plan
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
 from common.model.presets import save_task
 from common.run_folder import open_run
-from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
+from common.training import CrossEntropy, WarmUpPolynomialDecay, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 

@@ -59,12 +59,12 @@ with quiet_stderr():
 
 from common.data.dialogues import is_dialogues
 from common.data.rows import RowBatches, Rows
-from common.language_model_scores import language_model_scores
-from common.log import RunLog, print_plan, report
+from common.language_model import language_model_scores, muon, report
+from common.log import RunLog, print_plan
 from common.model.causal_lm import Samples, causal_rows, make_causal_lm, print_continuations
 from common.model.publish import Publish
 from common.run_folder import open_run
-from common.training import CrossEntropy, WarmUpPolynomialDecay, muon, scale
+from common.training import CrossEntropy, WarmUpPolynomialDecay, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
@@ -72,8 +72,9 @@ def make_datasets(
     config: Config, batch_size: int
 ) -> tuple[keras_hub.models.CausalLMPreprocessor, dict[str, RowBatches]]:
     """The preprocessor, which has the tokenizer, and the batches of each split."""
-    kind = (config.corpus, config.data, config.preset, config.vocabulary_size, config.seq_length)
-    preprocessor, rows = causal_rows(*kind)
+    preprocessor, rows = causal_rows(
+        config.corpus, config.data, config.preset, config.vocabulary_size, config.seq_length
+    )
     return preprocessor, {part: causal_batches(config, rows[part], batch_size, part == "train") for part in rows}
 
 

@@ -61,8 +61,7 @@ def make_datasets(config: Config) -> EncodedTexts:
 
 def build_model(config: Config, data: EncodedTexts) -> keras.Model:
     """A text classifier, or for regression one with a single output. Call it inside the strategy's scope."""
-    of = (config.preset, config.model or "tiny", data.preprocessor, len(data.texts.classes) or 1, data.texts.mean_label)
-    return make_classifier(*of, dropout=config.dropout, lora_rank=config.lora_rank)
+    return make_classifier(config.preset, config.model or "tiny", data, config.dropout, config.lora_rank)
 
 
 class GlueTrainer(Trainer):
@@ -133,11 +132,11 @@ def train_and_evaluate(config: Config) -> dict:
         trainer = GlueTrainer(strategy, train, model, optimizer, texts.classes)
         evaluators = {split: GlueEvaluator(strategy, data, split, batch_size, model) for split in data.evaluated}
         saved = {"every": config.checkpoint_every, "model": model, "optimizer": optimizer}
-        parts = trainer, evaluators["validation"], kr.Checkpoints(run.folder / "checkpoints", **saved)
+        checkpoints = kr.Checkpoints(run.folder / "checkpoints", **saved)
         log = RunLog(run.folder, train)
-        of = (model, texts.classes, texts.columns)
-        best = when_best(f"val_{texts.metrics[0]}", lambda *_: save_classifier(*of, run.folder / "best"), run.folder)
-        controller = Controller(*parts, log, steps_per_loop=config.steps_per_loop, eval_actions=[best])
+        metric = f"val_{texts.metrics[0]}"
+        actions = [when_best(metric, lambda *_: save_classifier(model, texts, run.folder / "best"), run.folder)]
+        controller = Controller(trainer, evaluators["validation"], checkpoints, log, config.steps_per_loop, actions)
         controller.train_and_evaluate(total_steps, eval_interval=len(train))
 
         if "test" in evaluators:
@@ -145,7 +144,7 @@ def train_and_evaluate(config: Config) -> dict:
         outputs = {split: evaluators[split].logits for split in data.evaluated}
         results = {"recipe": "glue_controller", "global_batch_size": batch_size, "config": asdict(config)}
         write_predictions(run.folder / "predictions", texts, outputs)
-        save_classifier(*of, run.folder / "preset")
+        save_classifier(model, texts, run.folder / "preset")
         results |= log.results(replicas) | classifier_results(data, outputs)
         return run.finish(results)
 

@@ -63,8 +63,7 @@ def make_datasets(config: Config) -> EncodedTexts:
 
 def build_model(config: Config, data: EncodedTexts) -> keras.Model:
     """A text classifier, or for regression one with a single output. Call it inside the strategy's scope."""
-    of = (config.preset, config.model or "tiny", data.preprocessor, len(data.texts.classes) or 1, data.texts.mean_label)
-    return make_classifier(*of, dropout=config.dropout, lora_rank=config.lora_rank)
+    return make_classifier(config.preset, config.model or "tiny", data, config.dropout, config.lora_rank)
 
 
 def train_and_evaluate(config: Config) -> dict:
@@ -153,7 +152,7 @@ def train_and_evaluate(config: Config) -> dict:
         results = {"recipe": "glue_custom_loop", "global_batch_size": batch_size, "config": asdict(config)}
         results |= log.results(replicas)
         write_predictions(run.folder / "predictions", data.texts, outputs)
-        save_classifier(model, data.texts.classes, data.texts.columns, run.folder / "preset")
+        save_classifier(model, data.texts, run.folder / "preset")
         results |= classifier_results(data, outputs)
         return run.finish(results)
 

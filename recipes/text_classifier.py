@@ -59,12 +59,10 @@ def make_datasets(config: Config) -> EncodedTexts:
 
 def build_model(config: Config, data: EncodedTexts, schedule=0.0) -> keras.Model:
     """A compiled text classifier, or for regression one with a single output. Call it inside the strategy's scope."""
-    classes, mean = len(data.texts.classes), data.texts.mean_label
-    of = (config.preset, config.model or "tiny", data.preprocessor, classes or 1, mean)
-    model = make_classifier(*of, dropout=config.dropout, lora_rank=config.lora_rank)
-    loss = CrossEntropy if classes else keras.losses.MeanSquaredError
+    model = make_classifier(config.preset, config.model or "tiny", data, config.dropout, config.lora_rank)
+    loss = CrossEntropy if data.texts.classes else keras.losses.MeanSquaredError
     loss = loss(reduction="mean_with_sample_weight")  # over all examples of the whole batch
-    metrics = ["accuracy"] if classes else []
+    metrics = ["accuracy"] if data.texts.classes else []
     model.compile(adamw(schedule), loss, metrics=[], weighted_metrics=metrics, jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate)
 
@@ -103,7 +101,7 @@ def train_and_evaluate(config: Config) -> dict:
         outputs = {split: model.predict(data.batches(split, batch_size), verbose=0) for split in data.evaluated}
         results |= log.results(replicas)
         write_predictions(run.folder / "predictions", data.texts, outputs)
-        save_classifier(model, data.texts.classes, data.texts.columns, run.folder / "preset")
+        save_classifier(model, data.texts, run.folder / "preset")
         results |= classifier_results(data, outputs)
         return run.finish(results)
 

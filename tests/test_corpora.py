@@ -2,10 +2,12 @@ import json
 import os
 import re
 
+import datasets
 import pytest
 
 from common.data import corpora
-from common.data.corpora import DOCUMENT_LIMIT, HELD_OUT, open_corpus
+from common.data.corpora import DOCUMENT_LIMIT, open_corpus
+from common.files import HELD_OUT
 from keras_replicas import UserError
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import keras
@@ -12,16 +13,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from common.data.byte_pairs import train_byte_pairs
+from common.data.labelled import LabelledTexts
 from common.data.vocabulary import encode, train_wordpieces
 from common.model import causal_lm
-from common.model.causal_lm import causal_lm_for_generation, continuations, make_sampler
+from common.model.causal_lm import causal_lm_for_generation, continuations
 from common.model.classifier import make_classifier, make_preprocessor
-from common.model.fill_mask import fill_mask, print_filled_masks
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
 from common.model.presets import save_task
 from common.model.sizes import check_model
 from recipes import _export as exporting
 from recipes._export import export
+from recipes._fill_mask import fill_mask, print_filled_masks
+from recipes._generate import make_sampler
 from tests.test_vocabulary import AWKWARD
 
 models = keras_hub.models
@@ -146,12 +149,13 @@ def test_an_encoder_alone_is_a_classifiers(prefix, preset, exported, tokenizer, 
     tensors = load_file(folder / "model.safetensors")
     encoder = {f"{prefix}{name[5:]}": tensor for name, tensor in tensors.items() if name.startswith("bert.")}
     expected = masked_lm_from_preset(preset).backbone.get_weights()
-    preprocessor = make_preprocessor(str(folder), None, 16)
-    assert as_it_is(preprocessor.tokenizer) == as_it_is(tokenizer)
+    texts = LabelledTexts(["0", "1"], {})
+    data = SimpleNamespace(preprocessor=make_preprocessor(str(folder), None, 16), texts=texts)
+    assert as_it_is(data.preprocessor.tokenizer) == as_it_is(tokenizer)
     for pooler in (True, False):
         kept = {name: tensor for name, tensor in encoder.items() if pooler or "pooler" not in name}
         save_file(kept, folder / "model.safetensors")
-        backbone = make_classifier(str(folder), "", preprocessor, 2).backbone
+        backbone = make_classifier(str(folder), "", data).backbone
         assert ("has no pooler: it begins with random weights" in capsys.readouterr().out) != pooler
         same = [np.array_equal(mine, theirs) for mine, theirs in zip(backbone.get_weights(), expected, strict=True)]
         assert same.count(False) == (0 if pooler else 2)
@@ -159,7 +163,7 @@ def test_an_encoder_alone_is_a_classifiers(prefix, preset, exported, tokenizer, 
     del kept[f"{prefix}embeddings.LayerNorm.weight"]
     save_file(kept, folder / "model.safetensors")
     with pytest.raises(ValueError, match="lacks bert.embeddings.LayerNorm.weight: give a BERT\\)"):
-        make_classifier(str(folder), "", preprocessor, 2)
+        make_classifier(str(folder), "", data)
 
 
 def test_a_folder_is_complete_or_absent(preset, tmp_path, monkeypatch):

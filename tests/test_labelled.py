@@ -6,8 +6,9 @@ import pytest
 
 from common.classification_scores import METRICS
 from common.data import labelled
-from common.data.labelled import HELD_OUT, TASKS, column_names, open_examples, role_pairs
+from common.data.labelled import TASKS, column_names, open_examples, role_pairs
 from common.data.tables import read_rows
+from common.files import HELD_OUT
 
 # In GLUE's own form: a byte-order mark, and quotation marks that stand for themselves, also alone at a field's start.
 MRPC = {

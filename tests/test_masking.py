@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.data.masking import mask_seeds, mask_tokens, uniform_noise, unknown_id
+from common.data.masking import mask_seeds, mask_tokens, uniform_noise
 
 WORDS = [f"word{i}" for i in range(995)]
 BERT = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])
@@ -52,14 +52,15 @@ def test_what_is_chosen_and_what_becomes_of_it(tokenizer):
 def test_padding_and_special_tokens_and_a_batch_without_any_text():
     ids, is_token = batch(rows=3, length=20, tokens=10)
     is_token[1] = False  # a place filled with no example
-    ids[2, :5], ids[0, :9:2] = unknown_id(BERT), BERT.end_token_id  # of texts within a row
+    ids[2, :5], ids[0, :9:2] = BERT.token_to_id("[UNK]"), BERT.end_token_id  # of texts within a row
     x, y, weight = masked(ids, is_token)
     assert np.sum(weight, axis=1).tolist() == [1, 0, 1] and y[0, 0] >= 5
     assert np.sum(x["padding_mask"], axis=1).tolist() == [12, 0, 12]
     assert (x["token_ids"][1] == 0).all() and (y[weight == 0] == 0).all()
     assert x["mask_positions"][2, 0] > 5
     assert (x["token_ids"][::2, 0] == 2).all() and (x["token_ids"][::2, 11] == 3).all()
-    assert unknown_id(ROBERTA) == 3
+    _, _, weight = masked(np.full([2, 9], 3, np.int32), np.ones([2, 9], bool), tokenizer=ROBERTA)  # <unk> alone
+    assert not weight.any()
     x, _, weight = masked(*batch(rows=2, length=32, tokens=0))
     assert x["token_ids"].shape == (2, 34) and not weight.any()
 

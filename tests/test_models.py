@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from types import SimpleNamespace
 
 import keras
 import keras_hub
@@ -10,15 +11,17 @@ import numpy as np
 import pytest
 
 from common.data.byte_pairs import train_byte_pairs
+from common.data.labelled import Examples, LabelledTexts
 from common.data.vocabulary import train_wordpieces
 from common.model import causal_lm, classifier
-from common.model.causal_lm import causal_lm_for_generation, continuations, make_sampler, print_continuations
-from common.model.fill_mask import fill_mask, print_filled_masks
+from common.model.causal_lm import causal_lm_for_generation, continuations, print_continuations
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
 from common.model.presets import ADAPTERS, save_task, sinusoids
 from common.model.sizes import check_model, dimensions
 from keras_replicas import UserError
 from keras_replicas.cluster import worker_config
+from recipes._fill_mask import fill_mask, print_filled_masks
+from recipes._generate import make_sampler
 
 TEXT = "Some words, and some more of the same words."
 models = keras_hub.models
@@ -171,7 +174,7 @@ def test_a_size_or_a_preset_is_checked_without_loading_it(saved, tmp_path):
         (("", "tiny", 32, 8), "adapters are of a preset: name one, or leave out their rank"),
         ((preset, "tiny", 32), "brings its own model: leave out the size tiny"),
         ((preset, None, 513), "513 tokens are more than the 512 positions of the preset"),
-        ((str(tmp_path), None, 32), "is no preset of a language model; give a folder made by save_to_preset"),
+        ((str(tmp_path), None, 32), r"is no preset of a language model \(.*\); give a folder made by save_to_preset"),
         (("", "huge", 32), "the size huge is neither nano, .*, nor a JSON file"),
         (("", str(odd), 32), "hidden_dim a multiple of num_heads"),
         (("", str(other), 32), "must have exactly num_layers"),
@@ -234,26 +237,32 @@ def test_a_text_is_continued_the_same_way_each_time(gpt2, tmp_path, capsys):
         next(continuations(model, prompts, sampler))
 
 
+def data(preprocessor, classes=("a", "b"), labels=(0, 1)):
+    texts = LabelledTexts([*classes], {"train": Examples([("one", "another")] * 2, [*labels], [])})
+    return SimpleNamespace(preprocessor=preprocessor, texts=texts)
+
+
 def test_a_classifier_begins_at_the_mean_with_a_new_head(saved, gpt2, tmp_path):
     model, _, preset, kind = saved
     preprocessor = classifier.make_preprocessor(str(preset), None, 16)
-    regressor = classifier.make_classifier(str(preset), "", preprocessor, 1, initial_output=2.5, dropout=0.3)
+    regressor = classifier.make_classifier(str(preset), "", data(preprocessor, [], [2.0, 3.0]), dropout=0.3)
     assert type(regressor).__name__ == kind.__name__.replace("MaskedLM", "TextClassifier") and not regressor.compiled
     assert regressor.backbone.dropout == regressor.dropout == 0.3 and all(
         same_weights(regressor.backbone, model.backbone)
     )
     assert np.array(regressor(preprocessor([TEXT]))).item() == pytest.approx(2.5, abs=1)
-    adapted = classifier.make_classifier(str(preset), "", preprocessor, 3, lora_rank=2)
+    adapted = classifier.make_classifier(str(preset), "", data(preprocessor, ["a", "b", "c"]), lora_rank=2)
     trained_layers = {v.path.split("/")[-2 if "dense" in v.path else -1] for v in adapted.trainable_variables}
     assert trained_layers <= {"lora_kernel_a", "lora_kernel_b", "pooled_dense", "kernel", "bias"}
     assert len(adapted.trainable_variables) == 8  # two adapters; the pooler and the head, with their biases
-    classifier.save_classifier(adapted, ["a", "b", "c"], 2, tmp_path / "preset")
+    classifier.save_classifier(adapted, data(None, ["a", "b", "c"]).texts, tmp_path / "preset")
     assert json.loads((tmp_path / "preset/labels.json").read_text()) == {"classes": ["a", "b", "c"], "texts": 2}
     again = models.TextClassifier.from_preset(str(tmp_path / "preset"))
     np.testing.assert_allclose(again(preprocessor([TEXT])), adapted(preprocessor([TEXT])), atol=1e-5)
     own = classifier.make_preprocessor("", trained(train_wordpieces), 16)
-    assert type(classifier.make_classifier("", "nano", own, 2)) is models.BertTextClassifier
+    assert type(classifier.make_classifier("", "nano", data(own))) is models.BertTextClassifier
     with pytest.raises(ValueError, match="^cannot load the preset .* find a subclass of TextClassifier"):
         classifier.make_preprocessor(gpt2, None, 16)
     with pytest.raises(ValueError, match="600 tokens are more than the 512 positions"):
-        classifier.make_classifier(str(preset), "", classifier.make_preprocessor(str(preset), None, 600), 2)
+        own = classifier.make_preprocessor(str(preset), None, 600)
+        classifier.make_classifier(str(preset), "", data(own))

@@ -7,7 +7,8 @@ import pytest
 
 from common.classification_scores import report as classifier_report
 from common.files import write_json
-from common.log import print_plan, report
+from common.language_model import report
+from common.log import print_plan
 from common.training import WarmUpPolynomialDecay
 from keras_replicas import Batches, data_parallel
 
@@ -41,9 +42,9 @@ def test_the_report_of_a_classifier():
     told = classifier_report(CLASSIFIER | {"test_loss": 0.4, "test_accuracy": 0.8})
     assert "validation accuracy       81.2%, F1 0.750\n  majority-class baseline 68.4%, F1 0.812\n" in told
     assert "  bag-of-words baseline   70.0%\ntest loss                 0.400\ntest accuracy             80.0%\n" in told
-    values = {"val_loss": 0.5, "val_mean_loss": 2.0, "val_pearson": 0.9, "val_length_pearson": 0.1}
+    values = {"val_loss": 0.5, "val_mean_loss": 2.0, "val_pearson": 0.9, "val_bag_of_words_pearson": 0.1}
     told = classifier_report(RUN | values)
-    assert "  mean baseline                2.000\nvalidation Pearson correlation 0.900\n  length-only" in told
+    assert "  mean baseline                2.000\nvalidation Pearson correlation 0.900\n  bag-of-words" in told
 
 
 def test_a_file_of_results_gives_the_same_report(tmp_path):

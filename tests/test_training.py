@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common import training
-from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, matrix_axes, muon, scale
+from common import language_model
+from common.language_model import matrix_axes, muon
+from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
@@ -118,7 +119,7 @@ def test_adamw_is_that_of_keras():
 
 @pytest.mark.parametrize("limit", [2**23, 50, 1])
 def test_muon_takes_dense_kernels_as_kerass_does_in_stacks_of_any_size(limit, monkeypatch):
-    monkeypatch.setattr(training, "STACK", limit)
+    monkeypatch.setattr(language_model, "STACK", limit)
     values = [numbers(shape) * (i + 1) for i, shape in enumerate([(4, 12), (12, 4), (4, 12), (5, 3), (4, 12)])]
     theirs = stepped(keras.optimizers.Muon(0.01, weight_decay=0.1), values)
     for ours, other in zip(stepped(muon(0.01, 0.1, clip_norm=None), values), theirs, strict=True):

@@ -157,8 +157,8 @@ def test_a_vocabulary_file(tmp_path):
         (b"", r"lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\] \[MASK\]"),
         ("\n".join([*WORDPIECE_TOKENS, "a", "b", "a"]).encode(), "vocab.txt, line 8 repeats 'a' of line 6"),
         ("\n".join([*WORDPIECE_TOKENS, "a", "\u2028"]).encode(), "vocab.txt, line 7 is empty or ends with a space"),
-        (b"caf\xe9", "cannot read the vocabulary .*vocab.txt: "),
-        (None, "cannot read the vocabulary .*vocab.txt: "),
+        (b"caf\xe9", "cannot read the vocabulary .*vocab.txt "),
+        (None, "cannot read the vocabulary .*vocab.txt "),
     ],
 )
 def test_a_file_that_is_no_vocabulary(content, told, tmp_path):

@@ -14,7 +14,6 @@ import platform
 import pydoc_data.topics
 import re
 import textwrap
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 from keras_replicas import UserError
 
-from ..files import cached, from_hub, quoted, shortened
+from ..files import cached, from_hub, is_held_out, one_line, quoted, shortened
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 SPLITS = ("train", "validation", "test")
@@ -34,7 +33,6 @@ PART = 1000  # characters, at least, of a part of a document that is held out fo
 TEXTS = (".txt", ".text", ".md")  # endings of a folder's files that are plain text
 TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # by `datasets`
 NO_CORPUS = (".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".gz", ".tar", ".xz", ".zst", ".bz2", ".tsv", ".xlsx")
-HELD_OUT = 10  # one part in this many is the validation split of a corpus without one
 PACKAGES = ("keras", "keras_hub", "numpy")  # whose docstrings are a corpus
 NO_TEXT = re.compile("[\0\udc80-\udcff]")  # what bytes that are not UTF-8 are read as
 STRINGS = re.compile(r'(^[ \t]*[rR]?)?"""(.*?)"""', re.DOTALL | re.MULTILINE)  # the first group: what stands alone
@@ -192,7 +190,7 @@ def _pieces(text: str, limit: int = DOCUMENT_LIMIT) -> list[str]:
 def _held_out(documents: Documents) -> dict[str, Documents]:
     def part(validation: bool) -> Iterator[str]:
         for text in documents():
-            kept = [part for part in _parts(text) if (zlib.crc32(part.encode()) % HELD_OUT == 0) == validation]
+            kept = [part for part in _parts(text) if is_held_out(part) == validation]
             yield from ["\n".join(kept)] if kept else []
 
     return {"train": functools.partial(part, False), "validation": functools.partial(part, True)}
@@ -214,12 +212,9 @@ def _parts(text: str) -> Iterator[str]:
 def _checksum(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        try:
-            with file.open("rb") as content:
-                digest.update(file.name.encode("utf-8", "surrogateescape"))
-                digest.update(hashlib.file_digest(content, "sha256").digest())
-        except OSError as error:
-            raise UserError(f"cannot read {file} ({error.strerror})") from error
+        with one_line(f"cannot read {file}"), file.open("rb") as content:
+            digest.update(file.name.encode("utf-8", "surrogateescape"))
+            digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
 
 
@@ -239,7 +234,7 @@ def _write_docstrings(path: Path) -> None:
         ]
         new = [paragraph for paragraph in dict.fromkeys(prose) if paragraph not in seen]
         seen.update(new)
-        splits["train" if zlib.crc32(module.encode()) % HELD_OUT else "validation"].append(new)
+        splits["validation" if is_held_out(module) else "train"].append(new)
     known = {words for paragraphs in splits["train"] for part in paragraphs for words in _eight_words(part)}
     splits["validation"] = [[p for p in part if known.isdisjoint(_eight_words(p))] for part in splits["validation"]]
     documents = {split: ["\n".join(paragraphs) for paragraphs in part if paragraphs] for split, part in splits.items()}

@@ -13,7 +13,6 @@ import functools
 import json
 import re
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ import numpy as np
 
 from keras_replicas import UserError
 
-from ..files import cached, shortened
-from .corpora import HELD_OUT, SPLITS
+from ..files import cached, is_held_out, shortened
+from .corpora import SPLITS
 from .rows import NO_LABEL, Rows, fingerprint, open_rows, write_rows
 from .tables import read_rows
 from .vocabulary import encode
@@ -59,8 +58,8 @@ def read_dialogues(data: str) -> dict[str, list[Dialogue]]:
     splits: dict[str, list[Dialogue]] = {"train": [], "validation": []}
     if data.endswith(".jsonl"):
         for dialogue in _dialogues(Path(data)):
-            held_out = zlib.crc32("\n".join(text for _, text, _ in dialogue).encode()) % HELD_OUT == 0
-            splits["validation" if held_out else "train"].append(dialogue)
+            text = "\n".join(text for _, text, _ in dialogue)
+            splits["validation" if is_held_out(text) else "train"].append(dialogue)
     else:
         files = {split: Path(data, f"{split}.jsonl") for split in SPLITS}
         splits = {split: [*_dialogues(file)] for split, file in files.items() if split != "test" or file.is_file()}

@@ -59,7 +59,7 @@ class EncodedTexts:
 
     def seen(self, split: str) -> list[list[list[int]]]:
         """For each example, the ids of each of its texts, with special tokens, of which the model sees no others."""
-        columns, rows = range(self.texts.columns), self.inputs[split]["token_ids"]
+        columns, rows = range(len(self.texts.splits[split].texts[0])), self.inputs[split]["token_ids"]
         ends = lengths_of(rows, self._pad)
         cut = [
             (ids[:end], segments[:end]) for ids, segments, end in zip(rows, self._segments[split], ends, strict=True)

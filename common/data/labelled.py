@@ -8,7 +8,6 @@ import json
 import math
 import random
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 
 from keras_replicas import UserError
 
-from ..files import from_hub, quoted, shortened
+from ..files import from_hub, is_held_out, quoted, shortened
 from .tables import SUFFIXES, Row, read_rows
 
 HUB_NAME = "nyu-mll/glue"
@@ -27,7 +26,6 @@ STEMS = {  # of a folder's files
     "validation": ("dev", "validation", "valid", "val", "dev_matched", "validation_matched"),  # the last two: MNLI's
     "test": ("test",),
 }
-HELD_OUT = 10  # one example in this many is the validation split of data without one
 LARGEST_NUMBER = 1e12  # in float32, neither the squares of errors nor those of gradients may overflow
 FEW = 20  # labels that may all differ
 NO_LABELS = {"-", "-1", "?", "n/a", "na", "nan", "none", "null", "unknown", "unlabeled", "unlabelled"}
@@ -96,16 +94,6 @@ class LabelledTexts:
     metrics: tuple[str, ...] = ("accuracy", "f1")
     limits: tuple[float, float] = NO_LIMITS
 
-    @property
-    def columns(self) -> int:
-        """How many texts an example has."""
-        return len(self.splits["train"].texts[0])
-
-    @property
-    def mean_label(self) -> float:
-        """The mean of the training labels, for regression; else 0."""
-        return 0.0 if self.classes else sum(self.splits["train"].labels or []) / len(self.splits["train"].texts)
-
     def documents(self) -> Iterator[str]:
         """The training texts, for a vocabulary."""
         return map(" ".join, self.splits["train"].texts)
@@ -162,7 +150,7 @@ def open_examples(
         rows, tables = tables["train"], {"train": [], "validation": []}
         for number, (where, row) in enumerate(rows):
             texts = "\n".join(str(_value(where, row, name)) for name in facts.texts)
-            split = "train" if zlib.crc32(texts.encode()) % HELD_OUT else "validation"
+            split = "validation" if is_held_out(texts) else "train"
             tables[split].append((where, {"index": number} | row))
     splits = {}
     for split, rows in tables.items():

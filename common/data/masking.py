@@ -28,7 +28,8 @@ def mask_tokens(
         `mask_positions` [batch, slots]; y is the chosen tokens' ids, int32 [batch, slots]; sample_weight is 1.0 for a
         chosen token and 0.0 for an unused slot.
     """
-    never = [unknown_id(tokenizer), tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id]
+    unknown = tokenizer.token_to_id(getattr(tokenizer, "oov_token", "<unk>"))
+    never = [unknown, tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id]
     may_be_chosen = tf.pad(is_token & tf.reduce_all(ids[..., None] != tf.constant(never), axis=-1), [[0, 0], [1, 1]])
     ids, count = tf.pad(ids, [[0, 0], [1, 1]]), tf.reduce_sum(tf.cast(is_token, tf.int32), axis=1, keepdims=True)
     length = tf.shape(ids)[1]
@@ -55,11 +56,6 @@ def mask_tokens(
     if isinstance(tokenizer, keras_hub.models.BertTokenizer):
         x["segment_ids"] = tf.zeros_like(ids)
     return x, labels, tf.cast(used, tf.float32)
-
-
-def unknown_id(tokenizer: keras_hub.models.Tokenizer) -> int:
-    """The id that stands for unknown words."""
-    return tokenizer.token_to_id(getattr(tokenizer, "oov_token", "<unk>"))
 
 
 def mask_seeds(seed: int, epochs: tf.Tensor | None, examples: tf.Tensor) -> tf.Tensor:

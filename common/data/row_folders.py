@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from keras_replicas import UserError
 
-from ..files import cached, read_json
+from ..files import MALFORMED, cached, one_line, read_json
 from .rows import Rows, fingerprint, open_rows, write_rows
-from .vocabulary import in_order, load_wordpieces, vectors, wordpieces
+from .vocabulary import load_wordpieces, vectors, wordpieces
 
 NAMES = {"train": "*train*.tfrecord*", "validation": "*valid*.tfrecord*", "test": "*test*.tfrecord*"}
 FEATURES = {name: tf.io.RaggedFeature(tf.int64) for name in ("token_ids", "input_ids")}  # a missing one is empty
@@ -62,11 +62,10 @@ def open_folder(folder: str) -> tuple[dict[str, Rows], keras_hub.models.Tokenize
     """
     place = _local(folder.rstrip("/"))
     rows, saved = open_rows(place), place / "tokenizer"
-    try:  # `Tokenizer.from_preset` would look for a backbone
+    with one_line(f"{folder} has no tokenizer of its rows", ": give another folder", MALFORMED):
+        # `Tokenizer.from_preset` would look for a backbone.
         tokenizer = keras.saving.deserialize_keras_object(read_json(saved / "tokenizer.json"))
         tokenizer.load_assets(str(saved / "assets/tokenizer"))
-    except (AttributeError, ValueError, TypeError, OSError) as error:
-        raise UserError(f"{folder} has no tokenizer of its rows: give another folder") from error
     return rows, tokenizer
 
 
@@ -81,14 +80,9 @@ def _local(folder: str) -> Path:
         return cached("rows", [folder, manifest], lambda path: _copy(folder, str(path)))
 
 
-@contextlib.contextmanager
-def _answering(folder: str) -> Iterator[None]:
+def _answering(folder: str) -> contextlib.AbstractContextManager:
     """Raises a `UserError` when the folder's file system does not answer."""
-    try:
-        yield
-    except tf.errors.OpError as error:
-        why = (error.message or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot use {folder} ({why}): give another folder") from error
+    return one_line(f"cannot use {folder}", ": give another folder", (tf.errors.OpError,))
 
 
 def _copy(source: str, target: str) -> None:
@@ -143,12 +137,10 @@ def _tokenizer_of_examples(folder: str) -> keras_hub.models.Tokenizer:
         return load_wordpieces(pieces)
     if not tf.io.gfile.exists(path):
         raise UserError(f"{folder} has no manifest.json of rows, and neither vocab.txt nor tokenizer.json of examples")
-    try:
+    with one_line(f"{path} is no tokenizer of BERT, RoBERTa or GPT-2", errors=MALFORMED):
         model = json.loads(tf.io.gfile.GFile(path).read())["model"]
         ids = model["vocab"]
         if model["type"] == "WordPiece":
-            return wordpieces(in_order(ids), path)
+            return wordpieces(sorted(ids, key=ids.get), path)
         kind = keras_hub.models.RobertaTokenizer if "<mask>" in ids else keras_hub.models.GPT2Tokenizer
         return kind(ids, [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no tokenizer of BERT, RoBERTa or GPT-2 ({error})") from error

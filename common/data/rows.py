@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from keras_replicas import Batches, UserError
 
-from ..files import cached, read_json, write_json
+from ..files import MALFORMED, cached, one_line, read_json, write_json
 from .corpora import Corpus
 from .vocabulary import encode, not_seen, tell, unknown_id
 
@@ -197,7 +197,7 @@ def corpus_rows(
 def open_rows(folder: Path) -> dict[str, Rows]:
     """The rows of each split in a folder of `write_rows`; a `UserError` when there are none, or they are damaged."""
     manifest, splits = read_json(folder / "manifest.json") or {}, {}
-    try:
+    with one_line(f"{folder} has no rows of text, or not all of them", ": remove the folder", MALFORMED):
         for split, facts in manifest["splits"].items():
             shards = _shards(folder, split, facts["rows"], manifest["length"])
             if _checksum(shards) != facts["checksum"]:
@@ -205,8 +205,6 @@ def open_rows(folder: Path) -> dict[str, Rows]:
             unseen = facts.get("not_seen", {})
             splits[split] = Rows(shards, facts["rows"], manifest["length"], facts["checksum"], unseen)
             tell(split, unseen)
-    except (TypeError, KeyError, OSError, ValueError) as error:
-        raise UserError(f"{folder} has no rows of text, or not all of them ({error}): remove the folder") from error
     return splits
 
 

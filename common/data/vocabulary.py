@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from keras_replicas import UserError
 
-from ..files import cached
+from ..files import cached, one_line
 
 UNKNOWN = "[UNK]"  # how a corpus writes unknown words
 NO_PIECE = "\ue000"  # a character for private use, of which no word piece is made: WordPiece gives it the id of [UNK]
@@ -71,7 +71,8 @@ def train_wordpieces(documents: Callable[[], Iterator[str]], source: str, size: 
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         texts = (normalizer.normalize_str(document).translate(rare) for document in documents())
         tokenizer.train_from_iterator(texts, trainer)
-        path.write_text("".join(f"{piece}\n" for piece in in_order(tokenizer.get_vocab())), encoding="utf-8")
+        ids = tokenizer.get_vocab()
+        path.write_text("".join(f"{piece}\n" for piece in sorted(ids, key=ids.__getitem__)), encoding="utf-8")
 
     return load_wordpieces(cached("vocabulary.txt", [source, str(size)], train))
 
@@ -83,10 +84,8 @@ def load_wordpieces(path: str | Path) -> keras_hub.models.BertTokenizer:
     if it has no accents either, stripped of these. Raises a `UserError` when it cannot be read, lacks one of BERT's
     special tokens, or has a piece twice, or one that ends with a space.
     """
-    try:
+    with one_line(f"cannot read the vocabulary {path}", errors=(tf.errors.OpError, UnicodeDecodeError)):
         text = tf.io.gfile.GFile(str(path)).read().removeprefix("\ufeff").replace("\r\n", "\n")
-    except (tf.errors.OpError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the vocabulary {path}: {str(error).splitlines()[0]}") from error
     return wordpieces(text.removesuffix("\n").split("\n"), path)  # at no other character that ends lines elsewhere
 
 
@@ -174,8 +173,3 @@ def vectors(ids: tf.RaggedTensor | list[list[int]]) -> list[np.ndarray]:
     if isinstance(ids, tf.RaggedTensor):
         return np.split(ids.flat_values.numpy(), ids.row_splits.numpy()[1:-1])
     return [np.array(of_text, np.int32) for of_text in ids]
-
-
-def in_order(ids: dict[str, int]) -> list[str]:
-    """The tokens in the order of their ids."""
-    return sorted(ids, key=ids.__getitem__)

@@ -3,7 +3,6 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Iterator, Sequence
 
 import keras
@@ -21,7 +20,8 @@ from ..data.rows import Rows, corpus_rows
 from .presets import backbone_from_size, check_positions, enable_lora, from_preset
 
 END = "<|endoftext|>"  # GPT-2's only special token
-TOKENS = 4  # of a row that has no prompt
+SAMPLES, TOKENS = 3, 4  # texts to be continued; tokens of one, if its row has no prompt
+TEN_LIKELIEST = {"k": 10, "seed": 0}  # for a top-k sampler, which draws the same ones each time
 
 
 def causal_rows(
@@ -119,26 +119,6 @@ def make_causal_lm(
     return models.GPT2CausalLM(**options)
 
 
-def make_sampler(
-    name: str = "top-k", k: int = 10, p: float = 0.9, temperature: float = 1.0, seed: int = 0
-) -> keras_hub.samplers.Sampler:
-    """KerasHub's sampler, or a UserError when there is none of this name, or a value is out of range.
-
-    `greedy`: the likeliest token; `top-k`: one of the k likeliest (Fan et al. 2018, arXiv:1805.04833); `top-p`: one of
-    the fewest that together have a probability of p (Holtzman et al. 2019, arXiv:1904.09751); `random`: one of all. The
-    temperature divides the logits: below 1, what is likely becomes likelier.
-    """
-    if not 1e-6 <= temperature < math.inf:  # in float32, logits cannot be divided by less
-        raise UserError(f"the temperature must be at least 1e-6, and finite; got {temperature:g}")
-    if k < 1 or not 0 < p <= 1 or not 0 <= seed < 2**31:
-        raise UserError(f"k is 1 or more, p above 0 and at most 1, a seed 0 to 2^31 - 1; got {k}, {p:g} and {seed}")
-    drawn = {"seed": seed, "temperature": temperature}
-    own = {"greedy": {}, "top-k": {"k": k, **drawn}, "top-p": {"p": p, **drawn}, "random": drawn}
-    if name not in own:
-        raise UserError(f"the sampler must be {', '.join(own)}; got {name}")
-    return keras_hub.samplers.get({"class_name": name.replace("-", "_"), "config": own[name]})
-
-
 def continuations(
     model: keras_hub.models.CausalLM, prompts: Sequence[str], sampler: keras_hub.samplers.Sampler, tokens: int = 40
 ) -> Iterator[str]:
@@ -173,32 +153,30 @@ def causal_lm_for_generation(preset: str) -> keras_hub.models.CausalLM:
 
 
 def print_continuations(preset: str, prompts: Sequence[str]) -> None:
-    """Prints texts as the model saved in a preset continues them, with `top-k`; or, in one line, why it cannot."""
+    """Prints texts as the model saved in a preset continues them; or, in one line, why it cannot."""
     try:
-        for text in continuations(causal_lm_for_generation(preset), prompts, make_sampler()):
+        sampler = keras_hub.samplers.TopKSampler(**TEN_LIKELIEST)
+        for text in continuations(causal_lm_for_generation(preset), prompts, sampler):
             print(f"\n{text}")
     except UserError as error:
         print(f"\n{error}")
 
 
-def beginnings(rows: Rows, tokenizer: keras_hub.models.Tokenizer, count: int = 3) -> list[str]:
-    """The prompts of the first rows, to be continued; of rows without prompts, the first tokens."""
-    ids, _, is_label = (part.numpy() for part in rows.read(tf.range(min(count, len(rows)), dtype=tf.int64)))
-    texts = []
-    for row, labels in zip(ids, is_label, strict=True):
-        end = min(int(labels[1:].argmax()) + 1, rows.length // 2)  # the first token is no label, or a start token
-        row = row[: end if end > 1 else TOKENS]
-        text = [token for token in row.tolist() if token not in tokenizer.special_token_ids]
-        texts += [tokenizer.detokenize(text)] if text else []
-    return texts
-
-
 class Samples(keras.callbacks.Callback):
-    """Writes to `board`, at each epoch's end, how the model continues the beginnings of rows, with the same draws."""
+    """Writes to `board`, at each epoch's end, how the model continues `texts`, with the same draws each time.
+
+    They are the prompts of the first rows or, of rows without prompts, the first tokens.
+    """
 
     def __init__(self, board: tf.summary.SummaryWriter, rows: Rows, tokenizer: keras_hub.models.Tokenizer):
         super().__init__()
-        self.board, self.texts, self.sampler = board, beginnings(rows, tokenizer), make_sampler()
+        self.board, self.sampler = board, keras_hub.samplers.TopKSampler(**TEN_LIKELIEST)
+        self.texts: list[str] = []
+        ids, _, is_label = (part.numpy() for part in rows.read(tf.range(min(SAMPLES, len(rows)), dtype=tf.int64)))
+        for row, labels in zip(ids.tolist(), is_label, strict=True):
+            end = min(int(labels[1:].argmax()) + 1, rows.length // 2)  # the first token is no label, or a start token
+            text = [token for token in row[: end if end > 1 else TOKENS] if token not in tokenizer.special_token_ids]
+            self.texts += [tokenizer.detokenize(text)] if text else []
 
     def on_epoch_end(self, epoch, logs=None):
         """Writes the texts verbatim, line breaks included, on the chief; for a diverged model, why there are none."""

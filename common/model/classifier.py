@@ -8,6 +8,8 @@ import keras_hub
 
 from keras_replicas import UserError, is_chief
 
+from ..data.examples import EncodedTexts
+from ..data.labelled import LabelledTexts
 from ..files import write_json
 from .masked_lm import huggingface_type, preset_tokenizer, read_weights
 from .presets import backbone_from_size, check_positions, enable_lora, from_preset, save_task
@@ -27,13 +29,7 @@ def make_preprocessor(
 
 
 def make_classifier(
-    preset: str,
-    size: str,
-    preprocessor: keras_hub.models.TextClassifierPreprocessor,
-    num_classes: int,
-    initial_output: float = 0.0,
-    dropout: float = 0.1,
-    lora_rank: int | None = None,
+    preset: str, size: str, data: EncodedTexts, dropout: float = 0.1, lora_rank: int | None = None
 ) -> keras_hub.models.TextClassifier:
     """A text classifier: a randomly initialized head on a preset's encoder or, without a preset, a BERT from a size.
 
@@ -43,15 +39,14 @@ def make_classifier(
     Args:
         preset: a KerasHub name, or a folder or `hf://` in KerasHub's or Hugging Face's form; or empty.
         size: a size of `sizes.py`, if there is no preset.
-        preprocessor: the model's preprocessor.
-        num_classes: outputs of the head: one for each class; for regression, 1.
-        initial_output: what they begin at, for a random example. For regression, the mean of the training labels:
-            AdamW would need many steps to get there.
-        dropout: dropout of the encoder and the head.
-        lora_rank: rank of adapters for the attention's query and value kernels. Only these, the pooler and the head are
-            then trained.
+        data: whose preprocessor the model gets, and whose classes have an output each. For regression there is one,
+            which begins at the mean of the training labels: AdamW would need many steps to get there.
+        dropout: of the encoder and the head.
+        lora_rank: of adapters for the attention's query and value kernels. Only these, the pooler and the head are then
+            trained.
     """
-    models, length, bert = keras_hub.models, preprocessor.sequence_length, huggingface_type(preset) == "bert"
+    models, preprocessor, bert = keras_hub.models, data.preprocessor, huggingface_type(preset) == "bert"
+    length, outputs = preprocessor.sequence_length, len(data.texts.classes) or 1
     if bert:
         backbone = from_preset(models.BertBackbone, preset, dropout=dropout, load_weights=False)
         if not read_weights(backbone, preset) and is_chief():
@@ -69,18 +64,20 @@ def make_classifier(
         for layer in backbone.layers:
             if layer.name == "pooled_dense":  # a part of the head, which BERT and ALBERT have in the backbone
                 layer.trainable = True
-    options = {"backbone": backbone, "preprocessor": preprocessor, "num_classes": num_classes, "dropout": dropout}
+    options = {"backbone": backbone, "preprocessor": preprocessor, "num_classes": outputs, "dropout": dropout}
     if preset and not bert:
         loaded = {"load_weights": False, "activation": None, "compile": False}
         model = from_preset(models.TextClassifier, preset, **loaded, **options)
     else:
         model = models.BertTextClassifier(**options, compile=False)
     model.output_dense.dtype_policy = keras.DTypePolicy("float32")  # bfloat16 has no number between 256 and 258
-    model.output_dense.bias.assign([initial_output] * num_classes)
+    if not data.texts.classes:
+        labels = data.texts.splits["train"].labels or []
+        model.output_dense.bias.assign([sum(labels) / len(labels)])
     return model
 
 
-def save_classifier(model: keras_hub.models.TextClassifier, classes: list[str], texts: int, folder: Path) -> None:
+def save_classifier(model: keras_hub.models.TextClassifier, texts: LabelledTexts, folder: Path) -> None:
     """Saves a classifier as `save_task` does, and what it takes and gives in `labels.json`.
 
     That is the names of the classes, in the order of its outputs, none for regression; and how many texts make an
@@ -88,4 +85,4 @@ def save_classifier(model: keras_hub.models.TextClassifier, classes: list[str], 
     """
     save_task(model, model.preprocessor, folder)
     if is_chief():
-        write_json(folder / "labels.json", {"classes": classes, "texts": texts})
+        write_json(folder / "labels.json", {"classes": texts.classes, "texts": len(texts.splits["train"].texts[0])})

@@ -21,7 +21,8 @@ from safetensors import safe_open
 from keras_replicas import UserError
 
 from ..data.vocabulary import wordpieces
-from .presets import backbone_from_size, check_folder, check_positions, from_preset, one_line
+from ..files import one_line
+from .presets import backbone_from_size, check_folder, check_positions, from_preset
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 # Parts of the names of a BERT's weights: KerasHub's, and those of Hugging Face's form, to be replaced in this order.

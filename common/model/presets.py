@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What KerasHub's models of every kind have in common: a size or a preset to begin from, adapters, saving."""
 
-import contextlib
 import errno
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras_hub
 import numpy as np
-from safetensors import SafetensorError
 
 from keras_replicas import UserError, is_chief
 
+from ..files import one_line
 from .sizes import dimensions
 
 POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
@@ -75,16 +73,6 @@ def save_task(model: keras_hub.models.Task, preprocessor: keras_hub.models.Prepr
     model.save_to_preset(str(folder))
     if any(weight.name.startswith("lora_") for weight in model.weights):
         model.backbone.save_lora_weights(str(folder / ADAPTERS))
-
-
-@contextlib.contextmanager
-def one_line(message: str, way_out: str = "") -> Iterator[None]:
-    """Turns errors of KerasHub, h5py, safetensors and the file system into a UserError with this message."""
-    try:
-        yield
-    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__).removesuffix(" A preset must be a one of:")
-        raise UserError(f"{message} ({first}){way_out}") from error
 
 
 def check_folder(preset: str) -> None:

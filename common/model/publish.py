@@ -25,19 +25,17 @@ OWN = [f"--include={name}" for name in ("*.json", "*.h5", "assets/*", "README.md
 class Publish(keras.callbacks.Callback):
     """Uploads a snapshot at each epoch's end, in the background, by `hf upload`; at the end, `save` and `finish`.
 
-    An upload is a process that ends with this one. While one runs, no other snapshot is made. If it fails, a line says
-    so, its output is in `upload.log`, and the run goes on. `finish` waits `patience` seconds at most.
-
-    Args:
-        uri, public: `hf://user/name`, or empty for no uploads; whether it is public, if it is new. The chief uploads.
-        folder, preprocessor: the run's and the model's; a snapshot is in `snapshot/`, the finished model in `preset/`.
+    An upload is a process that ends with this one, the chief's. While one runs, no other snapshot is made. If it fails,
+    a line says so, its output is in `upload.log`, and the run goes on. It goes to the `uri`, `hf://user/name`, or
+    nowhere if that is empty; a new repository is private unless `public`. Of the run's `folder`, `snapshot/` holds a
+    snapshot, and `preset/` the finished model.
     """
 
-    def __init__(self, uri: str, public: bool, folder: Path, preprocessor: Any, patience: float = 1800):
+    def __init__(self, uri: str, public: bool, folder: Path, preprocessor: Any):
         super().__init__()
         self.uri, self.folder, self.preprocessor = uri if is_chief() else "", folder, preprocessor
         self.words = ["upload", uri.removeprefix("hf://"), "--no-private" if public else "--private"]
-        self.log, self.patience = folder / "upload.log", patience
+        self.log, self.patience = folder / "upload.log", 1800  # seconds that the last upload may take
         self.upload: Any = None
 
     def on_epoch_end(self, epoch, logs=None):
@@ -59,9 +57,8 @@ class Publish(keras.callbacks.Callback):
         save_task(self.model, self.preprocessor, folder)
         if is_chief():
             head = ModelCardData(library_name="keras-hub", pipeline_tag=task, tags=["keras"]).to_yaml()
-            told = json.dumps(values, indent=4)
-            for path in re.findall('"([/~][^"\\n]*)"', told):
-                told = told.replace(path, Path(path).name)  # which tells nothing of whose machine it was
+            # Of a path, its last part, which tells nothing of whose machine it was.
+            told = re.sub(r'"[/~][^"\n]*?([^"/\n]*)/?"', r'"\1"', json.dumps(values, indent=4))
             card = f"---\n{head}\n---\n\n# {self.folder.name}\n\nLosses are in nats.\n\n```json\n{told}\n```\n"
             (folder / "README.md").write_text(card, encoding="utf-8")
 

@@ -9,6 +9,8 @@ from typing import Literal
 
 from keras_replicas import UserError
 
+from ..files import MALFORMED, one_line
+
 # Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
 # arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.
 SIZES = {
@@ -33,11 +35,9 @@ def dimensions(size: str) -> dict[str, int]:
     if size in SIZES | GPT2_SIZES:
         layers, width = (SIZES | GPT2_SIZES)[size]
         return dict(zip(DIMENSIONS, (layers, width // 64, width, 4 * width), strict=True))
-    try:
+    with one_line(f"the size {size} is neither {', '.join(SIZES)}, nor a JSON file", errors=MALFORMED):
         given = json.loads(Path(size).read_text(encoding="utf-8"))
         whole = {*given} == {*DIMENSIONS} and all(isinstance(n, int) and n > 0 for n in given.values())
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"the size {size} is neither {', '.join(SIZES)}, nor a JSON file ({error})") from error
     if not whole or given["hidden_dim"] % given["num_heads"]:
         keys = ", ".join(DIMENSIONS)
         raise UserError(f"{size} must have exactly {keys}: integers above 0, hidden_dim a multiple of num_heads")
@@ -56,15 +56,13 @@ def check_model(preset: str, size: str | None, seq_length: int, lora_rank: int |
         raise UserError(f"a preset brings its own model: leave out the size {size}, or the preset {preset}")
     if not Path(preset or "hf://").is_dir():
         return
-    try:
+    with one_line(f"{preset} is no preset of a language model", "; give a folder made by save_to_preset", MALFORMED):
         config = json.loads(Path(preset, "config.json").read_text(encoding="utf-8"))
         if "model_type" in config:  # Hugging Face's form, where GPT-2 has its own name for it
             positions = config.get("max_position_embeddings") or config["n_positions"]
         else:  # decoders without position embeddings have no limit there
             positions = config["config"].get("max_sequence_length", math.inf)
         too_long = seq_length > positions
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{preset} is no preset of a language model; give a folder made by save_to_preset") from error
     if too_long:
         raise UserError(f"{seq_length} tokens are more than the {positions} positions of the preset {preset}")
 
@@ -75,14 +73,10 @@ def check_push_to(uri: str, public: bool = False) -> None:
         raise UserError("a public model needs a repository to be pushed to: name one, hf://user/name")
     if not uri:
         return
-    from huggingface_hub import get_token, is_offline_mode, utils  # which takes a while, and most runs do without it
+    from huggingface_hub import get_token, is_offline_mode  # which takes a while, and most runs do without it
 
-    if not re.fullmatch("hf://[^/]+/[^/]+", uri):
+    if not re.fullmatch(r"hf://[\w.-]+/[\w.-]+", uri):
         raise UserError(f"models are pushed to hf://user/name, on the Hugging Face Hub; got {uri}")
-    try:
-        utils.validate_repo_id(uri.removeprefix("hf://"))
-    except utils.HFValidationError as error:
-        raise UserError(f"models cannot be pushed to {uri}: {error}") from error
     if is_offline_mode():
         raise UserError(f"pushing to {uri} needs the network, and HF_HUB_OFFLINE is set: unset it")
     if not get_token():

@@ -7,7 +7,7 @@ import keras_hub
 import numpy as np
 import pytest
 
-from common.language_model_scores import language_model_scores, unigram_loss
+from common.language_model import language_model_scores, unigram_loss
 from keras_replicas import Batches
 
 

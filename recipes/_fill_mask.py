@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills the masks of sentences with a trained masked language model."""
+"""`python -m recipes fill-mask`: fills the masks of sentences with a trained masked language model."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,17 +8,10 @@ import keras
 import keras_hub
 import numpy as np
 
+from common.data.vocabulary import encode
+from common.files import one_line
+from common.model.masked_lm import get_file, huggingface_type, load_json, masked_lm_from_preset, preset_tokenizer
 from keras_replicas import UserError
-
-from ..data.vocabulary import encode
-from .masked_lm import get_file, huggingface_type, load_json, masked_lm_from_preset, preset_tokenizer
-from .presets import one_line
-
-SENTENCES = (  # to try out a model of the default text
-    "Returns a [MASK] with the same shape as the input.",
-    "The function raises a [MASK] if the argument is not valid.",
-    "This layer is applied to the [MASK] of the model.",
-)
 
 
 def fill_mask(
@@ -58,7 +51,7 @@ def fill_mask(
     return found
 
 
-def print_filled_masks(preset: str, sentences: Iterable[str] = SENTENCES) -> None:
+def print_filled_masks(preset: str, sentences: Iterable[str]) -> None:
     """Prints sentences with the likeliest tokens for their masks, by a preset with its head, or raises a UserError."""
     if not huggingface_type(preset):
         kinds = ("BertMaskedLM", "RobertaMaskedLM")
