@@ -40,7 +40,7 @@ def test_an_option_is_a_field():
         ("--epochs many", "--epochs: invalid literal for int()"),
         ("--lr-scaling cubic", "Expected one of ('sqrt', 'linear', 'none')"),
         ("--epochs", "--epochs"),
-        ("--seed -1", "--seed must be at least 0; got -1"),
+        ("--seed -1", "--seed must be from 0 to 4294967295; got -1"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(words, told, capfd):
