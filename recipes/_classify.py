@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m recipes classify`: labels and probabilities of texts, by a classifier that a recipe has saved."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -50,11 +51,12 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
     if len(columns) != number:
         raise UserError(f"the classifier {preset} takes {number} text(s) of an example, not {len(columns)}")
     rows = read_rows(Path(data)) if data else [("the example", dict(zip(columns, texts, strict=True)))]
-    examples = to_examples(rows, columns)
-    if not examples.texts:
-        raise UserError(f"{data} has no examples")
-    model = data_parallel(from_preset(keras_hub.models.TextClassifier, preset, dtype="float32", compile=False))
-    encoded = EncodedTexts(LabelledTexts(classes, {"texts": examples}), model.preprocessor)
+    with contextlib.redirect_stdout(sys.stderr):  # what is told of rows and texts: the table alone is standard output
+        examples = to_examples(rows, columns)
+        if not examples.texts:
+            raise UserError(f"{data} has no examples")
+        model = data_parallel(from_preset(keras_hub.models.TextClassifier, preset, dtype="float32", compile=False))
+        encoded = EncodedTexts(LabelledTexts(classes, {"texts": examples}), model.preprocessor)
     outputs = model.predict(encoded.batches("texts", BATCH_SIZE), verbose=0)
     if not output:
         write(sys.stdout, classes, outputs)

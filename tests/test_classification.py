@@ -116,7 +116,7 @@ def test_baselines_see_what_the_model_sees(capsys):
     told = (
         "train: 1500 of 1500 texts are cut to 32 tokens (median 43, 95 % have at most 43): longer sequences show more\n"
     )
-    assert told in capsys.readouterr().err
+    assert told in capsys.readouterr().out
 
 
 def test_many_classes_have_a_baseline_that_is_bounded():

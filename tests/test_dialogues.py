@@ -76,7 +76,7 @@ def test_keys_that_are_not_read_are_told_or_refused(tmp_path, capsys):
     message = {"role": "assistant", "content": "b"}
     file.write_text(f"{json.dumps(line)}\n" * 20 + json.dumps({"messages": [message | {"name": "Eve"}], "id": 8}))
     assert [*_dialogues(file)][0] == said(("prompt", "a"), ("response", "b"))
-    assert capsys.readouterr().err == f"{file}, line 1: id is not read\n{file}, line 21: name is not read\n"
+    assert capsys.readouterr().out == f"{file}, line 1: id is not read\n{file}, line 21: name is not read\n"
     for wrong in (
         {"system": "Be kind."},
         {"rejected": "c", "chosen": "b"},
@@ -102,8 +102,8 @@ def test_a_long_dialogue_is_cut_and_without_a_label_left_out(tokenizer, capsys):
     long = said(("prompt", "Who are you? " * 20), ("response", "A model."))
     start = next(encode(["1 + 1 = "], tokenizer))
     rows = answer_rows({"train": [long, PROMPT], "validation": [PROMPT]}, tokenizer, len(start) + 2)
-    told, cut = capsys.readouterr()
-    assert told == "train: 1 of 2 prompts leave no room for an answer, and are left out\n"
+    told, cut, *_ = capsys.readouterr().out.splitlines()
+    assert told == "train: 1 of 2 prompts leave no room for an answer, and are left out"
     assert cut.startswith("train: 1 of 1 texts are cut to 8 tokens (median 9, ")
     ids, is_label = row_of(rows["train"])
     assert text_of(tokenizer, ids[is_label]) == "2" and len(rows["train"]) == 1

@@ -12,7 +12,6 @@ model learns where to stop.
 import functools
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +145,6 @@ def _dialogues(path: Path) -> Iterator[Dialogue]:
                 f"{where} has {shortened(wrong)}, which is not read: take it out, or put it in the messages"
             )
         if new := sorted(keys - left_out):
-            print(f"{where}: {shortened(new)} is not read", file=sys.stderr)
+            print(f"{where}: {shortened(new)} is not read", flush=True)
             left_out |= keys
         yield dialogue

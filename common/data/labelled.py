@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import random
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,10 +244,10 @@ def _classes(labels: list[str]) -> list[str]:
         classes = sorted(classes, key=lambda name: (math.isnan(float(name)), float(name)))
     print("classes:", shortened(f"{name!r} {counts[name]}" for name in classes), flush=True)
     if missing := [name for name in classes if name.strip().casefold() in NO_LABELS]:
-        print(f"{quoted(missing)}: if that stands for no label, take these examples out", file=sys.stderr)
+        print(f"{quoted(missing)}: if that stands for no label, take these examples out", flush=True)
     folded = collections.Counter(name.strip().casefold() for name in classes)
     if twins := [name for name in classes if folded[name.strip().casefold()] > 1]:
-        print(f"{quoted(twins)} differ in spaces or capital letters alone: are they one class?", file=sys.stderr)
+        print(f"{quoted(twins)} differ in spaces or capital letters alone: are they one class?", flush=True)
     return classes
 
 

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False) ->
     if len(malformed) > LEFT_OUT * rows:
         raise UserError(malformed[0])
     if malformed:
-        print(f"{len(malformed)} of {rows} rows are malformed and left out. {malformed[0]}", file=sys.stderr)
+        print(f"{len(malformed)} of {rows} rows are malformed and left out. {malformed[0]}", flush=True)
 
 
 def _object(line: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import collections
 import functools
 import itertools
 import os
-import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -162,10 +161,10 @@ def not_seen(lengths: Sequence[int], limit: int, unknown: int) -> dict[str, Any]
 def tell(split: str, facts: dict[str, Any]) -> None:
     """Prints what a model does not see of a split, if it is much."""
     if "cut_texts" in facts:
-        print(f"{split}: {facts['cut_texts']}: longer sequences show more", file=sys.stderr)
+        print(f"{split}: {facts['cut_texts']}: longer sequences show more", flush=True)
     if facts.get("unknown_fraction", 0) > MANY_UNKNOWN:
         share = f"{facts['unknown_fraction']:.1%} of the tokens are {UNKNOWN}"
-        print(f"{split}: {share}: the vocabulary lacks words or characters of this text", file=sys.stderr)
+        print(f"{split}: {share}: the vocabulary lacks words or characters of this text", flush=True)
 
 
 def vectors(ids: tf.RaggedTensor | list[list[int]]) -> list[np.ndarray]:
