@@ -190,7 +190,9 @@ own, told = worker_index(), []
 def told_of(options, folder="run"):
     try:
         with open_run(folder, options) as run:
-            told.append([run.results, run.keep("scaled", lambda: 8), run.finish({"steps": 3})])
+            found = [run.results, run.keep("scaled", lambda: 8)]
+            exchange({})  # both have opened it
+            told.append([*found, run.finish({"steps": 3})])
             exchange({})
     except UserError as error:
         told.append(str(error))
