@@ -143,11 +143,13 @@ def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told]) -> s
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
         ("peak memory", f"{results['peak_memory_mb']:,} MiB of host memory"),
         ("padding", f"{results['padding_fraction']:.2%}"),
-        *[("unknown tokens", f"{results[name]:.2%}") for name in ("unknown_fraction",) if name in results],
-        *[("texts", results[name]) for name in ("cut_texts",) if name in results],
         ("learning rate", f"first {rate['first']:.2e}, peak {rate['peak']:.2e}, last {rate['last']:.2e}"),
         ("training loss", f"{results['train_loss']:.3f}, mean over the last epoch"),
     ]
+    if "unknown_fraction" in results:
+        lines.append(("unknown tokens", f"{results['unknown_fraction']:.2%}"))
+    if "cut_texts" in results:
+        lines.append(("texts", results["cut_texts"]))
     for prefix, split in (("val_", "validation"), ("test_", "test")):
         if scores := {key.removeprefix(prefix): results[key] for key in results if key.startswith(prefix)}:
             told, learned = told_of(split, scores)

@@ -70,6 +70,15 @@ def test_the_loss_is_the_cross_entropy_of_keras(shape, scale, jit):
             np.testing.assert_allclose(mine, other, rtol=rtol, atol=1e-7)
 
 
+@pytest.mark.parametrize("labels", [0, 3])
+def test_with_many_classes_the_loss_is_near_what_float64_gives(labels):
+    logits, *data = examples((2, labels), 3, 100_000)
+    found = loss_and_gradient(CrossEntropy("sum"), logits, *data)
+    expected = loss_and_gradient(CrossEntropy("sum", dtype="float64"), tf.cast(logits, tf.float64), *data)
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-7)
+    np.testing.assert_allclose(found[1], expected[1], atol=5e-7)
+
+
 def test_the_loss_is_taken_of_bfloat16_in_float32():
     logits, *data = examples((3, 5), 3.0)
     halves = tf.cast(logits, tf.bfloat16)

@@ -59,11 +59,10 @@ def open_corpus(corpus: str) -> Corpus:
             - `hf://user/name` or `hf://user/name/configuration`: any data set on the Hub with a column `text`, read as
               a stream; without a split `validation`, one row in 10 is held out;
             - a folder in WikiText's format: `wiki.train.tokens`, `wiki.valid.tokens` and, if there, `wiki.test.tokens`;
-            - a text file (a name in `TEXTS`, or with another ending of nobody's), in which blank lines separate
-              documents; or a table (in `TABLES`), read by `datasets`, with a column `text`, or a single column of
-              strings; or a folder of such files, of which the kind that has more bytes is read. Which are read, and
-              which are not, is told. One part in 10 is held out for validation, chosen by a hash of its text: of a long
-              document, a part has some `PART` characters.
+            - a text file, in which blank lines separate documents; or a table (in `TABLES`), read by `datasets`, with a
+              column `text`, or a single column of strings; or a folder of such files, of which the kind that has more
+              bytes is read. Which are read, and which are not, is told. One part in 10 is held out for validation,
+              chosen by a hash of its text: of a long document, a part has some `PART` characters.
 
     Raises:
         UserError: when it is none of these, or cannot be fetched; by a stream, when it is not UTF-8 text.
@@ -138,18 +137,14 @@ def _from_hub(corpus: str) -> Corpus:
 
 def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     name = "text"
-    try:
+    with one_line(f"cannot read {corpus}"):
         for number, row in enumerate(rows):
             strings = [column for column, value in row.items() if isinstance(value, str)]
             if number == 0 and "text" not in row and len(strings) == 1:
                 (name,) = strings
             if not isinstance(row.get(name), str):
-                raise UserError(f"{corpus} has no column 'text' of strings; it has {quoted(row)}")
+                raise UserError(f"it has no column 'text' of strings, but {quoted(row)}")
             yield from _pieces(row[name])
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"cannot read {corpus}: {str(error).splitlines()[0]}") from error
 
 
 def _lines(files: Iterable[Path]) -> Iterator[str]:

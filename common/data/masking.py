@@ -4,6 +4,8 @@
 import keras_hub
 import tensorflow as tf
 
+from .vocabulary import unknown_id
+
 EVALUATION_RATE = 0.15  # BERT's, whatever the rate in training, so that any two models' losses can be compared
 
 
@@ -28,8 +30,7 @@ def mask_tokens(
         `mask_positions` [batch, slots]; y is the chosen tokens' ids, int32 [batch, slots]; sample_weight is 1.0 for a
         chosen token and 0.0 for an unused slot.
     """
-    unknown = tokenizer.token_to_id(getattr(tokenizer, "oov_token", "<unk>"))
-    never = [unknown, tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id]
+    never = [unknown_id(tokenizer), tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id]
     may_be_chosen = tf.pad(is_token & tf.reduce_all(ids[..., None] != tf.constant(never), axis=-1), [[0, 0], [1, 1]])
     ids, count = tf.pad(ids, [[0, 0], [1, 1]]), tf.reduce_sum(tf.cast(is_token, tf.int32), axis=1, keepdims=True)
     length = tf.shape(ids)[1]

@@ -148,14 +148,15 @@ def write_rows(
                     writer = files.enter_context(tf.io.TFRecordWriter(str(shard)))
                 record = np.full(1 + length, -1, np.int32)
                 lengths.append(len(row))
+                unknowns += int(np.sum((row == unknown) | (row == NO_LABEL - unknown)))
                 row = row[:length]
                 record[0], record[1 : 1 + len(row)] = len(row), row
                 writer.write(record.tobytes())
-                number, unknowns = number + 1, unknowns + int(np.sum((row == unknown) | (row == NO_LABEL - unknown)))
+                number += 1
         if number:
             checksum = _checksum(_shards(folder, split, number, length))
-            facts_of = {"rows": number, "tokens": sum(lengths), "checksum": checksum}
-            counts[split] = facts_of | {"not_seen": not_seen(lengths, length, unknowns)}
+            unseen = not_seen(lengths, length, unknowns)
+            counts[split] = {"rows": number, "checksum": checksum, "not_seen": unseen}
         elif split != "test":
             raise UserError(f"no text is left for {split}: give more")
     tokenizer.save_to_preset(str(folder / "tokenizer"))

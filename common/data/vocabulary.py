@@ -139,8 +139,9 @@ def _traced(tokenizer: keras_hub.models.Tokenizer) -> Callable:
 
 
 def unknown_id(tokenizer: keras_hub.models.Tokenizer) -> int:
-    """The id of `[UNK]`; -1 for a tokenizer that knows every text."""
-    return tokenizer.token_to_id(UNKNOWN) if isinstance(tokenizer, keras_hub.models.BertTokenizer) else -1
+    """The id of `[UNK]`, or of `<unk>`, which stands for unknown words; -1 for a tokenizer without one."""
+    known = {*tokenizer.get_vocabulary()}
+    return next((tokenizer.token_to_id(name) for name in (UNKNOWN, "<unk>") if name in known), -1)
 
 
 def not_seen(lengths: Sequence[int], limit: int, unknown: int) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def tell(split: str, facts: dict[str, Any]) -> None:
     if "cut_texts" in facts:
         print(f"{split}: {facts['cut_texts']}: longer sequences show more", flush=True)
     if facts.get("unknown_fraction", 0) > MANY_UNKNOWN:
-        share = f"{facts['unknown_fraction']:.1%} of the tokens are {UNKNOWN}"
+        share = f"{facts['unknown_fraction']:.1%} of the tokens stand for what is unknown"
         print(f"{split}: {share}: the vocabulary lacks words or characters of this text", flush=True)
 
 
