@@ -41,15 +41,15 @@ def noise_of_step(model: keras.Model, step: tf.Tensor) -> Iterator[None]:
 def keep_global_seed(model: keras.Model) -> None:
     """Keeps, on the model, a copy of the generator that Keras draws from if no seed is given.
 
-    Call it outside a step, in which a generator cannot be made, and `use_global_seed` inside: each thread has its own.
+    Call it in the strategy's scope, but outside a step, in which a generator cannot be made, and `use_global_seed`
+    inside: each thread has its own.
     """
     drawn = random.getstate()
     generator = global_seed_generator()  # which Keras may make of Python's random numbers: the next model has the same
     random.setstate(drawn)
     state = keras.ops.convert_to_numpy(generator.state)
     if vars(model).get("global_seed") != state[0]:
-        with model.distribute_strategy.scope():
-            generator = keras.random.SeedGenerator(int(state[0]))
+        generator = keras.random.SeedGenerator(int(state[0]))
         generator.state.assign(state)
         # Assigned as usual, they would be saved.
         vars(model).update(global_seed_generator=generator, global_seed=int(state[0]))

@@ -63,6 +63,14 @@ def labels_of(step):
     return np.concatenate([y[weight == 1] for _, y, weight in step]).tolist()
 
 
+def test_what_the_model_sees_of_each_text_has_no_padding():
+    first, second = encoded([("the cat", "a dog"), ("the cat", "a dog " * 20)], 8).seen("train")
+    ids = {piece: number for number, piece in enumerate(PIECES)}
+    start, end, *words = (ids[piece] for piece in ("[CLS]", "[SEP]", "the", "cat", "a", "dog"))
+    assert first == [[start, *words[:2], end], [*words[2:], end]]
+    assert second == [[start, *words[:2], end], [*words[2:], words[2], end]]
+
+
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert", "Albert", "DebertaV3"])
 def test_inputs_are_what_the_preprocessor_makes(family, columns):

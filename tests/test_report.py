@@ -15,6 +15,7 @@ from keras_replicas import Batches, data_parallel
 RUN = {"steps": 1062, "global_batch_size": 32, "replicas": 2, "seconds": 44.3, "tokens_per_second": 49284.3}
 RUN |= {"peak_memory_mb": 1188, "padding_fraction": 0.0004, "train_loss": 3.623}
 RUN |= {"learning_rate": {"first": 6.61e-05, "peak": 7.07e-03, "last": 7.4e-06}}
+RUN |= {"unknown_fraction": 0.0123, "cut_texts": "12 of 600 texts are cut to 128 tokens"}
 RUN |= {"config": {"workdir": "runs/a", "model": None}}
 LANGUAGE_MODEL = RUN | {"val_loss": 3.815, "val_perplexity": 45.4, "val_unigram_loss": 6.054, "val_accuracy": 0.344}
 LANGUAGE_MODEL |= {"val_bits_per_character": 1.701}
@@ -30,6 +31,8 @@ def test_the_report_of_a_language_model():
         "padding              0.04%\n"
         "learning rate        first 6.61e-05, peak 7.07e-03, last 7.40e-06\n"
         "training loss        3.623, mean over the last epoch\n"
+        "unknown tokens       1.23%\n"
+        "texts                12 of 600 texts are cut to 128 tokens\n"
         "validation loss      3.815, perplexity 45.4\n"
         "  unigram baseline   6.054: the model is 2.239 nats better\n"
         "validation accuracy  34.4%\n"
