@@ -155,8 +155,8 @@ def write_rows(
                 number += 1
         if number:
             checksum = _checksum(_shards(folder, split, number, length))
-            unseen = not_seen(lengths, length, unknowns)
-            counts[split] = {"rows": number, "checksum": checksum, "not_seen": unseen}
+            facts_of = {"rows": number, "tokens": sum(min(own, length) for own in lengths), "checksum": checksum}
+            counts[split] = facts_of | {"not_seen": not_seen(lengths, length, unknowns)}
         elif split != "test":
             raise UserError(f"no text is left for {split}: give more")
     tokenizer.save_to_preset(str(folder / "tokenizer"))
