@@ -228,7 +228,8 @@ def until_reader_leaves() -> Iterator[None]:
             sys.stdout.flush()  # here, not at the interpreter's end
     except Exception as error:
         left = isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout)
-        full = [line for line in str(error).splitlines() if os.strerror(errno.ENOSPC) in line]  # TensorFlow's, too
+        no_room = [*map(os.strerror, (errno.ENOSPC, errno.EDQUOT))]  # which TensorFlow's errors tell, too
+        full = [line for line in str(error).splitlines() if any(text in line for text in no_room)]
         if not full and not left:
             raise
         with contextlib.suppress(OSError):  # the interpreter would report at its end what it cannot write

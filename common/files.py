@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from keras_replicas import UserError
 
+LEAST_FREE = 2**28  # bytes, of a disk that is to hold a cache
 HELD_OUT = 10  # one text in this many is the validation split of data without one
 FAILED = (ValueError, OSError, RuntimeError, KeyError, SafetensorError)  # KerasHub's, h5py's, the file system's
 MALFORMED = (ValueError, OSError, KeyError, TypeError, AttributeError)  # where JSON does not hold what it should
@@ -38,6 +39,12 @@ def one_line(message: str, way_out: str = "", errors: tuple[type[Exception], ...
 def is_held_out(text: str) -> bool:
     """Whether a text is for validation, in data without such a split: chosen by a hash, whatever the other texts."""
     return zlib.crc32(text.encode()) % HELD_OUT == 0
+
+
+def tell_if_few(split: str, number: int, least: int, kind: str) -> None:
+    """Prints that a split with fewer than `least` of a kind is too small to tell models apart."""
+    if number < least:
+        print(f"{split} has {number} {kind}: too few to tell a better model from a worse one", flush=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -61,9 +68,9 @@ def write_json(path: Path, content: Any) -> None:
 def cached(name: str, inputs: list[str], make: Callable[[Path], None]) -> Path:
     """The file or folder that `make` writes to the path that it is given, made once on this machine.
 
-    It is in `$XDG_CACHE_HOME/keras-data-parallel-recipes` (by default under `~/.cache`) or, if that cannot be written,
-    in a folder that is deleted when the process exits. A hash of `inputs`, all that its content depends on, stands
-    before its name.
+    It is in `$XDG_CACHE_HOME/keras-data-parallel-recipes` (by default under `~/.cache`) or, if that cannot be written
+    or has little room, in a folder that is deleted when the process exits. A hash of `inputs`, all that its content
+    depends on, stands before its name.
     """
     key = hashlib.sha256("\0".join(inputs).encode("utf-8", "surrogateescape")).hexdigest()[:20]
     folder = _cache(os.environ.get("XDG_CACHE_HOME"))
@@ -107,6 +114,8 @@ def _cache(home: str | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+        if shutil.disk_usage(folder).free < LEAST_FREE:
+            raise OSError("the disk is full")
     except (OSError, RuntimeError):  # it is not writable, its file system has no locks, or the user has no home
         folder = Path(tempfile.mkdtemp(prefix="recipes-cache-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

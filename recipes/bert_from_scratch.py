@@ -32,7 +32,7 @@ class Config(LanguageModelOptions):
 
     # work directory: results, logs, checkpoints, preset
     workdir: Annotated[str, FIRST, FREE] = "runs/bert_from_scratch"
-    # folder of the tokenizer and the shards, local or gs://; empty: in the workdir
+    # folder of the shards, local or gs://, also of tf.train.Example with their tokenizer; empty: in the workdir
     data: Annotated[str, FIRST, FREE] = ""
     architecture: Literal["bert", "roberta"] = "bert"  # with its tokenizer: WordPiece, or byte-level BPE
     vocabulary_size: Annotated[int, Bounds(262, 2**20)] = 2048  # tokens in the vocabulary
@@ -58,7 +58,7 @@ with quiet_stderr():
 from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import open_corpus
 from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
-from common.data.row_folders import kept_in, open_folder
+from common.data.row_folders import holds_examples, kept_in, open_folder
 from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import train_wordpieces
 from common.language_model import language_model_scores, muon, report
@@ -72,14 +72,17 @@ from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 def make_datasets(config: Config, batch_size: int) -> tuple[keras_hub.models.Tokenizer, dict[str, RowBatches]]:
     """The tokenizer, and the batches of each split; its rows are found, or written by the chief while others wait."""
-    corpus = open_corpus(config.corpus)
-    train = train_wordpieces if config.architecture == "bert" else train_byte_pairs
-    tokenizer = train(corpus.splits["train"], corpus.fingerprint, config.vocabulary_size)
-    after, folder = (tokenizer.end_token_id,), config.data or os.path.join(config.workdir, "data")
-    make = functools.partial(corpus_rows, corpus, tokenizer, config.seq_length - 2, after=after)  # and [CLS], [SEP]
-    if not config.dry_run:
-        chief_alone(lambda: make(keep=kept_in(folder)))
-    rows = make() if config.dry_run else open_folder(folder)[0]
+    folder, length = config.data or os.path.join(config.workdir, "data"), config.seq_length - 2  # for [CLS] and [SEP]
+    if holds_examples(folder):  # which come with their tokenizer
+        rows, tokenizer = open_folder(folder, length)
+    else:
+        corpus = open_corpus(config.corpus)
+        train = train_wordpieces if config.architecture == "bert" else train_byte_pairs
+        tokenizer = train(corpus.splits["train"], corpus.fingerprint, config.vocabulary_size)
+        make = functools.partial(corpus_rows, corpus, tokenizer, length, after=(tokenizer.end_token_id,))
+        if not config.dry_run:
+            chief_alone(lambda: make(keep=kept_in(folder)))
+        rows = make() if config.dry_run else open_folder(folder)[0]
     return tokenizer, {
         part: masked_batches(config, tokenizer, rows[part], batch_size, part == "train") for part in rows
     }

@@ -24,6 +24,7 @@ from typing import Annotated
 
 from common.command_line import FIRST, FREE, INPUT, Bounds, LanguageModelOptions, parse, quiet_stderr, run
 from common.model.sizes import CausalSize, check_model, check_push_to
+from keras_replicas import UserError
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Config(LanguageModelOptions):
         super().__post_init__()
         check_model(self.preset, self.model, self.seq_length, self.lora_rank)
         check_push_to(self.push_to, self.push_public)
+        if self.data and not (self.data.endswith(".jsonl") or "://" in self.data or os.path.isdir(self.data)):
+            raise UserError(f"--data {self.data} must be a .jsonl file or a folder; other texts are for --corpus")
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once

@@ -135,6 +135,7 @@ def raise_(error):
         (UserError("no room"), 2, "no room\n"),
         (OSError(errno.ENOSPC, NO_SPACE, "x"), 1, f"[Errno 28] {NO_SPACE}: 'x'{ADVICE}"),
         (RuntimeError(f"graph\n/x; {NO_SPACE}\n"), 1, f"/x; {NO_SPACE}{ADVICE}"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "x"), 1, f"[Errno 122] Disk quota exceeded: 'x'{ADVICE}"),
     ],
 )
 def test_what_a_run_expects_is_one_line_and_a_status(error, status, told, capfd):

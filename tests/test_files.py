@@ -71,10 +71,12 @@ def test_a_folder_is_made_whole_or_not_at_all(cache):
     assert {path.name for path in cache.glob("[!.]*")} == {folder.name}
 
 
-@pytest.mark.parametrize("home", ["/proc/nowhere", "/dev/null"])
-def test_without_a_folder_to_write_to_a_file_lives_as_long_as_the_process(home, tmp_path):
+@pytest.mark.parametrize(("home", "least"), [("/proc/nowhere", 0), ("/dev/null", 0), ("{}/full", 2**62)])
+def test_without_a_folder_to_write_to_a_file_lives_as_long_as_the_process(home, least, tmp_path, tmp_path_factory):
+    home = home.format(tmp_path_factory.mktemp("home"))
     environ = os.environ | {"XDG_CACHE_HOME": "", "HOME": home, "TMPDIR": str(tmp_path)}
-    code = PROGRAM.format(seconds=0) + "print(cached('file', ['a'], None).read_text())"
+    code = f"import common.files; common.files.LEAST_FREE = {least}\n" + PROGRAM.format(seconds=0)
+    code += "print(cached('file', ['a'], None).read_text())"
     done = python("-c", code, env=environ)
     assert (done.stdout, done.stderr) == ("making\nwhole\nwhole\n", "")
     assert not list(tmp_path.iterdir())

@@ -249,6 +249,7 @@ def test_classes_are_told_with_their_counts_and_what_is_doubtful(tmp_path, capsy
         "classes: ' positive' 1, '-' 1, 'NaN' 1, 'positive' 3\n"
         "'-', 'NaN': if that stands for no label, take these examples out\n"
         "' positive', 'positive' differ in spaces or capital letters alone: are they one class?\n"
+        "validation has 6 examples: too few to tell a better model from a worse one\n"
     )
     write(tmp_path, {"all.csv": "text,label\n" + "".join(f"A,{n}\n" for n in range(60)) + "A,x\n" * 3})
     refuses("61 of 63 labels differ: name the column", tmp_path, "own", str(tmp_path / "all.csv"), "text", "label")

@@ -6,6 +6,7 @@ import pytest
 
 from keras_replicas import UserError
 from recipes.bert_mlm import Config
+from recipes.causal_lm import Config as CausalConfig
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,12 @@ def test_a_value_out_of_its_bounds_is_refused(name, value, told):
     with pytest.raises(UserError) as error:
         Config(**{name: value})
     assert str(error.value) == told
+
+
+@pytest.mark.parametrize("data", ["x.csv", "no_such_folder", "setup.cfg"])
+def test_what_is_no_data_of_a_causal_model_is_refused_at_once(data):
+    with pytest.raises(UserError, match=f"--data {data} must be a .jsonl file or a folder; other texts are for --corp"):
+        CausalConfig(data=data)
 
 
 def test_values_at_their_bounds_are_taken():

@@ -15,11 +15,16 @@ import numpy as np
 import pytest
 
 from benchmarks.faults import children, weights_of
+from common.data.byte_pairs import train_byte_pairs
 from common.data.labelled import role_pairs
+from common.data.vocabulary import WORDPIECE_TOKENS, wordpieces
+from common.model.causal_lm import END
+from common.model.masked_lm import masked_lm_from_size
 from keras_replicas import UserError
 from recipes import __main__
 from tests.conftest import ROOT, articles_after_the_licence
 from tests.test_log import board
+from tests.test_rows import examples
 
 LANGUAGE_MODELS = ["bert_mlm", "bert_from_scratch", "causal_lm"]
 OF_TEXTS = ["text_classifier", "glue_controller", "glue_custom_loop"]
@@ -293,6 +298,24 @@ def test_with_another_number_of_workers_it_goes_on_as_one_run(trained, options, 
     results = train("bert_mlm", of)
     assert results["resumed_from_step"] >= 41 and results["global_batch_size"] == 24
     same_losses((results, tmp_path / "run"), trained("bert_mlm", **long), rtol=2e-6)
+
+
+def test_a_model_is_trained_on_shards_of_examples_with_their_own_tokenizer(options, tmp_path, capsys):
+    tokenizer = wordpieces([*WORDPIECE_TOKENS, *(f"word{i}" for i in range(95))], "")
+    examples(tmp_path / "data", [[*range(start, start + 20)] for start in range(5, 25)], tokenizer)
+    (tmp_path / "data/vocab.txt").write_text("\n".join(tokenizer.get_vocabulary()))
+    results = train(
+        "bert_from_scratch", options("bert_from_scratch", workdir=str(tmp_path / "run"), data=str(tmp_path / "data"))
+    )
+    assert results["steps"] == 2 and 3 < results["train_loss"] < 6
+    assert "validation has 240 tokens: too few to tell a better model from a worse one" in capsys.readouterr().out
+    saved = keras_hub.models.MaskedLM.from_preset(str(tmp_path / "run/preset"), compile=False)
+    assert saved.preprocessor.tokenizer.get_vocabulary() == tokenizer.get_vocabulary()
+    of_text = train_byte_pairs(lambda: iter(["Some text."] * 9), "", 270)
+    with pytest.raises(UserError, match="needs the tokenizer of a BERT or RoBERTa, not a GPT2Tokenizer"):
+        masked_lm_from_size(
+            "nano", keras_hub.models.GPT2Tokenizer({**of_text.vocabulary, END: 270}, of_text.merges), 0.0, 32
+        )
 
 
 # Prompts of all lengths, and what follows from them.

@@ -13,7 +13,7 @@ from common.data import row_folders
 from common.data import rows as rows_module
 from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import Corpus, open_corpus
-from common.data.row_folders import kept_in, open_folder
+from common.data.row_folders import holds_examples, kept_in, open_folder
 from common.data.rows import NO_LABEL, RowBatches, corpus_rows, fingerprint, open_rows, text_rows, write_rows
 from common.data.vocabulary import encode, train_wordpieces
 from keras_replicas import UserError
@@ -335,7 +335,10 @@ def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_p
         for path in folder.iterdir():
             tf.io.gfile.copy(str(path), f"ram://examples/{path.name}")
         folder = "ram://examples/"
-    splits, again = open_folder(str(folder))
+    assert holds_examples(str(folder))
+    with pytest.raises(UserError, match="have 20 tokens, not 19: take longer sequences"):
+        open_folder(str(folder), 19)
+    splits, again = open_folder(str(folder), 20)
     assert [*splits] == ["train", "validation"]
     for split, expected in (("train", texts[:8]), ("validation", texts[8:])):
         found, is_token, _ = read(splits[split], np.arange(len(splits[split])))

@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_replicas import UserError
 
-from ..files import from_hub, is_held_out, quoted, shortened
+from ..files import from_hub, is_held_out, quoted, shortened, tell_if_few
 from .tables import SUFFIXES, Row, read_rows
 
 HUB_NAME = "nyu-mll/glue"
@@ -27,6 +27,7 @@ STEMS = {  # of a folder's files
 }
 LARGEST_NUMBER = 1e12  # in float32, neither the squares of errors nor those of gradients may overflow
 FEW = 20  # labels that may all differ
+FEW_EXAMPLES = 100  # by which chance moves an accuracy by 5 points
 NO_LABELS = {"-", "-1", "?", "n/a", "na", "nan", "none", "null", "unknown", "unlabeled", "unlabelled"}
 NO_LIMITS = (-math.inf, math.inf)
 
@@ -157,6 +158,7 @@ def open_examples(
             raise UserError(f"the split {split} has no examples. Give more, or a folder with a file for each split")
         labelled = split != "test" or any(facts.label in row for _, row in rows)
         splits[split] = to_examples(rows, facts.texts, facts.label if labelled else "", classes)
+    tell_if_few("validation", len(splits["validation"].texts), FEW_EXAMPLES, "examples")
     if len(set(splits["train"].labels or [])) < 2:
         raise UserError("all labels of the split train are the same: there is nothing to learn")
     return LabelledTexts(classes, splits, facts.submission, facts.metrics, facts.limits)

@@ -9,6 +9,7 @@ import fnmatch
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,15 +54,26 @@ def kept_in(folder: str) -> Callable[[str, list[str], Callable[[Path], None]], P
     return keep
 
 
-def open_folder(folder: str) -> tuple[dict[str, Rows], keras_hub.models.Tokenizer]:
-    """The rows of each split in a folder, and the tokenizer of their ids.
+def holds_examples(folder: str) -> bool:
+    """Whether a folder has shards of `tf.train.Example` with their tokenizer; a `UserError` as of `kept_in`."""
+    with _answering(folder):
+        there = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
+    return not {"vocab.txt", "tokenizer.json"}.isdisjoint(there) and "manifest.json" not in there
+
+
+def open_folder(folder: str, longest: float = math.inf) -> tuple[dict[str, Rows], keras_hub.models.Tokenizer]:
+    """The rows of each split in a folder, of at most `longest` tokens each, and the tokenizer of their ids.
 
     A remote folder is copied to the cache first; one of `tf.train.Example`, in files named as in `NAMES`, with BERT's
     `vocab.txt` or Hugging Face's `tokenizer.json` of BERT, RoBERTa or GPT-2, is converted into the cache. Raises a
-    `UserError` when there are no rows, they are damaged, or the file system does not answer.
+    `UserError` when there are no rows, they are too long or damaged, or the file system does not answer.
     """
     place = _local(folder.rstrip("/"))
     rows, saved = open_rows(place), place / "tokenizer"
+    if rows["train"].length > longest:
+        raise UserError(
+            f"the rows of {folder} have {rows['train'].length} tokens, not {longest}: take longer sequences"
+        )
     with one_line(f"{folder} has no tokenizer of its rows", ": give another folder", MALFORMED):
         # `Tokenizer.from_preset` would look for a backbone.
         tokenizer = keras.saving.deserialize_keras_object(read_json(saved / "tokenizer.json"))

@@ -48,8 +48,15 @@ NAMES = {
 def masked_lm_from_size(
     size: str, tokenizer: keras_hub.models.Tokenizer, dropout: float, seq_length: int
 ) -> keras_hub.models.MaskedLM:
-    """A BERT, or for a `RobertaTokenizer` a RoBERTa, with random weights, uncompiled; see `backbone_from_size`."""
+    """A BERT, or for a `RobertaTokenizer` a RoBERTa, with random weights, uncompiled; see `backbone_from_size`.
+
+    Raises a UserError for a tokenizer of another kind, which has no token for what is masked.
+    """
     roberta = isinstance(tokenizer, keras_hub.models.RobertaTokenizer)
+    if not roberta and not isinstance(tokenizer, keras_hub.models.BertTokenizer):
+        raise UserError(
+            f"a masked language model needs the tokenizer of a BERT or RoBERTa, not a {type(tokenizer).__name__}"
+        )
     task = keras_hub.models.RobertaMaskedLM if roberta else keras_hub.models.BertMaskedLM
     backbone = backbone_from_size(task.backbone_cls, size, tokenizer.vocabulary_size(), dropout, seq_length)
     return _without_pooler(task(backbone, compile=False))
