@@ -155,7 +155,8 @@ def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told]) -> s
             told, learned = told_of(split, scores)
             lines += told
             if split == "validation" and not learned:
-                advice = "try a third of the learning rate, or more epochs"
+                cut, rate = "show it longer sequences", "try a third of the learning rate, or more epochs"
+                advice = cut if "cut_texts" in results else rate
                 lines.append(("warning", f"the model does not beat its baseline on the validation split: {advice}"))
     lines.append(("work directory", results["config"]["workdir"]))
     width = max(20, *(len(title) for title, _ in lines))

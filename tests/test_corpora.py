@@ -99,7 +99,7 @@ def test_tables_are_read_by_their_column_of_text(name, tmp_path, capsys):
     size = (tmp_path / name).stat().st_size
     told = f"corpus: 1 file(s) of {size:,} bytes ({name}); not read: 1 file(s) of 13 bytes (README.txt)\n"
     assert told in capsys.readouterr().out
-    with pytest.raises(UserError, match="no column 'text' of strings, but 'a', 'b'"):
+    with pytest.raises(UserError, match="no column 'text' of strings, but 'a', 'b': rename one"):
         datasets.Dataset.from_dict({"a": texts, "b": texts}).to_json(tmp_path / "b.jsonl")
         documents_of(tmp_path / "b.jsonl")
 

@@ -143,7 +143,7 @@ def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
             if number == 0 and "text" not in row and len(strings) == 1:
                 (name,) = strings
             if not isinstance(row.get(name), str):
-                raise UserError(f"it has no column 'text' of strings, but {quoted(row)}")
+                raise UserError(f"it has no column 'text' of strings, but {quoted(row)}: rename one")
             yield from _pieces(row[name])
 
 
