@@ -29,11 +29,9 @@ class HubTask:
     @classmethod
     def from_preset(cls: Any, *args, **kwargs):
         """The plain class's: with its head, and of the preset's own family. What it gives becomes data-parallel."""
-        from keras_replicas.model import data_parallel
-
         if "plain_class" not in vars(cls):  # a subclass of such a class, which its own `__init__` makes
             return super().from_preset(*args, **kwargs)  # type: ignore[misc]
-        return data_parallel(cls.plain_class.from_preset(*args, **kwargs), accumulate=cls.accumulate)
+        return cls.make_data_parallel(cls.plain_class.from_preset(*args, **kwargs), accumulate=cls.accumulate)
 
     def save_to_preset(self: Any, *args, **kwargs):
         """As the plain class's, to load without this project; a model in mixed precision is saved as one in float32.

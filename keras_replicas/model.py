@@ -114,12 +114,12 @@ def _with_trainer(model_class: Any, accumulate: int = 1, mean_over: str = "examp
     is_ours = issubclass(model_class, Trainer)
     if is_ours and accumulate == 1 and mean_over == "examples":
         return model_class
+    names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}  # to be saved by
     bases = (model_class,) if is_ours else (model_class, Trainer)
     if hasattr(model_class, "save_to_preset") and not is_ours:
         from keras_replicas.kerashub import HubTask
 
-        bases = (HubTask, *bases)
-    names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}  # to be saved by
+        bases, names["make_data_parallel"] = (HubTask, *bases), staticmethod(data_parallel)
     plain_class = getattr(model_class, "plain_class", model_class)
     ours = type(model_class.__name__, bases, names | {"plain_class": plain_class})
     ours.accumulate, ours.mean_over = accumulate, mean_over  # type: ignore[attr-defined]
