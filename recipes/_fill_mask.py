@@ -59,7 +59,7 @@ def print_filled_masks(preset: str, sentences: Iterable[str]) -> None:
             if (kind := load_json(preset, "task.json")["class_name"]) not in kinds:
                 raise UserError(f"it is a {kind}")
             get_file(preset, "task.weights.h5")  # without it, the head would be random
-    model, tokenizer = masked_lm_from_preset(preset, dtype="float32"), preset_tokenizer(preset)
+    tokenizer, model = preset_tokenizer(preset), masked_lm_from_preset(preset, dtype="float32")
     for sentence in sentences:
         print(f"\n{sentence}")
         for guesses in fill_mask(model, tokenizer, sentence):

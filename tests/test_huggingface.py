@@ -137,6 +137,11 @@ def test_checkpoints_of_others_are_read(preset, exported, tokenizer, tmp_path, m
     save_file({name: t for name, t in tensors.items() if "cls." not in name}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="it lacks cls.predictions.bias: give a BERT with its head"):
         masked_lm_from_preset(str(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "distilbert"}))
+    with pytest.raises(ValueError, match="is a distilbert in Hugging Face's form: give a BERT, or a preset that Ker"):
+        preset_tokenizer(str(folder))
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_text("damaged")
     with pytest.raises(ValueError, match=f"^cannot load {folder} \\(.*\\)$"):
         masked_lm_from_preset(str(folder))

@@ -15,7 +15,7 @@ from common.data.labelled import Examples, LabelledTexts
 from common.data.vocabulary import train_wordpieces
 from common.model import causal_lm, classifier
 from common.model.causal_lm import causal_lm_for_generation, continuations, print_continuations
-from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
+from common.model.masked_lm import load_json, masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
 from common.model.presets import ADAPTERS, save_task, sinusoids
 from common.model.sizes import check_model, dimensions
 from keras_replicas import UserError
@@ -138,7 +138,8 @@ def test_without_room_on_the_disk_nothing_is_written(saved, tmp_path, monkeypatc
 
 def test_slips_with_presets_are_named(saved, tmp_path, capsys):
     folder = saved[2]
-    for load in (masked_lm_from_preset, preset_tokenizer):
+    (folder.parent / "config.json").write_text("{}")
+    for load in (masked_lm_from_preset, preset_tokenizer, load_json, lambda given: check_model(given, None, 32)):
         with pytest.raises(UserError, match=f"{folder.parent} is the folder of a run: give {folder}$"):
             load(str(folder.parent))
     shutil.copytree(folder, tmp_path / "preset")

@@ -22,7 +22,8 @@ from keras_replicas import UserError
 
 from ..data.vocabulary import wordpieces
 from ..files import one_line
-from .presets import backbone_from_size, check_folder, check_positions, from_preset
+from .presets import backbone_from_size, check_positions, from_preset
+from .sizes import check_folder
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 # Parts of the names of a BERT's weights: KerasHub's, and those of Hugging Face's form, to be replaced in this order.
@@ -109,6 +110,7 @@ def get_file(preset: str, name: str) -> Path:
             raise FileNotFoundError(f"{preset} has no {name}") from error
     if not Path(handle).is_dir():
         raise UserError(f"there is no preset {preset}")
+    check_folder(preset)
     if not (path := Path(handle, name)).is_file():
         raise FileNotFoundError(f"{preset} has no {name}")
     return path
@@ -135,8 +137,15 @@ def huggingface_type(preset: str) -> str:
 
 
 def preset_tokenizer(preset: str) -> keras_hub.models.Tokenizer:
-    """KerasHub's tokenizer of a preset. Raises a UserError when there is no such preset, or it has none."""
-    if huggingface_type(preset) != "bert":
+    """KerasHub's tokenizer of a masked language model's preset.
+
+    Raises a UserError when there is no such preset, it has none, or is in Hugging Face's form, but no BERT.
+    """
+    if (kind := huggingface_type(preset)) not in ("", "bert"):
+        raise UserError(
+            f"{preset} is a {kind} in Hugging Face's form: give a BERT, or a preset that KerasHub has saved"
+        )
+    if not kind:
         return from_preset(keras_hub.models.Tokenizer, preset)
     settings: dict[str, Any] = {}
     with one_line(f"cannot load {preset}"):

@@ -13,11 +13,10 @@ import numpy as np
 from keras_replicas import UserError, is_chief
 
 from ..files import one_line
-from .sizes import dimensions
+from .sizes import check_folder, dimensions
 
 POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
 ADAPTERS = "adapters.lora.h5"
-LFS_POINTER = b"version https://git-lfs"
 
 
 def backbone_from_size(kind: Any, size: str, vocabulary_size: int, dropout: float, seq_length: int) -> Any:
@@ -73,17 +72,6 @@ def save_task(model: keras_hub.models.Task, preprocessor: keras_hub.models.Prepr
     model.save_to_preset(str(folder))
     if any(weight.name.startswith("lora_") for weight in model.weights):
         model.backbone.save_lora_weights(str(folder / ADAPTERS))
-
-
-def check_folder(preset: str) -> None:
-    """Raises a UserError when a preset is the folder of a run, or Git LFS has left pointers in place of its files."""
-    folder = Path(preset)
-    if (folder / "preset").is_dir() and not (folder / "metadata.json").exists():
-        raise UserError(f"{preset} is the folder of a run: give {folder / 'preset'}")
-    for file in filter(Path.is_file, folder.glob("*") if folder.is_dir() else ()):
-        with file.open("rb") as content:
-            if content.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run `git lfs pull` there")
 
 
 def from_preset(kind: Any, preset: str, **kwargs) -> Any:
