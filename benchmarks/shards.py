@@ -7,6 +7,7 @@ of each. Each figure comes from a process of its own.
 """
 
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -35,9 +36,10 @@ def main(corpus: str) -> None:
 
 def writer(corpus: str, times: int, architecture: str, folder: str) -> Callable[[], dict[str, int]]:
     """A function that writes shards of a corpus that is repeated `times` times; see `benchmarks.workers`."""
+    from common.data.byte_pairs import train_byte_pairs
     from common.data.corpora import open_corpus
     from common.data.rows import text_rows, write_rows
-    from common.data.vocabulary import encode, train_byte_pairs, train_wordpieces
+    from common.data.vocabulary import encode, train_wordpieces
 
     opened = open_corpus(corpus)
     train = opened.splits["train"]
@@ -56,11 +58,12 @@ def writer(corpus: str, times: int, architecture: str, folder: str) -> Callable[
 
 def reader(corpus: str, times: int, architecture: str, folder: str) -> Callable[[], dict[str, int]]:
     """A function that reads and masks the shards once."""
-    from common.data.rows import open_rows, rows_tokenizer
+    from common.data.row_folders import open_folder
     from common.log import one_epoch
     from recipes.bert_from_scratch import Config, masked_batches
 
-    batches = masked_batches(Config(), rows_tokenizer(folder), open_rows(folder)["train"], BATCH, training=True)
+    rows, tokenizer = open_folder(folder)
+    batches = masked_batches(Config(), tokenizer, rows["train"], BATCH, training=True)
 
     def run() -> dict[str, int]:
         began = time.perf_counter()
@@ -72,9 +75,7 @@ def reader(corpus: str, times: int, architecture: str, folder: str) -> Callable[
 
 
 def _figures(folder: str, seconds: float) -> dict[str, Any]:
-    from common.data.rows import open_rows
-
-    peak, tokens = peak_memory_mb(), open_rows(folder)["train"].tokens
+    peak, tokens = peak_memory_mb(), json.loads(Path(folder, "manifest.json").read_text())["splits"]["train"]["tokens"]
     return {"tokens": tokens, "tokens_per_second": round(tokens / seconds), "peak_memory_mb": peak}
 
 
