@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kill a minute costs: two workers that lose one at random, again and again, and a run that loses none.
+
+Both runs are of the default `bert_mlm`, do the same number of steps, and must end with the same bits.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults import ROOT, children, same_bits, steps_in, weights_of
+from benchmarks.machine import machine, write_results
+
+OPTIONS = ("--epochs", "1000", "--checkpoint-every", "25")
+TO_CALIBRATE = 300  # steps
+PAUSE = 0.05  # seconds between two looks at a run
+IMPORT = "import tensorflow, keras, keras_hub"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--minutes", type=float, default=20, help="of the run that loses no worker")
+    parser.add_argument("--every", type=float, default=60, help="seconds from one SIGKILL to the next, on average")
+    parser.add_argument("--seed", type=int, default=1, help="of the times, and of who is killed")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes the results."""
+    if arguments.quick:
+        arguments.minutes, arguments.every = 0.3, 20
+    imports = statistics.median(seconds_of([sys.executable, "-c", IMPORT]) for _ in range(3))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(folder / "calibration", TO_CALIBRATE)
+        found = json.loads((folder / "calibration/results.json").read_text())
+        steps = round(60 * arguments.minutes * found["steps"] / found["seconds"])
+        undisturbed, _ = run(folder / "undisturbed", steps)
+        disturbed, kills = run(folder / "disturbed", steps, random.Random(arguments.seed), arguments.every)
+        runs = folder / "undisturbed", folder / "disturbed"
+        lines, others = ((run / "steps.jsonl").read_text().splitlines() for run in runs)
+        results = {
+            "machine": machine(),
+            "steps": steps,
+            "import_seconds": round(imports, 1),
+            "undisturbed_seconds": round(undisturbed),
+            "disturbed_seconds": round(disturbed),
+            "goodput": round(undisturbed / disturbed, 3),
+            "kills": kills,
+            "steps_that_differ": sum(line != other for line, other in zip(lines, others, strict=True)),
+            "identical": same_bits(*map(weights_of, runs)),
+        }
+    if not arguments.quick:
+        write_results("goodput", results)
+    print(tables(results))
+
+
+def run(workdir: Path, steps: int, chance: random.Random | None = None, every: float = 0.0) -> tuple[float, list[dict]]:
+    """Does a run whose workers are killed by `chance`, if that is given: its seconds, and its kills.
+
+    A kill has the `step` that was done before it, the `worker`, and the seconds until that step was `reached` again.
+    """
+    words = ["launch", "--workers", "2", "--max-restarts", "1000", "--log-dir", f"{workdir}-logs", "bert_mlm", *OPTIONS]
+    command = [sys.executable, "-m", "recipes", *words, "--max-steps", str(steps), "--workdir", str(workdir)]
+    kills: list[dict[str, Any]] = []
+    began = time.monotonic()
+    due = began + chance.expovariate(1 / every) if chance else float("inf")
+    with (
+        Path(f"{workdir}.log").open("w") as log,
+        subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as launcher,
+    ):
+        while launcher.poll() is None:
+            time.sleep(PAUSE)
+            now, done = time.monotonic(), steps_in(workdir)
+            for kill in kills:
+                if kill["reached"] is None and done > kill["step"] and now - kill["at"] > 1:
+                    kill["reached"] = round(now - kill["at"], 1)
+            if chance and now >= due:
+                due = now + chance.expovariate(1 / every)
+                workers = children(launcher.pid)
+                if len(workers) == 2:  # else they are being started
+                    worker = chance.randrange(2)
+                    kills.append({"at": now, "step": done, "worker": worker, "reached": None})
+                    os.kill(workers[worker], signal.SIGKILL)
+    if launcher.returncode:
+        raise RuntimeError(f"the run ended with {launcher.returncode}: see {workdir}.log")
+    for kill in kills:
+        kill["at"] = round(kill["at"] - began, 1)
+    return time.monotonic() - began, kills
+
+
+def seconds_of(command: list[str]) -> float:
+    """How long a command takes."""
+    began = time.monotonic()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.monotonic() - began
+
+
+def tables(results: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    reached = [kill["reached"] for kill in results["kills"] if kill["reached"] is not None]
+    rows = {
+        "steps, on two workers": f"{results['steps']:,}",
+        "without a kill": f"{results['undisturbed_seconds']:,} s",
+        f"with {len(results['kills'])} kills": f"{results['disturbed_seconds']:,} s",
+        "goodput, the share of time that was productive": f"{results['goodput']:.3f}",
+        "from a kill until its step was reached again": f"median {statistics.median(reached or [0]):.1f} s",
+        "the import of TensorFlow, Keras and KerasHub": f"{results['import_seconds']} s",
+        "steps whose line differs": str(results["steps_that_differ"]),
+        "weights": "identical to the bit" if results["identical"] else "different",
+    }
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
