@@ -1,4 +1,4 @@
-"""Every page, those of the notebooks too: it renders, its tables are whole, its links and its code are valid."""
+"""Every page, those of the notebooks too: its links lead somewhere, and its code is valid."""
 
 import ast
 import json
@@ -13,7 +13,6 @@ from markdown_it import MarkdownIt
 from tests.conftest import ROOT
 
 MARKDOWN = MarkdownIt("commonmark").enable("table")  # what GitHub adds to it and the pages use
-MARKER = r"<!-- [\w-]+ -->"  # around what is generated
 
 
 def text_of(path):
@@ -55,33 +54,9 @@ def wrong_links(name, text):
             yield f"{target}: no such heading"
 
 
-def raw_marks(_, text):
-    """What a reader of the rendered page would see of Markdown: marks that are not closed, tables that are none."""
-    for token in MARKDOWN.parse(text):
-        if token.type == "html_block" and not re.fullmatch(MARKER, token.content.strip()):
-            yield token.content
-        for child in token.children or ():
-            if child.type == "html_inline" and child.content != "<br>":  # which the form of keras.io's guides has
-                yield child.content
-            if child.type == "text":
-                yield from re.findall(r"^\|.*|^#+ .*|.*(?:\*\*|\]\(|\]\[|```|~~~|<!--|-->).*", child.content)
-
-
-def torn_tables(_, text):
-    """Rows with more or fewer cells than the head of their table."""
-    lines = text.splitlines()
-    for token in MARKDOWN.parse(text):
-        if token.type == "table_open":
-            rows = [line.strip() for line in lines[slice(*token.map)]]
-            cells = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
-            yield from (row for row, count in zip(rows, cells, strict=True) if count != cells[0] or row[-1] != "|")
-
-
 def invalid_code(_, text):
-    """Blocks of code that their language's own parser rejects, or in a language that nothing here checks."""
+    """Blocks of code that their language's own parser rejects."""
     for token in MARKDOWN.parse(text):
-        if token.type != "fence":
-            continue
         try:
             if token.info == "python":
                 ast.parse(token.content)
@@ -89,23 +64,19 @@ def invalid_code(_, text):
                 [json.loads(line) for line in token.content.splitlines()]
             elif token.info in ("sh", "bash"):
                 subprocess.run(["bash", "-n"], input=token.content, text=True, check=True, capture_output=True)
-            elif token.info not in ("text", "diff"):  # of patches, which tests apply
-                raise ValueError(f"no language is {token.info!r}")
         except (SyntaxError, ValueError, subprocess.CalledProcessError) as error:
             yield f"{error}: {token.content}"
 
 
 CHECKS = {
     wrong_links: ["[a](docs/none.md)", "[a](docs/speed.md#none)"],
-    raw_marks: ["a **bold word"],
-    torn_tables: ["| a | b |\n| --- | --- |\n| 1 |"],
     invalid_code: ["```python\na =\n```", "```sh\nif\n```"],
 }
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_of_every_page(check):
-    """Its links lead somewhere; it renders without raw marks; its tables are whole; its code is valid."""
+    """Its links lead somewhere; its code is valid."""
     assert all(list(check("README.md", text)) for text in CHECKS[check])
     found = {name: list(check(name, text)) for name, text in PAGES.items()}
     assert {name: errors for name, errors in found.items() if errors} == {}
