@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -172,8 +173,10 @@ def test_how_a_step_is_computed_does_not_change_what_is(name, change, trained):
 def test_a_dry_run_prints_the_plan_and_writes_nothing(name, options, tmp_path, capsys):
     assert train(name, options(name, dry_run=True, max_steps=9, workdir=str(tmp_path / "run"))) == {}
     said = capsys.readouterr().out
-    for told in ("parameters in float32", "9 steps", "learning rate by step", "'s input:"):
-        assert told in said, said
+    assert re.search(r"\d parameters in float32\n9 steps, \d+ in an epoch; in the first, [1-9]\d* tokens\n", said)
+    assert f"  1.00e-03 {'#' * 40}\n" in said and said.count("#\n") > 5  # the learning rate by step
+    assert "the first sequence's input:\n    " in said
+    assert ("the first sequence's labels:\n    " in said) == (name in LANGUAGE_MODELS)
     assert ("memory in the first 3" in said) == (name in FIT)
     assert not (tmp_path / "run").exists()
 
