@@ -254,11 +254,6 @@ def test_classes_are_told_with_their_counts_and_what_is_doubtful(tmp_path, capsy
     refuses("61 of 63 labels differ: name the column", tmp_path, "own", str(tmp_path / "all.csv"), "text", "label")
 
 
-def test_labels_that_training_does_not_have(tmp_path):
-    folder = write(tmp_path, {"train.csv": "text,label\nA,x\nB,y\n", "dev.csv": "text,label\nA,x\nB,z\n"})
-    refuses('dev.csv, line 3: the label must be one of x, y; got "z"', tmp_path, "own", folder, "text", "label")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -192,7 +192,6 @@ def test_the_card_has_the_runs_figures_and_nothing_private(publisher, tmp_path):
     ("uri", "told"),
     [
         ("someone/bert", "models are pushed to hf://user/name"),
-        ("hf://bert", "models are pushed to hf://user/name"),
         ("hf://someone/bert/tiny", "models are pushed to hf://user/name"),
         ("hf://someone/my bert", "models are pushed to hf://user/name"),
         (URI, "run `hf auth login`, or set HF_TOKEN"),
