@@ -63,7 +63,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def articles_after_the_licence(seed: int, count: int) -> Iterator[list[str]]:
-    """Articles of 1 to 70 lines of 4 to 60 words, each word drawn from those that follow the last one in LICENSE."""
+    """Articles of 1 to 20 lines of 4 to 60 words, each word drawn from those that follow the last one in LICENSE."""
     words = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
     following: dict[str, list[str]] = {}
     for word, after in zip(words, words[1:] + words[:1], strict=True):
@@ -71,7 +71,7 @@ def articles_after_the_licence(seed: int, count: int) -> Iterator[list[str]]:
     draw = random.Random(seed).random  # of all that Python draws, this one never changes
     for _ in range(count):
         lines = []
-        for _ in range(1 + int(70 * draw())):
+        for _ in range(1 + int(20 * draw())):
             line = [words[int(len(words) * draw())]]
             for _ in range(3 + int(57 * draw() ** 2)):
                 line.append(following[line[-1]][int(len(following[line[-1]]) * draw())])
@@ -103,7 +103,7 @@ def no_tensorflow(tmp_path_factory) -> dict[str, str]:
 def wikitext(tmp_path_factory) -> Path:
     """A folder in WikiText's form, with a test split, the same with every version of Python."""
     folder = tmp_path_factory.mktemp("wikitext")
-    for seed, (name, articles) in enumerate((("train", 24), ("valid", 4), ("test", 3))):
+    for seed, (name, articles) in enumerate((("train", 10), ("valid", 2), ("test", 1))):
         with (folder / f"wiki.{name}.tokens").open("w", encoding="utf-8") as file:
             for number, lines in enumerate(articles_after_the_licence(seed, articles)):
                 text = "\n".join(lines).replace(" is ", " <unk> ")
@@ -116,13 +116,6 @@ def cache(tmp_path, monkeypatch) -> Path:
     """The cache of a test's own, which is not made yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache/keras-data-parallel-recipes"
-
-
-@pytest.fixture
-def small(wikitext, tmp_path):
-    """Options of a run that takes seconds."""
-    options = {"corpus": str(wikitext), "workdir": str(tmp_path / "run"), "model": "nano", "vocabulary_size": 300}
-    return options | {"seq_length": 32, "batch_size": 8, "dropout": 0.0, "epochs": 1, "max_steps": 6}
 
 
 # (input, what is answered), which tests fill.

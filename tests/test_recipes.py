@@ -19,22 +19,12 @@ from benchmarks.faults import children, weights_of
 from common.data.labelled import role_pairs
 from keras_replicas import UserError
 from recipes import __main__
-from tests.conftest import ROOT, articles_after_the_licence
+from tests.conftest import ROOT
 from tests.test_log import board
 
 LANGUAGE_MODELS = ["bert_mlm", "bert_from_scratch", "causal_lm"]
 OF_TEXTS = ["text_classifier", "glue_controller", "glue_custom_loop"]
 FIT = [*LANGUAGE_MODELS, "text_classifier"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    """A short text for each split, in WikiText's form."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for seed, (name, articles) in enumerate((("train", 8), ("valid", 2), ("test", 1))):
-        lines = [line for article in articles_after_the_licence(seed, articles) for line in article[:20]]
-        (folder / f"wiki.{name}.tokens").write_text("\n".join([" = Heading = ", "", *lines]))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +38,7 @@ def pairs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def options(pairs, corpus):
+def options(pairs, wikitext):
     """A function of a recipe's name and of changes: options of a run that takes seconds, of two uneven epochs."""
 
     def of(name, **changes):
@@ -57,7 +47,7 @@ def options(pairs, corpus):
         if name == "bert_from_scratch":
             small["architecture"] = "roberta"
         if name in LANGUAGE_MODELS:
-            return small | {"corpus": str(corpus)} | changes
+            return small | {"corpus": str(wikitext)} | changes
         columns = {"text_columns": "first,second", "label_column": "same"}
         return small | {"task": "own", "data": str(pairs)} | columns | changes
 
