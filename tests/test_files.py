@@ -1,4 +1,3 @@
-import json
 import os
 import signal
 import subprocess
@@ -77,10 +76,3 @@ def test_json_is_written_whole_or_not_at_all_and_what_is_no_object_in_a_file_is_
     with pytest.raises(TypeError):
         write_json(path, {"new": object()})
     assert read_json(path) == {"steps": 3} and [*tmp_path.iterdir()] == [path]
-
-
-def test_what_is_no_number_is_null_which_every_reader_of_json_knows(tmp_path):
-    results = {"val_loss": float("nan"), "val_perplexity": float("inf"), "rate": {"peak": -float("inf")}, "steps": [1]}
-    write_json(tmp_path / "a.json", results)
-    wanted = {"val_loss": None, "val_perplexity": None, "rate": {"peak": None}, "steps": [1]}
-    assert json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail) == wanted

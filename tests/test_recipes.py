@@ -20,7 +20,7 @@ from common.data.labelled import role_pairs
 from keras_replicas import UserError
 from recipes import __main__
 from tests.conftest import ROOT
-from tests.test_log import board
+from tests.test_log import board, lines_of
 
 LANGUAGE_MODELS = ["bert_mlm", "bert_from_scratch", "causal_lm"]
 OF_TEXTS = ["text_classifier", "glue_controller", "glue_custom_loop"]
@@ -83,11 +83,6 @@ def command(name, of, verb="run", *words):
     flags = [f"--{option.replace('_', '-')}={value}" for option, value in of.items() if not isinstance(value, bool)]
     flags += [f"--{option.replace('_', '-')}" for option, value in of.items() if value is True]
     return [sys.executable, "-m", "recipes", verb, *words, name, *flags]
-
-
-def lines_of(workdir):
-    path = Path(workdir, "steps.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
 def losses_of(workdir):
