@@ -75,8 +75,7 @@ def test_odd_files_are_read(tmp_path):
 @pytest.mark.parametrize("sentences", [600, 2000])
 def test_of_a_file_without_blank_lines_a_tenth_is_held_out(sentences, tmp_path):
     lines = [
-        f"This is the sentence number {i} of a file that has one on each line and no blank line.\n"
-        for i in range(sentences)
+        f"This is sentence number {i} of a file with one on each line and no blank line.\n" for i in range(sentences)
     ]
     (tmp_path / "a.txt").write_text("".join(lines))
     validation = "\n".join(documents_of(tmp_path, "validation"))
@@ -89,9 +88,7 @@ def test_tables_are_read_by_their_column_of_text(name, tmp_path, capsys):
     texts = [f"Text {i}, with a comma." for i in range(100)]
     for column in ("text", "review"):
         table = datasets.Dataset.from_dict({column: texts, "n": [*range(100)]})
-        {"json": table.to_json, "jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[name[2:]](
-            tmp_path / name
-        )
+        getattr(table, f"to_{name[2:].removesuffix('l')}")(tmp_path / name)
         assert sorted(documents_of(tmp_path / name)) == sorted(texts)
     (tmp_path / "README.txt").write_text("What this is.")
     (tmp_path / ".hidden.jsonl").write_text("{}")

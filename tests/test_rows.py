@@ -14,9 +14,10 @@ from common.data import rows as rows_module
 from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import Corpus, open_corpus
 from common.data.row_folders import kept_in, open_folder
-from common.data.rows import NO_LABEL, RowBatches, corpus_rows, fingerprint, open_rows, text_rows, write_rows
+from common.data.rows import RowBatches, corpus_rows, fingerprint, open_rows, text_rows, write_rows
 from common.data.vocabulary import encode, train_wordpieces
 from keras_replicas import UserError
+from tests.conftest import files_in
 
 pytestmark = pytest.mark.usefixtures("cache")
 LENGTH = 40
@@ -40,7 +41,7 @@ def in_shards_of(rows, monkeypatch, length=LENGTH):
 
 
 def written(folder, rows, tokenizer, length=LENGTH):
-    write_rows(folder, {"train": iter(rows), "validation": [np.array([1])], "test": []}, length, tokenizer, {"a": 1})
+    write_rows(folder, {"train": rows, "validation": [np.array([1])], "test": []}, length, tokenizer, {"a": 1})
     return open_rows(folder)
 
 
@@ -81,15 +82,6 @@ def test_any_reader_of_tfrecords_reads_the_shards(tokenizer, tmp_path, monkeypat
     assert [record[0] for record in records] == [3, 40, 7]
     for record, row in zip(records, given, strict=True):
         assert record[1:].tolist() == [*row, *[-1] * (LENGTH - len(row))]
-
-
-def test_what_is_no_label_is_a_token(tokenizer, tmp_path):
-    rows = written(tmp_path, [np.array([NO_LABEL - 7, NO_LABEL, 7, 0])], tokenizer)["train"]
-    ids, is_token, is_label = read(rows, [0])
-    assert ids[0, :5].tolist() == [7, 0, 7, 0, 0]
-    assert is_token[0, :5].tolist() == [True, True, True, True, False]
-    assert is_label[0, :5].tolist() == [False, False, True, True, False]
-    assert rows.counts(300)[[0, 7]].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(("longest", "length"), [(1, 32), (32, 32), (33, 64), (65, 70), (70, 70)])
@@ -207,9 +199,7 @@ def test_a_folder_that_was_not_finished_is_written_anew(corpus, tokenizer, tmp_p
     with pytest.raises(UserError, match="half has no rows of text, and no"):
         open_folder(str(half))
     corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in(str(half)))
-    assert {path.name for path in half.rglob("*")} == {path.name for path in whole.rglob("*")}
-    for path in whole.rglob("*.*"):
-        assert (half / path.relative_to(whole)).read_bytes() == path.read_bytes()
+    assert files_in(half) == files_in(whole)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "vocab.txt", "manifest.json"])
