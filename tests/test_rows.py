@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -188,12 +189,10 @@ def test_a_folder_of_rows_is_kept_and_refused_for_others(remote, corpus, tokeniz
 
 def test_a_folder_that_was_not_finished_is_written_anew(corpus, tokenizer, tmp_path, monkeypatch):
     whole, half = tmp_path / "whole", tmp_path / "half"
-    copy, copied = tf.io.gfile.copy, []
-    monkeypatch.setattr(
-        tf.io.gfile, "copy", lambda *paths, **options: copied.append(paths[1]) or copy(*paths, **options)
-    )
+    copy = mock.Mock(wraps=tf.io.gfile.copy)
+    monkeypatch.setattr(tf.io.gfile, "copy", copy)
     corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in(str(whole)))
-    assert copied[-1] == str(whole / "manifest.json")  # without it, the folder is not finished
+    assert copy.call_args.args[1] == str(whole / "manifest.json")  # without it, the folder is not finished
     (half / "tokenizer").mkdir(parents=True)
     (half / "train-00000.tfrecord").write_bytes(b"half")
     with pytest.raises(UserError, match="half has no rows of text, and no"):
@@ -293,30 +292,26 @@ def examples(folder, texts, tokenizer, name="input_ids", suffix=".tfrecord"):
 @pytest.mark.parametrize(
     ("kind", "name", "suffix"),
     [
-        ("vocab.txt", "input_ids", ".tfrecord"),
-        ("wordpieces", "token_ids", ".tfrecord-00000-of-00001.gz"),
-        ("byte pairs", "token_ids", ".tfrecord"),
-        ("remote", "token_ids", ".tfrecord"),
+        ("remote vocab.txt", "input_ids", ".tfrecord"),
+        ("WordPiece", "token_ids", ".tfrecord-00000-of-00001.gz"),
+        ("BPE", "token_ids", ".tfrecord"),
     ],
 )
 def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_path, monkeypatch, cache):
-    train = train_byte_pairs if kind == "byte pairs" else train_wordpieces
+    train = train_byte_pairs if kind == "BPE" else train_wordpieces
     tokenizer, folder = train(corpus.splits["train"], corpus.fingerprint, 300), tmp_path / "data"
     lines = [line for text in corpus.splits["train"]() for line in text.splitlines()]
     texts = [ids[:20].tolist() for ids in encode(lines[:10], tokenizer)]
     examples(folder, texts, tokenizer, name, suffix)
     ids = {piece: number for number, piece in enumerate(tokenizer.get_vocabulary())}
-    if kind in ("vocab.txt", "remote"):
+    if kind == "remote vocab.txt":
         (folder / "vocab.txt").write_text("\n".join(ids) + "\n")
-    elif kind == "wordpieces":
-        (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": ids}}))
-    else:
-        merges = [pair.split() for pair in tokenizer.merges]
-        (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": ids, "merges": merges}}))
-    if kind == "remote":
         for path in folder.iterdir():
             tf.io.gfile.copy(str(path), f"ram://examples/{path.name}")
         folder = "ram://examples/"
+    else:
+        merges = {"merges": [pair.split() for pair in tokenizer.merges]} if kind == "BPE" else {}
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": kind, "vocab": ids} | merges}))
     splits, again = open_folder(str(folder))
     assert [*splits] == ["train", "validation"]
     for split, expected in (("train", texts[:8]), ("validation", texts[8:])):
