@@ -71,9 +71,7 @@ def test_a_value_out_of_its_bounds_is_refused(name, value, told):
 
 
 def test_values_at_their_bounds_are_taken():
-    Config(
-        seq_length=3, batch_size=2**31 - 1, seed=2**32 - 1, learning_rate=1e-30, warmup=0.0, preset="", replicas=1024
-    )
+    Config(seq_length=3, batch_size=2**31 - 1, seed=2**32 - 1, learning_rate=1e-30, replicas=1024)
     Config(seq_length=2**16, batch_size=8, accumulate=8, warmup=math.nextafter(1, 0), max_steps=0)
 
 

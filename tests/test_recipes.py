@@ -85,13 +85,10 @@ def command(name, of, verb="run", *words):
     return [sys.executable, "-m", "recipes", verb, *words, name, *flags]
 
 
-def losses_of(workdir):
-    return [line["loss"] for line in lines_of(workdir)]
-
-
 def same_losses(ours, theirs, rtol=1e-5):
     """Of two runs: of each step, and of the validation."""
-    np.testing.assert_allclose(losses_of(ours[1]), losses_of(theirs[1]), rtol=rtol)
+    steps, others = ([line["loss"] for line in lines_of(workdir)] for _, workdir in (ours, theirs))
+    np.testing.assert_allclose(steps, others, rtol=rtol)
     assert ours[0]["val_loss"] == pytest.approx(theirs[0]["val_loss"], rel=rtol)
 
 

@@ -77,8 +77,8 @@ def test_accents_are_stripped_where_they_are_few():
 
 
 @pytest.mark.parametrize("train", [train_wordpieces, train_byte_pairs])
-def test_a_vocabulary_is_trained_once(train, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.usefixtures("cache")
+def test_a_vocabulary_is_trained_once(train):
     opened = []
 
     def documents():
