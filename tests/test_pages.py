@@ -225,15 +225,12 @@ def test_troubleshooting_has_each_fault_of_keras_and_messages_as_the_code_has_th
     )
     assert len(rows) > 10
     assert [anchor for anchor, _ in rows if f"(keras-under-tf-distribute.md#{anchor})" not in TROUBLES] == []
-    printed = []
-    for path in (path for folder in ("keras_replicas", "common", "recipes") for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                printed.append(node.value)
     ours = section(TROUBLES, "Several workers") + section(TROUBLES, "Text, models, folders")
     messages = re.findall(r"^\| `(.+?)`", ours, re.MULTILINE)
     assert len(messages) > 15
-    known = "\n".join(printed)
+    files = [path for folder in ("keras_replicas", "common", "recipes") for path in (ROOT / folder).rglob("*.py")]
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
+    known = "\n".join(str(node.value) for node in nodes if isinstance(node, ast.Constant))
     assert [message for message in messages if not all(part in known for part in message.split("…"))] == []
 
 

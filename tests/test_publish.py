@@ -26,7 +26,6 @@ from tests.conftest import files_in, python
 from tests.hub import URI, StandIn
 from tests.test_launch import wait_until
 
-TEXT = " ".join(map(str, range(14)))
 TOKENIZER = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(95))])
 PREPROCESSOR = keras_hub.models.BertMaskedLMPreprocessor(TOKENIZER, sequence_length=16)
 
@@ -68,8 +67,8 @@ def test_each_epochs_model_arrives_with_its_card(hub, tmp_path):
         model = data_parallel(masked_lm_from_size("nano", TOKENIZER, 0.0, 16))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss, weighted_metrics=["accuracy"])
-    x, y, weights = (np.array(part) if i else part for i, part in enumerate(PREPROCESSOR([TEXT] * 8)))
-    data = Batches(({name: np.array(value) for name, value in x.items()}, y, weights), 8)
+    examples = PREPROCESSOR([" ".join(map(str, range(14)))] * 8)
+    data = Batches(keras.tree.map_structure(np.array, examples), 8)
     publish = Publish(URI, False, tmp_path, PREPROCESSOR)
     arrived = []
 
