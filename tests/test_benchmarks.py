@@ -1,15 +1,9 @@
 """The arithmetic of the benchmarks, and that they run; their figures are measured by hand, on a quiet machine."""
 
-import argparse
 import ast
-import importlib
 import json
-import sys
 import tomllib
 
-import pytest
-
-from benchmarks import __main__ as program
 from benchmarks import compare, keras_tests, versions
 from benchmarks import machine as machine_module
 from keras_replicas.private import CHECKED_VERSIONS
@@ -79,29 +73,3 @@ def test_the_versions_that_pip_takes_and_that_the_library_knows_are_those_measur
         of_rows = {".".join(row[package].split(".")[:2]) for row in rows}
         assert {*minors} <= of_rows <= {*minors, f"{newest[0]}.{int(newest[1]) + 1}"}
     assert all((machine_module.ROOT / file).is_file() for file in versions.FILES)
-
-
-def test_every_benchmark_has_a_main_and_options():
-    for name in program.NAMES:
-        module = importlib.import_module(f"benchmarks.{name}")
-        module.add_arguments(argparse.ArgumentParser())
-        assert callable(module.main)
-
-
-@pytest.mark.parametrize(
-    ("program", "words", "told"),
-    [
-        ("benchmarks", "fine_tuning --preset nowhere", "no file or folder nowhere"),
-        ("benchmarks", "fine_tuning --preset .", "give a task's folder"),
-        ("benchmarks", "causal --rounds 0", "--rounds is too small: 0"),
-        ("benchmarks", "compare nowhere", "no checkout of nowhere"),
-        ("benchmarks.faults", "--nonsense", "unrecognized arguments: --nonsense"),
-        ("notebooks.generate", "nowhere", "no narrative nowhere"),
-    ],
-)
-def test_a_wrong_word_is_told_without_a_traceback(program, words, told, monkeypatch, capsys):
-    main = importlib.import_module(f"{program}.__main__" if program == "benchmarks" else program).main
-    monkeypatch.setattr(sys, "argv", [program, *words.split()])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2 and told in capsys.readouterr().err

@@ -2,6 +2,7 @@ import dataclasses
 import errno
 import importlib
 import logging
+import math
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from common.command_line import FIRST, marks_of, parse, quiet_stderr, run
 from keras_replicas import UserError
 from recipes._names import recipes
 from recipes.bert_mlm import Config
+from recipes.causal_lm import Config as CausalConfig
 from tests.conftest import ROOT, python
 
 PAGE = "recipes/bert_mlm.py"
@@ -46,6 +48,60 @@ def test_an_option_is_a_field():
 def test_a_wrong_word_is_one_line_and_status_2(words, told, capfd):
     status, out, err = ended(capfd, *words.split())
     assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and told in err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("seq_length", 2, "--seq-length must be from 3 to 65536; got 2"),
+        ("batch_size", 2**31, "--batch-size must be from 1 to 2147483647; got 2147483648"),
+        ("max_steps", 10**400, f"--max-steps must be from 0 to 2147483647; got {10**400}"),
+        ("replicas", 1025, "--replicas must be from 0 to 1024; got 1025"),
+        ("seed", 2**32, "--seed must be from 0 to 4294967295; got 4294967296"),
+        ("learning_rate", math.nan, "--learning-rate must be from 1e-30 to 1000000000.0; got nan"),
+        ("warmup", 1.0, "--warmup must be from 0 to 0.9999999999999999; got 1.0"),
+        ("corpus", "", "--corpus is empty: name one, or leave it out"),
+        ("workdir", "gs://bucket/run", "--workdir gs://bucket/run must be a folder of this machine"),
+        ("accumulate", 3, "--accumulate 3 must divide --batch-size 16"),
+    ],
+)
+def test_a_value_out_of_its_bounds_is_refused(name, value, told):
+    with pytest.raises(UserError) as error:
+        Config(**{name: value})
+    assert str(error.value) == told
+
+
+@pytest.mark.parametrize("data", ["x.csv", "no_such_folder", "setup.cfg"])
+def test_what_is_no_data_of_a_causal_model_is_refused_at_once(data):
+    with pytest.raises(UserError, match=f"--data {data} must be a .jsonl file or a folder; other texts are for --corp"):
+        CausalConfig(data=data)
+
+
+def test_values_at_their_bounds_are_taken():
+    Config(seq_length=3, batch_size=2**31 - 1, seed=2**32 - 1, learning_rate=1e-30, replicas=1024)
+    Config(seq_length=2**16, batch_size=8, accumulate=8, warmup=math.nextafter(1, 0), max_steps=0)
+
+
+def test_an_input_must_not_lie_in_the_runs_folder(tmp_path, monkeypatch):
+    (tmp_path / "run/deeper").mkdir(parents=True)
+    (tmp_path / "run/deeper/a.txt").write_text("text")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    inside = ("run", "run/deeper/a.txt"), ("link", "run/deeper"), (str(tmp_path / "run"), "link"), (".", "run")
+    for workdir, corpus in inside:
+        with pytest.raises(UserError, match=f"--corpus {corpus} lies in the run's folder, which --overwrite moves"):
+            Config(workdir=workdir, corpus=corpus)
+    with pytest.raises(UserError, match="the run's folder lies in --corpus run, which is read: give another"):
+        Config(workdir="run/deeper/new", corpus="run")
+    for workdir, corpus in (("other", "run"), ("run", "gs://run/deeper"), ("run", "x" * 300)):
+        Config(workdir=workdir, corpus=corpus)
+
+
+def test_a_resumed_run_must_have_all_options_but_the_free_ones():
+    free = {"workdir", "replicas", "checkpoint_every", "overwrite", "dry_run", "accumulate", "jit"}
+    config = Config(seed=7)
+    fixed = {name: value for name, value in vars(config).items() if name not in free}
+    assert config.fixed("a") == {"recipe": "a"} | fixed and fixed["seed"] == 7
 
 
 @pytest.mark.parametrize("backend", ["jax", ""])

@@ -1,4 +1,4 @@
-"""`python -m recipes` and its commands."""
+"""`python -m recipes` and its commands; what programs say of a wrong word."""
 
 import os
 import re
@@ -37,20 +37,23 @@ def test_run_and_the_file_itself_are_the_same(no_tensorflow):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("program", "words", "message"),
     [
-        (["run", "bert_mml"], "there is no recipe bert_mml. Choose one of: bert_from_scratch bert_mlm"),
-        (["run"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm causal_lm"),
-        (["launch", "--workers", "2"], "give the name of a recipe first, one of: bert_from_scratch bert_mlm"),
-        (["rnu", "bert_mlm"], "invalid choice: 'rnu'"),
-        (["cp", "bert_mlm"], "the following arguments are required: DEST. See python -m recipes cp --help"),
+        ("recipes", "run bert_mml", "there is no recipe bert_mml. Choose one of: bert_from_scratch bert_mlm"),
+        ("recipes", "run", "give the name of a recipe first, one of: bert_from_scratch bert_mlm causal_lm"),
+        ("recipes", "launch --workers 2", "give the name of a recipe first, one of: bert_from_scratch bert_mlm"),
+        ("recipes", "rnu bert_mlm", "invalid choice: 'rnu'"),
+        ("recipes", "cp bert_mlm", "the following arguments are required: DEST. See python -m recipes cp --help"),
+        ("benchmarks", "fine_tuning --preset .", "give a task's folder"),
+        ("benchmarks", "causal --rounds 0", "--rounds is too small: 0"),
+        ("benchmarks", "compare nowhere", "no checkout of nowhere"),
     ],
 )
-def test_a_wrong_word_is_one_line_and_status_2(words, message, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["recipes", *words])
+def test_a_wrong_word_is_one_line_and_status_2(program, words, message, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", [program, *words.split()])
     on_ctrl_c = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "recipes/__main__.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / program / "__main__.py"), run_name="__main__")
     signal.signal(signal.SIGINT, on_ctrl_c)
     out, err = capfd.readouterr()
     assert (end.value.code, out, err.count("\n")) == (2, "", 1) and message in err

@@ -21,7 +21,7 @@ def test_wikitext_folder(wikitext, tmp_path):
     corpus = open_corpus(str(wikitext))
     assert list(corpus.splits) == ["train", "validation", "test"]
     articles = list(corpus.splits["train"]())
-    assert sum(article.startswith("= ") for article in articles) == 24
+    assert sum(article.startswith("= ") for article in articles) == 10
     assert list(corpus.splits["train"]()) == articles  # a stream can be opened again
     assert "[UNK]" in "".join(articles) and "<unk>" not in "".join(articles)
     words = (wikitext / "wiki.train.tokens").read_text().replace("<unk>", "[UNK]").split()
@@ -75,8 +75,7 @@ def test_odd_files_are_read(tmp_path):
 @pytest.mark.parametrize("sentences", [600, 2000])
 def test_of_a_file_without_blank_lines_a_tenth_is_held_out(sentences, tmp_path):
     lines = [
-        f"This is the sentence number {i} of a file that has one on each line and no blank line.\n"
-        for i in range(sentences)
+        f"This is sentence number {i} of a file with one on each line and no blank line.\n" for i in range(sentences)
     ]
     (tmp_path / "a.txt").write_text("".join(lines))
     validation = "\n".join(documents_of(tmp_path, "validation"))
@@ -89,9 +88,7 @@ def test_tables_are_read_by_their_column_of_text(name, tmp_path, capsys):
     texts = [f"Text {i}, with a comma." for i in range(100)]
     for column in ("text", "review"):
         table = datasets.Dataset.from_dict({column: texts, "n": [*range(100)]})
-        {"json": table.to_json, "jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[name[2:]](
-            tmp_path / name
-        )
+        getattr(table, f"to_{name[2:].removesuffix('l')}")(tmp_path / name)
         assert sorted(documents_of(tmp_path / name)) == sorted(texts)
     (tmp_path / "README.txt").write_text("What this is.")
     (tmp_path / ".hidden.jsonl").write_text("{}")
@@ -120,15 +117,11 @@ def test_a_broken_table_is_named(tmp_path):
 
 
 def test_a_fingerprint_follows_every_byte(tmp_path):
-    def fingerprint(path):
-        return open_corpus(str(path)).fingerprint
-
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.txt").write_text("two")
-    before = fingerprint(tmp_path)
-    assert fingerprint(tmp_path / "a.txt") != before == fingerprint(tmp_path)
+    one, both, again = (open_corpus(str(path)).fingerprint for path in (tmp_path / "a.txt", tmp_path, tmp_path))
     (tmp_path / "b.txt").write_text("twO")
-    assert fingerprint(tmp_path) != before
+    assert len({one, both, again, open_corpus(str(tmp_path)).fingerprint}) == 3 and both == again
 
 
 @pytest.mark.slow
@@ -158,11 +151,10 @@ def test_what_is_no_corpus(tmp_path):
         open_corpus(str(tmp_path))
 
 
-@pytest.mark.parametrize("content", [b"good\n\ncaf\xe9", bytes(range(128))])
-def test_what_is_not_text_is_named_with_its_line(content, tmp_path):
+@pytest.mark.parametrize(("content", "line"), [(b"good\n\ncaf\xe9", 3), (bytes(range(128)), 1)])
+def test_what_is_not_text_is_named_with_its_line(content, line, tmp_path):
     (tmp_path / "good.txt").write_text("text")
     (tmp_path / "odd.txt").write_bytes(content)
-    line = 3 if b"good" in content else 1
     with pytest.raises(UserError, match=f"odd.txt, line {line} is not UTF-8 text; convert it"):
         documents_of(tmp_path)
 

@@ -153,9 +153,8 @@ def test_predict_gives_a_row_for_each_example_in_the_splits_order():
             model = data_parallel(keras.models.clone_model(plain))
         model.set_weights(plain.get_weights())
         for seed in (None, 5):
-            np.testing.assert_allclose(
-                model.predict(data.batches("train", batch, seed), verbose=0), expected, atol=1e-5
-            )
+            found = model.predict(data.batches("train", batch, seed), verbose=0)
+            np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_workers_with_other_texts_or_labels_are_told_apart_and_numbers_are_labels():

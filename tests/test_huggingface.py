@@ -195,12 +195,8 @@ def test_a_random_head_is_neither_exported_nor_used(preset, exported, byte_pairs
     Path(headless, "task.weights.h5").unlink()
     models.BertBackbone.from_preset(preset).save_to_preset(backbone)
     models.BertTextClassifier.from_preset(preset, num_classes=2).save_to_preset(classifier)
-    why = {
-        headless: "task.weights.h5",
-        backbone: "task.json",
-        classifier: "a BertTextClassifier",
-        "none": "preset none",
-    }
+    why = {headless: "task.weights.h5", backbone: "task.json", classifier: "a BertTextClassifier"}
+    why |= {"none": "preset none"}
     for other, reason in why.items():
         with pytest.raises(ValueError, match=f"^cannot (load|export) {other}.*{reason}"):
             export(other, tmp_path / "hf")

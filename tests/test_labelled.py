@@ -120,7 +120,7 @@ def test_jsonl_and_two_texts(tmp_path):
 
 def test_a_tenth_of_a_single_file_is_held_out(tmp_path):
     lines = [f"Text number {n}.\t{'even' if n % 2 == 0 else 'odd'}\n" for n in range(2000)]
-    write(tmp_path, {"all.tsv": "text\tlabel\n" + "".join(lines), "half.tsv": "text\tlabel\n" + "".join(lines[:1000])})
+    write(tmp_path, {"all.tsv": "text\tlabel\n" + "".join(lines)})
     found = open_examples("own", str(tmp_path / "all.tsv"), "text", "label")
     train, validation = found.splits["train"], found.splits["validation"]
     assert found.classes == ["even", "odd"]
@@ -128,8 +128,6 @@ def test_a_tenth_of_a_single_file_is_held_out(tmp_path):
     numbers = [int(re.search(r"\d+", text)[0]) for (text,) in train.texts + validation.texts]
     assert sorted(numbers) == list(range(2000)) and train.indices + validation.indices == [*map(str, numbers)]
     assert [number % 2 for number in numbers] == train.labels + validation.labels
-    half = open_examples("own", str(tmp_path / "half.tsv"), "text", "label")
-    assert set(half.splits["validation"].texts) < set(validation.texts)  # an example's split is its own
 
 
 def test_roles():
@@ -156,7 +154,6 @@ FOLDERS = [
     ({"dev.tsv": "sentence\tlabel\nA\t1\nB\t2\n"}, 'dev.tsv, line 3: the label must be one of 0, 1; got "2"'),
     ({"dev.tsv": b"sentence\tlabel\nA\t1\ncaf\xe9 \t1\n"}, "dev.tsv, line 3: 'utf-8' codec can't decode"),
     ({"train.tsv": "sentence\tlabel\nA\t1\nB\t1\n"}, "all labels of the split train are the same"),
-    ({"train.tsv": "sentence\nA\nB\n"}, "train.tsv, line 2 has no column 'label'; it has 'sentence'"),
 ]
 
 
@@ -188,11 +185,6 @@ OWN_FILES = [
     ("a.csv", 'text,label\n"A,0\nB,1\n', "a.csv, line 3: unexpected end of data"),
     ("a.csv", 'text,label\nA,0\n"B" C,1\n', "a.csv, line 3: ',' expected after '\"'"),
     ("a.csv", 'text,label\n"A\nB",0\nC\n', "a.csv, line 4: 1 fields, divided by ',', for 2 columns"),
-    (
-        "a.csv",
-        "text,label\nGood, really,1\n",
-        "a.csv, line 2: 3 fields, divided by ',', for 2 columns, 'text', 'label'",
-    ),
     ("a.csv", "text,label\nA,0\nB,1\n", "the split validation has no examples"),
     ("a.csv", 'text,label\nA,"0\n1"\n', 'a.csv, line 3: a label must be a text of one line or an integer; got "0\\n1"'),
     ("a.jsonl", '{"text": "A", "label": 0}\n{"text": "B"\n', "a.jsonl, line 2: Expecting ',' delimiter"),
@@ -241,9 +233,8 @@ def test_a_thousandth_of_the_rows_may_be_malformed_and_is_counted(tmp_path, caps
 
 def test_classes_are_told_with_their_counts_and_what_is_doubtful(tmp_path, capsys):
     labels = ["positive"] * 3 + [" positive", "-", "NaN"]
-    write(
-        tmp_path, {f"{split}.csv": "text,label\n" + "".join(f"A,{x}\n" for x in labels) for split in ("train", "val")}
-    )
+    table = "text,label\n" + "".join(f"A,{label}\n" for label in labels)
+    write(tmp_path, {"train.csv": table, "val.csv": table})
     open_examples("own", str(tmp_path), "text", "label")
     assert capsys.readouterr().out == (
         "classes: ' positive' 1, '-' 1, 'NaN' 1, 'positive' 3\n"
@@ -253,11 +244,6 @@ def test_classes_are_told_with_their_counts_and_what_is_doubtful(tmp_path, capsy
     )
     write(tmp_path, {"all.csv": "text,label\n" + "".join(f"A,{n}\n" for n in range(60)) + "A,x\n" * 3})
     refuses("61 of 63 labels differ: name the column", tmp_path, "own", str(tmp_path / "all.csv"), "text", "label")
-
-
-def test_labels_that_training_does_not_have(tmp_path):
-    folder = write(tmp_path, {"train.csv": "text,label\nA,x\nB,y\n", "dev.csv": "text,label\nA,x\nB,z\n"})
-    refuses('dev.csv, line 3: the label must be one of x, y; got "z"', tmp_path, "own", folder, "text", "label")
 
 
 @pytest.mark.parametrize(

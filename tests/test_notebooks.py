@@ -1,71 +1,42 @@
-"""The notebooks: what is committed is what is generated, it has been run, and it still runs."""
+"""The notebooks and the guide: what is committed is what is generated, it has been run, and it still runs."""
 
 import importlib.util
 import json
+import os
 import re
+import sys
 import types
 
 import nbformat
 import pytest
 
-from notebooks import generate
-from tests.conftest import ROOT
+from notebooks import generate, tutobook
+from tests.conftest import ROOT, python
 
-NAMES = list(generate.narratives())
-RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("[a-z]*.py"))}
-ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])/(?:home|root|tmp|usr|opt|var|work|content|Users|private)/|[A-Z]:\\")
-
-
-def committed(name):
-    return nbformat.read(generate.FOLDER / f"{name}.ipynb", as_version=4)
+GUIDE = tutobook.GUIDES / "data_parallel_training_with_keras_hub.py"
+SOURCE = GUIDE.read_text(encoding="utf-8")
+RESULTS = re.compile(
+    r"2 replicas, batch 64, rate 1.41e-03.*validation loss (\S+), unigram baseline (\S+)\n"
+    r".*SparseCategoricalCrossentropy: relative difference at most (\S+)\n"
+    r"GlobalCrossEntropy: relative difference at most (\S+)\n",
+    re.DOTALL,
+)
 
 
 def outputs(notebook):
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
-def test_each_narrative_has_a_notebook_and_a_row_of_the_page():
-    assert {path.stem for path in generate.FOLDER.glob("*.ipynb")} == set(NAMES)
-    page = (generate.FOLDER / "README.md").read_text()
-    assert set(re.findall(r"^\| \[.*\]\((\w+).ipynb\)", page, re.MULTILINE)) == set(NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", generate.narratives())
 def test_a_notebook_is_what_is_generated_and_was_run(name):
-    notebook = committed(name)
+    notebook = nbformat.read(generate.FOLDER / f"{name}.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     again = generate.generate(generate.narratives()[name], generate.ADDRESS.search(code[0].source)[1])
     sources, generated = ([(cell.cell_type, cell.source) for cell in each.cells] for each in (notebook, again))
     assert sources == generated, "run `python -m notebooks.generate`"
-    assert "## Three things to try\n" in notebook.cells[-1].source
     advice = "run `python -m notebooks.generate --execute`"
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), advice
-    shown = outputs(notebook)
-    assert not [output for output in shown if output.output_type == "error" or output.get("name") == "stderr"]
-    assert any("image/png" in output.get("data", {}) for output in shown)
-    for output in shown:
-        text = output.get("text", "") + output.get("data", {}).get("text/plain", "")
-        assert not ABSOLUTE_PATH.search(text)
-        assert not re.search(r"warning:|\x1b|\r|\x08|INFO:|^[IWE]0000", text, re.IGNORECASE | re.MULTILINE)
-    assert (generate.FOLDER / f"{name}.ipynb").stat().st_size < 400_000
-
-
-@pytest.mark.parametrize("path", RECIPES.values(), ids=RECIPES)
-def test_a_recipe_in_parts_is_the_whole_recipe(path):
-    """All its lines but those of a program and of early returns; each block of the function is valid by itself."""
-    parts = generate.recipe_parts(path)
-    shown = {line.strip().removesuffix(";") for part in parts.values() for line in part.splitlines()}
-    shown |= {f"return {line}" for line in shown}
-    program = path.read_text().index("\ndef main(")
-    left = [line.strip() for line in path.read_text()[:program].splitlines() if line.strip() not in shown]
-    known = (
-        r'# SPDX|"""|if (__name__|run\.results|config\.dry_run)|CONFIG = |return (run|print)|def train_|with open_run'
-    )
-    assert [line for line in left if not re.match(known, line)] == []
-    blocks = [part for name, part in parts.items() if name.startswith("train_and_evaluate ")]
-    assert len(blocks) > 4
-    for block in blocks:
-        compile(block, path.name, "exec")
+    assert not [shown for shown in outputs(notebook) if shown.output_type == "error" or shown.get("name") == "stderr"]
 
 
 @pytest.fixture
@@ -80,7 +51,7 @@ def narrative(tmp_path):
 
 
 def test_all_parts_of_a_recipe_must_be_there_in_their_order(narrative):
-    path = RECIPES["bert_mlm"]
+    path = ROOT / "recipes/bert_mlm.py"
     parts = [*generate.recipe_parts(path)]
     for linked in (parts[:-1], parts[::-1], [*parts, "main"]):
         with pytest.raises(ValueError, match=parts[-1]):
@@ -118,9 +89,46 @@ BEFORE_A_RELEASE = [pytest.param(name, marks=pytest.mark.long) for name in ("dat
 
 # A recipe's cells are the recipe's own code, which its tests run; so one of those, and all others.
 @pytest.mark.parametrize("name", [pytest.param("your_own_model", marks=pytest.mark.slow), *BEFORE_A_RELEASE])
-def test_a_notebook_runs(name, small, monkeypatch):
-    tiny = {option: value for option, value in small.items() if option not in ("workdir", "max_steps")}
+def test_a_notebook_runs(name, wikitext, monkeypatch):
+    tiny = {"corpus": str(wikitext), "model": "nano", "vocabulary_size": 300, "seq_length": 32, "batch_size": 8}
+    tiny |= {"dropout": 0.0, "epochs": 1}
     monkeypatch.setenv("NOTEBOOK_OPTIONS", json.dumps(tiny))
     notebook = generate.generate(generate.narratives()[name])
     generate.execute(notebook, timeout=6000)
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
+
+
+def check_results(printed):
+    """That replicas are exact with the guide's loss alone; returns how much better than the baseline the model is."""
+    loss, baseline, keras_difference, difference = map(float, RESULTS.search(printed).groups())
+    assert difference < 1e-6 < 1e-5 < keras_difference
+    return baseline - loss
+
+
+def test_the_guide_imports_what_a_reader_has():
+    names = re.findall(r"^(?:import|from) (\w+)", SOURCE, re.MULTILINE)
+    assert set(names) - sys.stdlib_module_names == {"keras", "keras_hub", "numpy", "tensorflow"}
+
+
+def test_the_guides_notebook_is_what_is_generated_and_was_run():
+    notebook = nbformat.read(GUIDE.with_suffix(".ipynb"), as_version=4)
+    both = notebook, tutobook.notebook_of(GUIDE)
+    sources, generated = ([(cell.cell_type, cell.source) for cell in each.cells] for each in both)
+    assert sources == generated, "run `python -m notebooks.tutobook`"
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert check_results("".join(output.text for cell in code for output in cell.outputs)) > 0.05
+
+
+@pytest.mark.slow
+def test_the_guide_runs_alone(tmp_path):
+    """From an empty folder, with two epochs of its four, and a part of its text."""
+    small = SOURCE.replace("EPOCHS = 4\n", "EPOCHS = 2\n").replace(' + sorted(library.glob("[a-z]*/*.py"))', "")
+    assert len(small) < len(SOURCE) - 30
+    (tmp_path / GUIDE.name).write_text(small, encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name not in ("KERAS_BACKEND", "PYTHONPATH")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "-1"}
+    done = python("-I", GUIDE.name, cwd=tmp_path, env=environment)  # -I: neither PYTHONPATH nor the user's packages
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_results(done.stdout)
+    assert list(tmp_path.glob("logs/train/events*")) and list(tmp_path.glob("logs/validation/events*"))

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,23 +23,13 @@ from common.model.causal_lm import END
 from common.model.masked_lm import masked_lm_from_size
 from keras_replicas import UserError
 from recipes import __main__
-from tests.conftest import ROOT, articles_after_the_licence
-from tests.test_log import board
+from tests.conftest import ROOT
+from tests.test_log import board, lines_of
 from tests.test_rows import examples
 
 LANGUAGE_MODELS = ["bert_mlm", "bert_from_scratch", "causal_lm"]
 OF_TEXTS = ["text_classifier", "glue_controller", "glue_custom_loop"]
 FIT = [*LANGUAGE_MODELS, "text_classifier"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    """A short text for each split, in WikiText's form."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for seed, (name, articles) in enumerate((("train", 8), ("valid", 2), ("test", 1))):
-        lines = [line for article in articles_after_the_licence(seed, articles) for line in article[:20]]
-        (folder / f"wiki.{name}.tokens").write_text("\n".join([" = Heading = ", "", *lines]))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +43,7 @@ def pairs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def options(pairs, corpus):
+def options(pairs, wikitext):
     """A function of a recipe's name and of changes: options of a run that takes seconds, of two uneven epochs."""
 
     def of(name, **changes):
@@ -61,7 +52,7 @@ def options(pairs, corpus):
         if name == "bert_from_scratch":
             small["architecture"] = "roberta"
         if name in LANGUAGE_MODELS:
-            return small | {"corpus": str(corpus)} | changes
+            return small | {"corpus": str(wikitext)} | changes
         columns = {"text_columns": "first,second", "label_column": "same"}
         return small | {"task": "own", "data": str(pairs)} | columns | changes
 
@@ -99,18 +90,10 @@ def command(name, of, verb="run", *words):
     return [sys.executable, "-m", "recipes", verb, *words, name, *flags]
 
 
-def lines_of(workdir):
-    path = Path(workdir, "steps.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-
-
-def losses_of(workdir):
-    return [line["loss"] for line in lines_of(workdir)]
-
-
 def same_losses(ours, theirs, rtol=1e-5):
     """Of two runs: of each step, and of the validation."""
-    np.testing.assert_allclose(losses_of(ours[1]), losses_of(theirs[1]), rtol=rtol)
+    steps, others = ([line["loss"] for line in lines_of(workdir)] for _, workdir in (ours, theirs))
+    np.testing.assert_allclose(steps, others, rtol=rtol)
     assert ours[0]["val_loss"] == pytest.approx(theirs[0]["val_loss"], rel=rtol)
 
 
@@ -177,8 +160,10 @@ def test_how_a_step_is_computed_does_not_change_what_is(name, change, trained):
 def test_a_dry_run_prints_the_plan_and_writes_nothing(name, options, tmp_path, capsys):
     assert train(name, options(name, dry_run=True, max_steps=9, workdir=str(tmp_path / "run"))) == {}
     said = capsys.readouterr().out
-    for told in ("parameters in float32", "9 steps", "learning rate by step", "'s input:"):
-        assert told in said, said
+    assert re.search(r"\d parameters in float32\n9 steps, \d+ in an epoch; in the first, [1-9]\d* tokens\n", said)
+    assert f"  1.00e-03 {'#' * 40}\n" in said and said.count("#\n") > 5  # the learning rate by step
+    assert "the first sequence's input:\n    " in said
+    assert ("the first sequence's labels:\n    " in said) == (name in LANGUAGE_MODELS)
     assert ("memory in the first 3" in said) == (name in FIT)
     assert not (tmp_path / "run").exists()
 

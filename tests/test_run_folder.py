@@ -4,9 +4,9 @@ import os
 import pytest
 
 from common.files import write_json
-from common.run_folder import chief_alone, open_run
+from common.run_folder import open_run
 from keras_replicas import UserError
-from tests.conftest import ROOT, python
+from tests.conftest import ROOT, files_in, python
 
 OPTIONS = {"recipe": "a", "seed": 0, "rate": 0.1, "model": None}
 
@@ -29,10 +29,6 @@ def begun(folder, **changes):
 def write(path, text="text"):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-
-
-def files_in(folder):
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("[!.]*") if path.is_file()}
 
 
 def aside(folder):
@@ -75,14 +71,6 @@ def test_a_run_goes_on_only_with_what_it_began_with(folder):
         run.begin_with("data", {"checksum": 2})
 
 
-def test_a_complete_run_is_given_back(folder, capsys):
-    with open_run(str(folder), OPTIONS) as run:
-        assert run.finish({"steps": 3, "val_loss": float("nan")})["steps"] == 3
-    assert capsys.readouterr().out == ""
-    assert opened(folder).results == {"steps": 3, "val_loss": None}
-    assert capsys.readouterr().out == f"The run in {folder} is complete; overwrite it to start afresh.\n"
-
-
 def test_overwrite_moves_a_run_aside_whole_and_says_where(folder, capsys):
     begun(folder)
     write(folder / "notes.txt", "mine")
@@ -90,7 +78,7 @@ def test_overwrite_moves_a_run_aside_whole_and_says_where(folder, capsys):
     before = files_in(folder)
     assert opened(folder, overwrite=True, seed=1).results is None
     (old,) = aside(folder)
-    assert files_in(old) == before and files_in(folder).keys() == {"config.json"}
+    assert files_in(old) == before and files_in(folder).keys() == {".lock", "config.json"}
     assert capsys.readouterr().out == f"The old run is now in {old}; delete it when you no longer need it.\n"
     write_json(folder / "results.json", {})
     opened(folder, overwrite=True)  # in the same second
@@ -152,7 +140,7 @@ def test_a_link_to_a_folder_is_moved_aside_but_not_the_current_folder(folder, mo
     link.symlink_to(folder)
     write(folder / "steps.jsonl")
     opened(link, overwrite=True, seed=2)
-    assert link.is_symlink() and files_in(folder).keys() == {"config.json"} and len(aside(folder)) == 1
+    assert link.is_symlink() and files_in(folder).keys() == {".lock", "config.json"} and len(aside(folder)) == 1
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -160,22 +148,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     for place in (tmp_path / "file", tmp_path / "file/run", "/proc/run"):
         with pytest.raises(UserError, match=r"cannot write to the folder .*\(.+\): give another"):
             opened(place)
-
-
-def test_a_run_without_a_folder_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with open_run(None, OPTIONS, overwrite=True) as run:
-        assert run.results is None and run.keep("scaled", lambda: (8, 0.1)) == (8, 0.1)
-    assert not list(tmp_path.iterdir())
-
-
-def test_alone_the_chief_passes_on_what_its_work_returns_and_raises():
-    def refuse():
-        raise UserError("no room")
-
-    assert chief_alone(lambda: 3) == 3
-    with pytest.raises(UserError, match="no room"):
-        chief_alone(refuse)
 
 
 # One of two workers: what each is told of runs that they open together.

@@ -77,8 +77,8 @@ def test_accents_are_stripped_where_they_are_few():
 
 
 @pytest.mark.parametrize("train", [train_wordpieces, train_byte_pairs])
-def test_a_vocabulary_is_trained_once(train, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.usefixtures("cache")
+def test_a_vocabulary_is_trained_once(train):
     opened = []
 
     def documents():
@@ -110,9 +110,7 @@ def test_encode_gives_the_ids_of_keras_hub(kind, request):
     texts = [*TEXTS, *AWKWARD]
     for text, ids in zip(texts, encode(texts, tokenizer), strict=True):
         assert ids.dtype == np.int32 and ids.tolist() == np.asarray(tokenizer(text)).tolist(), text
-    for text, ids in zip(AWKWARD, ids_of(AWKWARD, tokenizer), strict=True):
-        if kind == "byte_pairs":
-            assert tokenizer.detokenize(ids) == text  # nothing is lost
+        assert kind == "wordpieces" or tokenizer.detokenize(ids) == text  # nothing is lost
 
 
 def test_the_ids_come_in_order_and_few_texts_are_held(wordpieces, monkeypatch):
