@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from benchmarks.features import no_autotune
 from keras_replicas import data_parallel, make_strategy
-from tests.conftest import collective_strategy
+from tests.conftest import assert_same, collective_strategy, interrupt_at, on_replicas
 
 FEATURES, BATCH = 4, 7
 X, Y = np.random.default_rng(0).normal(size=(2, 19, FEATURES)).astype(np.float32)
@@ -159,9 +159,7 @@ def test_the_arrays_of_a_generator_stay_as_they_are():
     # TensorFlow copies what does not begin at a multiple of 64 bytes.
     x, y = (raw[at : at + size].reshape(SHAPE) for at in (begin, begin + size))
     assert x.ctypes.data % 64 == y.ctypes.data % 64 == 0
-    with make_strategy(2).scope():
-        model = data_parallel(keras.Sequential)([keras.layers.Rescaling(3.0), keras.layers.Dense(16)])
-        model.compile("sgd", "mse")
+    model = on_replicas(keras.layers.Rescaling(3.0), keras.layers.Dense(16))
     x[:] = y[:] = 1.0
     model.fit(((x, y) for _ in range(2)), verbose=0)
     model.evaluate(((x, y) for _ in range(2)), verbose=0)
@@ -169,11 +167,9 @@ def test_the_arrays_of_a_generator_stay_as_they_are():
     assert (x == 1).all() and (y == 1).all()
 
 
-class Squares(keras.losses.Loss):
+def squares(y_true, y_pred):
     """Not one of Keras's: nothing is known of it."""
-
-    def call(self, y_true, y_pred):
-        return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+    return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
 
 
 def test_a_loss_of_its_own_sees_predictions_in_16_bits_and_masks_of_all_replicas():
@@ -185,7 +181,7 @@ def test_a_loss_of_its_own_sees_predictions_in_16_bits_and_masks_of_all_replicas
         with strategy.scope():
             embedding = keras.layers.Embedding(4, 8, mask_zero=True, dtype="mixed_bfloat16")
             model = data_parallel(keras.Sequential)([embedding, keras.layers.Dense(2, dtype="mixed_bfloat16")])
-            model.compile(keras.optimizers.SGD(0.1), Squares())
+            model.compile(keras.optimizers.SGD(0.1), squares)
         histories.append(model.fit(batches(ids, np.ones([5, 3, 2], np.float32)), epochs=3, verbose=0).history["loss"])
     np.testing.assert_allclose(histories[1], histories[0], rtol=1e-2)
 
@@ -201,12 +197,6 @@ def test_all_stop_after_the_step_in_which_one_was_told_to(eagerly, steps):
     assert stopped == [False, True, False]
 
 
-class Die(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if self.model.steps_done == 7:  # of 12: after the first of the third epoch
-            raise KeyboardInterrupt
-
-
 @pytest.mark.slow
 def test_backup_and_restore_goes_on_with_the_epoch_after_the_last_whole_one(tmp_path):
     def trained(folder, *callbacks):
@@ -219,9 +209,8 @@ def test_backup_and_restore_goes_on_with_the_epoch_after_the_last_whole_one(tmp_
     begun = []
     whole = trained("whole")
     with pytest.raises(KeyboardInterrupt):
-        trained("stopped", Die())
-    for mine, theirs in zip(trained("stopped"), whole, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+        trained("stopped", interrupt_at(7))  # of 12: after the first of the third epoch
+    assert_same(trained("stopped"), whole)
     assert begun == [0, 1, 2, 3, 0, 1, 2, 2, 3]
 
 
@@ -251,9 +240,6 @@ def test_parts_of_a_batch_are_computed_one_after_another():
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_none_for_an_input_that_a_model_needs_is_refused_as_by_keras(replicas):
-    with make_strategy(replicas).scope():
-        x = keras.Input((3,))
-        model = data_parallel(keras.Model(x, keras.layers.Dense(1)(x)))
-        model.compile("sgd", "mse")
+    model = on_replicas(keras.Input((3,)), keras.layers.Dense(1), strategy=make_strategy(replicas))
     with pytest.raises(ValueError, match="not optional"):
         model.fit([None], np.ones((4, 1)), verbose=0)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from benchmarks.features import Autoencoder, X, Y
 from keras_replicas import Checkpoints, StepLog, data_parallel
+from tests.conftest import assert_same, interrupt_at
 
 X, Y = X[:22], Y[:22]
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -86,8 +87,7 @@ def trained(build, wrap, strategy=None, callbacks=(), epochs=2):
 
 def assert_equal(ours, plain):
     assert ours[0] == plain[0]
-    for mine, theirs in zip(ours[1], plain[1], strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    assert_same(ours[1], plain[1])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -101,15 +101,10 @@ def test_one_replica_computes_what_keras_does(name, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_of_one_replica_that_was_interrupted_ends_with_the_same_bits(name, tmp_path):
-    class Kill(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if self.model.steps_done >= 8:
-                raise KeyboardInterrupt
-
     build = MODELS[name]
     whole = trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "whole", every=1)])
     with contextlib.suppress(KeyboardInterrupt):
-        trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1), Kill()])
+        trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1), interrupt_at(8)])
     assert_equal(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1)]), whole)
 
 
