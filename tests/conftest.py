@@ -59,9 +59,9 @@ def python(*words, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **options)
 
 
-def wait_until(condition, what: str | Path, seconds=600):
-    """Waits for a condition; where it does not come in time, fails with what it is, or with the text of a log."""
-    deadline = time.monotonic() + seconds
+def wait_until(condition, what: str | Path):
+    """Waits ten minutes at most for a condition; then fails with what it is, or with the text of a log."""
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline, what.read_text() if isinstance(what, Path) and what.exists() else what
         time.sleep(0.05)
@@ -136,7 +136,7 @@ def no_tensorflow(tmp_path_factory) -> dict[str, str]:
     """The environment of a process in which importing TensorFlow fails."""
     folder = tmp_path_factory.mktemp("no_tensorflow")
     (folder / "tensorflow.py").write_text("raise ImportError('TensorFlow must not be imported')")
-    return os.environ | {"PYTHONPATH": str(folder)}
+    return os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
 @pytest.fixture(scope="session")

@@ -276,8 +276,7 @@ class WithAScalar(Own):
 def test_what_would_be_computed_otherwise_is_refused(make, told):
     with make_strategy(2).scope():
         model = make()
-        own = isinstance(model, Own)
-        model.compile("sgd", None if own else keras.losses.MeanSquaredError(reduction="none"))
+        model.compile("sgd", None if isinstance(model, Own) else keras.losses.MeanSquaredError(reduction="none"))
     with pytest.raises(ValueError, match=told):
         model.fit(X, Y, BATCH, verbose=0)
 
@@ -289,15 +288,6 @@ def test_parts_of_a_batch_set_between_two_fits_count():
         data_parallel(model, accumulate=2)
     with pytest.raises(ValueError, match="accumulate needs a model without BatchNormalization: set accumulate = 1"):
         model.fit(X, Y, BATCH, verbose=0)
-
-
-def test_a_number_of_parts_or_a_target_that_makes_no_sense_is_refused():
-    for value in (0, "2"):
-        with pytest.raises(ValueError, match=f"accumulate must be a number of parts, 1 or more, not {value!r}"):
-            data_parallel(keras.Sequential(), accumulate=value)
-    for wrong in (layers.Dense(1), layers.Dense, "a model"):
-        with pytest.raises(TypeError, match="takes a Keras model, or a subclass of keras.Model; got"):
-            data_parallel(wrong)
 
 
 @pytest.mark.parametrize("rest", [True, False])
@@ -322,10 +312,9 @@ def test_a_train_step_of_its_own_comes_with_a_warning():
             return super().train_step(data)
 
     with make_strategy(2).scope():
-        with pytest.warns(UserWarning, match="Trained.train_step runs on each replica"):
-            data_parallel(Trained)().compile("sgd", "mse")
-        with pytest.warns(UserWarning, match="Scored.test_step runs on each replica"):
-            data_parallel(Scored)().compile("sgd", "mse")
+        for kind, step in ((Trained, "Trained.train_step"), (Scored, "Scored.test_step")):
+            with pytest.warns(UserWarning, match=f"{step} runs on each replica"):
+                data_parallel(kind)().compile("sgd", "mse")
         with warnings.catch_warnings(action="error", category=UserWarning):
             data_parallel(Wrapped)().compile("sgd", "mse")
         model = data_parallel(Trained, accumulate=2)()

@@ -81,7 +81,13 @@ def test_the_mean_loss_of_an_epoch_is_over_examples_or_over_labels(mean_over, re
     assert model.fit(batches(x, y, weight), verbose=0).history["loss"] == pytest.approx([expected], rel=1e-5)
 
 
-def test_a_mean_over_anything_else_is_refused():
+def test_an_argument_or_a_target_that_makes_no_sense_is_refused():
+    for value in (0, "2"):
+        with pytest.raises(ValueError, match=f"accumulate must be a number of parts, 1 or more, not {value!r}"):
+            data_parallel(keras.Sequential(), accumulate=value)
+    for wrong in (keras.layers.Dense(1), keras.layers.Dense, "a model"):
+        with pytest.raises(TypeError, match="takes a Keras model, or a subclass of keras.Model; got"):
+            data_parallel(wrong)
     with pytest.raises(ValueError, match="mean_over must be 'examples' or 'labels', not 'tokens'"):
         data_parallel(keras.Sequential, mean_over="tokens")
 

@@ -26,14 +26,13 @@ def tensorflows_own(monkeypatch):
 
 def num_threads_that_read(dataset):
     """The fewest that five readings start: threads of other work come and go meanwhile."""
-    return min(_num_threads_of_a_reading(dataset) for _ in range(5))
-
-
-def _num_threads_of_a_reading(dataset):
-    before = set(os.listdir("/proc/self/task"))
-    iterator = iter(make_strategy(2).experimental_distribute_dataset(dataset))
-    next(iterator)
-    return len(set(os.listdir("/proc/self/task")) - before)
+    found = []
+    for _ in range(5):
+        before = set(os.listdir("/proc/self/task"))
+        iterator = iter(make_strategy(2).experimental_distribute_dataset(dataset))
+        next(iterator)
+        found.append(len(set(os.listdir("/proc/self/task")) - before))
+    return min(found)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in Linux's /proc")

@@ -1,5 +1,6 @@
 """`fit` that begins and ends in the middle of an epoch."""
 
+import functools
 import warnings
 
 import keras
@@ -7,9 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_replicas import Batches, Checkpoints, StepLog, checkpoints, data_parallel, make_strategy
+from keras_replicas import Batches, Checkpoints, StepLog, checkpoints, make_strategy
 from keras_replicas.losses import loss_adds_up, metric_adds_up
-from tests.conftest import assert_same
+from tests.conftest import assert_same, on_replicas
 
 X = np.random.default_rng(0).normal(size=(56, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
@@ -35,10 +36,8 @@ class Told(keras.callbacks.Callback):
 
 def make_model(**compile_arguments):
     keras.utils.set_random_seed(0)
-    with make_strategy(2).scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.1), "mse", **compile_arguments)
-        return data_parallel(model)
+    optimizer = functools.partial(keras.optimizers.Adam, 0.1)
+    return on_replicas(keras.Input((3,)), keras.layers.Dense(1), optimizer=optimizer, **compile_arguments)
 
 
 def fit(model, folder, max_steps=None, **arguments):
@@ -61,10 +60,8 @@ def test_it_ends_where_it_is_told_to(tmp_path):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_steps_own_values_are_numbers(replicas, tmp_path):
     """An F1 score is a vector, which a line of the log has no place for."""
-    with make_strategy(replicas).scope():
-        model = keras.Sequential([keras.layers.Dense(2, activation="softmax")])
-        model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score()])
-        data_parallel(model)
+    options = {"loss": "categorical_crossentropy", "metrics": [keras.metrics.F1Score()]}
+    model = on_replicas(keras.layers.Dense(2, "softmax"), strategy=make_strategy(replicas), **options)
     model.fit(X[:8], np.eye(2)[[0, 1] * 4], 4, callbacks=[StepLog(tmp_path)], verbose=0)
     assert model.step_values.keys() == {"loss", "learning_rate"}
 
