@@ -8,13 +8,14 @@ import pytest
 import tensorflow as tf
 
 from benchmarks.features import no_autotune
-from keras_replicas import data_parallel, make_strategy
+from keras_replicas import data_parallel, make_strategy, steps_in_one_call
 from tests.conftest import assert_same, collective_strategy, interrupt_at, on_replicas
 
 FEATURES, BATCH = 4, 7
 X, Y = np.random.default_rng(0).normal(size=(2, 19, FEATURES)).astype(np.float32)
 # Of 8 examples, the first of two replicas has one weight in five, and with four replicas the second has none.
 WEIGHTS = np.array([1, 0, 0, 0, 1, 1, 1, 1], np.float32)
+WEIGHTED = keras.losses.MeanSquaredError("mean_with_sample_weight")
 
 
 def batches(*data, size=BATCH):
@@ -26,16 +27,14 @@ def sgd(rate=0.1, **options):
     return lambda: keras.optimizers.SGD(rate, **options)
 
 
-def make_model(
-    replicas, *layers, optimizer=keras.optimizers.SGD, loss="mse", policy="float32", accumulate=1, **options
-):
+def make_model(replicas, *layers, optimizer=keras.optimizers.SGD, policy="float32", accumulate=1, **options):
     keras.utils.set_random_seed(1)
     keras.config.set_dtype_policy(policy)
     try:
         with make_strategy(replicas).scope():
             dense = keras.layers.Dense(FEATURES, "tanh"), *layers, keras.layers.Dense(FEATURES)
             model = keras.Sequential([keras.Input((FEATURES,)), *dense])
-            model.compile(optimizer(), loss, **options)
+            model.compile(optimizer(), **{"loss": "mse"} | options)
             return data_parallel(model, accumulate=accumulate)
     finally:
         keras.config.set_dtype_policy("float32")
@@ -45,17 +44,13 @@ def weights_of(model):
     return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
 
 
-def mean_with_sample_weight():
-    return keras.losses.MeanSquaredError("mean_with_sample_weight")
-
-
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_options_at_once_end_with_the_same_weights(replicas):
     """One by one, they are rows of the conformance table."""
     data = np.tile(X[:16], (2, 1)), np.tile(Y[:16], (2, 1)), np.tile(WEIGHTS, 4)
     found = []
     for each, options in (1, {}), (replicas, {"accumulate": 2, "jit_compile": True, "steps_per_execution": 3}):
-        model = make_model(each, optimizer=sgd(global_clipnorm=0.5), loss=mean_with_sample_weight(), **options)
+        model = make_model(each, optimizer=sgd(global_clipnorm=0.5), loss=WEIGHTED, **options)
         history = model.fit(batches(*data, size=8), epochs=2, verbose=0).history
         found.append([*history["loss"], *weights_of(model)])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
@@ -70,7 +65,7 @@ def test_the_mean_loss_of_an_epoch_is_over_examples_or_over_labels(mean_over, re
     weight = rng.uniform(size=(19, 5)).astype(np.float32) * (rng.uniform(size=(19, 1)) < 0.5)
     with make_strategy(replicas).scope():
         model = data_parallel(keras.Sequential([keras.Input((5, FEATURES)), keras.layers.Dense(FEATURES)]))
-        data_parallel(model, mean_over=mean_over).compile(keras.optimizers.SGD(0.0), mean_with_sample_weight())
+        data_parallel(model, mean_over=mean_over).compile(keras.optimizers.SGD(0.0), WEIGHTED)
     losses = np.square(model.predict(x, verbose=0) - y).mean(axis=-1) * weight
     parts = [slice(at, at + BATCH) for at in range(0, 19, BATCH)]
     if mean_over == "labels":
@@ -136,6 +131,16 @@ def test_steps_of_one_call_keep_their_own_values():
     assert found[0].keys() == {"loss", "mae", "learning_rate"}
     for name, values in found[0].items():
         np.testing.assert_allclose(found[1][name], values, rtol=1e-6)
+
+
+def test_each_step_of_a_call_has_its_values_in_their_shapes_and_knows_of_the_stop():
+    def step(iterator, stop):
+        number = next(iterator)
+        return {"number": number, "table": tf.reshape(tf.range(6) + 6 * number, [2, 3]), "stop": stop}
+
+    values = steps_in_one_call(step)(iter(tf.data.Dataset.range(3, output_type=tf.int32)), 3, True)
+    assert (values["number"].tolist(), values["stop"].tolist()) == ([0, 1, 2], [1, 1, 1])
+    np.testing.assert_array_equal(values["table"], np.arange(18).reshape(3, 2, 3))
 
 
 def test_epoch_values_are_exact_and_steps_are_their_own():

@@ -19,10 +19,9 @@ from benchmarks.faults import children
 from keras_replicas.cluster import worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.launch import free_addresses, tf_configs
-from tests.conftest import MESSAGES, ROOT, wait_until
+from tests.conftest import MESSAGES, ROOT, python, wait_until
 
 LAUNCH = [sys.executable, "-m", "keras_replicas", "launch"]
-RECIPES = [sys.executable, "-m", "recipes", "launch"]
 # A script that ends, dies or waits as it is told, without TensorFlow. Its files are named after its rank and its start.
 SCRIPT = """
 import json, os, signal, sys, time
@@ -130,10 +129,10 @@ def test_the_guide_and_help_need_no_tensorflow(words, no_tensorflow):
 
 
 def test_a_recipe_is_launched_by_its_name():
-    status, _, errors = finish(start("--workers", 2, "bert", command=RECIPES))
-    assert status == 2 and "there is no recipe bert. Choose one of: bert_from_scratch bert_mlm" in errors
-    status, output, errors = finish(start("--workers", 1, "bert_mlm", "--help", command=RECIPES))
-    assert (status, errors) == (0, "") and "--mask-rate" in output
+    done = python("-m", "recipes", "launch", "--workers", 2, "bert")
+    assert done.returncode == 2 and "there is no recipe bert. Choose one of: bert_from_scratch bert_mlm" in done.stderr
+    done = python("-m", "recipes", "launch", "--workers", 1, "bert_mlm", "--help")
+    assert (done.returncode, done.stderr) == (0, "") and "--mask-rate" in done.stdout
 
 
 def test_the_addresses_of_workers(monkeypatch):

@@ -14,7 +14,6 @@ from tests.conftest import assert_same, on_replicas
 
 X = np.random.default_rng(0).normal(size=(56, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
-STEPS = 4  # an epoch
 
 
 class Told(keras.callbacks.Callback):

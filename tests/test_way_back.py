@@ -23,7 +23,6 @@ IDS = random.integers(1, TOKENS, (EXAMPLES, LENGTH)).astype(np.int32)
 TEXT = {"token_ids": IDS, "padding_mask": np.arange(LENGTH) < random.integers(2, LENGTH, (EXAMPLES, 1))}
 PAIRS = TEXT | {"segment_ids": np.zeros_like(IDS)}
 MASKED = PAIRS | {"mask_positions": np.tile(np.int32([1, 3]), (EXAMPLES, 1))}
-CLASSES = IDS[:, 0] % 2
 HUB = keras_hub.models
 
 
@@ -169,9 +168,7 @@ def test_a_plain_model_on_several_replicas_comes_with_a_warning(replicas, tmp_pa
 
 
 def test_a_train_step_that_is_no_models_comes_without_a_warning():
-    class Loop:
-        """A loop of one's own, as Orbit's."""
-
+    class Loop:  # of one's own, as Orbit's
         def train_step(self):
             return 1
 
