@@ -43,7 +43,7 @@ ENVIRONMENTS = (
 )
 TESTED = (
     *("any_model", "check", "cluster", "conformance", "data_parallel", "device_copies", "doctor", "generators", "gpus"),
-    *("gradients", "library", "noise", "one_replica", "order", "private", "rendezvous", "replicas"),
+    *("gradients", "library", "noise", "one_replica", "order", "private", "rendezvous"),
     *("resume", "strategy", "trainer", "training", "versions", "way_back"),
 )
 FILES = [f"tests/test_{name}.py" for name in TESTED]

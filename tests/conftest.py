@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 # Before the first import of Keras and TensorFlow; children of the tests inherit them.
@@ -22,6 +23,7 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 # Ignored in the background of a script, it would be by what the tests start too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -56,6 +58,44 @@ def python(*words, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **options)
 
 
+def wait_until(condition, what: str | Path):
+    """Waits ten minutes at most for a condition; then fails with what it is, or with the text of a log."""
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < deadline, what.read_text() if isinstance(what, Path) and what.exists() else what
+        time.sleep(0.05)
+
+
+def on_replicas(*layers, strategy=None, optimizer="sgd", loss="mse", accumulate=1, **options):
+    """A compiled data-parallel model of layers without variables yet, on two replicas; its optimizer by a function."""
+    import keras
+
+    from keras_replicas import data_parallel, make_strategy
+
+    with (strategy or make_strategy(2)).scope():
+        model = data_parallel(keras.Sequential, accumulate=accumulate)(list(layers))
+        model.compile(optimizer if isinstance(optimizer, str) else optimizer(), loss, **options)
+    return model
+
+
+def assert_same(ours, theirs, rtol=0.0, atol=0.0):
+    """As many arrays, with the same numbers, or within a tolerance."""
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol, atol)
+
+
+def interrupt_at(step):
+    """A callback that ends `fit` after that step, as a kill does."""
+    import keras
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.steps_done >= step:
+                raise KeyboardInterrupt
+
+    return Interrupt()
+
+
 def files_in(folder: Path) -> dict[str, bytes]:
     """The content of each file in a folder, by its path there."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -78,7 +118,7 @@ def no_tensorflow(tmp_path_factory) -> dict[str, str]:
     """The environment of a process in which importing TensorFlow fails."""
     folder = tmp_path_factory.mktemp("no_tensorflow")
     (folder / "tensorflow.py").write_text("raise ImportError('TensorFlow must not be imported')")
-    return os.environ | {"PYTHONPATH": str(folder)}
+    return os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +133,20 @@ def wikitext(tmp_path_factory) -> Path:
                 text = "\n".join(lines[int(len(lines) * draw())] for _ in range(10 + int(30 * draw())))
                 file.write(f" = Article {number} = \n \n {text.replace(' is ', ' <unk> ')}\n")
     return folder
+
+
+@pytest.fixture
+def nvidia_smi(monkeypatch, tmp_path):
+    """Makes the program answer with some words; the machine that runs this has no GPU."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def answer(*lines, status=0):
+        command = tmp_path / "nvidia-smi"
+        command.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {status}\n")
+        command.chmod(0o755)
+
+    return answer
 
 
 @pytest.fixture

@@ -2,18 +2,16 @@
 
 import json
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
 import keras
-import numpy as np
 import pytest
 
 from benchmarks.conformance import REPLICAS, RESULTS
 from benchmarks.features import BATCH, ROWS, X, Y, away_from_plain, cross_entropy, difference, functional, outcome
 from keras_replicas import data_parallel, exchange, is_chief, make_strategy
-from tests.conftest import ROOT
+from tests.conftest import assert_same, python
 
 
 def check(feature, replicas, found):
@@ -41,7 +39,7 @@ def of_workers(tmp_path_factory):
     """The outcomes of two workers, which run this file as a program."""
     folder = tmp_path_factory.mktemp("workers")
     words = ["launch", "--workers", "2", "--log-dir", folder, "-m", "tests.test_conformance", folder]
-    done = subprocess.run([sys.executable, "-m", "keras_replicas", *words], cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "keras_replicas", *words)
     assert done.returncode == 0, done.stderr[-2000:]
     return pickle.loads((folder / "outcomes").read_bytes())
 
@@ -76,8 +74,7 @@ def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):
     plain = run(keras.Model)
     with make_strategy(2).scope():
         ours = run(data_parallel(keras.Model))
-    for mine, theirs in zip(ours, plain, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert_same(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 if __name__ == "__main__":

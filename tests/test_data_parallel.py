@@ -8,13 +8,14 @@ import pytest
 import tensorflow as tf
 
 from benchmarks.features import no_autotune
-from keras_replicas import data_parallel, make_strategy
-from tests.conftest import collective_strategy
+from keras_replicas import data_parallel, make_strategy, steps_in_one_call
+from tests.conftest import assert_same, collective_strategy, interrupt_at, on_replicas
 
 FEATURES, BATCH = 4, 7
 X, Y = np.random.default_rng(0).normal(size=(2, 19, FEATURES)).astype(np.float32)
 # Of 8 examples, the first of two replicas has one weight in five, and with four replicas the second has none.
 WEIGHTS = np.array([1, 0, 0, 0, 1, 1, 1, 1], np.float32)
+WEIGHTED = keras.losses.MeanSquaredError("mean_with_sample_weight")
 
 
 def batches(*data, size=BATCH):
@@ -26,16 +27,14 @@ def sgd(rate=0.1, **options):
     return lambda: keras.optimizers.SGD(rate, **options)
 
 
-def make_model(
-    replicas, *layers, optimizer=keras.optimizers.SGD, loss="mse", policy="float32", accumulate=1, **options
-):
+def make_model(replicas, *layers, optimizer=keras.optimizers.SGD, policy="float32", accumulate=1, **options):
     keras.utils.set_random_seed(1)
     keras.config.set_dtype_policy(policy)
     try:
         with make_strategy(replicas).scope():
             dense = keras.layers.Dense(FEATURES, "tanh"), *layers, keras.layers.Dense(FEATURES)
             model = keras.Sequential([keras.Input((FEATURES,)), *dense])
-            model.compile(optimizer(), loss, **options)
+            model.compile(optimizer(), **{"loss": "mse"} | options)
             return data_parallel(model, accumulate=accumulate)
     finally:
         keras.config.set_dtype_policy("float32")
@@ -45,17 +44,13 @@ def weights_of(model):
     return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
 
 
-def mean_with_sample_weight():
-    return keras.losses.MeanSquaredError("mean_with_sample_weight")
-
-
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_options_at_once_end_with_the_same_weights(replicas):
     """One by one, they are rows of the conformance table."""
     data = np.tile(X[:16], (2, 1)), np.tile(Y[:16], (2, 1)), np.tile(WEIGHTS, 4)
     found = []
     for each, options in (1, {}), (replicas, {"accumulate": 2, "jit_compile": True, "steps_per_execution": 3}):
-        model = make_model(each, optimizer=sgd(global_clipnorm=0.5), loss=mean_with_sample_weight(), **options)
+        model = make_model(each, optimizer=sgd(global_clipnorm=0.5), loss=WEIGHTED, **options)
         history = model.fit(batches(*data, size=8), epochs=2, verbose=0).history
         found.append([*history["loss"], *weights_of(model)])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
@@ -70,7 +65,7 @@ def test_the_mean_loss_of_an_epoch_is_over_examples_or_over_labels(mean_over, re
     weight = rng.uniform(size=(19, 5)).astype(np.float32) * (rng.uniform(size=(19, 1)) < 0.5)
     with make_strategy(replicas).scope():
         model = data_parallel(keras.Sequential([keras.Input((5, FEATURES)), keras.layers.Dense(FEATURES)]))
-        data_parallel(model, mean_over=mean_over).compile(keras.optimizers.SGD(0.0), mean_with_sample_weight())
+        data_parallel(model, mean_over=mean_over).compile(keras.optimizers.SGD(0.0), WEIGHTED)
     losses = np.square(model.predict(x, verbose=0) - y).mean(axis=-1) * weight
     parts = [slice(at, at + BATCH) for at in range(0, 19, BATCH)]
     if mean_over == "labels":
@@ -81,7 +76,13 @@ def test_the_mean_loss_of_an_epoch_is_over_examples_or_over_labels(mean_over, re
     assert model.fit(batches(x, y, weight), verbose=0).history["loss"] == pytest.approx([expected], rel=1e-5)
 
 
-def test_a_mean_over_anything_else_is_refused():
+def test_an_argument_or_a_target_that_makes_no_sense_is_refused():
+    for value in (0, "2"):
+        with pytest.raises(ValueError, match=f"accumulate must be a number of parts, 1 or more, not {value!r}"):
+            data_parallel(keras.Sequential(), accumulate=value)
+    for wrong in (keras.layers.Dense(1), keras.layers.Dense, "a model"):
+        with pytest.raises(TypeError, match="takes a Keras model, or a subclass of keras.Model; got"):
+            data_parallel(wrong)
     with pytest.raises(ValueError, match="mean_over must be 'examples' or 'labels', not 'tokens'"):
         data_parallel(keras.Sequential, mean_over="tokens")
 
@@ -132,6 +133,16 @@ def test_steps_of_one_call_keep_their_own_values():
         np.testing.assert_allclose(found[1][name], values, rtol=1e-6)
 
 
+def test_each_step_of_a_call_has_its_values_in_their_shapes_and_knows_of_the_stop():
+    def step(iterator, stop):
+        number = next(iterator)
+        return {"number": number, "table": tf.reshape(tf.range(6) + 6 * number, [2, 3]), "stop": stop}
+
+    values = steps_in_one_call(step)(iter(tf.data.Dataset.range(3, output_type=tf.int32)), 3, True)
+    assert (values["number"].tolist(), values["stop"].tolist()) == ([0, 1, 2], [1, 1, 1])
+    np.testing.assert_array_equal(values["table"], np.arange(18).reshape(3, 2, 3))
+
+
 def test_epoch_values_are_exact_and_steps_are_their_own():
     model = make_model(2, optimizer=sgd(0.0))
     unknown = batches(X, Y).filter(lambda *_: True)  # fit does not know how long it is
@@ -159,9 +170,7 @@ def test_the_arrays_of_a_generator_stay_as_they_are():
     # TensorFlow copies what does not begin at a multiple of 64 bytes.
     x, y = (raw[at : at + size].reshape(SHAPE) for at in (begin, begin + size))
     assert x.ctypes.data % 64 == y.ctypes.data % 64 == 0
-    with make_strategy(2).scope():
-        model = data_parallel(keras.Sequential)([keras.layers.Rescaling(3.0), keras.layers.Dense(16)])
-        model.compile("sgd", "mse")
+    model = on_replicas(keras.layers.Rescaling(3.0), keras.layers.Dense(16))
     x[:] = y[:] = 1.0
     model.fit(((x, y) for _ in range(2)), verbose=0)
     model.evaluate(((x, y) for _ in range(2)), verbose=0)
@@ -169,11 +178,9 @@ def test_the_arrays_of_a_generator_stay_as_they_are():
     assert (x == 1).all() and (y == 1).all()
 
 
-class Squares(keras.losses.Loss):
+def squares(y_true, y_pred):
     """Not one of Keras's: nothing is known of it."""
-
-    def call(self, y_true, y_pred):
-        return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+    return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
 
 
 def test_a_loss_of_its_own_sees_predictions_in_16_bits_and_masks_of_all_replicas():
@@ -185,7 +192,7 @@ def test_a_loss_of_its_own_sees_predictions_in_16_bits_and_masks_of_all_replicas
         with strategy.scope():
             embedding = keras.layers.Embedding(4, 8, mask_zero=True, dtype="mixed_bfloat16")
             model = data_parallel(keras.Sequential)([embedding, keras.layers.Dense(2, dtype="mixed_bfloat16")])
-            model.compile(keras.optimizers.SGD(0.1), Squares())
+            model.compile(keras.optimizers.SGD(0.1), squares)
         histories.append(model.fit(batches(ids, np.ones([5, 3, 2], np.float32)), epochs=3, verbose=0).history["loss"])
     np.testing.assert_allclose(histories[1], histories[0], rtol=1e-2)
 
@@ -201,12 +208,6 @@ def test_all_stop_after_the_step_in_which_one_was_told_to(eagerly, steps):
     assert stopped == [False, True, False]
 
 
-class Die(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if self.model.steps_done == 7:  # of 12: after the first of the third epoch
-            raise KeyboardInterrupt
-
-
 @pytest.mark.slow
 def test_backup_and_restore_goes_on_with_the_epoch_after_the_last_whole_one(tmp_path):
     def trained(folder, *callbacks):
@@ -219,9 +220,8 @@ def test_backup_and_restore_goes_on_with_the_epoch_after_the_last_whole_one(tmp_
     begun = []
     whole = trained("whole")
     with pytest.raises(KeyboardInterrupt):
-        trained("stopped", Die())
-    for mine, theirs in zip(trained("stopped"), whole, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+        trained("stopped", interrupt_at(7))  # of 12: after the first of the third epoch
+    assert_same(trained("stopped"), whole)
     assert begun == [0, 1, 2, 3, 0, 1, 2, 2, 3]
 
 
@@ -251,9 +251,6 @@ def test_parts_of_a_batch_are_computed_one_after_another():
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_none_for_an_input_that_a_model_needs_is_refused_as_by_keras(replicas):
-    with make_strategy(replicas).scope():
-        x = keras.Input((3,))
-        model = data_parallel(keras.Model(x, keras.layers.Dense(1)(x)))
-        model.compile("sgd", "mse")
+    model = on_replicas(keras.Input((3,)), keras.layers.Dense(1), strategy=make_strategy(replicas))
     with pytest.raises(ValueError, match="not optional"):
         model.fit([None], np.ones((4, 1)), verbose=0)

@@ -12,8 +12,8 @@ from tensorflow.python.data.ops import multi_device_iterator_ops as tensorflow_m
 from benchmarks.features import no_autotune
 from keras_replicas import device_copies
 from keras_replicas.batches import Batches, distribute
-from keras_replicas.model import data_parallel
 from keras_replicas.strategy import make_strategy
+from tests.conftest import on_replicas
 
 X = np.zeros((8, 4), np.float32)
 
@@ -26,14 +26,13 @@ def tensorflows_own(monkeypatch):
 
 def num_threads_that_read(dataset):
     """The fewest that five readings start: threads of other work come and go meanwhile."""
-    return min(_num_threads_of_a_reading(dataset) for _ in range(5))
-
-
-def _num_threads_of_a_reading(dataset):
-    before = set(os.listdir("/proc/self/task"))
-    iterator = iter(make_strategy(2).experimental_distribute_dataset(dataset))
-    next(iterator)
-    return len(set(os.listdir("/proc/self/task")) - before)
+    found = []
+    for _ in range(5):
+        before = set(os.listdir("/proc/self/task"))
+        iterator = iter(make_strategy(2).experimental_distribute_dataset(dataset))
+        next(iterator)
+        found.append(len(set(os.listdir("/proc/self/task")) - before))
+    return min(found)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in Linux's /proc")
@@ -46,12 +45,9 @@ def test_device_copies_have_no_thread_that_tunes_them(tensorflows_own):
 
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict", "distribute"])
 def test_whatever_reads_batches_leaves_their_device_copies_untuned(tensorflows_own, call):
-    strategy = make_strategy(2)
     if call == "distribute":
-        distribute(strategy, Batches(X, 2))
+        distribute(make_strategy(2), Batches(X, 2))
     else:
-        with strategy.scope():
-            model = data_parallel(keras.Sequential)([keras.Input([4]), keras.layers.Dense(4)])
-            model.compile(loss="mse")
+        model = on_replicas(keras.layers.Dense(4))
         getattr(model, call)(X, *([] if call == "predict" else [X]), verbose=0)
     assert tensorflow_module._create_device_dataset is not device_copies._create

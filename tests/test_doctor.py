@@ -3,24 +3,19 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from benchmarks.readme import with_tables
 from keras_replicas import doctor
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python
 
 MODELS = ["masked", "causal", "batch_norm"]
 RESUMED = "masked, interrupted in the middle of an epoch"
 
 
 def run(package, *words, cwd=ROOT):
-    environment = os.environ | {"PYTHONPATH": str(cwd)}
-    command = [sys.executable, "-m", package, "doctor", *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=1800)
+    return python("-m", package, "doctor", *words, cwd=cwd, env=os.environ | {"PYTHONPATH": str(cwd)}, timeout=1800)
 
 
 def test_a_row_is_shown_once_it_is_done_and_a_failure_is_the_status(monkeypatch, capsys):
@@ -93,8 +88,3 @@ def test_faults_are_told_of(tmp_path):
     failed = {check for check, row in found.items() if not row["passed"]}
     assert failed == {check for check, row in found.items() if row["found"].startswith("DIFFERENT")}
     assert failed >= FAULTS.keys()
-
-
-def test_its_page_has_the_results():
-    page = (ROOT / "docs/exactness.md").read_text(encoding="utf-8")
-    assert with_tables(page) == page

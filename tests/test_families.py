@@ -19,19 +19,10 @@ HUB = keras_hub.models
 SIZE = {"num_layers": 2, "hidden_dim": 32, "intermediate_dim": 64}
 ENCODER = {"num_heads": 2, "max_sequence_length": 32}
 SHARED = {"num_query_heads": 2, "num_key_value_heads": 1}  # keys and values, between two heads
-ENCODERS = {
-    "Roberta": ENCODER,
-    "DistilBert": ENCODER,
-    "Albert": ENCODER | {"embedding_dim": 16, "num_groups": 1, "num_inner_repetitions": 1},
-    "DebertaV3": ENCODER,
-}
-DECODERS = {
-    "GPT2": {"num_heads": 2, "max_sequence_length": 64},
-    "Gemma": SHARED | {"head_dim": 16},
-    "Llama": SHARED,
-    "Qwen": SHARED,
-    "Mistral": SHARED,
-}
+ENCODERS = dict.fromkeys(("Roberta", "DistilBert", "DebertaV3"), ENCODER)
+ENCODERS["Albert"] = ENCODER | {"embedding_dim": 16, "num_groups": 1, "num_inner_repetitions": 1}
+DECODERS = dict.fromkeys(("Llama", "Qwen", "Mistral"), SHARED)
+DECODERS |= {"GPT2": {"num_heads": 2, "max_sequence_length": 64}, "Gemma": SHARED | {"head_dim": 16}}
 
 
 def documents():

@@ -14,15 +14,11 @@ def expected(tmp_path_factory):
     return weights
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("SIGKILL of the chief", marks=pytest.mark.slow),
-        pytest.param("SIGKILL while a checkpoint is written", marks=pytest.mark.long),
-        pytest.param("SIGSTOP of a worker", marks=pytest.mark.long),
-        pytest.param("network cut between two hosts", marks=pytest.mark.long),
-    ],
-)
+SLOW = [pytest.param("SIGKILL of the chief", marks=pytest.mark.slow)]
+LONG = ["SIGKILL while a checkpoint is written", "SIGSTOP of a worker", "network cut between two hosts"]
+
+
+@pytest.mark.parametrize("fault", SLOW + [pytest.param(fault, marks=pytest.mark.long) for fault in LONG])
 def test_a_run_ends_as_if_nothing_had_happened(fault, expected, tmp_path):
     try:
         row = trial(fault, random.randrange(10**6), tmp_path / "run", expected)

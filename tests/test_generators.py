@@ -10,6 +10,7 @@ import scipy.sparse
 from keras_replicas.batches import Batches
 from keras_replicas.model import data_parallel
 from keras_replicas.strategy import make_strategy
+from tests.conftest import assert_same, on_replicas
 
 
 def sparse_batches(count=3):
@@ -32,15 +33,11 @@ def test_sparse_matrices_of_scipy_are_divided_among_replicas():
     plain = ways_of(keras.Sequential, lambda: ((x.toarray(), y) for x, y in sparse_batches()))
     with make_strategy(2).scope():
         ours = ways_of(data_parallel(keras.Sequential), sparse_batches)
-    for mine, theirs in zip(ours, plain, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-7)
+    assert_same(ours, plain, rtol=1e-6, atol=1e-7)
 
 
-def make_model(optimizer="sgd", loss="mse", strategy=None, **options):
-    with (strategy or make_strategy(2)).scope():
-        model = data_parallel(keras.Sequential)([keras.layers.Dense(1, kernel_initializer="zeros")])
-        model.compile(optimizer, loss, **options)
-    return model
+def make_model(**options):
+    return on_replicas(keras.layers.Dense(1, kernel_initializer="zeros"), **options)
 
 
 class Numbered(keras.utils.PyDataset):
@@ -75,7 +72,7 @@ class Turned(Numbered):
 
 def labels_seen(dataset, strategy=None, **options):
     """The label of each batch: the model says 0, and the loss is the distance."""
-    model = make_model(keras.optimizers.SGD(0.0), "mae", strategy)
+    model = make_model(optimizer=lambda: keras.optimizers.SGD(0.0), loss="mae", strategy=strategy)
     losses = []
     keep = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: losses.extend(model.step_values["loss"])
@@ -118,7 +115,7 @@ def test_a_generator_after_batches_of_ours_is_still_read_once():
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_the_optimizer_counts_no_step_beyond_the_data(steps_per_execution):
     """Keras's does, so that schedules and Adam's corrections of bias are ahead."""
-    model = make_model("adam", steps_per_execution=steps_per_execution)
+    model = make_model(optimizer="adam", steps_per_execution=steps_per_execution)
     x, calls = np.ones((20, 1), np.float32), []
     keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: calls.append(model.steps_in_call))
     model.fit(x, x, 4, epochs=3, verbose=0, callbacks=[keep])
@@ -127,8 +124,7 @@ def test_the_optimizer_counts_no_step_beyond_the_data(steps_per_execution):
 
 
 def test_predictions_of_batches_are_in_the_order_of_the_rows():
-    with make_strategy(2).scope():
-        model = data_parallel(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")]))
+    model = on_replicas(keras.layers.Dense(1, kernel_initializer="ones"))
     x = np.arange(20, dtype=np.float32)[:, None]
     np.testing.assert_array_equal(model.predict(Batches(x, 4), verbose=0), x)
 

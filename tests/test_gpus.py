@@ -4,20 +4,6 @@ from keras_replicas.errors import UserError
 from keras_replicas.gpus import free_memory, gpu_names, gpu_shares, visible_gpus
 
 
-@pytest.fixture
-def nvidia_smi(monkeypatch, tmp_path):
-    """Makes the program answer with some words; the machine that runs this has no GPU."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    def answer(*lines, status=0):
-        command = tmp_path / "nvidia-smi"
-        command.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {status}\n")
-        command.chmod(0o755)
-
-    return answer
-
-
 def test_a_gpu_is_a_line_and_its_parts_are_none(nvidia_smi):
     assert gpu_names() == []
     first, part, second = "GPU 0: NVIDIA H100", "  MIG 1g.10gb Device 0: (UUID: MIG-2)", "GPU 1: NVIDIA H100"

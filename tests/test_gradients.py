@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Gradients: rows of tables, weights that are used twice, and what would not be trained."""
 
 import keras

@@ -51,17 +51,10 @@ def test_the_texts_for_issues_are_those_of_the_page():
 def run_program(anchor, folder, **environment):
     """The program of a section: its status, what it printed, and whether a process of it was left."""
     (folder / "program.py").write_text(block("python", SECTIONS[ROWS[anchor][0]]), encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "program.py"],
-        cwd=folder,
-        env=os.environ
-        | {"CUDA_VISIBLE_DEVICES": "-1"}
-        | environment,  # conftest.py has set Keras's backend and TensorFlow's log
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that the workers that one program starts can be found
-    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1"} | environment
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options["start_new_session"] = True  # so that the workers that one program starts can be found
+    process = subprocess.Popen([sys.executable, "program.py"], cwd=folder, env=environment, **options)
     try:
         out, err = process.communicate(timeout=1200)
     finally:

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 import sysconfig
 import venv
 import zipfile
@@ -16,7 +15,7 @@ import pytest
 
 import keras_replicas
 from benchmarks.lines import lines_in
-from tests.conftest import ROOT, imported
+from tests.conftest import ROOT, imported, python
 
 LIBRARY = sorted((ROOT / "keras_replicas").glob("*.py"))
 USERS = [
@@ -31,7 +30,6 @@ COMMANDS = {
     (ROOT / "recipes/_doctor.py", "keras_replicas.doctor_models"),
 }
 PROGRAM = ROOT / "guides/train.py"
-EVALUATION = re.compile(r"^(\S+) (\S+)$")
 
 
 def test_a_user_has_few_names_each_with_its_words():
@@ -48,7 +46,7 @@ def test_a_user_has_few_names_each_with_its_words():
 
 def test_importing_the_library_loads_nothing(no_tensorflow):
     code = "import sys, keras_replicas as kr; print({'tensorflow', 'keras', 'numpy'} & set(sys.modules), len(dir(kr)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=no_tensorflow, capture_output=True, text=True)
+    done = python("-c", code, env=no_tensorflow)
     assert done.stdout.startswith("set() "), done.stderr
 
 
@@ -91,9 +89,7 @@ def test_the_readme_has_the_program_as_it_is():
 
 
 def test_without_the_extra_a_recipe_says_what_to_install():
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    words = [sys.executable, "-S", "-m", "recipes", "run", "bert_mlm"]  # -S: without any package
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = python("-S", "-m", "recipes", "run", "bert_mlm", env=plain_environment())  # -S: without any package
     told = "error: the recipes need keras_hub, tokenizers, tyro: pip install -e '.[recipes]' in the clone"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{told}\n")
 
@@ -102,22 +98,22 @@ def test_without_the_extra_a_recipe_says_what_to_install():
 def wheel(tmp_path_factory):
     """What `pip wheel` makes of the project."""
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", ".", "--no-deps", "-w", folder], cwd=ROOT, check=True)
+    python("-m", "pip", "wheel", "-q", ".", "--no-deps", "-w", folder, check=True)
     (made,) = folder.glob("*.whl")
     return made
 
 
 @pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
+def interpreter(wheel, tmp_path_factory):
     """The interpreter of an environment that holds the wheel, and sees this one's packages but nothing else of ours."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=True)
-    interpreter = folder / "bin/python"
-    words = [interpreter, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel]
+    found = folder / "bin/python"
+    words = [found, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel]
     subprocess.run(words, check=True, env=plain_environment())
     paths = sysconfig.get_paths("venv", {"base": str(folder)})
     Path(paths["purelib"], "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
-    return interpreter
+    return found
 
 
 def plain_environment():
@@ -126,65 +122,62 @@ def plain_environment():
     return {name: value for name, value in os.environ.items() if name not in ours} | {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(folder, *words):
+def run(interpreter, folder, *words):
     """A finished process, started in a folder with the user's program alone."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(PROGRAM.read_text())
-    return subprocess.run(words, cwd=folder, env=plain_environment(), capture_output=True, text=True)
+    return subprocess.run([interpreter, *words], cwd=folder, env=plain_environment(), capture_output=True, text=True)
 
 
 def evaluation(done):
     """The last line of the program's output: its loss and accuracy."""
     assert done.returncode == 0, done.stderr
-    return EVALUATION.match(done.stdout.splitlines()[-1]).groups()
+    return [float(each) for each in done.stdout.splitlines()[-1].split()]
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_library_alone(wheel, python):
+def test_the_wheel_holds_the_library_alone(wheel, interpreter):
     names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
     info = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
     assert {path.parts[0] for path in names} == {"keras_replicas", info}
     assert {path.name for path in LIBRARY} | {"py.typed"} == {p.name for p in names if p.parts[0] == "keras_replicas"}
     for module in ("common", "recipes"):
         code = f"import importlib.util; print(importlib.util.find_spec({module!r}))"
-        assert subprocess.check_output([python, "-I", "-c", code], text=True) == "None\n"
+        assert subprocess.check_output([interpreter, "-I", "-c", code], text=True) == "None\n"
 
 
 @pytest.mark.slow
-def test_the_program_computes_the_same_on_one_replica_two_and_two_workers(python, tmp_path):
-    ways = {"1": [python, "train.py", "1"], "2": [python, "train.py", "2"]}
-    ways["workers"] = [python, "-m", "keras_replicas", "launch", "--workers", "2", "train.py"]
-    found = {name: [float(each) for each in evaluation(run(tmp_path / name, *words))] for name, words in ways.items()}
+def test_the_program_computes_the_same_on_one_replica_two_and_two_workers(interpreter, tmp_path):
+    ways = {"1": ["train.py", "1"], "2": ["train.py", "2"]}
+    ways["workers"] = ["-m", "keras_replicas", "launch", "--workers", "2", "train.py"]
+    found = {name: evaluation(run(interpreter, tmp_path / name, *words)) for name, words in ways.items()}
     for name in found:
         assert found[name] == pytest.approx(found["1"], rel=1e-6)
     assert found["1"][1] > 0.9
 
 
-# Kills its own process after so many steps, then runs the program that comes next.
+# Runs the program, whose process it kills after so many steps.
 KILLED = """
-import os, runpy, signal, sys
+import itertools, os, runpy
 import keras
 
-steps, on_train_batch_end = 0, keras.callbacks.CallbackList.on_train_batch_end
+count, end = itertools.count(1), keras.callbacks.CallbackList.on_train_batch_end
 
-def counted(self, batch, logs=None):
-    global steps
-    steps += 1
-    on_train_batch_end(self, batch, logs)
-    if steps == int(sys.argv[-1]):
-        os.kill(os.getpid(), signal.SIGKILL)
+def end_or_die(*given):
+    end(*given)
+    if next(count) == STEPS:
+        os.kill(os.getpid(), 9)
 
-keras.callbacks.CallbackList.on_train_batch_end = counted
+keras.callbacks.CallbackList.on_train_batch_end = end_or_die
 runpy.run_path("train.py", run_name="__main__")
 """
 
 
 @pytest.mark.slow
-def test_the_program_that_was_killed_ends_as_if_it_had_not_been(python, tmp_path):
-    undisturbed = evaluation(run(tmp_path / "undisturbed", python, "train.py"))
+def test_the_program_that_was_killed_ends_as_if_it_had_not_been(interpreter, tmp_path):
+    undisturbed = evaluation(run(interpreter, tmp_path / "undisturbed", "train.py"))
     step = random.randint(17, 79)  # of 80, in epochs of 16
-    words = KILLED.replace("sys.argv[-1]", str(step))
-    assert run(tmp_path / "killed", python, "-c", words).returncode == -9
-    again = run(tmp_path / "killed", python, "train.py")
+    assert run(interpreter, tmp_path / "killed", "-c", KILLED.replace("STEPS", str(step))).returncode == -9
+    again = run(interpreter, tmp_path / "killed", "train.py")
     assert evaluation(again) == undisturbed, f"killed after step {step}"
     assert "Epoch 1/5" not in again.stdout and "Epoch 5/5" in again.stdout

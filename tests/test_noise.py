@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from keras_replicas import data_parallel, make_strategy, noise_of_step
 from keras_replicas.noise import noise_seeds
+from tests.conftest import on_replicas
 
 
 def make_model(*layers, **options):
@@ -75,7 +76,4 @@ def test_keras_may_have_drawn_under_another_strategy_before():
     keras.utils.clear_session()
     with tf.distribute.MirroredStrategy([tf.config.list_logical_devices()[0].name]).scope():
         keras.random.uniform((2,))
-    with make_strategy(2).scope():
-        model = data_parallel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]))
-        model.compile(loss="mse")
-    model.fit(np.zeros((8, 4)), np.zeros((8, 4)), verbose=0)
+    on_replicas(keras.layers.Dense(4)).fit(np.zeros((8, 4)), np.zeros((8, 4)), verbose=0)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from benchmarks.features import Autoencoder, X, Y
 from keras_replicas import Checkpoints, StepLog, data_parallel
+from tests.conftest import assert_same, interrupt_at
 
 X, Y = X[:22], Y[:22]
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -76,41 +77,30 @@ MODELS = {
 
 
 def trained(build, wrap, strategy=None, callbacks=(), epochs=2):
-    """History, weights and all other state."""
+    """Losses and metrics, weights and all other state."""
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = wrap(build())
     history = model.fit(X, Y, 4, epochs, 0, list(callbacks), shuffle=False).history
-    return history, [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
-
-
-def assert_equal(ours, plain):
-    assert ours[0] == plain[0]
-    for mine, theirs in zip(ours[1], plain[1], strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    return [*history.values(), *model.variables, *model.optimizer.variables]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_replica_computes_what_keras_does(name, tmp_path):
     build = MODELS[name]
     plain = trained(build, lambda model: model)
-    assert_equal(trained(build, data_parallel), plain)
-    assert_equal(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path, every=3)]), plain)
-    assert_equal(trained(build, data_parallel, tf.distribute.MirroredStrategy(["CPU:0"])), plain)
+    assert_same(trained(build, data_parallel), plain)
+    assert_same(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path, every=3)]), plain)
+    assert_same(trained(build, data_parallel, tf.distribute.MirroredStrategy(["CPU:0"])), plain)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_of_one_replica_that_was_interrupted_ends_with_the_same_bits(name, tmp_path):
-    class Kill(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if self.model.steps_done >= 8:
-                raise KeyboardInterrupt
-
     build = MODELS[name]
     whole = trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "whole", every=1)])
     with contextlib.suppress(KeyboardInterrupt):
-        trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1), Kill()])
-    assert_equal(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1)]), whole)
+        trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1), interrupt_at(8)])
+    assert_same(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path / "killed", every=1)]), whole)
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 4])

@@ -11,9 +11,8 @@ import pytest
 import tensorflow as tf
 
 from keras_replicas import private
-from keras_replicas.model import data_parallel
 from keras_replicas.strategy import make_strategy
-from tests.conftest import ROOT
+from tests.conftest import ROOT, imported, on_replicas
 
 SEAM = ROOT / "keras_replicas" / "private.py"
 FILES = sorted(path for room in ("keras_replicas", "common", "recipes") for path in (ROOT / room).rglob("*.py"))
@@ -41,14 +40,10 @@ def is_private(module: str) -> bool:
     return any(f"{module}.".startswith(f"{name}.") for name in PRIVATE)
 
 
-def private_modules(tree: ast.AST) -> list[str]:
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Attribute):  # `keras.src.backend`, once anything has imported it
+def private_modules(code: str) -> list[str]:
+    found = [*imported(code)]
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):  # `keras.src.backend`, once anything has imported it
             found.append(ast.unparse(node).replace("tf.", "tensorflow.", 1))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # for `importlib` or `getattr`
             found.append(node.value)
@@ -58,12 +53,7 @@ def private_modules(tree: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("path", [path for path in FILES if path != SEAM], ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_other_file_imports_private_modules(path):
-    assert private_modules(ast.parse(path.read_text(encoding="utf-8"))) == []
-
-
-def test_few_names_are_imported():
-    imports = [node for node in ast.walk(ast.parse(SEAM.read_text())) if isinstance(node, ast.ImportFrom)]
-    assert sum(len(node.names) for node in imports if is_private(node.module)) <= 18
+    assert private_modules(path.read_text(encoding="utf-8")) == []
 
 
 def attributes_and_definitions(trees) -> tuple[set[str], set[str]]:
@@ -76,16 +66,12 @@ def attributes_and_definitions(trees) -> tuple[set[str], set[str]]:
             used |= {each.value for each in node.args if isinstance(each, ast.Constant)}
         elif isinstance(node, ast.ClassDef):
             for each in node.body:
-                defined |= {name.id for name in ast.walk(each) if isinstance(name, ast.Name) and not _loads(name)}
+                stored = [n for n in ast.walk(each) if isinstance(getattr(n, "ctx", None), ast.Store)]
+                defined |= {n.id for n in stored if isinstance(n, ast.Name)}
                 if isinstance(each, ast.FunctionDef):
                     defined.add(each.name)
-                if isinstance(each, ast.FunctionDef) and each.name == "__init__":
-                    defined |= {n.attr for n in ast.walk(each) if isinstance(n, ast.Attribute) and not _loads(n)}
+                    defined |= {n.attr for n in stored if isinstance(n, ast.Attribute) and each.name == "__init__"}
     return {name for name in used if str(name).startswith("_") and not str(name).startswith("__")}, defined
-
-
-def _loads(node) -> bool:
-    return isinstance(node.ctx, ast.Load)
 
 
 def test_every_private_attribute_is_in_the_table():
@@ -100,10 +86,8 @@ def test_every_private_attribute_is_in_the_table():
 
 @functools.cache
 def compiled():
-    with make_strategy(2).scope():
-        layers = [keras.Input([2]), keras.layers.Dense(2), keras.layers.BatchNormalization()]
-        model = data_parallel(keras.Sequential)(layers)
-        model.compile("sgd", "mse", metrics=["mse"])
+    layers = [keras.Input([2]), keras.layers.Dense(2), keras.layers.BatchNormalization()]
+    model = on_replicas(*layers, metrics=["mse"])
     owners = {}
     keep = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: owners.update(epochs=model._fit_iterator))
     model.fit(np.ones((4, 2)), np.ones((4, 2)), steps_per_epoch=1, batch_size=4, callbacks=[keep], verbose=0)

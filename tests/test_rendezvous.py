@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -12,7 +10,7 @@ from keras_replicas.cluster import all_on_this_machine, worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.launch import free_addresses
 from keras_replicas.workers import _meet, close_to_other_machines
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python
 
 # A worker that is alone in its cluster, and the interfaces that its sockets listen on, before and after it has joined.
 WORKER = """
@@ -46,21 +44,18 @@ def test_a_worker_at_loopback_listens_to_its_own_machine_alone(host, meets_at):
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"{host}:{free.getsockname()[1]}"
     environment = os.environ | {"TF_CONFIG": json.dumps(worker_config([address], 0))}
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150
-    )
+    done = python("-c", WORKER, env=environment, timeout=150)
     assert done.returncode == 0 and "warning: port" not in done.stderr
     assert done.stdout.splitlines() == [str((meets_at, "")), str(("::", "lo"))]
 
 
 # One of two workers, and what it was told.
 OF_TWO = """
-import json, os
+import json
 import tensorflow as tf
 from tensorflow.python.eager.context import context
 from keras_replicas.cluster import worker_index
 from keras_replicas.errors import UserError
-from keras_replicas.launch import free_addresses
 from keras_replicas.workers import agree, exchange, join
 
 def refused(function, *arguments):
@@ -80,33 +75,18 @@ told = [
 ]
 print(json.dumps(told), flush=True)
 exchange({})  # before one leaves
-os._exit(0)
 """
 
 
 @pytest.mark.slow
-def test_two_workers_tell_each_other():
-    addresses = free_addresses(2)
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
-    environments = [os.environ | {"TF_CONFIG": json.dumps(worker_config(addresses, index))} for index in range(2)]
-    processes = [subprocess.Popen([sys.executable, "-c", OF_TWO], env=each, **options) for each in environments]
-    try:
-        answers = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+def test_two_workers_tell_each_other(tmp_path):
+    (tmp_path / "tell.py").write_text(OF_TWO)
+    words = ["launch", "--workers", 2, "--log-dir", tmp_path, tmp_path / "tell.py"]
+    done = python("-m", "keras_replicas", *words, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100)
     different = "worker 1 is another: seed 1, not 0, more 2, not None"
-    assert answers == [[[{"worker": 0}, {"worker": 1}], "lost", None, different, [15_000, 300_000]]] * 2
-
-
-def test_who_has_not_come_is_named(monkeypatch):
-    own, *others = addresses = free_addresses(3)
-    monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(addresses, 0)))
-    host, port = others[0].split(":")
-    with socket.create_server((host, int(port))) as hanging:  # its machine takes the call, and it says nothing
-        hanging.listen()
-        with pytest.raises(UserError, match=f"^these workers have not joined within 1 s: {', '.join(sorted(others))}$"):
-            _meet(0.9)
+    for printed in (done.stdout, (tmp_path / "worker-1.log").read_text()):
+        told = json.loads(next(line for line in printed.splitlines() if line.startswith("[[")))
+        assert told == [[{"worker": 0}, {"worker": 1}], "lost", None, different, [15_000, 300_000]]
 
 
 def test_a_port_in_use_is_named(monkeypatch):
@@ -120,43 +100,16 @@ def test_a_port_in_use_is_named(monkeypatch):
         _meet(1)
 
 
-@pytest.fixture
-def listening():
-    """A socket as TensorFlow's, on all interfaces."""
-    with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listening:
-        yield listening
-
-
-@pytest.fixture
-def workers_at(listening, monkeypatch):
-    """Puts workers on some hosts; on this machine at first."""
-
-    def put(*hosts):
-        addresses = [f"{host}:{listening.getsockname()[1]}" for host in hosts]
-        monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(addresses, 0)))
-
-    put("localhost", "127.0.0.2", "[::1]")
-    return put
-
-
-def interface(listening):
-    return listening.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\0")
-
-
-def test_a_port_is_closed_to_other_machines(listening, capsys):
-    close_to_other_machines(listening.getsockname()[1])
-    assert interface(listening) == b"lo" and capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("other", ["192.0.2.1", "no-such-host.invalid"])
-def test_workers_on_other_machines_are_told_from_those_on_this_one(workers_at, other):
+def test_workers_on_other_machines_are_told_from_those_on_this_one(other, monkeypatch):
     """Although this machine's own name is of loopback, as `/etc/hosts` often has it."""
-    assert all_on_this_machine()
-    workers_at("localhost", other)
-    assert not all_on_this_machine()
+    for addresses in (["localhost:1", "127.0.0.2:1", "[::1]:1"], ["localhost:1", f"{other}:1"]):
+        monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(addresses, 0)))
+        assert all_on_this_machine() == (f"{other}:1" not in addresses)
 
 
-def test_what_cannot_be_closed_is_told(listening, capsys, monkeypatch):
+def test_what_cannot_be_closed_is_told(capsys, monkeypatch):
+    listening = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)  # as TensorFlow's
     port = listening.getsockname()[1]
     monkeypatch.setattr(socket, "SO_BINDTODEVICE", 2**20)  # which no system has
     close_to_other_machines(port)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import keras_replicas as kr
 from keras_replicas import checkpoints as checkpoints_module
+from tests.conftest import assert_same, interrupt_at
 
 X = np.random.default_rng(0).normal(size=(52, 4)).astype(np.float32)
 Y = (X.sum(axis=1) > 0).astype(np.int32)
@@ -18,19 +19,6 @@ Y = (X.sum(axis=1) > 0).astype(np.int32)
 
 def as_in_a_new_process(monkeypatch):
     monkeypatch.setattr(checkpoints_module, "_completed", {})
-
-
-class Interrupt(keras.callbacks.Callback):
-    """Ends `fit` after so many of its steps, as a kill does."""
-
-    def __init__(self, steps):
-        super().__init__()
-        self.left = steps
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 class Numbered(keras.utils.PyDataset):
@@ -89,18 +77,13 @@ def fit(folder, *callbacks, data="arrays", strategy=None, every=3, epochs=3, max
 
 def interrupted(folder, steps, *callbacks, **options):
     with pytest.raises(KeyboardInterrupt):
-        fit(folder, *callbacks, Interrupt(steps), **options)
+        fit(folder, *callbacks, interrupt_at(steps), **options)
 
 
-def assert_same(ours, theirs):
+def assert_alike(ours, theirs):
     (model, history), (other, others) = ours, theirs
-    assert history.history == others.history
-    assert history.epoch == others.epoch
-    variables = zip(
-        model.variables + model.optimizer.variables, other.variables + other.optimizer.variables, strict=True
-    )
-    for mine, their in variables:
-        np.testing.assert_array_equal(mine.numpy(), their.numpy(), mine.path)
+    assert (history.history, history.epoch) == (others.history, others.epoch)
+    assert_same(*(each.variables + each.optimizer.variables for each in (model, other)))
 
 
 QUICK = ("arrays", 2), ("tf.data", 2)
@@ -115,7 +98,7 @@ def test_an_interrupted_fit_ends_like_one_that_was_not(tmp_path, data, replicas)
     options = {"data": data, "strategy": kr.make_strategy(replicas) if replicas else None}
     undisturbed = fit(tmp_path / "undisturbed", **options)
     interrupted(tmp_path / "killed", 8, **options)  # within the second epoch, saved at step 6
-    assert_same(fit(tmp_path / "killed", **options, seed=8 if data == "arrays" else 7), undisturbed)
+    assert_alike(fit(tmp_path / "killed", **options, seed=8 if data == "arrays" else 7), undisturbed)
 
 
 class Counts(keras.callbacks.Callback):
@@ -158,38 +141,34 @@ class StopAt9(keras.callbacks.Callback):
         self.model.stop_training = self.model.steps_done == 9
 
 
-class DieAtEpoch1(keras.callbacks.Callback):
-    def __init__(self, when):
-        super().__init__()
-        setattr(self, f"on_epoch_{when}", self.die)
-
-    def die(self, epoch, logs=None):
+def die_in_epoch_1(when):
+    def die(epoch, logs):
         if epoch == 1:
             raise KeyboardInterrupt
 
+    return keras.callbacks.LambdaCallback(**{f"on_epoch_{when}": die})
 
-def averaging():
-    return keras.optimizers.Adam(0.01, use_ema=True)
+
+AVERAGING = {"optimizer": lambda: keras.optimizers.Adam(0.01, use_ema=True)}
 
 
 @pytest.mark.parametrize(
     ("make", "die", "options", "epochs"),
     [
-        (Counts, lambda: Interrupt(8), {}, 3),
-        (stopping, lambda: Interrupt(4), {"epochs": 9}, 2),  # in the first epoch
-        (stopping, lambda: Interrupt(8), {"epochs": 9}, 2),
-        (StopAt9, lambda: DieAtEpoch1("end"), {"every": 1}, 2),  # an epoch that was stopped within ends
-        (lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True), lambda: DieAtEpoch1("begin"), averaging, 3),
+        (Counts, lambda: interrupt_at(8), {}, 3),
+        (stopping, lambda: interrupt_at(4), {"epochs": 9}, 2),  # in the first epoch
+        (stopping, lambda: interrupt_at(8), {"epochs": 9}, 2),
+        (StopAt9, lambda: die_in_epoch_1("end"), {"every": 1}, 2),  # an epoch that was stopped within ends
+        (lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True), lambda: die_in_epoch_1("begin"), AVERAGING, 3),
     ],
     ids=["its own", "EarlyStopping 1", "EarlyStopping 2", "stop", "SwapEMAWeights"],
 )
 def test_a_callback_goes_on_with_its_state(make, die, options, epochs, tmp_path):
-    options = {"optimizer": options} if callable(options) else options
     undisturbed = fit(tmp_path / "undisturbed", make(), **options)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "killed", make(), die(), **options)
     again = make()
-    assert_same(fit(tmp_path / "killed", again, **options), undisturbed)
+    assert_alike(fit(tmp_path / "killed", again, **options), undisturbed)
     assert len(undisturbed[1].epoch) == epochs == getattr(again, "epochs", epochs)
 
 
@@ -209,9 +188,9 @@ def test_a_fit_that_is_complete_returns_its_history_and_says_so(tmp_path, monkey
     undisturbed = fit(tmp_path)
     assert "complete" not in caplog.text
     as_in_a_new_process(monkeypatch)
-    assert_same(fit(tmp_path, Interrupt(1)), undisturbed)  # no step is done
+    assert_alike(fit(tmp_path, interrupt_at(1)), undisturbed)  # no step is done
     assert f"The fit in {tmp_path} is complete: nothing is trained" in caplog.text
-    assert_same(fit(tmp_path, epochs=4), fit(tmp_path / "longer", epochs=4))
+    assert_alike(fit(tmp_path, epochs=4), fit(tmp_path / "longer", epochs=4))
 
 
 def test_where_the_end_is_damaged_the_last_checkpoint_serves(tmp_path, monkeypatch):
@@ -221,11 +200,11 @@ def test_where_the_end_is_damaged_the_last_checkpoint_serves(tmp_path, monkeypat
     content, kernel = data.read_bytes(), undisturbed[0].get_weights()[0].tobytes()
     assert kernel in content
     data.write_bytes(content.replace(kernel, bytes(len(kernel))))
-    assert_same(fit(tmp_path), undisturbed)
+    assert_alike(fit(tmp_path), undisturbed)
     as_in_a_new_process(monkeypatch)
     for path in tmp_path.glob("ckpt-*.data-*"):
         path.write_bytes(b"")
-    assert_same(fit(tmp_path), undisturbed)
+    assert_alike(fit(tmp_path), undisturbed)
 
 
 def test_a_second_fit_has_checkpoints_of_its_own(tmp_path, monkeypatch):
@@ -236,7 +215,7 @@ def test_a_second_fit_has_checkpoints_of_its_own(tmp_path, monkeypatch):
         first = model.fit(**given, epochs=epochs, callbacks=[saved])
         model.layers[0].trainable = False
         model.compile(keras.optimizers.SGD(0.1), model.loss, metrics=["accuracy"])
-        stop = [Interrupt(interrupt)] if interrupt else []
+        stop = [interrupt_at(interrupt)] if interrupt else []
         second = model.fit(**given, epochs=2, callbacks=[saved, *stop])
         assert len(first.history["loss"]) == epochs
         return model, second
@@ -244,20 +223,18 @@ def test_a_second_fit_has_checkpoints_of_its_own(tmp_path, monkeypatch):
     undisturbed = program(tmp_path / "undisturbed")
     with pytest.raises(KeyboardInterrupt):
         program(tmp_path / "killed", 9)
-    assert_same(program(tmp_path / "killed"), undisturbed)
+    assert_alike(program(tmp_path / "killed"), undisturbed)
     with pytest.raises(ValueError, match=r"fit-2 has .* another fit: steps of fits before \[21\], not \[14\]"):
         program(tmp_path / "killed", epochs=3)
 
 
 def test_max_steps_ends_within_an_epoch(tmp_path, monkeypatch):
-    model, _ = fit(tmp_path / "a", max_steps=8)
-    assert model.optimizer.iterations.numpy() == 8
+    undisturbed = fit(tmp_path / "a", max_steps=8)
+    assert undisturbed[0].optimizer.iterations.numpy() == 8
     _, short = fit(tmp_path / "short", max_steps=4)
     assert short.params["steps"] == 4  # of the progress bar
     interrupted(tmp_path / "b", 7, max_steps=8)
-    again, _ = fit(tmp_path / "b", max_steps=8)
-    for mine, theirs in zip(again.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    assert_alike(fit(tmp_path / "b", max_steps=8), undisturbed)
     as_in_a_new_process(monkeypatch)
     model, _ = fit(tmp_path / "a", max_steps=7)  # in the same epoch of 6: nothing is left
     assert model.optimizer.iterations.numpy() == 8
@@ -299,11 +276,11 @@ def test_of_what_is_trained_alone_the_rest_must_be_the_same(tmp_path):
 
     undisturbed = program(tmp_path / "undisturbed")
     with pytest.raises(KeyboardInterrupt):
-        program(tmp_path / "killed", Interrupt(8))
+        program(tmp_path / "killed", interrupt_at(8))
     assert (4, 6) not in [tuple(shape) for _, shape in tf.train.list_variables(str(tmp_path / "killed/ckpt-6"))]
     with pytest.raises(ValueError, match=r"checksum of the weights that are not trained \d+, not \d+"):
         program(tmp_path / "killed", base=2.0)
-    assert_same(program(tmp_path / "killed"), undisturbed)
+    assert_alike(program(tmp_path / "killed"), undisturbed)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.faults import steps_in
+from benchmarks.hosts import ADDRESSES, on, two_hosts
 from keras_replicas.cluster import PORT
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python, wait_until
 
 FILES = ROOT / "recipes/cluster"
 STEPS = 600  # of a few milliseconds: enough of them to stop a run in the middle
@@ -25,23 +26,10 @@ OPTIONS += f"--seq-length 16 --batch-size 4 --epochs 100 --checkpoint-every 10 -
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` is this one
 
 
-def wait_for(condition, seconds, log):
-    """Waits until `condition()` holds; where it does not in time, fails with what the log file says."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
-        time.sleep(0.2)
-
-
-def steps_done(workdir):
-    steps = workdir / "steps.jsonl"
-    return len(steps.read_text().splitlines()) if steps.exists() else 0
-
-
 def is_training(workdir, since=0):
     """Whether some steps are done since, and not all."""
     assert not (workdir / "results.json").exists()
-    return steps_done(workdir) > since + 10
+    return steps_in(workdir) > since + 10
 
 
 def worker_pid(workdir):
@@ -115,10 +103,10 @@ PartitionName=all Nodes=localhost Default=YES
         started(["slurmctld", "-D"], log),
         started(["slurmd", "-D"], log),
     ):
-        wait_for(lambda: "idle" in ask("sinfo", "--noheader", "--format=%T"), 60, log)
+        wait_until(lambda: "idle" in ask("sinfo", "--noheader", "--format=%T"), log)
         yield
         subprocess.run(["scancel", "--user=root"], check=False)
-        wait_for(lambda: ask("squeue", "--noheader") == "", 120, log)
+        wait_until(lambda: ask("squeue", "--noheader") == "", log)
 
 
 def ask(*command):
@@ -139,12 +127,12 @@ def test_a_slurm_job_that_was_stopped_or_lost_a_worker_goes_on(stop, slurm, tmp_
     """A requeue, which sends SIGTERM, as a preemption and the time limit do; SIGKILL to one worker."""
     workdir = tmp_path / "run"
     job, log = submit(workdir)
-    wait_for(lambda: is_training(workdir), 300, log)
+    wait_until(lambda: is_training(workdir), log)
     if stop == "kill":
         os.kill(worker_pid(workdir), signal.SIGKILL)
     else:
         subprocess.run([*stop.split(), job], check=True)
-    wait_for(lambda: "JobState=COMPLETED" in ask("scontrol", "show", "job", job), 600, log)
+    wait_until(lambda: "JobState=COMPLETED" in ask("scontrol", "show", "job", job), log)
     assert "Restarts=1 " in ask("scontrol", "show", "job", job)
     assert_complete_after_a_stop(workdir)
     assert log.read_text().count("Stopped by a signal") == (0 if stop == "kill" else 2)
@@ -153,12 +141,12 @@ def test_a_slurm_job_that_was_stopped_or_lost_a_worker_goes_on(stop, slurm, tmp_
 @pytest.mark.slow
 def test_slurm_runs_wrong_input_once_and_a_cancelled_job_no_more(slurm, tmp_path):
     job, log = submit(tmp_path / "wrong", "--max-steps", "-1")
-    wait_for(lambda: "JobState=FAILED" in ask("scontrol", "show", "job", job), 300, log)
+    wait_until(lambda: "JobState=FAILED" in ask("scontrol", "show", "job", job), log)
     assert "Restarts=0 BatchFlag=1 Reboot=0 ExitCode=2:0" in ask("scontrol", "show", "job", job)
     job, log = submit(tmp_path / "cancelled")
-    wait_for(lambda: is_training(tmp_path / "cancelled"), 300, log)
+    wait_until(lambda: is_training(tmp_path / "cancelled"), log)
     subprocess.run(["scancel", job], check=True)
-    wait_for(lambda: "JobState=CANCELLED" in ask("scontrol", "show", "job", job), 120, log)
+    wait_until(lambda: "JobState=CANCELLED" in ask("scontrol", "show", "job", job), log)
     assert "Restarts=0" in ask("scontrol", "show", "job", job)
 
 
@@ -175,15 +163,14 @@ def ray_cluster(tmp_path):
         for name, flags in (("head", head), ("node", [f"--address={address}"])):
             log = tmp_path / f"{name}.log"
             nodes.enter_context(started(["ray", "start", *flags, "--num-cpus=1", "--block"], log, env=environment))
-            wait_for(lambda log=log: "Ray runtime started" in log.read_text(), 120, log)
+            wait_until(lambda log=log: "Ray runtime started" in log.read_text(), log)
         yield environment | {"RAY_ADDRESS": address}
 
 
 @pytest.mark.parametrize("words", ["--workers 0", "--workers 1 --max-restarts -1", "--workers 1 --gpus -1"])
 def test_ray_is_not_begun_with_a_wrong_option(words):
     pytest.importorskip("ray")
-    command = [sys.executable, FILES / "ray_launch.py", *words.split(), "bert_mlm"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = python(FILES / "ray_launch.py", *words.split(), "bert_mlm", timeout=60)
     assert done.returncode == 2 and re.fullmatch(r"error: --[\w-]+ must be at least \d\n", done.stderr)
 
 
@@ -194,12 +181,12 @@ def test_ray(ray_cluster, tmp_path):
     command = [sys.executable, FILES / "ray_launch.py", "--workers", "2", "--max-restarts", "1"]
     command += [*OPTIONS, "--workdir", workdir]
     with started(command, log, cwd=ROOT, env=ray_cluster) as program:
-        wait_for(lambda: is_training(workdir), 300, log)
+        wait_until(lambda: is_training(workdir), log)
         program.terminate()
         assert program.wait(timeout=300) == 128 + signal.SIGTERM, log.read_text()
-    done = steps_done(workdir)
+    done = steps_in(workdir)
     with started(command, log, cwd=ROOT, env=ray_cluster) as program:
-        wait_for(lambda: is_training(workdir, done), 300, log)
+        wait_until(lambda: is_training(workdir, done), log)
         os.kill(worker_pid(workdir), signal.SIGKILL)
         assert program.wait(timeout=600) == 0, log.read_text()
     assert_complete_after_a_stop(workdir)
@@ -215,7 +202,7 @@ def test_parameter_servers_survive_a_worker(tmp_path):
     log = tmp_path / "log"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with started(words, log, env=environment) as page:
-        wait_for(lambda: "step 200:" in log.read_text(), 300, log)
+        wait_until(lambda: "step 200:" in log.read_text(), log)
         tasks = Path(f"/proc/{page.pid}/task/{page.pid}/children").read_text().split()
         os.kill(int(tasks[0]), signal.SIGKILL)
         assert page.wait(timeout=600) == 0, log.read_text()
@@ -251,52 +238,38 @@ def test_kubernetes_knows_every_word_of_the_manifest_and_its_parts_name_each_oth
     assert claim["metadata"]["name"] in claims and {volume["name"] for volume in pod["volumes"]} == mounts
 
 
-# A network with two hosts, as two pods have it, and the Service's names for them. The words are a pod's command.
-PODS = """
-mount --bind "$HOSTS" /etc/hosts
-ip link set lo up
-unshare --net sleep infinity &
-other=/proc/$!/ns/net
-while [ "$(readlink $other)" = "$(readlink /proc/self/ns/net)" ]; do sleep 0.1; done
-ip link add pod0 type veth peer name pod1 netns $!
-ip address add 10.0.0.10/24 dev pod0
-ip link set pod0 up
-nsenter --net=$other ip link set lo up
-nsenter --net=$other ip address add 10.0.0.11/24 dev pod1
-nsenter --net=$other ip link set pod1 up
-JOB_COMPLETION_INDEX=0 "$@" &
-pod0=$!
-JOB_COMPLETION_INDEX=1 nsenter --net=$other "$@" &
-wait $pod0; status0=$?
-wait $!; status1=$?
-echo "statuses $status0 $status1"
-"""
-IN_NAMESPACES = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
+@pytest.fixture
+def hosts():
+    """Two hosts with a network between them, as two pods have it."""
+    with contextlib.ExitStack() as after:
+        try:
+            yield after.enter_context(two_hosts())
+        except PermissionError as error:
+            pytest.skip(str(error))
 
 
 @pytest.mark.slow
-def test_the_pods_of_the_manifest_train_together(manifest, tmp_path):
+def test_the_pods_of_the_manifest_train_together(manifest, hosts, tmp_path):
     """One pod alone is told to stop, as where its node is drained; all end with the status that the Job ignores."""
-    if subprocess.run([*IN_NAMESPACES, "ip link add a1 type veth peer name a2"], capture_output=True).returncode:
-        pytest.skip("needs leave to make network namespaces")
     pod = manifest["Job"]["spec"]["template"]["spec"]
     variables = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
-    name, service = variables["JOB_NAME"], variables["JOB_SERVICE"]
-    hosts, log = tmp_path / "hosts", tmp_path / "pods.log"
-    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"10.0.0.1{i} {name}-{i}.{service}\n" for i in range(2)))
+    names, log = tmp_path / "hosts", tmp_path / "pods.log"
+    of_service = (f"{ADDRESSES[i]} {variables['JOB_NAME']}-{i}.{variables['JOB_SERVICE']}\n" for i in range(2))
+    names.write_text("127.0.0.1 localhost\n" + "".join(of_service))
     mount = pod["containers"][0]["volumeMounts"][0]["mountPath"]
     words = [word.replace(mount, str(tmp_path)) for word in pod["containers"][0]["command"]]
     workdir = Path(words[words.index("--workdir") + 1])
-    command = [*IN_NAMESPACES, PODS, "sh", *words, *OPTIONS[1:]]
-    environment = os.environ | variables | {"PATH": PATH, "HOSTS": str(hosts)}
-    with started(command, log, cwd=ROOT, env=environment) as pods:
-        wait_for(lambda: is_training(workdir), 300, log)
-        os.kill(worker_pid(workdir), signal.SIGTERM)
-        pods.wait(timeout=300)
-    assert log.read_text().endswith("statuses 143 143\n")
+    command = ["sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(names), *words, *OPTIONS[1:]]
+    for status in (143, 0):
+        with contextlib.ExitStack() as running:
+            pods = []
+            for index, host in enumerate(hosts):
+                environment = os.environ | variables | {"PATH": PATH, "JOB_COMPLETION_INDEX": str(index)}
+                pods.append(running.enter_context(started(on(host, *command), log, cwd=ROOT, env=environment)))
+            if status:
+                wait_until(lambda: is_training(workdir), log)
+                os.kill(worker_pid(workdir), signal.SIGTERM)
+            assert [each.wait(timeout=600) for each in pods] == [status, status], log.read_text()
     ignored = [rule["onExitCodes"]["values"] for rule in manifest["Job"]["spec"]["podFailurePolicy"]["rules"][:2]]
     assert ignored == [[2], [143]]
-    with started(command, log, cwd=ROOT, env=environment) as pods:
-        pods.wait(timeout=600)
-    assert log.read_text().endswith("statuses 0 0\n")
     assert_complete_after_a_stop(workdir)

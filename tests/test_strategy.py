@@ -3,8 +3,6 @@
 import ctypes
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
@@ -13,8 +11,9 @@ from keras_replicas import strategy
 from keras_replicas.cluster import worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.strategy import make_strategy
-from tests.conftest import ROOT
+from tests.conftest import python
 
+GPUS = ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
 OF_TWO = json.dumps(worker_config(["a:1", "b:1"], 0))
 
 
@@ -31,16 +30,13 @@ def test_replicas_that_share_cores_take_one_thread_each(cores, replicas, threads
         f"strategy.num_cores = lambda: {cores}; strategy.make_strategy({replicas}); "
         "print(tf.config.threading.get_intra_op_parallelism_threads())"
     )
-    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True) == f"{threads}\n"
+    assert python("-c", program).stdout == f"{threads}\n"
 
 
-def test_more_than_can_be_split_now():
+def test_more_than_can_be_split_now_or_by_one_worker_of_several(monkeypatch):
     for replicas, told in (-1, "a number of them, or 0, not -1"), (8, "ask for replicas=8 in a new process"):
         with pytest.raises(UserError, match=told):
             make_strategy(replicas)
-
-
-def test_a_cpu_worker_of_several_is_not_split(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", OF_TWO)
     with pytest.raises(UserError, match="at most 1 replica.s. on this machine: leave out replicas=2"):
         make_strategy(2)
@@ -49,9 +45,8 @@ def test_a_cpu_worker_of_several_is_not_split(monkeypatch):
 @pytest.fixture
 def four_gpus(monkeypatch):
     """Stand-ins for GPUs, which the machine that runs this has not; what they are asked for is in `visible`."""
-    gpus = ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
-    visible = list(gpus)
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    visible = list(GPUS)
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: GPUS)
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: list(visible))
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: visible.__setitem__(slice(4), devices))
     monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda devices, cross_device_ops: devices)
@@ -65,7 +60,7 @@ def four_gpus(monkeypatch):
 def test_gpus_that_are_not_asked_for_are_left_to_others(asked, given, workers, four_gpus, monkeypatch):
     if workers > 1:
         monkeypatch.setenv("TF_CONFIG", OF_TWO)
-    left = ["GPU 0", "GPU 1", "GPU 2", "GPU 3"][:given]
+    left = GPUS[:given]
     assert make_strategy(asked) == (left if workers > 1 else [f"GPU:{i}" for i in range(given)])
     assert four_gpus == left
 
@@ -115,7 +110,7 @@ def test_a_worker_of_several_keeps_large_blocks_for_their_next_use(monkeypatch):
         new_pages()
         print(new_pages())
     """
-    before, after = map(int, subprocess.check_output([sys.executable, "-c", program], cwd=ROOT).split())
+    before, after = map(int, python("-c", program).stdout.split())
     assert before > 1000 and after < 100
 
 
@@ -135,15 +130,13 @@ def test_deterministic_turns_tf32_off_and_op_determinism_on():
         print(tf.config.experimental.tensor_float_32_execution_enabled())
     """
     for wanted, printed in ((True, "deterministic False\n"), (False, "random True\n")):
-        command = [sys.executable, "-c", program, str(wanted)]
-        assert subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL) == printed
+        assert python("-c", program, wanted).stdout == printed
 
 
 @pytest.mark.slow
 def test_a_tpu_that_is_not_there():
-    words = [sys.executable, "-c", "from keras_replicas.strategy import make_strategy; make_strategy()"]
-    environment = os.environ | {"TPU_NAME": "local"}
-    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
+    code = "from keras_replicas.strategy import make_strategy; make_strategy()"
+    done = python("-c", code, env=os.environ | {"TPU_NAME": "local"})
     assert "keras_replicas.errors.UserError: no TPU at TPU_NAME=local (" in done.stderr
 
 

@@ -1,5 +1,6 @@
 """`fit` that begins and ends in the middle of an epoch."""
 
+import functools
 import warnings
 
 import keras
@@ -7,12 +8,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_replicas import Batches, Checkpoints, StepLog, checkpoints, data_parallel, make_strategy
+from keras_replicas import Batches, Checkpoints, StepLog, checkpoints, make_strategy
 from keras_replicas.losses import loss_adds_up, metric_adds_up
+from tests.conftest import assert_same, on_replicas
 
 X = np.random.default_rng(0).normal(size=(56, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
-STEPS = 4  # an epoch
 
 
 class Told(keras.callbacks.Callback):
@@ -34,10 +35,8 @@ class Told(keras.callbacks.Callback):
 
 def make_model(**compile_arguments):
     keras.utils.set_random_seed(0)
-    with make_strategy(2).scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.1), "mse", **compile_arguments)
-        return data_parallel(model)
+    optimizer = functools.partial(keras.optimizers.Adam, 0.1)
+    return on_replicas(keras.Input((3,)), keras.layers.Dense(1), optimizer=optimizer, **compile_arguments)
 
 
 def fit(model, folder, max_steps=None, **arguments):
@@ -60,10 +59,8 @@ def test_it_ends_where_it_is_told_to(tmp_path):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_steps_own_values_are_numbers(replicas, tmp_path):
     """An F1 score is a vector, which a line of the log has no place for."""
-    with make_strategy(replicas).scope():
-        model = keras.Sequential([keras.layers.Dense(2, activation="softmax")])
-        model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score()])
-        data_parallel(model)
+    options = {"loss": "categorical_crossentropy", "metrics": [keras.metrics.F1Score()]}
+    model = on_replicas(keras.layers.Dense(2, "softmax"), strategy=make_strategy(replicas), **options)
     model.fit(X[:8], np.eye(2)[[0, 1] * 4], 4, callbacks=[StepLog(tmp_path)], verbose=0)
     assert model.step_values.keys() == {"loss", "learning_rate"}
 
@@ -81,8 +78,7 @@ def test_it_begins_within_an_epoch_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_completed", type(checkpoints._completed)())  # as in a new process
     went_on, _ = fit(again := make_model(), tmp_path / "parts", epochs=3)
     assert went_on == ["epoch 1", (2, 7, False), (3, 8, True), *whole[11:]]
-    for ours, theirs in zip(again.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same(again.get_weights(), model.get_weights())
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -119,6 +115,13 @@ class Called(keras.losses.MeanSquaredError):
         return keras.ops.max(y_pred)
 
 
+class OfLarge(keras.losses.MeanSquaredError):
+    """Over the large outputs: a mean of its own, though of Keras's class."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.mean((y_true - y_pred)[y_pred > 0.3] ** 2)
+
+
 class ByExample(keras.losses.Loss):
     def call(self, y_true, y_pred):
         return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
@@ -142,7 +145,7 @@ def squares(y_true, y_pred):
     return (y_true - y_pred) ** 2
 
 
-OWN = Shifted, Called, ByExample, Declared, Doubled, Halved, squares
+OWN = Shifted, Called, OfLarge, ByExample, Declared, Doubled, Halved, squares
 
 
 @pytest.mark.parametrize("module", ["keras.src.losses.losses", __name__])
@@ -150,7 +153,7 @@ def test_a_loss_counts_as_kerass_by_what_its_class_overrides(module, monkeypatch
     for each in OWN:
         monkeypatch.setattr(each, "__module__", module)
     losses, of_function = keras.losses, keras.losses.MeanSquaredError.__base__
-    ours = losses.Dice(), losses.CosineSimilarity(axis=0), Called(), ByExample()
+    ours = losses.Dice(), losses.CosineSimilarity(axis=0), Called(), OfLarge(), ByExample()
     assert all(map(loss_adds_up, (losses.MeanSquaredError(), of_function(losses.mean_squared_error))))
     assert all(map(loss_adds_up, (Shifted(), Declared())))
     assert not any(map(loss_adds_up, (*ours, of_function(squares), of_function(losses.dice))))
@@ -165,22 +168,3 @@ def test_a_metric_counts_as_kerass_by_what_its_class_overrides(module, monkeypat
     ours = Halved(), of_function(squares), of_function(keras.losses.MeanSquaredError())
     assert all(map(metric_adds_up, kerass))
     assert not any(map(metric_adds_up, (*ours, metrics.CosineSimilarity(axis=0))))
-
-
-class Dividing(keras.layers.Layer):
-    """Tells how many replicas the strategy, and its replica, say that there are."""
-
-    def call(self, x):
-        if context := tf.distribute.get_replica_context():  # none while the model is built
-            self.seen = tf.distribute.get_strategy().num_replicas_in_sync, context.num_replicas_in_sync
-        return x
-
-
-def test_in_a_pass_the_strategy_has_one_replica_and_keras_is_as_it_was():
-    with make_strategy(2).scope():
-        model = data_parallel(keras.Sequential)([keras.Input((3,)), layer := Dividing(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    model.fit(X[:8], Y[:8], batch_size=4, verbose=0)
-    assert layer.seen == (1, 2)
-    with make_strategy(2).scope():
-        assert float(keras.losses.MeanSquaredError()(tf.ones([2, 1]), tf.zeros([2, 1]))) == 0.5  # Keras's own division

@@ -1,12 +1,10 @@
 """The page on a model of one's own: its program learns, and the file that it saves is Keras's."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python
 
 PAGE = (ROOT / "docs/your-own-model.md").read_text()
 
@@ -15,11 +13,9 @@ PAGE = (ROOT / "docs/your-own-model.md").read_text()
 def test_its_program_learns_and_its_file_loads_without_the_library(tmp_path):
     program = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0]
     assert len([line for line in program.splitlines() if line]) <= 25
-    words = [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r})\n{program}"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    done = python("-c", f"import sys; sys.path.append({str(ROOT)!r})\n{program}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r" loss: ([\d.]+)", done.stdout)]
     assert len(losses) == 5 and losses[-1] < 0.8 * losses[0]
     load = "import keras; print(type(keras.models.load_model('brighter_half.keras')))"
-    loaded = subprocess.run([sys.executable, "-c", load], cwd=tmp_path, capture_output=True, text=True)
-    assert loaded.stdout == "<class 'keras.src.models.sequential.Sequential'>\n"
+    assert python("-c", load, cwd=tmp_path).stdout == "<class 'keras.src.models.sequential.Sequential'>\n"
