@@ -156,17 +156,6 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache/keras-data-parallel-recipes"
 
 
-# (input, what is answered), which tests fill.
-MESSAGES: list[tuple[str, str]] = []
-
-
-def pytest_terminal_summary(terminalreporter):
-    if MESSAGES:
-        terminalreporter.section("bad and odd input, and what is answered")
-        for words, message in MESSAGES:
-            terminalreporter.write_line(f"{words:45} {message}")
-
-
 # Tests that may be skipped, by node id. Anything else that is skipped fails the run where CI is set.
 MAY_BE_SKIPPED = {
     # This needs leave to mount a file system, which containers often do not have.

@@ -19,7 +19,7 @@ from benchmarks.faults import children
 from keras_replicas.cluster import worker_config
 from keras_replicas.errors import UserError
 from keras_replicas.launch import free_addresses, tf_configs
-from tests.conftest import MESSAGES, ROOT, python, wait_until
+from tests.conftest import ROOT, python, wait_until
 
 LAUNCH = [sys.executable, "-m", "keras_replicas", "launch"]
 # A script that ends, dies or waits as it is told, without TensorFlow. Its files are named after its rank and its start.
@@ -117,7 +117,6 @@ WRONG = [
 @pytest.mark.parametrize(("words", "environment", "message"), WRONG)
 def test_what_is_wrong_is_told_before_anything_starts(words, environment, message, folder, no_tensorflow):
     done = finish(start(*words.split(), cwd=folder, env=no_tensorflow | environment))
-    MESSAGES.append((f"launch {words}", done[2].strip()))
     assert done[:2] == (2, "") and message in done[2] and done[2].count("\n") == 1
     assert not (folder / "logs").exists()
 
