@@ -224,5 +224,5 @@ def test_the_command_line_is_the_same(tmp_path, monkeypatch, capsys):
 def test_a_wrong_command_line_is_said_in_one_line(words, told, tmp_path, monkeypatch):
     file = tmp_path / "train.py"
     file.write_text("f = 1\n")
-    with pytest.raises(UserError, match=told) as raised:
+    with pytest.raises(UserError, match=told):
         run(monkeypatch, words.format(file=file))
