@@ -102,6 +102,7 @@ def get_file(preset: str, name: str) -> Path:
             raise FileNotFoundError(f"{preset} has no {name}") from error
     if not Path(handle).is_dir():
         raise UserError(f"there is no preset {preset}")
+    check_folder(handle)
     if not (path := Path(handle, name)).is_file():
         raise FileNotFoundError(f"{preset} has no {name}")
     return path

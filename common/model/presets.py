@@ -13,6 +13,7 @@ import numpy as np
 from keras_replicas import UserError, is_chief
 
 from ..files import one_line
+from ..untrusted import check_preset
 from .sizes import dimensions
 
 POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
@@ -76,7 +77,7 @@ def save_task(model: keras_hub.models.Task, preprocessor: keras_hub.models.Prepr
 
 
 def check_folder(preset: str) -> None:
-    """Raises a UserError when a preset is the folder of a run, or Git LFS has left pointers in place of its files."""
+    """Raises a UserError when a preset is the folder of a run, has pointers of Git LFS, or what no preset may hold."""
     folder = Path(preset)
     if (folder / "preset").is_dir() and not (folder / "metadata.json").exists():
         raise UserError(f"{preset} is the folder of a run: give {folder / 'preset'}")
@@ -84,6 +85,8 @@ def check_folder(preset: str) -> None:
         with file.open("rb") as content:
             if content.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run `git lfs pull` there")
+    if folder.is_dir():
+        check_preset(folder)
 
 
 def from_preset(kind: Any, preset: str, **kwargs) -> Any:

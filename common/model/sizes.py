@@ -10,6 +10,7 @@ from typing import Literal
 from keras_replicas import UserError
 
 from ..files import MALFORMED, one_line
+from ..untrusted import check_preset
 
 # Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
 # arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.
@@ -56,6 +57,7 @@ def check_model(preset: str, size: str | None, seq_length: int, lora_rank: int |
         raise UserError(f"a preset brings its own model: leave out the size {size}, or the preset {preset}")
     if not Path(preset or "hf://").is_dir():
         return
+    check_preset(Path(preset))
     with one_line(f"{preset} is no preset of a language model", "; give a folder made by save_to_preset", MALFORMED):
         config = json.loads(Path(preset, "config.json").read_text(encoding="utf-8"))
         if "model_type" in config:  # Hugging Face's form, where GPT-2 has its own name for it
