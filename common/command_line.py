@@ -25,6 +25,8 @@ import tyro
 
 from keras_replicas import UserError
 
+from .files import plain
+
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 MOST = 2**31 - 1
 # Marks, which may stand in the `Annotated` of an option.
@@ -248,7 +250,7 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 def fail(message: object) -> NoReturn:
     """Ends the process with one line on standard error and exit status 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {plain(message)}", file=sys.stderr)
     raise SystemExit(2)
 
 

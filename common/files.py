@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import textwrap
@@ -33,6 +34,11 @@ def one_line(message: str, way_out: str = "", errors: tuple[type[Exception], ...
     except errors as error:
         first = next(iter(str(error).splitlines()), type(error).__name__).removesuffix(" A preset must be a one of:")
         raise UserError(f"{message} ({first}){way_out}") from error
+
+
+def plain(text: object) -> str:
+    """Text for a terminal, which obeys control characters: all but tabs and line ends become U+FFFD."""
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", str(text))
 
 
 def is_held_out(text: str) -> bool:

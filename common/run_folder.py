@@ -16,6 +16,7 @@ import keras_replicas
 from keras_replicas import UserError, agree, exchange, is_chief
 
 from .files import one_line, read_json, write_json
+from .untrusted import check_run
 
 Result = TypeVar("Result")
 LAUNCH_ID = "LAUNCH_ID"  # environment variable by which a launcher identifies the workers that it restarts
@@ -107,6 +108,7 @@ def chief_alone(work: Callable[[], Result]) -> Result | None:
 
 def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
     launch = os.environ.get(LAUNCH_ID)
+    check_run(folder)
     with one_line(f"cannot write to the folder {folder}", ": give another", (OSError,)):
         files = {path for path in folder.rglob("[!.]*") if path.is_file() and path.suffix != ".log"}
         saved = read_json(folder / "config.json") or {}

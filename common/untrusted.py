@@ -30,11 +30,6 @@ WIDTHS = ("hidden_dim", "hidden_size", "n_embd", "dim", "d_model")
 LAYERS, INNER = ("num_layers", "num_hidden_layers", "n_layer", "n_layers"), ("intermediate_dim", "intermediate_size")
 
 
-def plain(text: object) -> str:
-    """Text for a terminal, which would obey control characters: all but tabs and line ends become a sign."""
-    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", str(text))
-
-
 def check_preset(folder: Path) -> None:
     """Raises a UserError unless a preset, in KerasHub's form or Hugging Face's, holds only what it may.
 
@@ -45,7 +40,8 @@ def check_preset(folder: Path) -> None:
     try:
         files = [path for path in _paths(root) if _is_file(path, homes)]
         weights = sum(path.stat().st_size for path in files if WEIGHTS.fullmatch(path.name))
-        own = "registered_name" in (read_json(root / "config.json") if root / "config.json" in files else "")
+        heads = [read_json(root / name) for name in ("config.json", "tokenizer.json") if root / name in files]
+        own = any("registered_name" in head for head in heads)  # KerasHub's form; of rows, a tokenizer alone
         for path in files:
             name, ending = path.relative_to(root).as_posix(), path.suffix.lower()
             if own and ending not in INERT:
