@@ -148,7 +148,7 @@ def _check_hdf5(path: Path) -> None:
                     is_own = not (item.external or item.is_virtual or item.chunks) and item.dtype.kind in "biufV"
                     room -= math.prod(item.shape or ()) * item.dtype.itemsize
                 if not is_own or room < 0:
-                    raise ValueError(f"{path.name} has {name!r}, which is no array of numbers in this file")
+                    raise ValueError(f"{path.name} has {group.name + name!r}, which is no array of numbers in this file")
                 seen.add(address)
         if "model_config" in file.attrs:
             raise ValueError(f"{path.name} is a whole model, not weights alone")

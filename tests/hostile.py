@@ -1,16 +1,12 @@
-"""Hostile files, each with a benign twin, and a watch over what a process opens, runs and takes."""
+"""What is hostile in a file, and a watch over what a process opens, starts and takes."""
 
 import base64
 import contextlib
 import ctypes
-import gzip
 import io
 import json
 import marshal
 import os
-import pickle
-import re
-import runpy
 import shutil
 import struct
 import sys
@@ -20,55 +16,64 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from tests.conftest import ROOT
-
-STARTED = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect", "pickle.find_class"}
-SPARSE = 2**31  # bytes of a file without content
-_seen: list[tuple] | None = None  # while it is watched
+STARTS = {
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "socket.connect",
+    "pickle.find_class",
+}
+_heard: list[tuple] | None = None  # while somebody listens
 
 
 def _hear(event, arguments):
-    if _seen is not None and (event in STARTED or event == "open"):
-        _seen.append((event, *arguments))
+    if _heard is not None and (event in STARTS or event == "open"):
+        _heard.append((event, *arguments))
 
 
-sys.addaudithook(_hear)  # for good: none can be taken away
+sys.addaudithook(_hear)  # for good: it cannot be taken away
 
 
 class Watch(contextlib.AbstractContextManager):
-    """Tells what this process did: `done`, which should be empty, and `memory`, its peak in bytes above the beginning.
+    """After it, `done` has what this process did and should not, and `memory` its peak in bytes, above the beginning.
 
-    Whatever opens a file in the folder `outside` is heard of, C++ too; and what Python starts, or writes elsewhere than
-    in the folder `inside`.
+    That is: to open, change or delete a file in the folder `outside`, by C++ too; to write elsewhere than in the folder
+    `inside`, the cache or a temporary file; to start a process, connect, or unpickle.
     """
 
     def __init__(self, outside, inside):
-        self.outside, self.inside = outside, inside
+        self.outside, self.inside, self.done = outside, inside, []
 
     def __enter__(self):
-        global _seen
+        global _heard
         libc = ctypes.CDLL(None)
-        self.notify = libc.inotify_init1(os.O_NONBLOCK)
-        assert libc.inotify_add_watch(self.notify, os.fsencode(self.outside), 0x3FE) >= 0  # all but plain accesses
+        self._notices = libc.inotify_init1(os.O_NONBLOCK)
+        assert libc.inotify_add_watch(self._notices, os.fsencode(self.outside), 0xFFF) >= 0
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        self.before, _seen = _status("VmRSS"), []
+        self._before, _heard = _status("VmRSS"), []
         return self
 
     def __exit__(self, *_):
-        global _seen
-        heard, _seen = _seen, None
-        self.memory = _status("VmHWM") - self.before
-        self.done = [words for words in heard if words[0] != "open"]
-        for _, path, mode, flags in (words for words in heard if words[0] == "open"):
-            place = Path(os.path.realpath(path)) if isinstance(path, str) else self.inside
-            writes = (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and not place.is_relative_to("/dev")
-            mine = str(self.inside), os.environ["XDG_CACHE_HOME"], tempfile.gettempdir() + "/tmp"
-            is_mine = str(place).startswith(mine) or str(place) == tempfile.gettempdir()  # files without a name
-            if place.is_relative_to(self.outside) or writes and not is_mine:
-                self.done.append((str(place), mode))
+        global _heard
+        heard, _heard = _heard, None
+        self.memory = _status("VmHWM") - self._before
+        mine = str(self.inside), os.environ["XDG_CACHE_HOME"], tempfile.gettempdir() + "/tmp", "/dev/null"
+        for event, path, *rest in heard:
+            place = os.path.realpath(path) if isinstance(path, str | bytes) else "/dev/null"
+            writes = event == "open" and (rest[1] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            away = not place.startswith(mine) and place != tempfile.gettempdir()  # where files without a name are
+            if event in STARTS or Path(place).is_relative_to(self.outside) or (writes and away):
+                self.done.append((event, path))
         with contextlib.suppress(BlockingIOError):
-            self.done.append(os.read(self.notify, 4096))
-        os.close(self.notify)
+            notices = os.read(self._notices, 2**16)
+            while notices:
+                _, what, _, size = struct.unpack_from("iIII", notices)
+                if what & ~0x40000031:  # but that a folder's names were read
+                    self.done.append((hex(what), notices[16 : 16 + size].rstrip(b"\0")))
+                notices = notices[16 + size :]
+        os.close(self._notices)
 
 
 def _status(name):
@@ -76,136 +81,119 @@ def _status(name):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def command(monkeypatch, capfd, *words):
-    """What `python -m recipes` answers in this process: its status, what it shows and what it tells."""
-    program = ROOT / "recipes/__main__.py"
-    monkeypatch.setattr(sys, "argv", ["recipes", *map(str, words)])
-    capfd.readouterr()
-    status = 0
-    try:
-        runpy.run_path(str(program), run_name="__main__")
-    except SystemExit as end:
-        status = end.code or 0
-    return status, *capfd.readouterr()
+# Changes of a folder: functions of it, and of one outside that whoever loads it must leave alone.
 
 
-def sparse(path):
-    with path.open("wb") as file:
-        file.truncate(SPARSE)
+def entry(name, key, value):
+    """A JSON file has another entry, in its `config` if it has one; in it, OUTSIDE stands for that folder."""
+
+    def act(folder, outside):
+        content = json.loads((folder / name).read_text())
+        content.get("config", content)[key] = value
+        (folder / name).write_text(json.dumps(content).replace("OUTSIDE", str(outside)))
+
+    return act
 
 
-def edit(path, change):
-    """Changes what a JSON file holds."""
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(change(content) or content))
+def part(file, module, name, registered=None, config=None):
+    """Keras would make this, in the place of a preset's preprocessor or tokenizer."""
+    thing = {"module": module, "class_name": name, "config": config or {}, "registered_name": registered}
+    return entry(file, "preprocessor" if file == "task.json" else "tokenizer", thing)
 
 
-def payload(outside):
-    """A function as Keras serializes a `lambda`, which leaves a file."""
-    code = compile(f"lambda x: open({str(outside / 'run')!r}, 'w')", "", "eval").co_consts[0]
-    return {"class_name": "__lambda__", "config": {"value": [base64.b64encode(marshal.dumps(code)).decode(), None, None]}}
+def named(name, content=b"", size=0):
+    """A file has this content; or this size, and next to nothing on the disk."""
+
+    def act(folder, outside):
+        with (folder / name).open("wb") as file:
+            file.write(content)
+            file.truncate(size or len(content))
+
+    return act
 
 
-class Runs:
-    """What a pickle runs when it is loaded."""
+def linked(name, within=False):
+    """In place of a file or folder is a link to it: outside or, of a benign twin, within the folder."""
 
-    def __init__(self, outside):
-        self.words = f"touch {outside}/run"
+    def act(folder, outside):
+        path, target = folder / name, (folder if within else outside) / f"target{Path(name).suffix}"
+        if path.exists():
+            shutil.move(path, target)
+        path.symlink_to(target)
 
+    return act
+
+
+def code():
+    """A function as Keras serializes a `lambda`, which writes a file when it is called."""
+    called = compile("lambda x: open('/var/tmp/hostile', 'w')", "", "eval").co_consts[0]
+    value = [base64.b64encode(marshal.dumps(called)).decode(), None, None]
+    return {"class_name": "__lambda__", "config": {"value": value}}
+
+
+class _Command:
     def __reduce__(self):
-        return os.system, (self.words,)
+        return os.system, ("true",)
 
 
-def pickled(outside):
-    """An `.npy` of an object that runs a command."""
+def pickled():
+    """An `.npy` file of an object that starts a command."""
     file = io.BytesIO()
-    np.save(file, np.array([Runs(outside)], object), allow_pickle=True)
-    assert pickle.dumps(1)
+    np.save(file, np.array([_Command()], object), allow_pickle=True)
     return file.getvalue()
 
 
-VARIABLE = "token_embedding/vars/0"
+def hdf5(kind, name="layers/reversible_embedding/vars/0"):
+    """An array of a model's weights becomes another thing."""
 
-
-def hdf5(kind):
-    """A change of `model.weights.h5`: the token embedding, or one more array in a nested group, is not an array in it."""
-
-    def change(path, outside, hostile):
-        with h5py.File(path, "a") as file:
-            (name,) = [name for name in _names(file) if name.endswith("token_embedding/embeddings/vars/0")] or ["x"]
-            values = file[name][()]
-            if hostile or kind != "whole":
+    def act(folder, outside):
+        with h5py.File(folder / "model.weights.h5", "a") as file, h5py.File(outside / "x.h5", "w") as other:
+            values = other["x"] = file["layers/reversible_embedding/vars/0"][()]
+            (outside / "raw").write_bytes(values.tobytes())
+            if name in file:
                 del file[name]
-            if not hostile:
-                if kind != "whole":
-                    file[name] = values
-                return
-            shutil.copy(path, outside / "x.h5")
-            if kind == "external storage":
-                (outside / "raw").write_bytes(values.tobytes())
-                file.create_dataset(name, values.shape, values.dtype, external=[(str(outside / "raw"), 0, values.nbytes)])
-            elif kind == "soft link":
-                file[name] = h5py.SoftLink("/elsewhere")
-            elif kind == "external link":
-                file[name] = h5py.ExternalLink(str(outside / "x.h5"), name)
-            elif kind == "virtual":
-                layout = h5py.VirtualLayout(values.shape, values.dtype)
-                layout[:] = h5py.VirtualSource(str(outside / "x.h5"), name, values.shape)
-                file.create_virtual_dataset(name, layout)
-            else:
-                file[name] = values
-            if kind == "shape bomb":
-                file.create_dataset("assets/deeper/vars/0", (2**40,), np.float32)
-            elif kind == "zip bomb":
-                file.create_dataset("assets/deeper/vars/0", data=np.zeros(2**24, np.int8), compression="gzip")
-            elif kind == "whole":
-                file.attrs["model_config"] = json.dumps({"class_name": "Lambda"})
+            match kind:
+                case "external storage":
+                    external = [(str(outside / "raw"), 0, values.nbytes)]
+                    file.create_dataset(name, values.shape, values.dtype, external=external)
+                case "a virtual dataset":
+                    layout = h5py.VirtualLayout(values.shape, values.dtype)
+                    layout[:] = h5py.VirtualSource(str(outside / "x.h5"), "x", values.shape)
+                    file.create_virtual_dataset(name, layout)
+                case "a shape bomb":
+                    file.create_dataset(name, (2**34, *values.shape[1:]), np.float32)
+                case "a zip bomb":
+                    file.create_dataset(name, data=np.zeros(2**26, np.int8), compression="gzip")
+                case "a soft link":
+                    file[name] = h5py.SoftLink("/layers/position_embedding/vars/0")
+                case "an external link":
+                    file[name] = h5py.ExternalLink(str(outside / "x.h5"), "x")
+                case "a whole model":
+                    file[name], file.attrs["model_config"] = values, "{}"
 
-    return change
-
-
-def _names(file):
-    names = []
-    file.visit(names.append)
-    return names
+    return act
 
 
 def safetensors(change):
-    """A change of a `model.safetensors`' header, and of what says how long it is."""
+    """The tensors of a header are changed, or it says to be as long as the function returns."""
 
-    def changed(path, outside, hostile):
-        content = path.read_bytes()
-        (size,) = struct.unpack("<Q", content[:8])
-        header = json.loads(content[8 : 8 + size])
-        size = change(header, size) if hostile else None
-        text = json.dumps(header).encode()
-        path.write_bytes(struct.pack("<Q", size or len(text)) + text + content[8 + struct.unpack("<Q", content[:8])[0] :])
+    def act(folder, outside):
+        content = (folder / "model.safetensors").read_bytes()
+        end = 8 + struct.unpack("<Q", content[:8])[0]
+        header = json.loads(content[8:end])
+        tensors = [header[name] for name in header if name != "__metadata__"]
+        length, text = change(sorted(tensors, key=lambda tensor: tensor["data_offsets"])), json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", length or len(text)) + text + content[end:])
 
-    return changed
-
-
-def overlap(header, size):
-    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-    first, second = sorted(tensors, key=lambda entry: entry["data_offsets"])[:2]
-    second["data_offsets"] = [start - 4 for start in second["data_offsets"]]
-
-
-def lie(header, size):
-    next(entry for name, entry in header.items() if name != "__metadata__")["dtype"] = "F64"
+    return act
 
 
 def record(length, content=b""):
-    """A TFRecord's beginning, with a true checksum of its length."""
-    header = struct.pack("<Q", length)
-    crc = 0xFFFFFFFF
+    """A TFRecord that says to have this length, with the checksum of that."""
+    header, crc = struct.pack("<Q", length), 0xFFFFFFFF
     for byte in header:
         crc ^= byte
         for _ in range(8):
             crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
     crc ^= 0xFFFFFFFF
     return header + struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) + content
-
-
-def zipped(length):
-    """A compressed TFRecord of zeros."""
-    return gzip.compress(record(length, bytes(length + 4)))

@@ -81,7 +81,7 @@ def check_folder(preset: str) -> None:
     folder = Path(preset)
     if (folder / "preset").is_dir() and not (folder / "metadata.json").exists():
         raise UserError(f"{preset} is the folder of a run: give {folder / 'preset'}")
-    for file in filter(Path.is_file, folder.glob("*") if folder.is_dir() else ()):
+    for file in (path for path in folder.glob("*") if path.is_file() and not path.is_symlink()):
         with file.open("rb") as content:
             if content.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run `git lfs pull` there")
