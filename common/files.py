@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from keras_replicas import UserError
 
+PRESET = ["*.json", "*.txt", "*.model", "*.weights.h5", "model*.safetensors", "assets/*"]  # a preset's files, fetched
 HELD_OUT = 10  # one text in this many is the validation split of data without one
 FAILED = (ValueError, OSError, RuntimeError, KeyError, SafetensorError)  # KerasHub's, h5py's, the file system's
 MALFORMED = (ValueError, OSError, KeyError, TypeError, AttributeError)  # where JSON does not hold what it should
@@ -94,6 +95,37 @@ def from_hub(function: str, name: str, *configuration: str, **options: Any) -> A
     # The library raises a dozen unrelated types when the hub is out of reach.
     with one_line(f"cannot fetch {name} from the Hugging Face Hub", way_out, (Exception,)):
         return getattr(datasets, function)(name, *configuration, **options)
+
+
+@functools.cache
+def fetched(preset: str) -> str:
+    """The folder of `hf://user/name` or `hf://user/name@commit`, in the cache of the Hub; any other preset as it is.
+
+    Of the repository, only what may belong to a preset is fetched. Errors are those of `huggingface_hub`.
+    """
+    if not preset.startswith("hf://"):
+        return preset
+    import huggingface_hub  # not above: it takes a while
+
+    name, _, commit = preset.removeprefix("hf://").partition("@")
+    return huggingface_hub.snapshot_download(name, revision=commit or None, allow_patterns=PRESET)
+
+
+def checksums(name: str, place: str) -> dict[str, str]:
+    """The SHA-256 of a file, or of each file in a folder but hidden ones, by the option's name and the path in it.
+
+    Of rows, it is the manifest's alone, which has their checksums. Of a preset on the Hub, there is its commit, too.
+    """
+    with one_line(f"cannot read {place}"):
+        root = Path(fetched(place) if name == "preset" else place)
+        files = [root / "manifest.json"] if os.path.isfile(root / "manifest.json") else [root, *sorted(root.rglob("*"))]
+        found = {f"commit of {name}": root.name} if place.startswith("hf://") and root.is_dir() else {}
+        for file in filter(os.path.isfile, files):
+            told = file.relative_to(root.parent if file == root else root)
+            if not any(part.startswith(".") for part in told.parts):
+                with file.open("rb") as content:
+                    found[f"sha256 of {name}/{told}"] = hashlib.file_digest(content, "sha256").hexdigest()
+    return found
 
 
 def quoted(names: Iterable[str]) -> str:

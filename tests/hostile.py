@@ -136,10 +136,13 @@ class _Command:
         return os.system, ("true",)
 
 
+COMMAND = _Command()  # which a pickle starts
+
+
 def pickled():
-    """An `.npy` file of an object that starts a command."""
+    """Of an `.npy` file."""
     file = io.BytesIO()
-    np.save(file, np.array([_Command()], object), allow_pickle=True)
+    np.save(file, np.array([COMMAND], object), allow_pickle=True)
     return file.getvalue()
 
 

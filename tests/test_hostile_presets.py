@@ -3,6 +3,8 @@
 import ast
 import functools
 import gzip
+import hashlib
+import io
 import json
 import os
 import re
@@ -10,6 +12,7 @@ import runpy
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import keras_hub
@@ -22,9 +25,16 @@ from common.data.byte_pairs import train_byte_pairs
 from common.data.rows import write_rows
 from common.model.causal_lm import make_causal_lm, make_preprocessor
 from common.model.presets import save_task
+from common.run_folder import open_run
+from keras_replicas import UserError
+from keras_replicas.checkpoint_files import CheckpointFiles
+from keras_replicas.fit_state import to_bytes
 from recipes._export import export
-from tests.conftest import MESSAGES, ROOT
-from tests.hostile import Watch, code, entry, hdf5, linked, named, part, pickled, record, safetensors
+from recipes.bert_mlm import Config
+from tests.conftest import MESSAGES, ROOT, files_in
+from tests.hostile import COMMAND, Watch, code, entry, hdf5, linked, named, part, pickled, record, safetensors
+from tests.hub import URI
+from tests.test_publish import hub  # noqa: F401
 
 HUB, PRODUCT = keras_hub.models, ("keras_replicas", "common", "recipes")
 TRAINS = "--model", "nano", "--batch-size", "4", "--max-steps", "2", "--replicas", "1"
@@ -163,8 +173,12 @@ def overlap(tensors):
     tensors[1]["data_offsets"] = tensors[0]["data_offsets"]
 
 
-WIDE, LINK, ELSEWHERE = "much larger than its weights", "is a link that leaves it", "no file of weights beside it"
-HDF5, LONG, LED = "no array of numbers in this file", "is no file of at most", "is a link, and could lead anywhere"
+WIDE, LINK, ELSEWHERE = (
+    "much larger than its weights",
+    "is a link, and could lead anywhere",
+    "no file of weights beside it",
+)
+HDF5, LONG = "no array of numbers in this file", "has more than [0-9,]+ bytes"
 KINDS = ("external storage", "a soft link", "an external link", "a virtual dataset", "a shape bomb", "a zip bomb")
 FILES = ("config.json", "results.json", "steps.jsonl", "upload.log", "preset/config.json", "checkpoints/ckpt-2.index")
 OWN, KERAS = "assets/tokenizer/vocabulary.json", "keras.layers"
@@ -186,7 +200,7 @@ CASES = {
         "a pickle": (named("w.npy", pickled()), "w.npy is no part of a preset", named("w.txt", pickled())),
         "a link to a file": (linked(OWN), LINK, linked(OWN, within=True)),
         "a link to a folder": (linked("assets/tokenizer"), LINK),
-        "a pipe": (pipe, "vocabulary.json is no file"),
+        "a pipe": (pipe, "vocabulary.json in .* is no file"),
     },
     ("gpt2", EXPORT): {"Torch": (part("task.json", KERAS, "TorchModuleWrapper", None, {"module": code()}), "Wrapper")},
     ("classifier", CLASSIFY): {
@@ -230,7 +244,7 @@ CASES = {
     ("files", VOCABULARY): {"a vocabulary": (named("vocabulary.txt", size=2**31), "it has 2,147,483,648 bytes")},
     ("run", RUN): {
         **{f"long {name}": (named(name, size=2**31), LONG) for name in FILES[:3]},
-        **{f"linked {name}": (linked(name), LED) for name in (*FILES, "preset", "tensorboard")},
+        **{f"linked {name}": (linked(name), LINK) for name in (*FILES, "preset", "tensorboard")},
         "an index": (named("checkpoints/checkpoint", b'model_checkpoint_path: "/x"'), "checkpoint is no checkpoint"),
         "a home": (checkpoints_at("home"), "notes_temp is no checkpoint: remove it", checkpoints_at("scratch")),
     },
@@ -299,6 +313,51 @@ def test_what_a_terminal_would_obey_is_not_shown(base, bases, wikitext, tmp_path
     assert command(*given(words, tmp_path / base, str(wikitext))) == 0
     shown = "".join(capfd.readouterr())
     assert "\x1b" not in shown and "\ufffd" in shown
+
+
+def states():
+    """Of a checkpoint's state: a pickle in it, a zip bomb, and something else."""
+    text = np.frombuffer(b'{"step": {"__array__": 0}}', np.uint8)
+    for write, array in ((np.savez, np.array([COMMAND], object)), (np.savez_compressed, np.zeros(2**24))):
+        write(file := io.BytesIO(), array, json=text)
+        yield file.getvalue()
+    yield b"PK"
+
+
+def test_the_state_in_a_checkpoint_is_not_unpickled(tmp_path, tmp_path_factory):
+    files = CheckpointFiles(tmp_path, 3)
+    for number, content in enumerate([to_bytes({"step": np.ones(3)}), *states()]):
+        tf.train.Checkpoint(state=tf.Variable(content)).write(str(tmp_path / f"ckpt-{number}"))
+        told = (
+            pytest.raises(UserError, match="is none of ours: it holds no state of a fit") if number else nullcontext()
+        )
+        with Watch(tmp_path_factory.mktemp("none"), tmp_path) as watch, told:
+            files.read_state(f"ckpt-{number}")
+        assert not watch.done and watch.memory < 2**30
+
+
+def test_a_preset_of_the_hub_may_be_pinned_and_is_looked_at_too(bases, hub, tmp_path, capfd):  # noqa: F811
+    good = files_in(bases / "mlm")
+    hub.commits = [good, good | {"config.json": json.dumps({"registered_name": "x", "class_name": "Lambda"}).encode()}]
+    assert command(*given(FILL, f"{URI}@{hub.names[0]}", "")) == 0
+    assert command(*given(FILL, URI, "")) == 2 and "config.json names None.Lambda" in capfd.readouterr().err
+    (tmp_path / "text.txt").write_text("A text.")
+    fixed = Config(preset=f"{URI}@{hub.names[0]}", corpus=str(tmp_path / "text.txt")).fixed("bert_mlm")
+    assert fixed["commit of preset"] == hub.names[0]
+    assert fixed["sha256 of preset/config.json"] == hashlib.sha256(good["config.json"]).hexdigest()
+
+
+def test_what_a_run_has_read_is_on_record_and_other_bytes_are_refused(bases, tmp_path):
+    inputs = json.loads((bases / "run/results.json").read_text())["inputs"]
+    assert inputs.keys() == {f"sha256 of corpus/wiki.{split}.tokens" for split in ("train", "valid", "test")}
+    (tmp_path / "words.txt").write_text("a")
+    config = Config(vocabulary=str(tmp_path / "words.txt"))
+    with open_run(str(tmp_path / "run"), config.fixed("bert_mlm")):
+        (tmp_path / "run/steps.jsonl").write_text("")
+    (tmp_path / "words.txt").write_text("b")
+    told = "other options: sha256 of vocabulary/words.txt '[0-9a-f]{64}', not '[0-9a-f]{64}'. Give another folder"
+    with pytest.raises(UserError, match=told):
+        open_run(str(tmp_path / "run"), config.fixed("bert_mlm"))
 
 
 RUNS = re.compile(r"(^|\.)(eval|exec|extractall|yaml\.load|torch\.load)$|(^|[ .])(pickle|marshal|dill|yaml)\b")

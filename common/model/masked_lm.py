@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import kagglehub
 import keras
 import keras_hub
@@ -21,7 +20,7 @@ from safetensors import safe_open
 from keras_replicas import UserError
 
 from ..data.vocabulary import wordpieces
-from ..files import one_line
+from ..files import fetched, one_line
 from .presets import backbone_from_size, check_folder, check_positions, from_preset
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
@@ -95,15 +94,10 @@ def get_file(preset: str, name: str) -> Path:
     handle = known[preset]["kaggle_handle"] if preset in known else preset
     if handle.startswith("kaggle://"):
         return Path(kagglehub.model_download(handle.removeprefix("kaggle://"), name))
-    if handle.startswith("hf://"):
-        try:
-            return Path(huggingface_hub.hf_hub_download(handle.removeprefix("hf://"), name))
-        except huggingface_hub.errors.EntryNotFoundError as error:
-            raise FileNotFoundError(f"{preset} has no {name}") from error
-    if not Path(handle).is_dir():
+    if not Path(folder := fetched(handle)).is_dir():
         raise UserError(f"there is no preset {preset}")
-    check_folder(handle)
-    if not (path := Path(handle, name)).is_file():
+    check_folder(folder)
+    if not (path := Path(folder, name)).is_file():
         raise FileNotFoundError(f"{preset} has no {name}")
     return path
 

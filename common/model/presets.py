@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_replicas import UserError, is_chief
 
-from ..files import one_line
+from ..files import FAILED, fetched, one_line
 from ..untrusted import check_preset
 from .sizes import dimensions
 
@@ -91,7 +91,9 @@ def check_folder(preset: str) -> None:
 
 def from_preset(kind: Any, preset: str, **kwargs) -> Any:
     """What `kind.from_preset(preset, **kwargs)` gives; a UserError of one line when it cannot be had."""
-    check_folder(preset)
     way_out = ". Give a KerasHub name, which needs a network on first use, or a folder made by save_to_preset"
     with one_line(f"cannot load the preset {preset}", way_out):
-        return kind.from_preset(preset, **kwargs)
+        folder = fetched(preset)
+    check_folder(folder)
+    with one_line(f"cannot load the preset {preset}", way_out, (*FAILED, TypeError)):
+        return kind.from_preset(folder, **kwargs)
