@@ -61,10 +61,12 @@ class Answer(BaseHTTPRequestHandler):
             values = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
             hub.commits.append(hub.files | {file["path"]: base64.b64decode(file["content"]) for file in values})
             self.send(200, {"commitUrl": f"{hub.url}/{REPOSITORY}/commit/1", "commitOid": hub.names[-1]})
-        elif found := re.fullmatch(f"models/{REPOSITORY}/revision/(.*)", path):
-            commit = hub.names[-1] if found[1] == "main" else found[1]
-            files = [{"rfilename": name} for name in hub.commits[hub.names.index(commit)]]
-            self.send(200, {"id": REPOSITORY, "sha": commit, "siblings": files})
+        elif path == f"models/{REPOSITORY}/revision/main":
+            self.send(200, {"id": REPOSITORY, "sha": hub.names[-1], "siblings": []})
+        elif found := re.fullmatch(f"models/{REPOSITORY}/tree/(.*)", path):
+            files = hub.commits[hub.names.index(found[1])]
+            tree = [{"type": "file", "path": name, "size": len(files[name]), "oid": name} for name in files]
+            self.send(200, tree)
         elif (found := re.fullmatch(f"/{REPOSITORY}/resolve/([^/]*)/(.*)", path)) and found[2] in hub.files:
             commit = hub.names[-1] if found[1] == "main" else found[1]
             content = hub.commits[hub.names.index(commit)][found[2]]
