@@ -99,10 +99,7 @@ def from_hub(function: str, name: str, *configuration: str, **options: Any) -> A
 
 @functools.cache
 def fetched(preset: str) -> str:
-    """The folder of `hf://user/name` or `hf://user/name@commit`, in the cache of the Hub; any other preset as it is.
-
-    Of the repository, only what may belong to a preset is fetched. Errors are those of `huggingface_hub`.
-    """
+    """Where `hf://user/name` or `hf://user/name@commit` is, once it is fetched; any other preset as it is."""
     if not preset.startswith("hf://"):
         return preset
     import huggingface_hub  # not above: it takes a while
@@ -112,10 +109,7 @@ def fetched(preset: str) -> str:
 
 
 def checksums(name: str, place: str) -> dict[str, str]:
-    """The SHA-256 of a file, or of each file in a folder but hidden ones, by the option's name and the path in it.
-
-    Of rows, it is the manifest's alone, which has their checksums. Of a preset on the Hub, there is its commit, too.
-    """
+    """The SHA-256 of files that an option names, and a preset's commit on the Hub; of rows, of the manifest alone."""
     with one_line(f"cannot read {place}"):
         root = Path(fetched(place) if name == "preset" else place)
         files = [root / "manifest.json"] if os.path.isfile(root / "manifest.json") else [root, *sorted(root.rglob("*"))]

@@ -5,7 +5,6 @@ import datetime
 import fcntl
 import hashlib
 import importlib.metadata
-import itertools
 import os
 import sys
 import uuid
@@ -134,8 +133,7 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
                 log.rename(folder / log.relative_to(aside))
         known = saved.get("options", options)
         if different := [name for name in known | options if known.get(name) != options.get(name)]:
-            told = (f"{name} {known.get(name)!r}, not {options.get(name)!r}" for name in different)
-            shown = ", ".join([*itertools.islice(told, 8), *["..."] * (len(different) > 8)])  # a folder has many files
+            shown = ", ".join(f"{name} {known.get(name)!r}, not {options.get(name)!r}" for name in different[:9])
             raise UserError(f"{folder} holds a run with other options: {shown}. Give another folder, or overwrite it")
         saved = {"options": options, "launch": launch, "opened": uuid.uuid4().hex, "kept": saved.get("kept", {})}
         write_json(folder / "config.json", saved)

@@ -62,7 +62,7 @@ def check_run(folder: Path) -> None:
             raise UserError(f"{path} is no checkpoint: remove it")
     for path in [*_files(folder, spared=checkpoints), *_files(checkpoints)]:
         if path.parent == folder and path.suffix in (".json", ".jsonl"):
-            _check_bytes(path, LOG if path.suffix == ".jsonl" else SMALL)
+            _check_bytes(path)
 
 
 def _files(folder: Path, homes: Sequence[Path] = (), spared: Path | None = None) -> Iterator[Path]:
@@ -79,8 +79,8 @@ def _files(folder: Path, homes: Sequence[Path] = (), spared: Path | None = None)
                 raise UserError(f"{name} in {folder} is no file")
 
 
-def _check_bytes(path: Path, most: int = SMALL) -> None:
-    if path.stat().st_size > most:
+def _check_bytes(path: Path) -> None:
+    if path.stat().st_size > (most := LOG if path.suffix == ".jsonl" else SMALL):
         raise UserError(f"{path} has more than {most:,} bytes")
 
 
@@ -93,10 +93,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _check_json(file: str, content: Any, own: bool, weights: int) -> None:
-    """What Keras makes of it must be of KerasHub, or a policy of dtypes; weights that it names lie beside it.
-
-    A model much larger than its weights would take memory before it is found that they are of another.
-    """
+    """What Keras makes of it must be of KerasHub, and no larger than its weights; those that it names lie beside it."""
     parts = [content]
     for part in parts:  # which grows
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
@@ -125,16 +122,12 @@ def _check_hdf5(path: Path) -> None:
     with h5py.File(path, "r") as file:
         if "model_config" in file.attrs:
             raise ValueError(f"{path.name} is a whole model, not weights alone")
-        groups, seen, room = [file["/"]], set[int](), path.stat().st_size
-        for group in groups:  # which grows
-            for name in group:
-                is_own = isinstance(group.get(name, getlink=True), h5py.HardLink)
-                item = group[name] if is_own else None
-                if isinstance(item, h5py.Group) and (address := h5py.h5o.get_info(item.id).addr) not in seen:
-                    seen.add(address)
-                    groups.append(item)
-                elif isinstance(item, h5py.Dataset):
-                    is_own = not (item.external or item.is_virtual or item.chunks) and item.dtype.kind in "biufV"
-                    room -= math.prod(item.shape or ()) * item.dtype.itemsize
-                if not is_own or room < 0:
-                    raise ValueError(f"{path.name} has {group.name}/{name}, which is no array of numbers in this file")
+        links: list[tuple[str, Any]] = []
+        file.visititems_links(lambda name, link: links.append((name, link)))
+        room = path.stat().st_size
+        for name, item in ((name, file[name] if isinstance(link, h5py.HardLink) else link) for name, link in links):
+            if not isinstance(item, h5py.Group):
+                is_own = isinstance(item, h5py.Dataset) and not (item.external or item.is_virtual or item.chunks)
+                room -= math.prod(item.shape or ()) * item.dtype.itemsize if is_own else 0
+                if not is_own or item.dtype.kind not in "biufV" or room < 0:
+                    raise ValueError(f"{path.name} has {name}, which is no array of numbers in this file")
