@@ -99,7 +99,11 @@ def from_hub(function: str, name: str, *configuration: str, **options: Any) -> A
 
 @functools.cache
 def fetched(preset: str) -> str:
-    """Where `hf://user/name` or `hf://user/name@commit` is, once it is fetched; any other preset as it is."""
+    """Where `hf://user/name`, `hf://user/name@commit` or `kaggle://...` is, once fetched; any other preset as it is."""
+    if preset.startswith("kaggle://"):
+        import kagglehub
+
+        return kagglehub.model_download(preset.removeprefix("kaggle://"))
     if not preset.startswith("hf://"):
         return preset
     import huggingface_hub  # not above: it takes a while

@@ -48,7 +48,7 @@ def test_a_copied_page_is_a_script_that_names_what_is_there(name, tmp_path):
 def test_a_copy_is_small(name, tmp_path):
     copy_recipe(name, str(tmp_path))
     sizes = [len(path.read_text().splitlines()) for path in tmp_path.rglob("*.py")]
-    files, lines = (16, 2_340) if name == "bert_mlm" else (20, 2_790)
+    files, lines = (17, 2_550) if name == "bert_mlm" else (21, 3_020)
     assert len(sizes) <= files and sum(sizes) <= lines, (len(sizes), sum(sizes))
 
 

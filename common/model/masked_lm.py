@@ -91,10 +91,9 @@ def get_file(preset: str, name: str) -> Path:
     OSError or RuntimeError when there is no such preset, or it cannot be fetched.
     """
     known = keras_hub.models.Backbone.presets | keras_hub.models.Task.presets
-    handle = known[preset]["kaggle_handle"] if preset in known else preset
-    if handle.startswith("kaggle://"):
-        return Path(kagglehub.model_download(handle.removeprefix("kaggle://"), name))
-    if not Path(folder := fetched(handle)).is_dir():
+    if preset in known:
+        return Path(kagglehub.model_download(known[preset]["kaggle_handle"].removeprefix("kaggle://"), name))
+    if not Path(folder := fetched(preset)).is_dir():
         raise UserError(f"there is no preset {preset}")
     check_folder(folder)
     if not (path := Path(folder, name)).is_file():
