@@ -17,7 +17,7 @@ from .files import MALFORMED
 
 SMALL, LOG = 40 * 2**20, 2**30  # bytes, at most, of JSON and vocabularies, and of a run's steps.jsonl
 WEIGHTS = re.compile(r"(model|task|model_\d+)\.weights\.h5|adapters\.lora\.h5|model(-\d+-of-\d+)?\.safetensors")
-CHECKPOINTS = re.compile(r"(ckpt-\d+|end)(_temp|\.index|\.data-\d+-of-\d+)|fit-\d+|\..*")
+CHECKPOINTS = re.compile(r"(ckpt-\d+|end)(_temp|\.index|\.data-\d+-of-\d+)(\.tempstate\d+)?|fit-\d+|\..*")
 INERT = {"", ".json", ".h5", ".txt", ".md", ".model", ".spm", ".safetensors", ".csv", ".tsv", ".png", ".jpg", ".svg"}
 ASSETS = ("vocabulary", "merges", "proto")  # of a tokenizer, which opens a path that is given in their place
 SIZES = dict.fromkeys(("hidden_dim", "hidden_size", "n_embd", "dim", "d_model"), "width")

@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import ctypes
-import io
 import json
 import marshal
 import os
@@ -81,6 +80,9 @@ def _status(name):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
+# The beginning of a TFRecord of 10**13 bytes, with the true checksum of that length.
+LYING = bytes.fromhex("00a0724e18090000f15261dc")
+
 # Changes of a folder: functions of it, and of one outside that whoever loads it must leave alone.
 
 
@@ -136,14 +138,7 @@ class _Command:
         return os.system, ("true",)
 
 
-COMMAND = _Command()  # which a pickle starts
-
-
-def pickled():
-    """Of an `.npy` file."""
-    file = io.BytesIO()
-    np.save(file, np.array([COMMAND], object), allow_pickle=True)
-    return file.getvalue()
+COMMAND = np.array([_Command()], object)  # which a pickle of it starts
 
 
 def hdf5(kind, name="layers/reversible_embedding/vars/0"):
@@ -155,24 +150,23 @@ def hdf5(kind, name="layers/reversible_embedding/vars/0"):
             (outside / "raw").write_bytes(values.tobytes())
             if name in file:
                 del file[name]
-            match kind:
-                case "external storage":
-                    external = [(str(outside / "raw"), 0, values.nbytes)]
-                    file.create_dataset(name, values.shape, values.dtype, external=external)
-                case "a virtual dataset":
-                    layout = h5py.VirtualLayout(values.shape, values.dtype)
-                    layout[:] = h5py.VirtualSource(str(outside / "x.h5"), "x", values.shape)
-                    file.create_virtual_dataset(name, layout)
-                case "a shape bomb":
-                    file.create_dataset(name, (2**34, *values.shape[1:]), np.float32)
-                case "a zip bomb":
-                    file.create_dataset(name, data=np.zeros(2**26, np.int8), compression="gzip")
-                case "a soft link":
-                    file[name] = h5py.SoftLink("/layers/position_embedding/vars/0")
-                case "an external link":
-                    file[name] = h5py.ExternalLink(str(outside / "x.h5"), "x")
-                case "a whole model":
-                    file[name], file.attrs["model_config"] = values, "{}"
+            if kind == "external storage":
+                file.create_dataset(
+                    name, values.shape, values.dtype, external=[(str(outside / "raw"), 0, values.nbytes)]
+                )
+            elif kind == "a virtual dataset":
+                layout = h5py.VirtualLayout(values.shape, values.dtype)
+                layout[:] = h5py.VirtualSource(str(outside / "x.h5"), "x", values.shape)
+                file.create_virtual_dataset(name, layout)
+            elif kind == "a shape bomb":
+                file.create_dataset(name, (2**34, *values.shape[1:]), np.float32)
+            elif kind == "a zip bomb":
+                file.create_dataset(name, data=np.zeros(2**26, np.int8), compression="gzip")
+            else:
+                links = h5py.SoftLink("/layers/dense/vars/0"), h5py.ExternalLink(str(outside / "x.h5"), "x")
+                file[name] = {"a soft link": links[0], "an external link": links[1]}.get(kind, values)
+            if kind == "a whole model":
+                file.attrs["model_config"] = "{}"
 
     return act
 
@@ -189,14 +183,3 @@ def safetensors(change):
         (folder / "model.safetensors").write_bytes(struct.pack("<Q", length or len(text)) + text + content[end:])
 
     return act
-
-
-def record(length, content=b""):
-    """A TFRecord that says to have this length, with the checksum of that."""
-    header, crc = struct.pack("<Q", length), 0xFFFFFFFF
-    for byte in header:
-        crc ^= byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-    crc ^= 0xFFFFFFFF
-    return header + struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) + content
