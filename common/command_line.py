@@ -25,6 +25,8 @@ import tyro
 
 from keras_replicas import UserError
 
+from .files import checksums, plain
+
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 MOST = 2**31 - 1
 # Marks, which may stand in the `Annotated` of an option.
@@ -83,8 +85,11 @@ class RunOptions:
                 raise UserError(f"the run's folder lies in {option(name)} {value}, which is read: give another")
 
     def fixed(self, recipe: str) -> dict[str, Any]:
-        """What must be the same when the run is resumed: the recipe, and the options that are not `FREE`."""
-        fixed = {name: getattr(self, name) for name, marks in marks_of(type(self)).items() if FREE not in marks}
+        """What must be the same to resume the run: the recipe, options that are not `FREE`, and what is read."""
+        marks = marks_of(type(self))
+        fixed = {name: getattr(self, name) for name in marks if FREE not in marks[name]}
+        for name in (name for name in marks if INPUT in marks[name] and getattr(self, name)):
+            fixed |= checksums(name, getattr(self, name))
         return {"recipe": recipe} | fixed
 
     def folder(self) -> str | None:
@@ -249,7 +254,7 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 def fail(message: object) -> NoReturn:
     """Ends the process with one line on standard error and exit status 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {plain(message)}", file=sys.stderr)
     raise SystemExit(2)
 
 

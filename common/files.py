@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import textwrap
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from keras_replicas import UserError
 
 LEAST_FREE = 2**28  # bytes, of a disk that is to hold a cache
+PRESET = ["*.json", "*.txt", "*.model", "*.weights.h5", "model*.safetensors", "assets/*"]  # a preset's files, fetched
 HELD_OUT = 10  # one text in this many is the validation split of data without one
 FAILED = (ValueError, OSError, RuntimeError, KeyError, SafetensorError)  # KerasHub's, h5py's, the file system's
 MALFORMED = (ValueError, OSError, KeyError, TypeError, AttributeError)  # where JSON does not hold what it should
@@ -34,6 +36,11 @@ def one_line(message: str, way_out: str = "", errors: tuple[type[Exception], ...
     except errors as error:
         first = next(iter(str(error).splitlines()), type(error).__name__).removesuffix(" A preset must be a one of:")
         raise UserError(f"{message} ({first}){way_out}") from error
+
+
+def plain(text: object) -> str:
+    """Text for a terminal, which obeys control characters: all but tabs and line ends become U+FFFD."""
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", str(text))
 
 
 def is_held_out(text: str) -> bool:
@@ -95,6 +102,35 @@ def from_hub(function: str, name: str, *configuration: str, **options: Any) -> A
     # The library raises a dozen unrelated types when the hub is out of reach.
     with one_line(f"cannot fetch {name} from the Hugging Face Hub", way_out, (Exception,)):
         return getattr(datasets, function)(name, *configuration, **options)
+
+
+@functools.cache
+def fetched(preset: str) -> str:
+    """Where `hf://user/name`, `hf://user/name@commit` or `kaggle://...` is, once fetched; any other preset as it is."""
+    if preset.startswith("kaggle://"):
+        import kagglehub
+
+        return kagglehub.model_download(preset.removeprefix("kaggle://"))
+    if not preset.startswith("hf://"):
+        return preset
+    import huggingface_hub  # not above: it takes a while
+
+    name, _, commit = preset.removeprefix("hf://").partition("@")
+    return huggingface_hub.snapshot_download(name, revision=commit or None, allow_patterns=PRESET)
+
+
+def checksums(name: str, place: str) -> dict[str, str]:
+    """The SHA-256 of files that an option names, and a preset's commit on the Hub; of rows, of the manifest alone."""
+    with one_line(f"cannot read {place}"):
+        root = Path(fetched(place) if name == "preset" else place)
+        files = [root / "manifest.json"] if os.path.isfile(root / "manifest.json") else [root, *sorted(root.rglob("*"))]
+        found = {f"commit of {name}": root.name} if place.startswith("hf://") and root.is_dir() else {}
+        for file in filter(os.path.isfile, files):
+            told = file.relative_to(root.parent if file == root else root)
+            if not any(part.startswith(".") for part in told.parts):
+                with file.open("rb") as content:
+                    found[f"sha256 of {name}/{told}"] = hashlib.file_digest(content, "sha256").hexdigest()
+    return found
 
 
 def quoted(names: Iterable[str]) -> str:

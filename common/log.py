@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from keras_replicas import StepLog, is_chief, num_workers
 
+from .files import plain
 from .run_folder import PACKAGES
 
 LOOKED_AT = 100  # batches, of which tokens and padding are counted
@@ -155,12 +156,12 @@ def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told]) -> s
             told, learned = told_of(split, scores)
             lines += told
             if split == "validation" and not learned:
-                cut, rate = "show it longer sequences", "try a third of the learning rate, or more epochs"
-                advice = cut if "cut_texts" in results else rate
+                longer, slower = "show it longer sequences", "try a third of the learning rate, or more epochs"
+                advice = longer if "cut_texts" in results else slower
                 lines.append(("warning", f"the model does not beat its baseline on the validation split: {advice}"))
     lines.append(("work directory", results["config"]["workdir"]))
     width = max(20, *(len(title) for title, _ in lines))
-    return "\n".join(f"{title:{width}} {text}" for title, text in lines)
+    return plain("\n".join(f"{title:{width}} {text}" for title, text in lines))
 
 
 def _numbers(entries: dict[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,10 @@ import keras_replicas
 from keras_replicas import UserError, agree, exchange, is_chief
 
 from .files import one_line, read_json, write_json
+from .untrusted import check_run
 
 Result = TypeVar("Result")
+INPUTS = ("commit of ", "sha256 of ")  # so begin the names of options that are the identities of files
 LAUNCH_ID = "LAUNCH_ID"  # environment variable by which a launcher identifies the workers that it restarts
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # their versions may change what is computed
 
@@ -50,6 +52,8 @@ class Run:
         """Writes `results.json`, which makes the run complete, and returns it; {} for workers other than the chief."""
         if not is_chief():
             return {}
+        if inputs := {name: value for name, value in self._saved["options"].items() if name.startswith(INPUTS)}:
+            results = results | {"inputs": inputs}
         write_json(self.folder / "results.json", results)
         return results
 
@@ -107,6 +111,7 @@ def chief_alone(work: Callable[[], Result]) -> Result | None:
 
 def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
     launch = os.environ.get(LAUNCH_ID)
+    check_run(folder)
     with one_line(f"cannot write to the folder {folder}", ": give another", (OSError,)):
         files = {path for path in folder.rglob("[!.]*") if path.is_file() and path.suffix != ".log"}
         saved = read_json(folder / "config.json") or {}
@@ -128,7 +133,7 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
                 log.rename(folder / log.relative_to(aside))
         known = saved.get("options", options)
         if different := [name for name in known | options if known.get(name) != options.get(name)]:
-            shown = ", ".join(f"{name} {known.get(name)!r}, not {options.get(name)!r}" for name in different)
+            shown = ", ".join(f"{name} {known.get(name)!r}, not {options.get(name)!r}" for name in different[:9])
             raise UserError(f"{folder} holds a run with other options: {shown}. Give another folder, or overwrite it")
         saved = {"options": options, "launch": launch, "opened": uuid.uuid4().hex, "kept": saved.get("kept", {})}
         write_json(folder / "config.json", saved)

@@ -41,8 +41,16 @@ class CheckpointFiles:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def read_state(self, name: str) -> dict[str, Any]:
-        """The state of a `fit` in a checkpoint. Raises one of `DAMAGE` when it is damaged or missing."""
-        return from_bytes(tf.train.load_checkpoint(str(self.folder / name)).get_tensor(STATE))
+        """The state of a `fit` in a checkpoint. Raises one of `DAMAGE` when it is damaged or missing.
+
+        Raises:
+            UserError: when it is something else.
+        """
+        content = tf.train.load_checkpoint(str(self.folder / name)).get_tensor(STATE)
+        try:
+            return from_bytes(content)
+        except ValueError as error:
+            raise UserError(f"the checkpoint {self.folder / name} is none of ours: {error}. Remove it") from error
 
     def restore(self, checkpoint: tf.train.Checkpoint) -> int:
         """Restores the latest readable checkpoint, and returns its step; 0 if there is none.
@@ -110,7 +118,7 @@ class CheckpointFiles:
 
     def _remove_unfinished(self) -> None:
         """Removes what killed processes have left. Call it only while no other process writes there."""
-        for folder in self.folder.glob("*_temp"):
+        for folder in (*self.folder.glob("ckpt-*_temp"), *self.folder.glob("end_temp")):
             shutil.rmtree(folder)
         for path in self.folder.glob("*.data-*"):
             if not (self.folder / f"{path.stem}.index").exists():

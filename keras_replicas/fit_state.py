@@ -3,6 +3,7 @@
 
 import io
 import json
+import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -48,13 +49,32 @@ def to_bytes(state: dict[str, Any]) -> bytes:
 
 
 def from_bytes(content: bytes) -> dict[str, Any]:
-    """The state of which `to_bytes` made these bytes."""
+    """The state of which `to_bytes` made these bytes. Raises a `ValueError` for any others: nothing is unpickled."""
+    try:
+        return _from_npz(content)
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        OSError,
+        RecursionError,
+        MemoryError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise ValueError(f"it holds no state of a fit ({type(error).__name__})") from error
+
+
+def _from_npz(content: bytes) -> dict[str, Any]:
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        if sum(member.file_size for member in file.infolist()) > len(content):  # `to_bytes` compresses nothing
+            raise ValueError("compressed")
     arrays = np.load(io.BytesIO(content), allow_pickle=False)
 
     def with_arrays(found):
         return arrays[f"arr_{found[ARRAY]}"] if found.keys() == {ARRAY} else found
 
-    return json.loads(arrays["json"].tobytes(), object_hook=with_arrays)
+    return dict(json.loads(arrays["json"].tobytes(), object_hook=with_arrays))
 
 
 def variables_of(model: Any, trained_only: bool) -> list[keras.Variable]:
@@ -115,7 +135,8 @@ def restore_callbacks(callbacks: Iterable[keras.callbacks.Callback], states: Seq
             "give the same, in the same order, or another folder"
         )
     for callback, (_, remembered, own) in zip(there, states, strict=True):
-        vars(callback).update(remembered)
+        names = next((names for kind, names in REMEMBERED.items() if isinstance(callback, kind)), ())
+        vars(callback).update({name: value for name, value in remembered.items() if name in names})
         if own is not None:
             callback.load_state_dict(own)
 

@@ -14,6 +14,8 @@ import numpy as np
 
 from keras_replicas.cluster import is_chief
 
+LONGEST = 2**16  # characters of a line; a longer one is none of ours
+
 
 class StepLog(keras.callbacks.Callback):
     """Writes each step's own values to `steps.jsonl`, where the logs that callbacks get hold the epoch's means so far.
@@ -37,8 +39,8 @@ class StepLog(keras.callbacks.Callback):
 
     def begin(self, first_step: int) -> list[dict[str, Any]]:
         """Opens the file, and returns the lines of the steps up to `first_step`, which are kept."""
-        lines = _whole_lines(self.path) if first_step else {}
-        kept = {step: line for step, line in sorted(lines.items()) if 1 <= step <= first_step}
+        lines = _whole_lines(self.path, first_step) if first_step else {}
+        kept = dict(sorted(lines.items()))
         if len(kept) < first_step:  # after a power cut
             lost = first_step - len(kept)
             logging.getLogger(__package__).warning("%s lacks the lines of %d of %d steps.", self.path, lost, first_step)
@@ -84,12 +86,16 @@ def read_line(line: str) -> dict[str, Any]:
     return {name: math.nan if value is None else value for name, value in json.loads(line).items()}
 
 
-def _whole_lines(path: Path) -> dict[int, str]:
-    """The complete lines, by step; a power cut may have lost some, or a part of one."""
+def _whole_lines(path: Path, last: int) -> dict[int, str]:
+    """The complete lines up to step `last`; a power cut may have lost some, or a part of one."""
     lines = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            lines[json.loads(line)["step"]] = line
+    with path.open(encoding="utf-8", errors="replace") if path.exists() else contextlib.nullcontext() as file:
+        for line in iter(lambda: file.readline(LONGEST), "") if file else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                entries = json.loads(line)
+                is_number = all(isinstance(value, int | float | None) for value in entries.values())
+                if is_number and isinstance(entries["step"], int) and 1 <= entries["step"] <= last:
+                    lines[entries["step"]] = line.rstrip("\n")
     return lines
 
 

@@ -14,7 +14,7 @@ import scipy.special
 from common.data.examples import EncodedTexts
 from common.data.labelled import LabelledTexts, column_names, to_examples
 from common.data.tables import read_rows
-from common.files import one_line
+from common.files import FAILED, MALFORMED, one_line, plain
 from common.model.masked_lm import get_file, load_json
 from common.model.presets import from_preset
 from keras_replicas import UserError, data_parallel
@@ -43,9 +43,9 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
         raise UserError(f"{output} already exists; give a new file")
     if not Path(output).parent.is_dir():
         raise UserError(f"there is no folder {Path(output).parent}: make it, or give another file")
-    with one_line(f"{preset} is no classifier that a recipe has saved"):
+    with one_line(f"{preset} is no classifier that a recipe has saved", errors=(*FAILED, *MALFORMED)):
         labels = load_json(preset, "labels.json")
-        classes, number = labels["classes"], labels["texts"]
+        classes, number = [plain(name) for name in labels["classes"]], labels["texts"]
         get_file(preset, "task.weights.h5")  # without it, the head would be random
     columns = column_names(text_columns) if data else tuple(f"text {place}" for place, _ in enumerate(texts, start=1))
     if len(columns) != number:
@@ -57,6 +57,8 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
             raise UserError(f"{data} has no examples")
         model = data_parallel(from_preset(keras_hub.models.TextClassifier, preset, dtype="float32", compile=False))
         encoded = EncodedTexts(LabelledTexts(classes, {"texts": examples}), model.preprocessor)
+    if len(classes or [0]) != model.num_classes:
+        raise UserError(f"the labels of {preset} are not those of its {model.num_classes} outputs")
     outputs = model.predict(encoded.batches("texts", BATCH_SIZE), verbose=0)
     if not output:
         write(sys.stdout, classes, outputs)

@@ -9,7 +9,7 @@ import keras_hub
 import numpy as np
 
 from common.data.vocabulary import encode
-from common.files import one_line
+from common.files import one_line, plain
 from common.model.masked_lm import get_file, huggingface_type, load_json, masked_lm_from_preset, preset_tokenizer
 from keras_replicas import UserError
 
@@ -64,4 +64,4 @@ def print_filled_masks(preset: str, sentences: Iterable[str]) -> None:
         print(f"\n{sentence}")
         for guesses in fill_mask(model, tokenizer, sentence):
             for guess in guesses:
-                print("    {score:.3f} {token:>6} {token_str:16} {sequence}".format_map(guess))
+                print(plain("    {score:.3f} {token:>6} {token_str:16} {sequence}".format_map(guess)))

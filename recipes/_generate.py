@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import keras_hub
 import tensorflow as tf
 
+from common.files import plain
 from common.model.causal_lm import causal_lm_for_generation, continuations
 from keras_replicas import UserError
 
@@ -32,7 +33,7 @@ def generate(
     draw = make_sampler(sampler, k, p, temperature, seed)
     tf.get_logger().setLevel("ERROR")  # else it warns that each length of a prompt is traced
     for text in continuations(causal_lm_for_generation(preset), prompts, draw, tokens):
-        print(text)
+        print(plain(text))
 
 
 def make_sampler(

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +27,11 @@ class StandIn(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.commits, self.failures, self.silent, self.public = [], 0, False, None
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def names(self):
+        """Of the commits."""
+        return [f"{number:040}" for number, _ in enumerate(self.commits, start=1)]
 
     @property
     def files(self):
@@ -54,9 +60,17 @@ class Answer(BaseHTTPRequestHandler):
         elif path.startswith(f"models/{REPOSITORY}/commit/"):
             values = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
             hub.commits.append(hub.files | {file["path"]: base64.b64decode(file["content"]) for file in values})
-            self.send(200, {"commitUrl": f"{hub.url}/{REPOSITORY}/commit/1", "commitOid": "1" * 40})
-        elif (name := path.removeprefix(f"/{REPOSITORY}/resolve/main/")) in hub.files:
-            self.send(200, hub.files[name], {"ETag": f'"{hash(hub.files[name])}"', "X-Repo-Commit": "1" * 40})
+            self.send(200, {"commitUrl": f"{hub.url}/{REPOSITORY}/commit/1", "commitOid": hub.names[-1]})
+        elif path == f"models/{REPOSITORY}/revision/main":
+            self.send(200, {"id": REPOSITORY, "sha": hub.names[-1], "siblings": []})
+        elif found := re.fullmatch(f"models/{REPOSITORY}/tree/(.*)", path):
+            files = hub.commits[hub.names.index(found[1])]
+            tree = [{"type": "file", "path": name, "size": len(files[name]), "oid": name} for name in files]
+            self.send(200, tree)
+        elif (found := re.fullmatch(f"/{REPOSITORY}/resolve/([^/]*)/(.*)", path)) and found[2] in hub.files:
+            commit = hub.names[-1] if found[1] == "main" else found[1]
+            content = hub.commits[hub.names.index(commit)][found[2]]
+            self.send(200, content, {"ETag": f'"{hash(content)}"', "X-Repo-Commit": commit})
         else:
             self.send(404, {}, {"X-Error-Code": "EntryNotFound"})
 

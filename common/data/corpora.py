@@ -34,6 +34,7 @@ TEXTS = (".txt", ".text", ".md")  # endings of a folder's files that are plain t
 TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # by `datasets`
 NO_CORPUS = (".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".gz", ".tar", ".xz", ".zst", ".bz2", ".tsv", ".xlsx")
 PACKAGES = ("keras", "keras_hub", "numpy")  # whose docstrings are a corpus
+MOST_OF_A_LINE = 2**24  # characters, read at once
 NO_TEXT = re.compile("[\0\udc80-\udcff]")  # what bytes that are not UTF-8 are read as
 STRINGS = re.compile(r'(^[ \t]*[rR]?)?"""(.*?)"""', re.DOTALL | re.MULTILINE)  # the first group: what stands alone
 
@@ -125,6 +126,9 @@ def _from_hub(corpus: str) -> Corpus:
         raise UserError(f"the corpus {corpus} must be hf://user/name or hf://user/name/configuration")
     name = [*filter(None, found.groups())]
     builder = from_hub("load_dataset_builder", *name)
+    named = [str(file) for files in (builder.config.data_files or {}).values() for file in files]
+    if away := [file for file in named if not file.startswith(builder.base_path.rstrip("/") + "/") or ".." in file]:
+        raise UserError(f"{corpus} names {away[0]}, which is none of its own files")
     rows = from_hub("load_dataset", *name, streaming=corpus not in WIKITEXT)
     if "train" not in rows:
         raise UserError(f"{corpus} has no split train; it has {', '.join(rows)}")
@@ -151,7 +155,7 @@ def _lines(files: Iterable[Path]) -> Iterator[str]:
     """The lines of UTF-8 files, without what is blank at their ends, and a blank one after each file."""
     for file in files:
         with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(iter(lambda: lines.readline(MOST_OF_A_LINE), ""), start=1):
                 if NO_TEXT.search(line):
                     raise UserError(f"{file}, line {number} is not UTF-8 text; convert it first")
                 yield line.rstrip()

@@ -7,6 +7,7 @@ Shards of `tf.train.Example` are those of BERT's pipelines: int64 `token_ids` or
 import contextlib
 import fnmatch
 import functools
+import gzip
 import itertools
 import json
 import math
@@ -21,10 +22,12 @@ import tensorflow as tf
 from keras_replicas import UserError
 
 from ..files import MALFORMED, cached, one_line, read_json
-from .rows import Rows, fingerprint, open_rows, write_rows
+from ..untrusted import check_preset
+from .rows import AFTER, BEFORE, LONGEST, Rows, fingerprint, open_rows, write_rows
 from .vocabulary import load_wordpieces, vectors, wordpieces
 
 NAMES = {"train": "*train*.tfrecord*", "validation": "*valid*.tfrecord*", "test": "*test*.tfrecord*"}
+MOST_BYTES = 2**20  # of an example
 FEATURES = {name: tf.io.RaggedFeature(tf.int64) for name in ("token_ids", "input_ids")}  # a missing one is empty
 
 
@@ -75,9 +78,12 @@ def open_folder(folder: str, longest: float = math.inf) -> tuple[dict[str, Rows]
             f"the rows of {folder} have {rows['train'].length} tokens, not {longest}: take longer sequences"
         )
     with one_line(f"{folder} has no tokenizer of its rows", ": give another folder", MALFORMED):
+        check_preset(saved)
         # `Tokenizer.from_preset` would look for a backbone.
         tokenizer = keras.saving.deserialize_keras_object(read_json(saved / "tokenizer.json"))
         tokenizer.load_assets(str(saved / "assets/tokenizer"))
+    for of_split in rows.values():
+        of_split.counts(tokenizer.vocabulary_size())
     return rows, tokenizer
 
 
@@ -121,11 +127,14 @@ def _converted(folder: str) -> Path:
     inputs = [fingerprint(tokenizer), *(f"{path} {stat.length} {stat.mtime_nsec}" for path, stat in stats)]
 
     def write(path: Path) -> None:
+        for file in itertools.chain(*files.values()):
+            _check_records(file)
         sizes = [(len(ids), ids.min(), ids.max()) for of_split in texts.values() for ids in of_split()]
         known = range(tokenizer.vocabulary_size())
         if not sizes or not all(lowest in known and highest in known for _, lowest, highest in sizes):
             raise UserError(f"the files of {folder} have no ids, or some that their tokenizer lacks")
-        length = max(length for length, *_ in sizes)
+        if (length := max(length for length, *_ in sizes)) > LONGEST:
+            raise UserError(f"a text in the files of {folder} has {length} tokens, more than any model takes")
         write_rows(
             path, {split: of_split() for split, of_split in texts.items()}, length, tokenizer, {"examples": files}
         )
@@ -133,8 +142,18 @@ def _converted(folder: str) -> Path:
     return cached("rows", inputs, write)
 
 
+def _check_records(path: str) -> None:
+    """Raises a UserError for a record of a length that none has: TensorFlow would take that memory before it reads."""
+    with tf.io.gfile.GFile(path, "rb") as raw, gzip.open(raw) if path.endswith(".gz") else raw as file:
+        while header := file.read(BEFORE):
+            length = int.from_bytes(header[:8], "little")
+            if length > MOST_BYTES or len(file.read(length + AFTER)) < length + AFTER:
+                folder, name = path.rsplit("/", 1)
+                raise UserError(f"cannot use {folder} ({name} has a record of {length:,} bytes): give another folder")
+
+
 def _texts(files: list[str], tokenizer: keras_hub.models.Tokenizer) -> Iterator[np.ndarray]:
-    for records in tf.data.TFRecordDataset(files, "GZIP" if files[0].endswith(".gz") else None).batch(1024):
+    for records in tf.data.TFRecordDataset(files, "GZIP" if files[0].endswith(".gz") else None).batch(256):
         ids_of = tf.io.parse_example(records, FEATURES)
         for ids in vectors(tf.concat([ids_of[name] for name in FEATURES], axis=1)):
             ids = np.trim_zeros(ids - tokenizer.pad_token_id, "b") + tokenizer.pad_token_id

@@ -27,13 +27,14 @@ from tqdm import tqdm
 from keras_replicas import Batches, UserError
 
 from ..files import MALFORMED, cached, one_line, read_json, tell_if_few, write_json
-from .corpora import Corpus
+from .corpora import SPLITS, Corpus
 from .vocabulary import encode, not_seen, tell, unknown_id
 
 BEFORE, AFTER = 12, 4  # bytes of TFRecord's own around a record: its length and a checksum of that; a checksum
 SHARD_BYTES = 2**28  # at most
 NO_LABEL = -2  # minus the id
 FEW_TOKENS = 2000  # of which a masked language model predicts some 300: chance moves its loss by 0.15 nats
+LONGEST = 2**16 + 1  # tokens in a row
 
 
 class Rows:
@@ -81,12 +82,15 @@ class Rows:
         return tf.where(is_token, tf.where(is_label, ids, NO_LABEL - ids), 0), is_token, is_label
 
     def counts(self, vocabulary_size: int) -> np.ndarray:
-        """How often each id occurs, int64 [vocabulary_size]."""
+        """How often each id occurs, int64 [vocabulary_size]; a `UserError` when there are others."""
         counts = np.zeros(vocabulary_size, np.int64)
         for first in range(0, len(self), 4096):
             with tf.device("CPU"):  # where the rows are
                 ids, is_token, _ = self.read(tf.range(first, min(first + 4096, len(self)), dtype=tf.int64))
-            counts += np.bincount(ids.numpy()[is_token.numpy()], minlength=vocabulary_size)
+            own = ids.numpy()[is_token.numpy()]
+            if np.any(own < 0) or np.any(own >= vocabulary_size):
+                raise UserError(f"the rows have an id that is none of the {vocabulary_size} of their tokenizer")
+            counts += np.bincount(own, minlength=vocabulary_size)
         return counts
 
 
@@ -201,6 +205,11 @@ def open_rows(folder: Path) -> dict[str, Rows]:
     manifest, splits = read_json(folder / "manifest.json") or {}, {}
     with one_line(f"{folder} has no rows of text, or not all of them", ": remove the folder", MALFORMED):
         for split, facts in manifest["splits"].items():
+            if split not in SPLITS or not 0 < manifest["length"] <= LONGEST:
+                raise ValueError(f"{split!r} of rows of {manifest['length']!r} tokens")
+            size = sum(file.stat().st_size for file in folder.glob(f"{split}-*.tfrecord"))
+            if size != facts["rows"] * _size(manifest["length"]):
+                raise ValueError(f"those of {split} have {size:,} bytes, which are not {facts['rows']} rows")
             shards = _shards(folder, split, facts["rows"], manifest["length"])
             if _checksum(shards) != facts["checksum"]:
                 raise ValueError(f"those of {split} are damaged")

@@ -18,6 +18,7 @@ from ..files import quoted
 SUFFIXES = (".tsv", ".csv", ".jsonl")
 Row = tuple[str, dict[str, Any]]  # where it is, such as `dev.tsv, line 7`; and its values, by column
 LEFT_OUT = 0.001  # share of malformed rows up to which a file is read without them
+LONGEST = 2**27  # bytes of a line
 QUOTED = re.compile('"([^"]|"")*"')  # a field in quotation marks, those in it doubled
 
 
@@ -44,8 +45,11 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False) ->
         with path.open("rb") as file:
             is_wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
             file.seek(0)
-            for number, line in enumerate(io.BytesIO(file.read().decode("utf-16").encode()) if is_wide else file, 1):
+            text: Any = io.BytesIO(file.read().decode("utf-16").encode()) if is_wide else file
+            for number, line in enumerate(iter(lambda: text.readline(LONGEST), b""), 1):
                 where = f"{path}, line {number}"
+                if len(line) == LONGEST:
+                    raise ValueError(f"{LONGEST:,} bytes without the end of a line")
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n").replace("\r", " ")
 
     if suffix not in SUFFIXES:

@@ -28,6 +28,7 @@ ALPHABET_SIZE = 200  # the most frequent characters of a text, which a trained W
 FEW_CHARACTERS = 0.001  # share of a text's characters that the vocabulary may lack
 FEW_ACCENTS = 0.01  # share of letters with an accent, up to which all accents are left out
 TEXTS_AT_ONCE = 64
+MOST_BYTES = 2**24  # of a vocabulary's file
 
 
 def train_wordpieces(documents: Callable[[], Iterator[str]], source: str, size: int) -> keras_hub.models.BertTokenizer:
@@ -87,7 +88,9 @@ def load_wordpieces(path: str | Path) -> keras_hub.models.BertTokenizer:
     if it has no accents either, stripped of these. Raises a `UserError` when it cannot be read, lacks one of BERT's
     special tokens, or has a piece twice, or one that ends with a space.
     """
-    with one_line(f"cannot read the vocabulary {path}", errors=(tf.errors.OpError, UnicodeDecodeError)):
+    with one_line(f"cannot read the vocabulary {path}", errors=(tf.errors.OpError, ValueError)):
+        if (size := tf.io.gfile.stat(str(path)).length) > MOST_BYTES:
+            raise ValueError(f"it has {size:,} bytes")
         text = tf.io.gfile.GFile(str(path)).read().removeprefix("\ufeff").replace("\r\n", "\n")
     return wordpieces(text.removesuffix("\n").split("\n"), path)  # at no other character that ends lines elsewhere
 

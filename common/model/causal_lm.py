@@ -17,6 +17,7 @@ from ..data.corpora import Documents, open_corpus
 from ..data.dialogues import answer_rows, is_dialogues, read_dialogues, said_in
 from ..data.row_folders import open_folder
 from ..data.rows import Rows, corpus_rows
+from ..files import plain
 from .presets import backbone_from_size, check_positions, enable_lora, from_preset
 
 END = "<|endoftext|>"  # GPT-2's only special token
@@ -157,7 +158,7 @@ def print_continuations(preset: str, prompts: Sequence[str]) -> None:
     try:
         sampler = keras_hub.samplers.TopKSampler(**TEN_LIKELIEST)
         for text in continuations(causal_lm_for_generation(preset), prompts, sampler):
-            print(f"\n{text}")
+            print(plain(f"\n{text}"))
     except UserError as error:
         print(f"\n{error}")
 

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import kagglehub
 import keras
 import keras_hub
@@ -21,9 +20,9 @@ from safetensors import safe_open
 from keras_replicas import UserError
 
 from ..data.vocabulary import wordpieces
-from ..files import one_line
+from ..files import fetched, one_line
+from ..untrusted import check_preset
 from .presets import backbone_from_size, check_positions, from_preset
-from .sizes import check_folder
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 # Parts of the names of a BERT's weights: KerasHub's, and those of Hugging Face's form, to be replaced in this order.
@@ -71,7 +70,7 @@ def masked_lm_from_preset(
     KerasHub's presets need not have a masked language model's head: it is then random. Raises a UserError when there is
     no such preset, it cannot be fetched, is of another kind, or has fewer than `seq_length` positions.
     """
-    check_folder(preset)
+    check_preset(preset)
     models, options = keras_hub.models, {"dropout": dropout, "dtype": dtype, "load_weights": False}
     if huggingface_type(preset):
         model = models.BertMaskedLM(from_preset(models.BertBackbone, preset, **options), compile=False)
@@ -100,18 +99,12 @@ def get_file(preset: str, name: str) -> Path:
     OSError or RuntimeError when there is no such preset, or it cannot be fetched.
     """
     known = keras_hub.models.Backbone.presets | keras_hub.models.Task.presets
-    handle = known[preset]["kaggle_handle"] if preset in known else preset
-    if handle.startswith("kaggle://"):
-        return Path(kagglehub.model_download(handle.removeprefix("kaggle://"), name))
-    if handle.startswith("hf://"):
-        try:
-            return Path(huggingface_hub.hf_hub_download(handle.removeprefix("hf://"), name))
-        except huggingface_hub.errors.EntryNotFoundError as error:
-            raise FileNotFoundError(f"{preset} has no {name}") from error
-    if not Path(handle).is_dir():
+    if preset in known:
+        return Path(kagglehub.model_download(known[preset]["kaggle_handle"].removeprefix("kaggle://"), name))
+    if not Path(folder := fetched(preset)).is_dir():
         raise UserError(f"there is no preset {preset}")
-    check_folder(preset)
-    if not (path := Path(handle, name)).is_file():
+    check_preset(folder)
+    if not (path := Path(folder, name)).is_file():
         raise FileNotFoundError(f"{preset} has no {name}")
     return path
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from keras_replicas import UserError, is_chief
 
-from ..files import one_line
-from .sizes import check_folder, dimensions
+from ..files import FAILED, fetched, one_line
+from ..untrusted import check_preset
+from .sizes import dimensions
 
 POSITION_SCALE = 0.14  # amplitude: a root mean square of 0.1, five times that of BERT's initial token embeddings
 ADAPTERS = "adapters.lora.h5"
@@ -76,7 +77,9 @@ def save_task(model: keras_hub.models.Task, preprocessor: keras_hub.models.Prepr
 
 def from_preset(kind: Any, preset: str, **kwargs) -> Any:
     """What `kind.from_preset(preset, **kwargs)` gives; a UserError of one line when it cannot be had."""
-    check_folder(preset)
     way_out = ". Give a KerasHub name, which needs a network on first use, or a folder made by save_to_preset"
     with one_line(f"cannot load the preset {preset}", way_out):
-        return kind.from_preset(preset, **kwargs)
+        folder = fetched(preset)
+    check_preset(folder)
+    with one_line(f"cannot load the preset {preset}", way_out, (*FAILED, TypeError)):
+        return kind.from_preset(folder, **kwargs)

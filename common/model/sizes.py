@@ -10,6 +10,7 @@ from typing import Literal
 from keras_replicas import UserError
 
 from ..files import MALFORMED, one_line
+from ..untrusted import check_preset
 
 # Layers and width; a head has 64 columns, and the inner layer is 4 widths. Base and large: Devlin et al. 2018,
 # arXiv:1810.04805; the others: Turc et al. 2019, "Well-Read Students Learn Better", arXiv:1908.08962.
@@ -27,7 +28,6 @@ Size = Literal["nano", "micro", "tiny", "mini", "small", "medium", "base", "larg
 # GPT-2's own: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2.
 GPT2_SIZES = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
 CausalSize = Literal[Size, "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
-LFS_POINTER = b"version https://git-lfs"
 DIMENSIONS = ("num_layers", "num_heads", "hidden_dim", "intermediate_dim")
 
 
@@ -57,7 +57,7 @@ def check_model(preset: str, size: str | None, seq_length: int, lora_rank: int |
         raise UserError(f"a preset brings its own model: leave out the size {size}, or the preset {preset}")
     if not Path(preset or "hf://").is_dir():
         return
-    check_folder(preset)
+    check_preset(preset)
     with one_line(f"{preset} is no preset of a language model", "; give a folder made by save_to_preset", MALFORMED):
         config = json.loads(Path(preset, "config.json").read_text(encoding="utf-8"))
         if "model_type" in config:  # Hugging Face's form, where GPT-2 has its own name for it
@@ -67,17 +67,6 @@ def check_model(preset: str, size: str | None, seq_length: int, lora_rank: int |
         too_long = seq_length > positions
     if too_long:
         raise UserError(f"{seq_length} tokens are more than the {positions} positions of the preset {preset}")
-
-
-def check_folder(preset: str) -> None:
-    """Raises a UserError when a preset is the folder of a run, or Git LFS has left pointers in place of its files."""
-    folder = Path(preset)
-    if (folder / "preset").is_dir() and not (folder / "metadata.json").exists():
-        raise UserError(f"{preset} is the folder of a run: give {folder / 'preset'}")
-    for file in filter(Path.is_file, folder.glob("*") if folder.is_dir() else ()):
-        with file.open("rb") as content:
-            if content.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run `git lfs pull` there")
 
 
 def check_push_to(uri: str, public: bool = False) -> None:

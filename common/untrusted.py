@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What presets and runs may hold, whoever wrote them: lists of what is allowed, looked at before anything is opened."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from keras_replicas import UserError
+
+from .files import MALFORMED
+
+SMALL, LOG = 40 * 2**20, 2**30  # bytes, at most, of JSON and vocabularies, and of a run's steps.jsonl
+WEIGHTS = re.compile(r"(model|task|model_\d+)\.weights\.h5|adapters\.lora\.h5|model(-\d+-of-\d+)?\.safetensors")
+CHECKPOINTS = re.compile(r"(ckpt-\d+|end)(_temp|\.index|\.data-\d+-of-\d+)(\.tempstate\d+)?|fit-\d+|\..*")
+INERT = {"", ".json", ".h5", ".txt", ".md", ".model", ".spm", ".safetensors", ".csv", ".tsv", ".png", ".jpg", ".svg"}
+LFS_POINTER = b"version https://git-lfs"
+ASSETS = ("vocabulary", "merges", "proto")  # of a tokenizer, which opens a path that is given in their place
+SIZES = dict.fromkeys(("hidden_dim", "hidden_size", "n_embd", "dim", "d_model"), "width")
+SIZES |= dict.fromkeys(("num_layers", "num_hidden_layers", "n_layer", "n_layers"), "layers")
+SIZES |= dict.fromkeys(("intermediate_dim", "intermediate_size"), "inner")
+
+
+def check_preset(preset: str | Path) -> None:
+    """Raises a UserError unless a folder is a preset, in KerasHub's form or Hugging Face's, and holds only what it may.
+
+    The folder may be a link. Those in it must lead to its own files or, in the cache of the Hub, to the blobs beside.
+    """
+    if not (folder := Path(preset)).is_dir():
+        return
+    if (folder / "preset").is_dir() and not (folder / "metadata.json").exists():
+        raise UserError(f"{folder} is the folder of a run: give {folder / 'preset'}")
+    root = folder.resolve()
+    homes = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    try:
+        files = [*_files(root, homes)]
+        weights = sum(path.stat().st_size for path in files if WEIGHTS.fullmatch(path.name))
+        heads = [_read_json(root / name) for name in ("config.json", "tokenizer.json") if root / name in files]
+        own = any("registered_name" in head for head in heads)  # KerasHub's form; beside rows, a tokenizer alone
+        for path in files:
+            name, ending = path.relative_to(root).as_posix(), path.suffix.lower()
+            with path.open("rb") as content:
+                if content.read(len(LFS_POINTER)) == LFS_POINTER:
+                    raise ValueError(f"{name} is a pointer of Git LFS, not the file itself: run `git lfs pull` there")
+            if own and ending not in INERT:
+                raise ValueError(f"{name} is no part of a preset: remove it")
+            if WEIGHTS.fullmatch(name) and ending == ".h5":
+                _check_hdf5(path)
+            elif name == path.name and ending == ".json":
+                _check_json(name, _read_json(path), own, weights)
+            elif not WEIGHTS.fullmatch(name) and (own or name == path.name and ending in (".txt", ".model")):
+                _check_bytes(path)
+    except (*MALFORMED, RuntimeError) as error:  # h5py's, too
+        raise UserError(f"the preset {folder} is refused: {str(error).splitlines()[0]}") from error
+
+
+def check_run(folder: Path) -> None:
+    """Raises a UserError where a run has a link, a file larger than any run's, or another file among its checkpoints.
+
+    The folder may be a link, and so may `checkpoints` in it, to a folder of checkpoints or an empty one.
+    """
+    checkpoints = folder / "checkpoints"
+    for path in checkpoints.glob("*"):
+        if not CHECKPOINTS.fullmatch(path.name):
+            raise UserError(f"{path} is no checkpoint: remove it")
+    for path in [*_files(folder, spared=checkpoints), *_files(checkpoints)]:
+        if path.parent == folder and path.suffix in (".json", ".jsonl"):
+            _check_bytes(path)
+
+
+def _files(folder: Path, homes: Sequence[Path] = (), spared: Path | None = None) -> Iterator[Path]:
+    """The files of a folder, but for hidden folders. Raises a UserError for a pipe, or a link to elsewhere."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(place, name) for name in [*folders, *names]):
+            target, name = path.resolve(), path.relative_to(folder)
+            if path.is_symlink() and path != spared and (path.is_dir() or not any(map(target.is_relative_to, homes))):
+                raise UserError(f"{name} in {folder} is a link, and could lead anywhere: put the file itself there")
+            if path.is_file():
+                yield path
+            elif not path.is_dir():
+                raise UserError(f"{name} in {folder} is no file")
+
+
+def _check_bytes(path: Path) -> None:
+    if path.stat().st_size > (most := LOG if path.suffix == ".jsonl" else SMALL):
+        raise UserError(f"{path} has more than {most:,} bytes")
+
+
+def _read_json(path: Path) -> Any:
+    _check_bytes(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path.name} is no JSON ({error})") from error
+
+
+def _check_json(file: str, content: Any, own: bool, weights: int) -> None:
+    """What Keras makes of it must be of KerasHub, and no larger than its weights; those that it names lie beside it."""
+    parts = [content]
+    for part in parts:  # which grows
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    for part in (each for each in parts if isinstance(each, dict)):
+        module, name, registered = (part.get(key) for key in ("module", "class_name", "registered_name"))
+        package = str(module).split(".")[0]
+        of_hub = package in ("keras_hub", "keras_nlp") and registered == f"{package}>{name}"
+        policy = module == "keras" and not registered and re.fullmatch(r"\w*DTypePolicy(Map)?", str(name))
+        if own and "class_name" in part and not (of_hub or policy):
+            raise ValueError(f"{file} names {module}.{name}, which is no class of KerasHub's models of text")
+        if own and ("/" in str(part.get("name")) or any(isinstance(part.get(key), str) for key in ASSETS)):
+            raise ValueError(f"{file} has a path in place of a name, or of a vocabulary among the assets")
+        sizes = {SIZES.get(key, key): value for key, value in part.items() if isinstance(value, int)}
+        width, layers, inner = (sizes.get(name, 0) for name in ("width", "layers", "inner"))
+        most = width * max([layers * inner, *sizes.values()])
+        if file in ("config.json", "task.json") and most > 8 * weights + 2**23:
+            raise ValueError(f"{file} is of a model much larger than its weights of {weights:,} bytes")
+    shards = content["weight_map"] if file in ("model.weights.json", "model.safetensors.index.json") else {}
+    for names in shards.values():
+        if not all(map(WEIGHTS.fullmatch, names if isinstance(names, list) else [names])):
+            raise ValueError(f"{file} names {names!r}, which is no file of weights beside it")
+
+
+def _check_hdf5(path: Path) -> None:
+    """It must be as Keras writes weights: groups, and arrays of numbers that are whole in this very file."""
+    with h5py.File(path, "r") as file:
+        if "model_config" in file.attrs:
+            raise ValueError(f"{path.name} is a whole model, not weights alone")
+        links: list[tuple[str, Any]] = []
+        file.visititems_links(lambda name, link: links.append((name, link)))
+        room = path.stat().st_size
+        for name, item in ((name, file[name] if isinstance(link, h5py.HardLink) else link) for name, link in links):
+            if not isinstance(item, h5py.Group):
+                is_own = isinstance(item, h5py.Dataset) and not (item.external or item.is_virtual or item.chunks)
+                room -= math.prod(item.shape or ()) * item.dtype.itemsize if is_own else 0
+                if not is_own or item.dtype.kind not in "biufV" or room < 0:
+                    raise ValueError(f"{path.name} has {name}, which is no array of numbers in this file")
