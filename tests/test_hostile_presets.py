@@ -32,7 +32,7 @@ from keras_replicas.checkpoint_files import CheckpointFiles
 from keras_replicas.fit_state import to_bytes
 from recipes._export import export
 from recipes.bert_mlm import Config
-from tests.conftest import MESSAGES, ROOT, files_in
+from tests.conftest import ROOT, files_in
 from tests.hostile import COMMAND, LYING, Watch, code, entry, hdf5, linked, named, part, safetensors
 from tests.hub import URI
 from tests.test_publish import hub  # noqa: F401
@@ -281,7 +281,6 @@ def test_it_is_refused_in_one_line_and_its_benign_twin_loads(base, words, name, 
     assert (status, err.count("\n"), err[:7], watch.done) == (2, 1, "error: ", []), err
     assert re.search(told, err), err
     assert watch.memory < _twins[base, words] + 2**30
-    MESSAGES.append((name, f"{watch.memory >> 20} MiB, its twin {_twins[base, words] >> 20}: {err.rstrip()}"))
 
 
 def test_links_of_the_hubs_cache_and_of_a_users_own_folder_load(bases, tmp_path, capfd):
