@@ -68,11 +68,11 @@ class CountedSteps:
         """A step; when it is traced, or runs eagerly."""
         model = self._model
         before = {id(variable): tf.convert_to_tensor(variable.value) for variable in model._metric_variables()}
-        model.step_loss = None
+        model.step_loss, rate = None, learning_rate(model.optimizer)  # a step changes what a schedule says
         with waiting_for(() if model.jit_compile else data):  # XLA waits by itself
             logs = self._step(data)
             if model.step_loss is not None:
-                values = {"loss": model.step_loss} | learning_rate(model.optimizer)
+                values = {"loss": model.step_loss} | rate
                 if model._metrics_add_up():
                     added = [
                         (variable, variable.value - before[id(variable)] if id(variable) in before else variable.value)

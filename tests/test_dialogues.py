@@ -132,6 +132,7 @@ def test_files_are_read_and_held_out(tmp_path):
         ('{"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}', "must have"),
         (f'{{"messages": [{{"role": "{"robot " * 99}", "content": "a"}}]}}', "robot robot ..."),
         ('{"messages": [{"role": "user", "content": "a"}]}', "must have"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": [1]}]}', "must have"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, answer):

@@ -45,11 +45,11 @@ class ActNorm(keras.layers.Layer):
         return x + tf.cond(self.begun.value | (not training), lambda: tf.identity(self.shift.value), begin)
 
 
-def layered(*layers, **options):
+def layered(*layers, rate=1e-3, **options):
     def build():
         made = [layer() for layer in layers]
         model = keras.Sequential([keras.Input((5,)), *made, keras.layers.Dense(3)])
-        model.compile("adam", LOSS, metrics=["accuracy"], **options)
+        model.compile(keras.optimizers.Adam(rate), LOSS, metrics=["accuracy"], **options)
         return model
 
     return build
@@ -106,15 +106,17 @@ def test_a_run_of_one_replica_that_was_interrupted_ends_with_the_same_bits(name,
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
 def test_each_step_has_its_own_values(steps_per_execution, tmp_path):
     log = StepLog(tmp_path)
-    trained(layered(steps_per_execution=steps_per_execution), data_parallel, callbacks=[log])
+    rate = keras.optimizers.schedules.PolynomialDecay(1e-2, 20)
+    trained(layered(rate=rate, steps_per_execution=steps_per_execution), data_parallel, callbacks=[log])
     lines = log.begin(12)
     keras.utils.set_random_seed(0)
-    model = layered()()
+    model = layered(rate=rate)()
     for line in lines:
         rows = slice((line["step"] - 1) % 6 * 4, (line["step"] - 1) % 6 * 4 + 4)
         loss, accuracy = map(float, model.train_on_batch(X[rows], Y[rows]))
         model.reset_metrics()
-        assert line == pytest.approx({"step": line["step"], "loss": loss, "accuracy": accuracy, "learning_rate": 1e-3})
+        used = float(rate(line["step"] - 1))
+        assert line == pytest.approx({"step": line["step"], "loss": loss, "accuracy": accuracy, "learning_rate": used})
 
 
 def test_data_that_ends_counts_no_further_step():

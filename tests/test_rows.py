@@ -337,19 +337,34 @@ def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_p
         ("negative", "have no ids, or some that their tokenizer lacks"),
         ("feature", "have no ids, or some that their tokenizer lacks"),
         ("record", "cannot use .*data .*: give another folder"),
+        ("torn", "cannot use .*data .*ended before.*: give another folder"),
+        ("both", "has examples with both token_ids and input_ids: keep one of them"),
+        ("gap", "its 300 tokens do not have the ids 0 to 299"),
     ],
 )
 def test_what_is_wrong_with_examples_is_told(wrong, told, tokenizer, tmp_path):
     folder = tmp_path / "data"
     texts = [[299, {"ids": 300, "negative": -7}.get(wrong, 5)]] * 10
-    examples(folder, texts, tokenizer, "ids" if wrong == "feature" else "input_ids")
+    examples(
+        folder, texts, tokenizer, "ids" if wrong == "feature" else "input_ids", ".tfrecord" + ".gz" * (wrong == "torn")
+    )
     if wrong == "tokenizer":
         (folder / "tokenizer.json").write_text("{}")
+    elif wrong == "gap":
+        ids = {piece: number + (number > 9) for number, piece in enumerate(tokenizer.get_vocabulary())}
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": ids}}))
     elif wrong != "no tokenizer":
         (folder / "vocab.txt").write_text("\n".join(tokenizer.get_vocabulary()))
     if wrong == "validation":
         (folder / "pretraining_valid.tfrecord").unlink()
     if wrong == "record":
         (folder / "pretraining_valid.tfrecord").write_bytes(b"no record" * 9)
+    if wrong == "torn":
+        (torn := folder / "bert_train-0.tfrecord.gz").write_bytes(torn.read_bytes()[:-20])
+    if wrong == "both":
+        ids = tf.train.Feature(int64_list=tf.train.Int64List(value=[5, 6]))
+        found = tf.train.Example(features=tf.train.Features(feature={"input_ids": ids, "token_ids": ids}))
+        with tf.io.TFRecordWriter(str(folder / "bert_train-0.tfrecord")) as writer:
+            writer.write(found.SerializeToString())
     with pytest.raises(UserError, match=told):
         open_folder(str(folder))

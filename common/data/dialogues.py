@@ -135,7 +135,7 @@ def _dialogues(path: Path) -> Iterator[Dialogue]:
             keys = {*row} - KEYS[0]
         roles, texts = {str(role) for role, _, _ in said}, [text for _, text, _ in said]
         dialogue = [(role, text, role in ANSWERS and weight != 0) for role, text, weight in said]
-        is_valid = all(isinstance(text, str) for text in texts) and {weight for _, _, weight in said} <= {0, 1}
+        is_valid = all(isinstance(text, str) for text in texts) and all(weight in (0, 1) for _, _, weight in said)
         if not is_valid or not roles <= known or not any(is_answer for _, _, is_answer in dialogue):
             wanted = "a prompt and a response, or messages with a role (system, user, assistant) and a content each"
             got = shortened([json.dumps(row)])

@@ -11,6 +11,7 @@ import gzip
 import itertools
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from keras_replicas import UserError
 from ..files import MALFORMED, cached, one_line, read_json
 from ..untrusted import check_preset
 from .rows import AFTER, BEFORE, LONGEST, Rows, fingerprint, open_rows, write_rows
-from .vocabulary import load_wordpieces, vectors, wordpieces
+from .vocabulary import in_order, load_wordpieces, vectors, wordpieces
 
 NAMES = {"train": "*train*.tfrecord*", "validation": "*valid*.tfrecord*", "test": "*test*.tfrecord*"}
 MOST_BYTES = 2**20  # of an example
@@ -144,17 +145,23 @@ def _converted(folder: str) -> Path:
 
 def _check_records(path: str) -> None:
     """Raises a UserError for a record of a length that none has: TensorFlow would take that memory before it reads."""
-    with tf.io.gfile.GFile(path, "rb") as raw, gzip.open(raw) if path.endswith(".gz") else raw as file:
+    folder, name = path.rsplit("/", 1)
+    with (
+        one_line(f"cannot use {folder}", ": give another folder", (ValueError, EOFError, OSError, zlib.error)),
+        tf.io.gfile.GFile(path, "rb") as raw,
+        gzip.open(raw) if path.endswith(".gz") else raw as file,
+    ):
         while header := file.read(BEFORE):
             length = int.from_bytes(header[:8], "little")
             if length > MOST_BYTES or len(file.read(length + AFTER)) < length + AFTER:
-                folder, name = path.rsplit("/", 1)
-                raise UserError(f"cannot use {folder} ({name} has a record of {length:,} bytes): give another folder")
+                raise ValueError(f"{name} has a record of {length:,} bytes")
 
 
 def _texts(files: list[str], tokenizer: keras_hub.models.Tokenizer) -> Iterator[np.ndarray]:
     for records in tf.data.TFRecordDataset(files, "GZIP" if files[0].endswith(".gz") else None).batch(256):
         ids_of = tf.io.parse_example(records, FEATURES)
+        if tf.reduce_any(tf.reduce_all([ids_of[name].row_lengths() > 0 for name in FEATURES], axis=0)):
+            raise UserError(f"{files[0]} has examples with both {' and '.join(FEATURES)}: keep one of them")
         for ids in vectors(tf.concat([ids_of[name] for name in FEATURES], axis=1)):
             ids = np.trim_zeros(ids - tokenizer.pad_token_id, "b") + tokenizer.pad_token_id
             ends = [np.sum(ids[:1] == tokenizer.start_token_id), np.sum(ids[-1:] == tokenizer.end_token_id)]
@@ -172,6 +179,6 @@ def _tokenizer_of_examples(folder: str) -> keras_hub.models.Tokenizer:
         model = json.loads(tf.io.gfile.GFile(path).read())["model"]
         ids = model["vocab"]
         if model["type"] == "WordPiece":
-            return wordpieces(sorted(ids, key=ids.get), path)
+            return wordpieces(in_order(ids), path)
         kind = keras_hub.models.RobertaTokenizer if "<mask>" in ids else keras_hub.models.GPT2Tokenizer
         return kind(ids, [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])

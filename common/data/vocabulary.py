@@ -95,6 +95,13 @@ def load_wordpieces(path: str | Path) -> keras_hub.models.BertTokenizer:
     return wordpieces(text.removesuffix("\n").split("\n"), path)  # at no other character that ends lines elsewhere
 
 
+def in_order(ids: dict[str, int]) -> list[str]:
+    """The pieces of a `tokenizer.json` by their ids; a `ValueError` unless these are 0, 1, 2 and so on."""
+    if sorted(ids.values()) != [*range(len(ids))]:
+        raise ValueError(f"its {len(ids)} tokens do not have the ids 0 to {len(ids) - 1}")
+    return sorted(ids, key=ids.__getitem__)
+
+
 def wordpieces(
     pieces: list[str], source: str | Path, lowercase: bool | None = None, strip_accents: bool | None = None
 ) -> keras_hub.models.BertTokenizer:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from keras_replicas import UserError
 
-from ..data.vocabulary import wordpieces
+from ..data.vocabulary import in_order, wordpieces
 from ..files import fetched, one_line
 from ..untrusted import check_preset
 from .presets import backbone_from_size, check_positions, from_preset
@@ -147,8 +147,7 @@ def preset_tokenizer(preset: str) -> keras_hub.models.Tokenizer:
         try:
             pieces = get_file(preset, "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
         except FileNotFoundError:  # as transformers 5 saves it
-            ids = load_json(preset, "tokenizer.json")["model"]["vocab"]
-            pieces = sorted(ids, key=ids.get)
+            pieces = in_order(load_json(preset, "tokenizer.json")["model"]["vocab"])
     lowercase, strip = settings.get("do_lower_case"), settings.get("strip_accents")
     return wordpieces(pieces, preset, lowercase, lowercase if strip is None else strip)
 
