@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 
 from common.command_line import FIRST, FREE, INPUT, Bounds, LanguageModelOptions, parse, quiet_stderr, run
 from common.model.sizes import Size, check_model
+from keras_replicas import UserError
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Config(LanguageModelOptions):
     def __post_init__(self):
         super().__post_init__()
         check_model(self.preset, self.model, self.seq_length)
+        if self.preset and self.vocabulary:
+            raise UserError(f"the preset {self.preset} brings its vocabulary: leave out --vocabulary")
 
 
 if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is reported at once

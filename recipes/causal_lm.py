@@ -137,12 +137,12 @@ def train_and_evaluate(config: Config) -> dict:
         model.fit(train, epochs=config.epochs, validation_data=batches["validation"], callbacks=callbacks)
 
         results = {"recipe": "causal_lm", "global_batch_size": batch_size, "config": asdict(config)}
-        results |= log.results(replicas) | {"prompts": samples.texts}
+        results |= log.results(replicas)
         for split, part in batches.items():
             scores = model.evaluate(part, verbose=0, return_dict=True)
             results |= language_model_scores(split, scores, part, train, tokenizer)
         publish.save(run.folder / "preset", "text-generation", results)
-        return publish.finish(run.finish(results))
+        return publish.finish(run.finish(results | {"prompts": samples.texts}))  # which are not for the model's card
 
 
 def main(config: Config) -> None:

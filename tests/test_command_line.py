@@ -63,11 +63,12 @@ def test_a_wrong_word_is_one_line_and_status_2(words, told, capfd):
         ("corpus", "", "--corpus is empty: name one, or leave it out"),
         ("workdir", "gs://bucket/run", "--workdir gs://bucket/run must be a folder of this machine"),
         ("accumulate", 3, "--accumulate 3 must divide --batch-size 16"),
+        ("vocabulary", "v.txt", "the preset p brings its vocabulary: leave out --vocabulary"),
     ],
 )
 def test_a_value_out_of_its_bounds_is_refused(name, value, told):
     with pytest.raises(UserError) as error:
-        Config(**{name: value})
+        Config(**{name: value} | ({"preset": "p"} if name == "vocabulary" else {}))
     assert str(error.value) == told
 
 

@@ -85,7 +85,7 @@ def test_of_a_file_without_blank_lines_a_tenth_is_held_out(sentences, tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
 def test_tables_are_read_by_their_column_of_text(name, tmp_path, capsys):
-    texts = [f"Text {i}, with a comma." for i in range(100)]
+    texts = ["NA", *(f"Text {i}, with a comma." for i in range(99))]
     for column in ("text", "review"):
         table = datasets.Dataset.from_dict({column: texts, "n": [*range(100)]})
         getattr(table, f"to_{name[2:].removesuffix('l')}")(tmp_path / name)
@@ -99,6 +99,14 @@ def test_tables_are_read_by_their_column_of_text(name, tmp_path, capsys):
     with pytest.raises(UserError, match="no column 'text' of strings, but 'a', 'b': rename one"):
         datasets.Dataset.from_dict({"a": texts, "b": texts}).to_json(tmp_path / "b.jsonl")
         documents_of(tmp_path / "b.jsonl")
+
+
+def test_a_row_without_text_is_a_blank_one_and_a_number_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "A."}\n{"text": null}\n{"text": "B."}\n')
+    assert sorted(documents_of(tmp_path / "a.jsonl")) == ["A.", "B."]
+    (tmp_path / "n.csv").write_text("text\n1\n2\n")
+    with pytest.raises(UserError, match="row 1 of column 'text' is 1, which is no text"):
+        documents_of(tmp_path / "n.csv")
 
 
 @pytest.mark.parametrize("name", ["a.html", "a.zip", "a.txt.gz", "a.PDF"])

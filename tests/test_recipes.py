@@ -121,6 +121,8 @@ def test_what_a_run_leaves(name, trained, capsys):
         assert ("samples" in shown) == (name == "causal_lm")
         task = keras_hub.models.CausalLM if name == "causal_lm" else keras_hub.models.MaskedLM
         task.from_preset(str(workdir / "preset"))
+        card = workdir / "preset/README.md"  # which may be published
+        assert name == "bert_mlm" or ('"val_loss"' in card.read_text() and "prompts" not in card.read_text())
     else:
         assert {"val_bag_of_words_f1", "val_majority_accuracy"} <= saved.keys()
         table = [line.split("\t") for line in (workdir / "predictions/validation.tsv").read_text().splitlines()]

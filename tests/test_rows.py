@@ -304,6 +304,7 @@ def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_p
     texts = [ids[:20].tolist() for ids in encode(lines[:10], tokenizer)]
     examples(folder, texts, tokenizer, name, suffix)
     ids = {piece: number for number, piece in enumerate(tokenizer.get_vocabulary())}
+    (folder / f"bert_train-1{suffix}").rename(folder / f"latest_train-1{suffix}")
     if kind == "remote vocab.txt":
         (folder / "vocab.txt").write_text("\n".join(ids) + "\n")
         for path in folder.iterdir():

@@ -88,7 +88,8 @@ def open_corpus(corpus: str) -> Corpus:
     kind, found = _files_of(path)
     if kind == "text":
         return Corpus(_held_out(lambda: _documents(_lines(found), "")), _checksum(found))
-    rows = from_hub("load_dataset", kind, data_files=[*map(str, found)], split="train", streaming=True)
+    as_it_stands = {"keep_default_na": False} if kind == "csv" else {}  # a text may be "NA"
+    rows = from_hub("load_dataset", kind, data_files=[*map(str, found)], split="train", streaming=True, **as_it_stands)
     return Corpus(_held_out(functools.partial(_column, corpus, rows)), _checksum(found))
 
 
@@ -146,9 +147,11 @@ def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
             strings = [column for column, value in row.items() if isinstance(value, str)]
             if number == 0 and "text" not in row and len(strings) == 1:
                 (name,) = strings
-            if not isinstance(row.get(name), str):
+            if name not in row:
                 raise UserError(f"it has no column 'text' of strings, but {quoted(row)}: rename one")
-            yield from _pieces(row[name])
+            if not isinstance(row[name], str | None):
+                raise UserError(f"row {number + 1} of column {name!r} is {row[name]!r}, which is no text")
+            yield from _pieces(row[name] or "")
 
 
 def _lines(files: Iterable[Path]) -> Iterator[str]:

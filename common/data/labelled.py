@@ -208,7 +208,9 @@ def to_examples(rows: Iterable[Row], texts: Sequence[str], label: str = "", clas
         if not all(isinstance(piece, str) for piece in pieces):
             raise UserError(f"{where}: {shortened(texts)} must be text; got {shortened(map(json.dumps, pieces))}")
     labels = [_label(where, _value(where, row, label), classes) for where, row in rows] if label else None
-    return Examples(found, labels, [str(row.get("index", number)) for number, (_, row) in enumerate(rows)])
+    return Examples(
+        found, labels, [" ".join(str(row.get("index", number)).split()) for number, (_, row) in enumerate(rows)]
+    )
 
 
 def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
@@ -254,9 +256,9 @@ def _classes(labels: list[str]) -> list[str]:
 
 
 def _class_name(where: str, label: Any) -> str:
-    if not isinstance(label, int | str) or len(str(label).splitlines()) != 1:
+    if not isinstance(label, int | str) or len(str(label).splitlines()) != 1 or "\t" in str(label):
         got = f"{shortened([json.dumps(label)])}. Numbers to predict are for regression"
-        raise UserError(f"{where}: a label must be a text of one line or an integer; got {got}")
+        raise UserError(f"{where}: a label must be a text of one line without tabs, or an integer; got {got}")
     return str(label)
 
 

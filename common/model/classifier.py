@@ -45,7 +45,7 @@ def make_classifier(
         lora_rank: of adapters for the attention's query and value kernels. Only these, the pooler and the head are then
             trained.
     """
-    models, preprocessor, bert = keras_hub.models, data.preprocessor, huggingface_type(preset) == "bert"
+    models, preprocessor, bert = keras_hub.models, data.preprocessor, preset and huggingface_type(preset) == "bert"
     length, outputs = preprocessor.sequence_length, len(data.texts.classes) or 1
     if bert:
         backbone = from_preset(models.BertBackbone, preset, dropout=dropout, load_weights=False)
