@@ -119,6 +119,12 @@ def fetched(preset: str) -> str:
     return huggingface_hub.snapshot_download(name, revision=commit or None, allow_patterns=PRESET)
 
 
+def sha256_of(file: Path) -> str:
+    """A file's SHA-256; a `UserError` when it cannot be read."""
+    with one_line(f"cannot read {file}"), file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
 def checksums(name: str, place: str) -> dict[str, str]:
     """The SHA-256 of files that an option names, and a preset's commit on the Hub; of rows, of the manifest alone."""
     with one_line(f"cannot read {place}"):
@@ -128,8 +134,7 @@ def checksums(name: str, place: str) -> dict[str, str]:
         for file in filter(os.path.isfile, files):
             told = file.relative_to(root.parent if file == root else root)
             if not any(part.startswith(".") for part in told.parts):
-                with file.open("rb") as content:
-                    found[f"sha256 of {name}/{told}"] = hashlib.file_digest(content, "sha256").hexdigest()
+                found[f"sha256 of {name}/{told}"] = sha256_of(file)
     return found
 
 

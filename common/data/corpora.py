@@ -21,7 +21,7 @@ from typing import Any
 
 from keras_replicas import UserError
 
-from ..files import cached, from_hub, is_held_out, one_line, quoted, shortened
+from ..files import cached, from_hub, is_held_out, one_line, quoted, sha256_of, shortened
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 SPLITS = ("train", "validation", "test")
@@ -212,12 +212,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _checksum(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        with one_line(f"cannot read {file}"), file.open("rb") as content:
-            digest.update(file.name.encode("utf-8", "surrogateescape"))
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()
+    told = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
+    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _write_docstrings(path: Path) -> None:

@@ -48,6 +48,7 @@ class Rows:
 
     def __init__(self, shards: list[Path], rows: int, length: int, checksum: int, not_seen: dict[str, Any]):
         self.not_seen = not_seen
+        self._counts: np.ndarray | None = None
         self._rows, self.length, self.checksum = rows, length, checksum
         self._size, self._in_a_shard, self._shards = _size(length), SHARD_BYTES // _size(length), []
         for path in shards:
@@ -83,6 +84,8 @@ class Rows:
 
     def counts(self, vocabulary_size: int) -> np.ndarray:
         """How often each id occurs, int64 [vocabulary_size]; a `UserError` when there are others."""
+        if self._counts is not None:  # when the rows were opened
+            return self._counts
         counts = np.zeros(vocabulary_size, np.int64)
         for first in range(0, len(self), 4096):
             with tf.device("CPU"):  # where the rows are
@@ -91,6 +94,7 @@ class Rows:
             if np.any(own < 0) or np.any(own >= vocabulary_size):
                 raise UserError(f"the rows have an id that is none of the {vocabulary_size} of their tokenizer")
             counts += np.bincount(own, minlength=vocabulary_size)
+        self._counts = counts
         return counts
 
 

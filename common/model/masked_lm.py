@@ -70,7 +70,6 @@ def masked_lm_from_preset(
     KerasHub's presets need not have a masked language model's head: it is then random. Raises a UserError when there is
     no such preset, it cannot be fetched, is of another kind, or has fewer than `seq_length` positions.
     """
-    check_preset(preset)
     models, options = keras_hub.models, {"dropout": dropout, "dtype": dtype, "load_weights": False}
     if huggingface_type(preset):
         model = models.BertMaskedLM(from_preset(models.BertBackbone, preset, **options), compile=False)
