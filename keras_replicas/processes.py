@@ -14,7 +14,7 @@ from pathlib import Path
 from keras_replicas.cluster import rank
 
 TO_SAVE = 60  # seconds for workers that are asked to stop
-TO_FOLLOW = 2  # seconds for the others to end by themselves once one has failed
+TO_FOLLOW = 2  # seconds for the others to end by themselves once one has failed; none if it was killed
 STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # after saving, or if there was nothing to save
 LAST_LINES = 5  # of a dead worker's log that are shown
 
@@ -67,12 +67,12 @@ class Workers:
             if not self._running():
                 return 0, "", False
             time.sleep(0.1)
-        one_stopped, began = any(status in STOPPED for status in first.values()), time.monotonic()
+        statuses = {*first.values()}
+        one_stopped, one_killed = not statuses.isdisjoint(STOPPED), min(statuses, default=0) < 0
         if one_stopped and not self.asked_to_stop:
             self._terminate()
-        while self._running() and time.monotonic() - began < (
-            TO_SAVE if self.asked_to_stop or one_stopped else TO_FOLLOW
-        ):
+        deadline = time.monotonic() + (TO_SAVE if self.asked_to_stop or one_stopped else 0 if one_killed else TO_FOLLOW)
+        while self._running() and time.monotonic() < deadline:
             time.sleep(0.1)
         failed, hanging, late = self._failed(), self._hanging(), self._running()
         for process in late:
