@@ -16,6 +16,7 @@ NAMES = {
     "keras_tests": "Keras's own tests that train, by its trainer and by ours, on none, one and two replicas",
     "conformance": "each feature of Keras on 1, 2 and 4 replicas, against plain Keras on one device",
     "goodput": "what a kill a minute costs two workers",
+    "schedules": "random schedules of faults to runs on two workers, compared to the bit",
     "versions": "the library's own tests with other versions of Python, TensorFlow and Keras",
     "techniques": "what helps a small model learn: one change at a time to the defaults of bert_mlm",
     "fine_tuning": "speed and scores of fine-tuning, beside transformers with Accelerate",

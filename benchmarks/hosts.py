@@ -39,10 +39,12 @@ def on(host: str, *command: str) -> list[str]:
     return ["ip", "netns", "exec", host, *command]
 
 
-def cut(hosts: list[str]) -> None:
-    """Loses everything that is sent from now on, without telling the hosts."""
+def cut(hosts: list[str], only: int | None = None) -> None:
+    """Loses everything that is sent from now on, by all or `only` one of the hosts, without telling them."""
     # Not with a queue that drops packets: not every kernel has one.
-    for host, other in zip(hosts, reversed(ADDRESSES), strict=True):
+    for i, (host, other) in enumerate(zip(hosts, reversed(ADDRESSES), strict=True)):
+        if only not in (None, i):
+            continue
         _ip("-netns", host, "neighbour", "replace", other, "lladdr", NOBODY, "dev", "cable", "nud", "permanent")
 
 
