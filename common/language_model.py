@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from .data.rows import RowBatches
 from .log import Scores, Told, one_epoch
-from .log import report as report_with
 from .training import BETA_2, EPSILON, NOT_DECAYED, adam_step
 
 HEADS = ["logits", "mlm_head"]  # in the paths of the output layers of KerasHub's tasks
@@ -138,12 +137,8 @@ def unigram_loss(counts: np.ndarray, targets: np.ndarray) -> float:
     return float(-log_probability[targets].mean())
 
 
-def report(results: dict[str, Any]) -> str:
-    """The results of a run, as lines of text, with a warning if the model does not beat the unigram baseline."""
-    return report_with(results, _told_of)
-
-
-def _told_of(split: str, scores: Scores) -> Told:
+def told_of(split: str, scores: Scores) -> Told:
+    """For `report`, which warns if the model does not beat the unigram baseline."""
     loss, unigram = scores["loss"], scores["unigram_loss"]
     difference = f"{abs(unigram - loss):.3f} nats {'better' if loss < unigram else 'worse'}"
     lines = [

@@ -129,14 +129,12 @@ def hardware() -> dict[str, Any]:
 
 
 Scores = dict[str, float]  # of a split, such as `loss` and `accuracy`
-Told = tuple[list[tuple[str, str]], bool]  # a report's lines, each with a title; whether the model beats its baseline
+# What is told of a split's scores: lines, each with a title; and whether the model beats its baseline.
+Told = tuple[list[tuple[str, str]], bool]
 
 
 def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told]) -> str:
-    """The results of a run, as lines of text; those of `results.json` may have null for NaN and infinity.
-
-    `told_of` gives what is told of a split's scores.
-    """
+    """The results of a run, as lines of text; those of `results.json` may have null for NaN and infinity."""
     results, rate = _numbers(results), _numbers(results["learning_rate"])
     batch = f"global batch {results['global_batch_size']}, on {results['replicas']} replica(s)"
     lines = [

@@ -62,9 +62,6 @@ class CrossEntropy(keras.losses.Loss):
 
     adds_up = True  # for `data_parallel`
 
-    def __init__(self, reduction="mean_with_sample_weight", name="cross_entropy", dtype=None):
-        super().__init__(name, reduction, dtype)
-
     def call(self, y_true, y_pred):
         """The loss of each label, in nats, in y_true's shape, by logits [..., classes]."""
         return _cross_entropy(y_pred, tf.cast(y_true, tf.int32))  # Keras has cast the labels to floats

@@ -1,3 +1,4 @@
+import functools
 import json
 import math
 import time
@@ -8,15 +9,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.classification_scores import report as classifier_report
+from common import classification_scores, language_model
 from common.files import write_json
-from common.language_model import report
 from common.log import RunLog, one_epoch
+from common.log import report as report_of
 from keras_replicas import Batches, data_parallel, make_strategy
 from keras_replicas.cluster import worker_config
 
 EXAMPLES, BATCH, LENGTH = 20, 8, 6  # an epoch has 3 steps
 TOKENS = np.arange(EXAMPLES) % LENGTH + 1  # of each example
+report = functools.partial(report_of, told_of=language_model.told_of)
+classifier_report = functools.partial(report_of, told_of=classification_scores.told_of)
 
 
 def data():

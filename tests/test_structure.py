@@ -22,7 +22,7 @@ COMMANDS = [path for path in (ROOT / "recipes").glob("*.py") if path not in RECI
 # What it is now: it may become smaller. The aim is 3,700 lines for `common`, and 9,000 for the tests.
 @pytest.mark.parametrize(
     ("files", "lines"),
-    [(MODULES, 4_003), (COMMANDS, 800), ([*(ROOT / "tests").glob("*.py")], 9_692)],
+    [(MODULES, 3_982), (COMMANDS, 800), ([*(ROOT / "tests").glob("*.py")], 9_696)],
     ids=["common", "commands", "tests"],
 )
 def test_the_house_is_small(files, lines):

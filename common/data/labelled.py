@@ -86,13 +86,11 @@ class Examples:
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """A data set; what else its fields are, `Task` says."""
+    """A data set."""
 
     classes: list[str]  # none for regression, whose labels are numbers
     splits: dict[str, Examples]  # "train", "validation", and "test" where there is one
-    submission: str = "test.tsv"
-    metrics: tuple[str, ...] = ("accuracy", "f1")
-    limits: tuple[float, float] = NO_LIMITS
+    task: Task = Task(())
 
     def documents(self) -> Iterator[str]:
         """The training texts, for a vocabulary."""
@@ -161,7 +159,7 @@ def open_examples(
     tell_if_few("validation", len(splits["validation"].texts), FEW_EXAMPLES, "examples")
     if len(set(splits["train"].labels or [])) < 2:
         raise UserError("all labels of the split train are the same: there is nothing to learn")
-    return LabelledTexts(classes, splits, facts.submission, facts.metrics, facts.limits)
+    return LabelledTexts(classes, splits, facts)
 
 
 def role_pairs() -> dict[str, list[tuple[str, str, int]]]:

@@ -186,7 +186,7 @@ def corpus_rows(
     """The rows of a corpus's splits, made by `text_rows`, and written where they are not yet.
 
     With `pack` False, each line of a text is a row, cut to `length`. What keeps them is this machine's cache, or
-    `row_folders.kept_in(folder)`.
+    `row_folders.keep_in`, with its folder.
     """
     facts = {"corpus": corpus.fingerprint, "tokenizer": fingerprint(tokenizer), "pack": pack}
     facts |= {"before": list(before), "after": list(after), "overlap": overlap}
