@@ -149,12 +149,13 @@ def write_rows(
         shown = tqdm(rows, f"tokens of {split}", unit=" rows", delay=5, mininterval=1)
         number = unknowns = 0
         lengths: list[int] = []
+        shards: list[Path] = []
         with contextlib.ExitStack() as files:
             for row in shown:
                 if number % (SHARD_BYTES // _size(length)) == 0:
                     files.close()
-                    shard = _shards(folder, split, number + 1, length)[-1]
-                    writer = files.enter_context(tf.io.TFRecordWriter(str(shard)))
+                    shards.append(folder / f"{split}-{len(shards):05}.tfrecord")
+                    writer = files.enter_context(tf.io.TFRecordWriter(str(shards[-1])))
                 record = np.full(1 + length, -1, np.int32)
                 lengths.append(len(row))
                 unknowns += int(np.sum((row == unknown) | (row == NO_LABEL - unknown)))
@@ -163,8 +164,8 @@ def write_rows(
                 writer.write(record.tobytes())
                 number += 1
         if number:
-            checksum = _checksum(_shards(folder, split, number, length))
-            facts_of = {"rows": number, "tokens": sum(min(own, length) for own in lengths), "checksum": checksum}
+            tokens = sum(min(own, length) for own in lengths)
+            facts_of = {"rows": number, "tokens": tokens, "checksum": _checksum(shards)}
             counts[split] = facts_of | {"not_seen": not_seen(lengths, length, unknowns)}
         elif split != "test":
             raise UserError(f"no text is left for {split}: give more")
@@ -211,10 +212,10 @@ def open_rows(folder: Path) -> dict[str, Rows]:
         for split, facts in manifest["splits"].items():
             if split not in SPLITS or not 0 < manifest["length"] <= LONGEST:
                 raise ValueError(f"{split!r} of rows of {manifest['length']!r} tokens")
-            size = sum(file.stat().st_size for file in folder.glob(f"{split}-*.tfrecord"))
+            shards = sorted(folder.glob(f"{split}-*.tfrecord"))
+            size = sum(file.stat().st_size for file in shards)
             if size != facts["rows"] * _size(manifest["length"]):
                 raise ValueError(f"those of {split} have {size:,} bytes, which are not {facts['rows']} rows")
-            shards = _shards(folder, split, facts["rows"], manifest["length"])
             if _checksum(shards) != facts["checksum"]:
                 raise ValueError(f"those of {split} are damaged")
             unseen = facts.get("not_seen", {})
@@ -240,10 +241,6 @@ def fingerprint(tokenizer: keras_hub.models.Tokenizer) -> str:
 def _size(length: int) -> int:
     """Bytes of a record."""
     return BEFORE + 4 * (1 + length) + AFTER
-
-
-def _shards(folder: Path, split: str, rows: int, length: int) -> list[Path]:
-    return [folder / f"{split}-{number:05}.tfrecord" for number in range(-(-rows // (SHARD_BYTES // _size(length))))]
 
 
 def _checksum(paths: list[Path]) -> int:
