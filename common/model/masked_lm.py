@@ -77,10 +77,11 @@ def masked_lm_from_preset(
     else:
         backbone = from_preset(models.Backbone, preset, **options)
         model = from_preset(models.MaskedLM, preset, backbone=backbone, preprocessor=None, compile=False)
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            head = "task.weights.h5"
-            if not has_file(preset, head):
-                print(f"The preset {preset} has no {head}: the head begins with random weights.", file=sys.stderr)
+        try:
+            get_file(preset, "task.weights.h5")
+        except (OSError, ValueError, RuntimeError):
+            told = "has no task.weights.h5: the head begins with random weights"
+            print(f"The preset {preset} {told}.", file=sys.stderr)
     check_positions(model.backbone, seq_length, preset)
     return _without_pooler(model)
 
@@ -106,14 +107,6 @@ def get_file(preset: str, name: str) -> Path:
     if not (path := Path(folder, name)).is_file():
         raise FileNotFoundError(f"{preset} has no {name}")
     return path
-
-
-def has_file(preset: str, name: str) -> bool:
-    """Whether a preset has a file of this name; errors are those of `get_file`, but for a missing file."""
-    try:
-        return bool(get_file(preset, name))
-    except FileNotFoundError:
-        return False
 
 
 def load_json(preset: str, name: str = "config.json") -> dict[str, Any]:
