@@ -21,7 +21,7 @@ from typing import Any
 
 from keras_replicas import UserError
 
-from ..files import cached, from_hub, is_held_out, one_line, quoted, sha256_of, shortened
+from ..files import cached, from_hub, is_held_out, one_line, sha256_of, shortened
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 SPLITS = ("train", "validation", "test")
@@ -96,11 +96,9 @@ def open_corpus(corpus: str) -> Corpus:
 def _files_of(path: Path) -> tuple[str, list[Path]]:
     """The files that are a corpus, and their kind: `text`, or the name of a reader of `datasets`."""
     if path.is_file():
-        suffix = path.suffix.lower()
-        kind = TABLES.get(suffix, "text")
-        if suffix in NO_CORPUS:
+        if (suffix := path.suffix.lower()) in NO_CORPUS:
             raise UserError(f"the corpus {path} is no plain text, nor a table: give its text")
-        return kind, [path]
+        return TABLES.get(suffix, "text"), [path]
     kinds: dict[str, list[Path]] = {}
     for file in sorted(path.rglob("*")):
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
@@ -148,7 +146,7 @@ def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
             if number == 0 and "text" not in row and len(strings) == 1:
                 (name,) = strings
             if name not in row:
-                raise UserError(f"it has no column 'text' of strings, but {quoted(row)}: rename one")
+                raise UserError(f"it has no column 'text' of strings, but {shortened(map(repr, row))}: rename one")
             if not isinstance(row[name], str | None):
                 raise UserError(f"row {number + 1} of column {name!r} is {row[name]!r}, which is no text")
             yield from _pieces(row[name] or "")

@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_replicas import UserError
 
-from ..files import from_hub, is_held_out, quoted, shortened, tell_if_few
+from ..files import from_hub, is_held_out, shortened, tell_if_few
 from .tables import SUFFIXES, Row, read_rows
 
 HUB_NAME = "nyu-mll/glue"
@@ -124,10 +124,8 @@ def open_examples(
         raise UserError("the task roles makes its own texts: leave out the data")
     if task == "own" and not (data and text_columns and label_column):
         raise UserError("the task own needs a file or folder, and the names of its columns of texts and of labels")
-    facts = TASKS.get(task)
-    if facts is None:
-        metrics = ("pearson", "spearman") if regression else ("accuracy", "f1")
-        facts = Task(column_names(text_columns), metrics=metrics, classes=(), label=label_column)
+    metrics = ("pearson", "spearman") if regression else ("accuracy", "f1")
+    facts = TASKS.get(task) or Task(column_names(text_columns), metrics=metrics, classes=(), label=label_column)
     tables: dict[str, list[Row]] = {}
     if task == "roles":
         for split, pairs in role_pairs().items():
@@ -246,10 +244,12 @@ def _classes(labels: list[str]) -> list[str]:
         classes = sorted(classes, key=lambda name: (math.isnan(float(name)), float(name)))
     print("classes:", shortened(f"{name!r} {counts[name]}" for name in classes), flush=True)
     if missing := [name for name in classes if name.strip().casefold() in NO_LABELS]:
-        print(f"{quoted(missing)}: if that stands for no label, take these examples out", flush=True)
+        print(f"{shortened(map(repr, missing))}: if that stands for no label, take these examples out", flush=True)
     folded = collections.Counter(name.strip().casefold() for name in classes)
     if twins := [name for name in classes if folded[name.strip().casefold()] > 1]:
-        print(f"{quoted(twins)} differ in spaces or capital letters alone: are they one class?", flush=True)
+        print(
+            f"{shortened(map(repr, twins))} differ in spaces or capital letters alone: are they one class?", flush=True
+        )
     return classes
 
 
@@ -273,5 +273,5 @@ def _label(where: str, label: Any, classes: Sequence[str]) -> int | float:
 
 def _value(where: str, row: dict[str, Any], column: str) -> Any:
     if column not in row:
-        raise UserError(f"{where} has no column {column!r}; it has {quoted(row)}")
+        raise UserError(f"{where} has no column {column!r}; it has {shortened(map(repr, row))}")
     return row[column]

@@ -51,9 +51,7 @@ def train_wordpieces(documents: Callable[[], Iterator[str]], source: str, size: 
         accented = sum(count for character, count in counts.items() if _has_accent(character))
         plain = accented <= FEW_ACCENTS * sum(count for character, count in counts.items() if character.isalpha())
         # As in KerasHub, full-width forms and the like are the usual ones; a text with hardly any is left as it is.
-        unusual = sum(
-            count for character, count in counts.items() if unicodedata.normalize("NFKC", character) != character
-        )
+        unusual = sum(count for character, count in counts.items() if not unicodedata.is_normalized("NFKC", character))
         usual = [normalizers.NFKC()] if unusual > FEW_CHARACTERS * counts.total() else []
         bert = normalizers.BertNormalizer(lowercase=True, strip_accents=plain)
         normalizer = normalizers.Sequence([parts, *usual, bert])
