@@ -57,12 +57,10 @@ class EncodedTexts:
 
     def seen(self, split: str) -> list[list[list[int]]]:
         """For each example, the ids of each of its texts, with special tokens, of which the model sees no others."""
-        columns, rows = range(len(self.texts.splits[split].texts[0])), self.inputs[split]["token_ids"]
-        ends = lengths_of(rows, self._pad)
-        cut = [
-            (ids[:end], segments[:end]) for ids, segments, end in zip(rows, self._segments[split], ends, strict=True)
-        ]
-        return [[ids[segments == column].tolist() for column in columns] for ids, segments in cut]
+        rows, columns = self.inputs[split]["token_ids"], range(len(self.texts.splits[split].texts[0]))
+        is_token = np.arange(rows.shape[1]) < lengths_of(rows, self._pad)[:, None]
+        masks = [is_token & (self._segments[split] == column) for column in columns]
+        return [[ids[mask].tolist() for mask in masks_of] for ids, *masks_of in zip(rows, *masks, strict=True)]
 
     def _encode(self, split: str, texts: list[tuple[str, ...]], names: list[str]) -> dict[str, np.ndarray]:
         columns = len(texts[0])
