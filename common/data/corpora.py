@@ -65,8 +65,7 @@ def open_corpus(corpus: str) -> Corpus:
               bytes is read. Which are read, and which are not, is told. One part in 10 is held out for validation,
               chosen by a hash of its text: of a long document, a part has some `PART` characters.
 
-    Raises:
-        UserError: when it is none of these, or cannot be fetched; by a stream, when it is not UTF-8 text.
+    Raises a `UserError` when it is none of these, or cannot be fetched; by a stream, when it is not UTF-8 text.
     """
     path = Path(corpus)
     if corpus == "docstrings":
@@ -225,9 +224,8 @@ def _write_docstrings(path: Path) -> None:
     splits: dict[str, list[list[str]]] = {"train": [], "validation": []}
     seen: set[str] = set()
     for module, strings_of in texts.items():
-        prose = [
-            " ".join(part.split()) for text in strings_of for part in re.split(r"\n\s*\n", text) if _is_prose(part)
-        ]
+        parts = [part for text in strings_of for part in re.split(r"\n\s*\n", text)]
+        prose = [" ".join(part.split()) for part in parts if _is_prose(part)]
         new = [paragraph for paragraph in dict.fromkeys(prose) if paragraph not in seen]
         seen.update(new)
         splits["validation" if is_held_out(module) else "train"].append(new)

@@ -133,10 +133,8 @@ def open_examples(
     elif data:
         whole = task == "own" and not Path(data).is_dir()
         files = {"train": Path(data)} if whole else _split_files(Path(data), SUFFIXES if task == "own" else (".tsv",))
-        tables = {
-            split: [*read_rows(file, () if split == "test" else facts.header, glue=task != "own")]
-            for split, file in files.items()
-        }
+        for split, file in files.items():
+            tables[split] = [*read_rows(file, () if split == "test" else facts.header, glue=task != "own")]
     else:
         tables = _from_hub(facts, task)
     classes = [*facts.classes]
@@ -204,9 +202,8 @@ def to_examples(rows: Iterable[Row], texts: Sequence[str], label: str = "", clas
         if not all(isinstance(piece, str) for piece in pieces):
             raise UserError(f"{where}: {shortened(texts)} must be text; got {shortened(map(json.dumps, pieces))}")
     labels = [_label(where, _value(where, row, label), classes) for where, row in rows] if label else None
-    return Examples(
-        found, labels, [" ".join(str(row.get("index", number)).split()) for number, (_, row) in enumerate(rows)]
-    )
+    indices = [" ".join(str(row.get("index", number)).split()) for number, (_, row) in enumerate(rows)]
+    return Examples(found, labels, indices)
 
 
 def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
@@ -247,9 +244,8 @@ def _classes(labels: list[str]) -> list[str]:
         print(f"{shortened(map(repr, missing))}: if that stands for no label, take these examples out", flush=True)
     folded = collections.Counter(name.strip().casefold() for name in classes)
     if twins := [name for name in classes if folded[name.strip().casefold()] > 1]:
-        print(
-            f"{shortened(map(repr, twins))} differ in spaces or capital letters alone: are they one class?", flush=True
-        )
+        told = shortened(map(repr, twins))
+        print(f"{told} differ in spaces or capital letters alone: are they one class?", flush=True)
     return classes
 
 

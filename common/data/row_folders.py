@@ -70,10 +70,8 @@ def open_folder(folder: str, longest: float = math.inf) -> tuple[dict[str, Rows]
     """
     place = _local(folder.rstrip("/"))
     rows, saved = open_rows(place), place / "tokenizer"
-    if rows["train"].length > longest:
-        raise UserError(
-            f"the rows of {folder} have {rows['train'].length} tokens, not {longest}: take longer sequences"
-        )
+    if (length := rows["train"].length) > longest:
+        raise UserError(f"the rows of {folder} have {length} tokens, not {longest}: take longer sequences")
     with one_line(f"{folder} has no tokenizer of its rows", ": give another folder", MALFORMED):
         check_preset(saved)
         # `Tokenizer.from_preset` would look for a backbone.
@@ -133,9 +131,8 @@ def _converted(folder: str) -> Path:
             raise UserError(f"the files of {folder} have no ids, or some that their tokenizer lacks")
         if (length := max(length for length, *_ in sizes)) > LONGEST:
             raise UserError(f"a text in the files of {folder} has {length} tokens, more than any model takes")
-        write_rows(
-            path, {split: of_split() for split, of_split in texts.items()}, length, tokenizer, {"examples": files}
-        )
+        splits = {split: of_split() for split, of_split in texts.items()}
+        write_rows(path, splits, length, tokenizer, {"examples": files})
 
     return cached("rows", inputs, write)
 
