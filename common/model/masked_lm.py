@@ -54,9 +54,8 @@ def masked_lm_from_size(
     """
     roberta = isinstance(tokenizer, keras_hub.models.RobertaTokenizer)
     if not roberta and not isinstance(tokenizer, keras_hub.models.BertTokenizer):
-        raise UserError(
-            f"a masked language model needs the tokenizer of a BERT or RoBERTa, not a {type(tokenizer).__name__}"
-        )
+        kind = type(tokenizer).__name__
+        raise UserError(f"a masked language model needs the tokenizer of a BERT or RoBERTa, not a {kind}")
     task = keras_hub.models.RobertaMaskedLM if roberta else keras_hub.models.BertMaskedLM
     backbone = backbone_from_size(task.backbone_cls, size, tokenizer.vocabulary_size(), dropout, seq_length)
     return _without_pooler(task(backbone, compile=False))
@@ -80,8 +79,7 @@ def masked_lm_from_preset(
         try:
             get_file(preset, "task.weights.h5")
         except (OSError, ValueError, RuntimeError):
-            told = "has no task.weights.h5: the head begins with random weights"
-            print(f"The preset {preset} {told}.", file=sys.stderr)
+            print(f"The preset {preset} has no task.weights.h5: the head begins with random weights.", file=sys.stderr)
     check_positions(model.backbone, seq_length, preset)
     return _without_pooler(model)
 
@@ -127,9 +125,7 @@ def preset_tokenizer(preset: str) -> keras_hub.models.Tokenizer:
     Raises a UserError when there is no such preset, it has none, or is in Hugging Face's form, but no BERT.
     """
     if (kind := huggingface_type(preset)) not in ("", "bert"):
-        raise UserError(
-            f"{preset} is a {kind} in Hugging Face's form: give a BERT, or a preset that KerasHub has saved"
-        )
+        raise UserError(f"{preset} is a {kind} in Hugging Face's form: give a BERT, or a preset that KerasHub saved")
     if not kind:
         return from_preset(keras_hub.models.Tokenizer, preset)
     settings: dict[str, Any] = {}
