@@ -45,7 +45,8 @@ class OrbitTrainer(orbit.StandardTrainer):
     """The step of `GlueTrainer`, in the form that Orbit wants."""
 
     def __init__(self, strategy, model, optimizer, dataset):
-        self.strategy, self.model, self.optimizer, self.loss_sum = strategy, model, optimizer, CrossEntropy("sum")
+        self.strategy, self.model, self.optimizer = strategy, model, optimizer
+        self.loss_sum = CrossEntropy(reduction="sum")
         self.global_step = tf.Variable(0, dtype=tf.int64)
         with strategy.scope():
             self.loss = tf_keras.metrics.Mean("loss")
@@ -124,7 +125,7 @@ def make_contenders(strategy: tf.distribute.Strategy, folder: Path) -> dict[str,
     def by_fit(steps_per_execution: int):
         with strategy.scope():
             model = data_parallel(build_model(Config(seq_length=LENGTH), data))
-            loss = CrossEntropy("mean_with_sample_weight")
+            loss = CrossEntropy(reduction="mean_with_sample_weight")
             model.compile(adamw(1e-4), loss, steps_per_execution=steps_per_execution)
         batches = distribute(strategy, train)
         return lambda steps: model.fit(batches, steps_per_epoch=steps, verbose=0)

@@ -12,7 +12,8 @@ from typing import Any
 
 from benchmarks.fine_tuning import OURS, score_table, scores
 from benchmarks.machine import existing, machine, write_results
-from common.language_model import report
+from common.language_model import told_of
+from common.log import report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,4 +45,4 @@ def main(arguments: argparse.Namespace) -> None:
 
 def tables(results: dict[str, Any]) -> str:
     """The report of pretraining, and the scores of fine-tuning, in Markdown."""
-    return f"```text\n{report(results['pretraining'])}\n```\n\n{score_table(results['scores'])}"
+    return f"```text\n{report(results['pretraining'], told_of)}\n```\n\n{score_table(results['scores'])}"

@@ -21,7 +21,8 @@ from benchmarks import (
     throughput,
     versions,
 )
-from common.language_model import report
+from common.language_model import told_of
+from common.log import report
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -176,7 +177,7 @@ def recipes_table(results: dict[str, dict]) -> str:
 
 def report_table(results: dict) -> str:
     """The report of a run."""
-    return f"```text\n{report(results)}\n```"
+    return f"```text\n{report(results, told_of)}\n```"
 
 
 # What is made of a file of results, by its name.

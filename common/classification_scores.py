@@ -22,7 +22,6 @@ from keras_replicas import is_chief
 from .data.examples import EncodedTexts
 from .data.labelled import NO_LIMITS, LabelledTexts
 from .log import Scores, Told
-from .log import report as report_with
 
 # Names of metrics in reports. The first that a task has is its main metric: accuracy for MRPC, Pearson correlation for
 # STS-B, as in Liu et al. 2019, arXiv:1907.11692. Higher is better.
@@ -95,7 +94,7 @@ def write_predictions(folder: Path, texts: LabelledTexts, outputs: dict[str, np.
         return
     folder.mkdir(exist_ok=True)
     for split, rows in outputs.items():
-        limits, name = (texts.limits, texts.submission) if split == "test" else (NO_LIMITS, f"{split}.tsv")
+        limits, name = (texts.task.limits, texts.task.submission) if split == "test" else (NO_LIMITS, f"{split}.tsv")
         told = [texts.classes[place] for place in rows.argmax(axis=1)] if texts.classes else rows[:, 0].clip(*limits)
         lines = [f"{index}\t{value!s}\n" for index, value in zip(texts.splits[split].indices, told, strict=True)]
         (folder / name).write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8")
@@ -116,7 +115,7 @@ def _metrics(texts: LabelledTexts, split: str, predictions: np.ndarray, prefix: 
         "pearson": lambda *of: scipy.stats.pearsonr(*of)[0] if varied else 0,
         "spearman": lambda *of: scipy.stats.spearmanr(*of)[0] if varied else 0,
     }
-    return {_entry(split, prefix + name): float(functions[name](labels, predictions)) for name in texts.metrics}
+    return {_entry(split, prefix + name): float(functions[name](labels, predictions)) for name in texts.task.metrics}
 
 
 def _words(ids: list[list[int]]) -> list[tuple[int, int]]:
@@ -124,16 +123,12 @@ def _words(ids: list[list[int]]) -> list[tuple[int, int]]:
     return [(place, token) for place, text in enumerate((*ids, shared)) for token in text]
 
 
-def report(results: dict[str, Any]) -> str:
-    """As `common.log.report`, with each split's metrics and those of its baselines.
+def told_of(split: str, of: Scores) -> Told:
+    """For `report`: a split's metrics, and those of its baselines.
 
     It warns of a model that does not beat, by its main metric, those that ignore word order, nor, in regression, by its
     loss, the mean of the training labels.
     """
-    return report_with(results, _told_of)
-
-
-def _told_of(split: str, of: Scores) -> Told:
     metric, title = next((metric, title) for metric, title in METRICS.items() if metric in of)
 
     def shown(prefix: str = "") -> str:

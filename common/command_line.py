@@ -19,7 +19,7 @@ import tempfile
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TextIO
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import tyro
 
@@ -51,8 +51,7 @@ Rate = Annotated[float | None, Bounds(1e-30, 1e9)]
 class RunOptions:
     """Options of every recipe; its `Config` adds its own, among them `workdir` and `batch_size`.
 
-    Raises:
-        UserError: when a value is out of its bounds, or an input lies in the run's folder, or that in it.
+    Raises a `UserError` when a value is out of its bounds, or an input lies in the run's folder, or that in it.
     """
 
     # 0: all GPUs, or the CPU split in 2; N: N GPUs, or a single GPU or the CPU split in N
@@ -140,17 +139,14 @@ def option(name: str) -> str:
 def parse(config_class: Any, recipe_doc: str, arguments: Sequence[str] | None = None) -> Any:
     """Reads a recipe's options from the command line; exits with one line and status 2 where they are invalid.
 
-    Args:
-        config_class: a dataclass with one field per option.
-        recipe_doc: what `--help` shows first; the options marked `FIRST` follow, then the others.
-        arguments: those after the recipe's name; None for this process's own. With None, Ctrl-C asks the run to save
-            and exit, as SIGTERM does; a second Ctrl-C ends the process at once.
+    `--help` shows `recipe_doc`, and the fields of `config_class`, a dataclass: those marked `FIRST`, then the others.
+    Without `arguments` they are this process's own, and Ctrl-C asks the run to save and exit, as SIGTERM does; a second
+    Ctrl-C ends the process at once.
     """
     if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in a script's background
         signal.signal(signal.SIGINT, _ask_to_stop)
     stderr, marks = io.StringIO(), marks_of(config_class)
-    own = config_class.__annotations__
-    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    own, fields = config_class.__annotations__, config_class.__dataclass_fields__
     in_order = {name: fields[name] for name in sorted(fields, key=lambda n: (FIRST not in marks[n], n not in own))}
     # The same class, with its fields in the order in which tyro is to show them; values are checked below.
     changed = {"__dataclass_fields__": in_order, "__post_init__": lambda self: None}
@@ -232,7 +228,10 @@ def until_reader_leaves() -> Iterator[None]:
         finally:
             sys.stdout.flush()  # here, not at the interpreter's end
     except Exception as error:
-        left = isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout)
+        poll = select.poll()
+        with contextlib.suppress(OSError):  # it is no file
+            poll.register(sys.stdout, 0)
+        left = isinstance(error, BrokenPipeError) and any(event & select.POLLERR for _, event in poll.poll(0))
         no_room = [*map(os.strerror, (errno.ENOSPC, errno.EDQUOT))]  # which TensorFlow's errors tell, too
         full = [line for line in str(error).splitlines() if any(text in line for text in no_room)]
         if not full and not left:
@@ -243,13 +242,6 @@ def until_reader_leaves() -> Iterator[None]:
             advice = "Free some space and give the same command again: a run resumes from its last checkpoint"
             print(f"error: {full[0]}. {advice}", file=sys.stderr)
         raise SystemExit(1 if full else 128 + signal.SIGPIPE) from None
-
-
-def _has_no_reader(stream: TextIO) -> bool:
-    poll = select.poll()
-    with contextlib.suppress(OSError):  # it is no file
-        poll.register(stream, 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def fail(message: object) -> NoReturn:

@@ -4,6 +4,7 @@
 The interface follows Orbit (https://github.com/tensorflow/models/tree/master/orbit), which needs Keras 2.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -62,36 +63,29 @@ def _run(strategy: tf.distribute.Strategy, step: Callable, iterator) -> Any:
     return first_replica(strategy, strategy.run(step, args=next(iterator)))
 
 
+@dataclasses.dataclass
 class Controller:
     """Alternates training and evaluation, logs, saves checkpoints, and resumes an interrupted run.
 
     On SIGTERM, all workers finish the current loop, save a checkpoint and exit with status 143. To keep this short, a
     loop has no more steps than the slowest worker does in 5 seconds, judging by the loop before; the first has one.
-
-    Args:
-        checkpoints: from which it resumes; it saves after loops and evaluations when one is due, and at the end.
-        log: gets each step's values; the evaluations are under `validation/` in its TensorBoard.
-        steps_per_loop: maximum steps per call. Loops end at its multiples, when an evaluation is due, at the last step,
-            and after some seconds; results do not depend on it.
-        eval_actions: called after each evaluation; `tf.summary` then writes to the log's TensorBoard.
-        init_fn: called where there is no checkpoint, to load weights for example.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        evaluator: Evaluator,
-        checkpoints: Checkpoints,
-        log: RunLog,
-        steps_per_loop: int = 1,
-        eval_actions: Sequence[Action] = (),
-        init_fn: Callable[[], None] = lambda: None,
-    ):
-        self.trainer, self.evaluator, self.checkpoints, self.log = trainer, evaluator, checkpoints, log
-        self.steps_per_loop, self.eval_actions, self._steps_in_time = steps_per_loop, eval_actions, 1
-        self.global_step = checkpoints.restore(init_fn)  # steps done
-        self._iterator = iter(distribute(trainer.strategy, trainer.data, self.global_step))
-        log.begin(self.global_step)
+    trainer: Trainer
+    evaluator: Evaluator
+    checkpoints: Checkpoints  # from which it resumes; saved after loops and evaluations when one is due, and at the end
+    log: RunLog  # gets each step's values; the evaluations are under `validation/` in its TensorBoard
+    # Maximum steps per call. Loops end at its multiples, when an evaluation is due, at the last step, and after some
+    # seconds; results do not depend on it.
+    steps_per_loop: int = 1
+    eval_actions: Sequence[Action] = ()  # called after evaluations; `tf.summary` then writes to the log's TensorBoard
+    init_fn: Callable[[], None] = lambda: None  # called where there is no checkpoint, to load weights for example
+
+    def __post_init__(self):
+        self._steps_in_time = 1
+        self.global_step = self.checkpoints.restore(self.init_fn)  # steps done
+        self._iterator = iter(distribute(self.trainer.strategy, self.trainer.data, self.global_step))
+        self.log.begin(self.global_step)
 
     def train_and_evaluate(self, train_steps: int, eval_interval: int) -> Output:
         """Trains until `train_steps` are done, evaluates every `eval_interval` steps and at the end; returns the last.

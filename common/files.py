@@ -138,11 +138,6 @@ def checksums(name: str, place: str) -> dict[str, str]:
     return found
 
 
-def quoted(names: Iterable[str]) -> str:
-    """Names in quotation marks, for a message: see `shortened`."""
-    return shortened(map(repr, names))
-
-
 def shortened(words: Iterable[str]) -> str:
     """Words with commas between them, for a message: one line, cut short."""
     return textwrap.shorten(", ".join(words), 100, placeholder=" ...")

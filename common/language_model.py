@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from .data.rows import RowBatches
 from .log import Scores, Told, one_epoch
-from .log import report as report_with
 from .training import BETA_2, EPSILON, NOT_DECAYED, adam_step
 
 HEADS = ["logits", "mlm_head"]  # in the paths of the output layers of KerasHub's tasks
@@ -100,15 +99,12 @@ def language_model_scores(
 ) -> dict[str, float]:
     """Entries `val_loss` (for the split `validation`), `val_perplexity` and so on; losses in nats per token.
 
+    The `scores` are the split's `loss` and `accuracy`. Of its batches, (x, y, sample_weight), the ids in y with a
+    weight are the tokens to predict; the rows of `train` are counted for the baseline.
+
     `bits_per_character` is the loss in bits, divided by the mean number of characters, without white space, in a token
     to predict. It compares vocabularies of one kind, though roughly: with a smaller one, a masked token has more of its
     own word as context, and word pieces count the letters of normalised text.
-
-    Args:
-        split, scores: what was evaluated, and its `loss` and `accuracy`.
-        batches: those of the evaluation, (x, y, sample_weight); the ids in y with a weight are the tokens to predict.
-        train: those of the training, whose rows are counted for the baseline.
-        tokenizer: KerasHub's tokenizer of the ids.
     """
     targets = np.concatenate([np.asarray(y)[np.asarray(weight) > 0] for _, y, weight in one_epoch(batches)])
     pieces = [tokenizer.id_to_token(number) for number in range(tokenizer.vocabulary_size())]
@@ -138,12 +134,8 @@ def unigram_loss(counts: np.ndarray, targets: np.ndarray) -> float:
     return float(-log_probability[targets].mean())
 
 
-def report(results: dict[str, Any]) -> str:
-    """The results of a run, as lines of text, with a warning if the model does not beat the unigram baseline."""
-    return report_with(results, _told_of)
-
-
-def _told_of(split: str, scores: Scores) -> Told:
+def told_of(split: str, scores: Scores) -> Told:
+    """For `report`, which warns if the model does not beat the unigram baseline."""
     loss, unigram = scores["loss"], scores["unigram_loss"]
     difference = f"{abs(unigram - loss):.3f} nats {'better' if loss < unigram else 'worse'}"
     lines = [

@@ -30,11 +30,8 @@ TRAINED = 3  # steps, of which memory is measured
 class RunLog(StepLog):
     """A `StepLog` that measures throughput, and shows each step's own values in TensorBoard, under `train/`.
 
-    Keras's own `TensorBoard` would show the epoch's means so far.
-
-    Args:
-        folder: of the run; `board` writes to `tensorboard/` in it, for the chief alone.
-        data: what is trained on: data that begins at any step, with `padding_mask` in x, and perhaps `not_seen`.
+    Keras's own `TensorBoard` would show the epoch's means so far. `board` writes to `tensorboard/` in the run's folder,
+    for the chief alone. The data begins at any step, has `padding_mask` in x, and perhaps `not_seen`.
     """
 
     def __init__(self, folder: Path, data: Any):
@@ -129,14 +126,12 @@ def hardware() -> dict[str, Any]:
 
 
 Scores = dict[str, float]  # of a split, such as `loss` and `accuracy`
-Told = tuple[list[tuple[str, str]], bool]  # a report's lines, each with a title; whether the model beats its baseline
+# What is told of a split's scores: lines, each with a title; and whether the model beats its baseline.
+Told = tuple[list[tuple[str, str]], bool]
 
 
 def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told]) -> str:
-    """The results of a run, as lines of text; those of `results.json` may have null for NaN and infinity.
-
-    `told_of` gives what is told of a split's scores.
-    """
+    """The results of a run, as lines of text; those of `results.json` may have null for NaN and infinity."""
     results, rate = _numbers(results), _numbers(results["learning_rate"])
     batch = f"global batch {results['global_batch_size']}, on {results['replicas']} replica(s)"
     lines = [
@@ -171,12 +166,8 @@ def _numbers(entries: dict[str, Any]) -> dict[str, Any]:
 def print_plan(model: keras.Model, train: Any, schedule: Callable, total_steps: int, tokenizer: Any) -> dict:
     """Prints a run's size, its learning rates, an example as the model sees it, and the memory of a few steps.
 
-    Args:
-        model: if compiled, it is trained for `TRAINED` steps, on all workers.
-        train: data that begins at any step, of (x, y, sample_weight), whose ids are the `tokenizer`'s.
-        schedule: the learning rate of a step, counted from 0, of `total_steps`.
-
-    Returns {}: there are no results.
+    A compiled model is trained for `TRAINED` steps, on all workers, with data that begins at any step, of (x, y,
+    sample_weight). The schedule gives the learning rate of a step, counted from 0. Returns {}: there are no results.
     """
     x, y, weight = next(iter(one_epoch(train)))
     tokens_in_first = int(tf.reduce_sum(x["padding_mask"]))

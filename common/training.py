@@ -2,7 +2,6 @@
 """What decides how a model learns: scaling to N replicas, the learning rate's schedule, loss and optimizer."""
 
 import math
-from typing import Literal
 
 import keras
 import tensorflow as tf
@@ -13,9 +12,7 @@ NOT_DECAYED = ["bias", "gamma", "beta"]
 BETA_2, EPSILON = 0.98, 1e-6
 
 
-def scale(
-    batch_size: int, learning_rate: float, replicas: int, rule: Literal["sqrt", "linear", "none"]
-) -> tuple[int, float]:
+def scale(batch_size: int, learning_rate: float, replicas: int, rule: str) -> tuple[int, float]:
     """The batch size of N replicas together, and the learning rate for it, from those of one replica.
 
     They take N times the examples of one in each step: a step takes as long, and an epoch has 1/N of the steps. The
@@ -41,9 +38,8 @@ class WarmUpPolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
     def __init__(self, peak: float, total_steps: int, warmup: float = 0.1):
         self.peak, self.total_steps, self.warmup = peak, total_steps, warmup
         self.warmup_steps = min(int(warmup * total_steps), total_steps - 1)
-        self.decay = keras.optimizers.schedules.PolynomialDecay(
-            peak, decay_steps=total_steps - self.warmup_steps, end_learning_rate=0.0
-        )
+        decay_steps = total_steps - self.warmup_steps
+        self.decay = keras.optimizers.schedules.PolynomialDecay(peak, decay_steps, end_learning_rate=0.0)
 
     def __call__(self, step):
         """The rate for optimizer step `step`, a number or scalar tensor counted from 0; a scalar tensor."""
@@ -61,9 +57,6 @@ class CrossEntropy(keras.losses.Loss):
     """As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with fewer passes over the logits."""
 
     adds_up = True  # for `data_parallel`
-
-    def __init__(self, reduction="mean_with_sample_weight", name="cross_entropy", dtype=None):
-        super().__init__(name, reduction, dtype)
 
     def call(self, y_true, y_pred):
         """The loss of each label, in nats, in y_true's shape, by logits [..., classes]."""

@@ -13,7 +13,7 @@ import h5py
 
 from keras_replicas import UserError
 
-from .files import MALFORMED
+from .files import MALFORMED, one_line
 
 SMALL, LOG = 40 * 2**20, 2**30  # bytes, at most, of JSON and vocabularies, and of a run's steps.jsonl
 WEIGHTS = re.compile(r"(model|task|model_\d+)\.weights\.h5|adapters\.lora\.h5|model(-\d+-of-\d+)?\.safetensors")
@@ -94,10 +94,8 @@ def _check_bytes(path: Path) -> None:
 
 def _read_json(path: Path) -> Any:
     _check_bytes(path)
-    try:
+    with one_line(f"{path.name} is no JSON", errors=(ValueError, RecursionError)):
         return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path.name} is no JSON ({error})") from error
 
 
 def _check_json(file: str, content: Any, own: bool, weights: int) -> None:

@@ -58,11 +58,11 @@ with quiet_stderr():
 from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import open_corpus
 from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
-from common.data.row_folders import holds_examples, kept_in, open_folder
+from common.data.row_folders import holds_examples, keep_in, open_folder
 from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import train_wordpieces
-from common.language_model import language_model_scores, muon, report
-from common.log import RunLog, print_plan
+from common.language_model import language_model_scores, muon, told_of
+from common.log import RunLog, print_plan, report
 from common.model.masked_lm import masked_lm_from_size
 from common.model.publish import Publish
 from common.run_folder import chief_alone, open_run
@@ -81,7 +81,7 @@ def make_datasets(config: Config, batch_size: int) -> tuple[keras_hub.models.Tok
         tokenizer = train(corpus.splits["train"], corpus.fingerprint, config.vocabulary_size)
         make = functools.partial(corpus_rows, corpus, tokenizer, length, after=(tokenizer.end_token_id,))
         if not config.dry_run:
-            chief_alone(lambda: make(keep=kept_in(folder)))
+            chief_alone(lambda: make(keep=functools.partial(keep_in, folder)))
         rows = make() if config.dry_run else open_folder(folder)[0]
     return tokenizer, {
         part: masked_batches(config, tokenizer, rows[part], batch_size, part == "train") for part in rows
@@ -153,7 +153,7 @@ def train_and_evaluate(config: Config) -> dict:
 def main(config: Config) -> None:
     """Trains, and prints the report."""
     if results := train_and_evaluate(config):
-        print(report(results))
+        print(report(results, told_of))
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ from common.data.corpora import open_corpus
 from common.data.masking import EVALUATION_RATE, mask_seeds, mask_tokens
 from common.data.rows import RowBatches, Rows, corpus_rows
 from common.data.vocabulary import load_wordpieces, train_wordpieces
-from common.language_model import language_model_scores, muon, report
-from common.log import RunLog, print_plan
+from common.language_model import language_model_scores, muon, told_of
+from common.log import RunLog, print_plan, report
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
 from common.model.presets import save_task
 from common.run_folder import open_run
@@ -149,7 +149,7 @@ def train_and_evaluate(config: Config) -> dict:
 def main(config: Config) -> None:
     """Trains, and prints the report."""
     if results := train_and_evaluate(config):
-        print(report(results))
+        print(report(results, told_of))
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ with quiet_stderr():
 
 from common.data.dialogues import is_dialogues
 from common.data.rows import RowBatches, Rows
-from common.language_model import language_model_scores, muon, report
-from common.log import RunLog, print_plan
+from common.language_model import language_model_scores, muon, told_of
+from common.log import RunLog, print_plan, report
 from common.model.causal_lm import Samples, causal_rows, make_causal_lm, print_continuations
 from common.model.publish import Publish
 from common.run_folder import open_run
@@ -148,7 +148,7 @@ def train_and_evaluate(config: Config) -> dict:
 def main(config: Config) -> None:
     """Trains, prints the report, and continues a few texts."""
     if results := train_and_evaluate(config):
-        print(report(results))
+        print(report(results, told_of))
         print_continuations(os.path.join(config.workdir, "preset"), results["prompts"])
 
 

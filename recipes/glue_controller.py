@@ -41,12 +41,12 @@ with quiet_stderr():
     import tensorflow as tf
 
 import keras_replicas as kr
-from common.classification_scores import classifier_results, report, scores_of, write_predictions
+from common.classification_scores import classifier_results, scores_of, told_of, write_predictions
 from common.controller import Controller, Evaluator, Trainer, when_best
 from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
-from common.log import RunLog, print_plan
+from common.log import RunLog, print_plan, report
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
@@ -71,7 +71,7 @@ class GlueTrainer(Trainer):
         super().__init__(strategy, data)
         self.model, self.optimizer = model, optimizer
         # A sum, divided once, by the weights of the whole batch: replicas may have different numbers of examples.
-        self.loss_sum = CrossEntropy("sum") if classes else keras.losses.MeanSquaredError("sum")
+        self.loss_sum = CrossEntropy(reduction="sum") if classes else keras.losses.MeanSquaredError("sum")
 
     def train_step(self, x, y, weight):
         """One replica's step; returns the batch's loss and the learning rate."""
@@ -134,7 +134,7 @@ def train_and_evaluate(config: Config) -> dict:
         saved = {"every": config.checkpoint_every, "model": model, "optimizer": optimizer}
         checkpoints = kr.Checkpoints(run.folder / "checkpoints", **saved)
         log = RunLog(run.folder, train)
-        metric = f"val_{texts.metrics[0]}"
+        metric = f"val_{texts.task.metrics[0]}"
         actions = [when_best(metric, lambda *_: save_classifier(model, texts, run.folder / "best"), run.folder)]
         controller = Controller(trainer, evaluators["validation"], checkpoints, log, config.steps_per_loop, actions)
         controller.train_and_evaluate(total_steps, eval_interval=len(train))
@@ -152,7 +152,7 @@ def train_and_evaluate(config: Config) -> dict:
 def main(config: Config) -> None:
     """Trains, and prints the report."""
     if results := train_and_evaluate(config):
-        print(report(results))
+        print(report(results, told_of))
 
 
 if __name__ == "__main__":

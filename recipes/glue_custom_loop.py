@@ -44,11 +44,11 @@ with quiet_stderr():
 from tqdm import tqdm
 
 import keras_replicas as kr
-from common.classification_scores import classifier_results, report, scores_of, write_predictions
+from common.classification_scores import classifier_results, scores_of, told_of, write_predictions
 from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
-from common.log import RunLog, print_plan
+from common.log import RunLog, print_plan, report
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
@@ -92,7 +92,7 @@ def train_and_evaluate(config: Config) -> dict:
         if config.dry_run:
             return print_plan(model, train, schedule, total_steps, data.preprocessor.tokenizer)
         # A sum: a step divides it, once, by the weights of the whole batch.
-        loss_sum = CrossEntropy("sum") if data.texts.classes else keras.losses.MeanSquaredError("sum")
+        loss_sum = CrossEntropy(reduction="sum") if data.texts.classes else keras.losses.MeanSquaredError("sum")
 
         @tf.function  # of the iterator: one trace, although batches have many lengths
         def train_step(batches, stop):
@@ -160,7 +160,7 @@ def train_and_evaluate(config: Config) -> dict:
 def main(config: Config) -> None:
     """Trains, and prints the report."""
     if results := train_and_evaluate(config):
-        print(report(results))
+        print(report(results, told_of))
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ if __name__ == "__main__":  # before TensorFlow is imported, so that a typo is r
 with quiet_stderr():
     import keras
 
-from common.classification_scores import classifier_results, report, write_predictions
+from common.classification_scores import classifier_results, told_of, write_predictions
 from common.data.examples import EncodedTexts
 from common.data.labelled import open_examples
 from common.data.vocabulary import train_wordpieces
-from common.log import RunLog, print_plan
+from common.log import RunLog, print_plan, report
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run_folder import open_run
 from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
@@ -109,7 +109,7 @@ def train_and_evaluate(config: Config) -> dict:
 def main(config: Config) -> None:
     """Trains, and prints the report."""
     if results := train_and_evaluate(config):
-        print(report(results))
+        print(report(results, told_of))
 
 
 if __name__ == "__main__":

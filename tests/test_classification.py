@@ -8,7 +8,7 @@ import pytest
 from common import classification_scores
 from common.classification_scores import classifier_results, scores_of, write_predictions
 from common.data.examples import EncodedTexts
-from common.data.labelled import Examples, LabelledTexts
+from common.data.labelled import Examples, LabelledTexts, Task
 
 WORDS = [f"w{number}" for number in range(50)]
 TOKENIZER = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS], lowercase=True)
@@ -20,7 +20,7 @@ def texts_of(labels, test_labels, classes, metrics, texts=("w0", "w1", "w2", "w0
         name: Examples([(text,) for text in texts], part, ["4", "5", "6", "7"])
         for name, part in (("train", labels), ("validation", labels), ("test", test_labels))
     }
-    return LabelledTexts(classes, splits, "X.tsv", metrics, **more)
+    return LabelledTexts(classes, splits, Task((), "X.tsv", metrics, **more))
 
 
 def test_results_have_the_metrics_of_the_task_for_model_and_baselines():
@@ -73,7 +73,7 @@ def bag_of_words(make_example, classes=2, metrics=("accuracy",), preprocessor=PR
         rows = [make_example(draw) for _ in range(count)]
         examples = [tuple(" ".join(f"w{word}" for word in text) for text in row[:-1]) for row in rows]
         splits[split] = Examples(examples, [row[-1] for row in rows], [])
-    texts = LabelledTexts([*map(str, range(classes))], splits, "", metrics)
+    texts = LabelledTexts([*map(str, range(classes))], splits, Task((), metrics=metrics))
     data, outputs = EncodedTexts(texts, preprocessor), {"validation": np.zeros((500, classes or 1))}
     results = classifier_results(data, outputs)
     assert results == classifier_results(data, outputs)

@@ -64,9 +64,9 @@ def test_a_task_in_glues_own_form_and_with_windows_line_ends(task, tmp_path):
     found = open_examples(task, write(tmp_path / "unix", FILES[task]))
     train, validation, test = found.splits.values()
     texts = [text for example in train.texts for text in example]
-    assert (found.submission, found.classes, texts, train.labels, validation.labels) == READ[task]
+    assert (found.task.submission, found.classes, texts, train.labels, validation.labels) == READ[task]
     assert test.labels is None and test.indices == (["7", "8"] if task == "mrpc" else BINARY[: len(test.texts)])
-    assert train.indices == ["0", "1"] and found.limits == ((0, 5) if task == "stsb" else labelled.NO_LIMITS)
+    assert train.indices == ["0", "1"] and found.task.limits == ((0, 5) if task == "stsb" else labelled.NO_LIMITS)
     windows = {name: text.replace("\n", "\r\n") for name, text in FILES[task].items() if name != "test.tsv"}
     again = open_examples(task, write(tmp_path / "windows", windows))
     assert again.splits == {"train": train, "validation": validation}  # a test split is not needed
@@ -103,7 +103,7 @@ def test_csv_has_quoted_commas_quotes_and_line_breaks_and_texts_that_look_like_s
     content = '\ufeffid,review,stars\n1,"Good, really\n""good"".",10\n2,NA,9\n3,,9\n3,,9\n\n4,2026-01-01,09\n'
     files = {"train.csv": content, "validation.csv": content, "test.csv": f"review\n{'word ' * 40_000}\n"}
     found = open_examples("own", write(tmp_path, files), "review", "stars")
-    assert found.classes == ["09", "9", "10"] and found.submission == "test.tsv"  # sorted as numbers
+    assert found.classes == ["09", "9", "10"] and found.task.submission == "test.tsv"  # sorted as numbers
     texts = ['Good, really\n"good".', "NA", "", "", "2026-01-01"]  # also one that is empty, and one that comes twice
     assert found.splits["train"].texts == [(text,) for text in texts]
     assert found.splits["train"].labels == [2, 1, 1, 1, 0]
@@ -140,7 +140,7 @@ def test_numbers_of_ones_own(tmp_path):
     rows = [{"text": "A", "mark": 1}, {"text": "B", "mark": 2.5}, {"text": "C", "mark": "3"}]
     write(tmp_path, {"dev.jsonl": "\n".join(map(json.dumps, rows)), "train.csv": "text,mark\nA,-1e3\nB, 2 \nC,.1\n"})
     found = open_examples("own", str(tmp_path), "text", "mark", regression=True)
-    assert found.classes == [] and found.metrics == ("pearson", "spearman")
+    assert found.classes == [] and found.task.metrics == ("pearson", "spearman")
     assert found.splits["validation"].labels == [1, 2.5, 3]
     assert found.splits["train"].labels == [-1000, 2, pytest.approx(0.1)] and found.splits["train"].labels[2] != 0.1
 

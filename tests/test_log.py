@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from common.classification_scores import report as classifier_report
+from common.classification_scores import told_of as told_of_classifier
 from common.files import write_json
-from common.language_model import report
-from common.log import RunLog, one_epoch
+from common.language_model import told_of
+from common.log import RunLog, one_epoch, report
 from keras_replicas import Batches, data_parallel, make_strategy
 from keras_replicas.cluster import worker_config
 
@@ -110,15 +110,15 @@ CLASSIFIER |= {"val_majority_accuracy": 0.684, "val_majority_f1": 0.812}
 def test_the_report_tells_what_the_model_did_not_see():
     """tests/test_pages.py has the other lines, as docs/what-a-run-leaves.md shows them."""
     told = "unknown tokens       1.23%\ntexts                12 of 600 texts are cut to 128 tokens\n"
-    assert told in report(LANGUAGE_MODEL)
+    assert told in report(LANGUAGE_MODEL, told_of)
 
 
 def test_the_report_of_a_classifier():
-    told = classifier_report(CLASSIFIER | {"test_loss": 0.4, "test_accuracy": 0.8})
+    told = report(CLASSIFIER | {"test_loss": 0.4, "test_accuracy": 0.8}, told_of_classifier)
     assert "validation accuracy       81.2%, F1 0.750\n  majority-class baseline 68.4%, F1 0.812\n" in told
     assert "  bag-of-words baseline   70.0%\ntest loss                 0.400\ntest accuracy             80.0%\n" in told
     values = {"val_loss": 0.5, "val_mean_loss": 2.0, "val_pearson": 0.9, "val_bag_of_words_pearson": 0.1}
-    told = classifier_report(RUN | values)
+    told = report(RUN | values, told_of_classifier)
     assert "  mean baseline                2.000\nvalidation Pearson correlation 0.900\n  bag-of-words" in told
 
 
@@ -128,7 +128,7 @@ def test_a_file_of_results_gives_the_same_report(tmp_path):
     for results in (LANGUAGE_MODEL, odd):
         write_json(tmp_path / "results.json", results)
         read = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
-        assert report(read) == report(results).replace("inf", "nan")
+        assert report(read, told_of) == report(results, told_of).replace("inf", "nan")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_file_of_results_gives_the_same_report(tmp_path):
     ],
 )
 def test_a_model_that_does_not_beat_its_baseline_is_warned_of(results, changes, warned):
-    made, whole = classifier_report if results is CLASSIFIER else report, results | changes
-    assert warned == ("warning" in made(whole)) == ("show it longer sequences" in made(whole))
+    of, whole = told_of_classifier if results is CLASSIFIER else told_of, results | changes
+    assert warned == ("warning" in (told := report(whole, of))) == ("show it longer sequences" in told)
     del whole["cut_texts"]
-    assert warned == ("warning" in made(whole)) == ("try a third of the learning rate" in made(whole))
+    assert warned == ("warning" in (told := report(whole, of))) == ("try a third of the learning rate" in told)

@@ -48,7 +48,7 @@ def test_words_tell_nothing():
     pieces = sorted({word for pairs in PAIRS.values() for pair in pairs for word in words(pair[1] + pair[0])})
     tokenizer = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces], lowercase=True)
     preprocessor = keras_hub.models.BertTextClassifierPreprocessor(tokenizer, sequence_length=32)
-    data = EncodedTexts(LabelledTexts(["0", "1"], splits, "", ("accuracy",)), preprocessor)
+    data = EncodedTexts(LabelledTexts(["0", "1"], splits), preprocessor)
     results = classifier_results(data, {"validation": np.zeros((1000, 2))})
     # To the last pair: those of an event are the same to such a classifier, and one of them is right.
     assert [results[f"val_{name}_accuracy"] for name in ("majority", "bag_of_words")] == [0.5] * 2

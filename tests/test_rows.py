@@ -14,7 +14,7 @@ from common.data import row_folders
 from common.data import rows as rows_module
 from common.data.byte_pairs import train_byte_pairs
 from common.data.corpora import Corpus, open_corpus
-from common.data.row_folders import holds_examples, kept_in, open_folder
+from common.data.row_folders import holds_examples, keep_in, open_folder
 from common.data.rows import RowBatches, corpus_rows, fingerprint, open_rows, text_rows, write_rows
 from common.data.vocabulary import encode, train_wordpieces
 from keras_replicas import UserError
@@ -22,6 +22,7 @@ from tests.conftest import files_in
 
 pytestmark = pytest.mark.usefixtures("cache")
 LENGTH = 40
+kept_in = functools.partial(functools.partial, keep_in)  # in a folder
 TEXTS = [np.arange(1, 4), np.arange(0), np.arange(4, 12), np.arange(12, 13)]
 
 

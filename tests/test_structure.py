@@ -8,6 +8,7 @@ import pytest
 from tests.conftest import ROOT, imported
 
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.py") if not path.name.startswith("_"))
+COMMANDS = [path for path in (ROOT / "recipes").glob("*.py") if path not in RECIPES]
 MODULES = sorted((ROOT / "common").rglob("*.py"))
 ROOMS = sorted(path.parent for path in (ROOT / "common").glob("*/__init__.py"))
 
@@ -16,13 +17,10 @@ def imports(path):
     return imported(path.read_text(encoding="utf-8"), ".".join(path.relative_to(ROOT).parent.parts))
 
 
-COMMANDS = [path for path in (ROOT / "recipes").glob("*.py") if path not in RECIPES]
-
-
 # What it is now: it may become smaller. The aim is 3,700 lines for `common`, and 9,000 for the tests.
 @pytest.mark.parametrize(
     ("files", "lines"),
-    [(MODULES, 4_003), (COMMANDS, 800), ([*(ROOT / "tests").glob("*.py")], 9_692)],
+    [(MODULES, 3_875), (COMMANDS, 800), ([*(ROOT / "tests").glob("*.py")], 9_691)],
     ids=["common", "commands", "tests"],
 )
 def test_the_house_is_small(files, lines):

@@ -60,7 +60,7 @@ def examples(shape, scale, classes=50):
 def test_the_loss_is_the_cross_entropy_of_keras(shape, scale, jit):
     for reduction in ("sum", "mean_with_sample_weight"):
         theirs = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-        ours = CrossEntropy.from_config(CrossEntropy(reduction).get_config())
+        ours = CrossEntropy.from_config(CrossEntropy(reduction=reduction).get_config())
         found, expected = (
             tf.function(lambda *data, loss=loss: loss_and_gradient(loss, *data), jit_compile=jit)
             for loss in (ours, theirs)
@@ -73,8 +73,8 @@ def test_the_loss_is_the_cross_entropy_of_keras(shape, scale, jit):
 @pytest.mark.parametrize("labels", [0, 3])
 def test_with_many_classes_the_loss_is_near_what_float64_gives(labels):
     logits, *data = examples((2, labels), 3, 100_000)
-    found = loss_and_gradient(CrossEntropy("sum"), logits, *data)
-    expected = loss_and_gradient(CrossEntropy("sum", dtype="float64"), tf.cast(logits, tf.float64), *data)
+    found = loss_and_gradient(CrossEntropy(reduction="sum"), logits, *data)
+    expected = loss_and_gradient(CrossEntropy(reduction="sum", dtype="float64"), tf.cast(logits, tf.float64), *data)
     np.testing.assert_allclose(found[0], expected[0], rtol=2e-7)
     np.testing.assert_allclose(found[1], expected[1], atol=5e-7)
 
@@ -82,8 +82,8 @@ def test_with_many_classes_the_loss_is_near_what_float64_gives(labels):
 def test_the_loss_is_taken_of_bfloat16_in_float32():
     logits, *data = examples((3, 5), 3.0)
     halves = tf.cast(logits, tf.bfloat16)
-    value, gradient = loss_and_gradient(CrossEntropy("sum"), halves, *data)
-    expected = loss_and_gradient(CrossEntropy("sum"), tf.cast(halves, tf.float32), *data)
+    value, gradient = loss_and_gradient(CrossEntropy(reduction="sum"), halves, *data)
+    expected = loss_and_gradient(CrossEntropy(reduction="sum"), tf.cast(halves, tf.float32), *data)
     assert value.dtype == tf.float32 and gradient.dtype == tf.bfloat16
     np.testing.assert_array_equal(value, expected[0])
     np.testing.assert_array_equal(gradient, tf.cast(expected[1], tf.bfloat16))

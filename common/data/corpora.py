@@ -21,7 +21,7 @@ from typing import Any
 
 from keras_replicas import UserError
 
-from ..files import cached, from_hub, is_held_out, one_line, quoted, sha256_of, shortened
+from ..files import cached, from_hub, is_held_out, one_line, sha256_of, shortened
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 SPLITS = ("train", "validation", "test")
@@ -65,8 +65,7 @@ def open_corpus(corpus: str) -> Corpus:
               bytes is read. Which are read, and which are not, is told. One part in 10 is held out for validation,
               chosen by a hash of its text: of a long document, a part has some `PART` characters.
 
-    Raises:
-        UserError: when it is none of these, or cannot be fetched; by a stream, when it is not UTF-8 text.
+    Raises a `UserError` when it is none of these, or cannot be fetched; by a stream, when it is not UTF-8 text.
     """
     path = Path(corpus)
     if corpus == "docstrings":
@@ -96,11 +95,9 @@ def open_corpus(corpus: str) -> Corpus:
 def _files_of(path: Path) -> tuple[str, list[Path]]:
     """The files that are a corpus, and their kind: `text`, or the name of a reader of `datasets`."""
     if path.is_file():
-        suffix = path.suffix.lower()
-        kind = TABLES.get(suffix, "text")
-        if suffix in NO_CORPUS:
+        if (suffix := path.suffix.lower()) in NO_CORPUS:
             raise UserError(f"the corpus {path} is no plain text, nor a table: give its text")
-        return kind, [path]
+        return TABLES.get(suffix, "text"), [path]
     kinds: dict[str, list[Path]] = {}
     for file in sorted(path.rglob("*")):
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
@@ -148,7 +145,7 @@ def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
             if number == 0 and "text" not in row and len(strings) == 1:
                 (name,) = strings
             if name not in row:
-                raise UserError(f"it has no column 'text' of strings, but {quoted(row)}: rename one")
+                raise UserError(f"it has no column 'text' of strings, but {shortened(map(repr, row))}: rename one")
             if not isinstance(row[name], str | None):
                 raise UserError(f"row {number + 1} of column {name!r} is {row[name]!r}, which is no text")
             yield from _pieces(row[name] or "")
@@ -227,9 +224,8 @@ def _write_docstrings(path: Path) -> None:
     splits: dict[str, list[list[str]]] = {"train": [], "validation": []}
     seen: set[str] = set()
     for module, strings_of in texts.items():
-        prose = [
-            " ".join(part.split()) for text in strings_of for part in re.split(r"\n\s*\n", text) if _is_prose(part)
-        ]
+        parts = [part for text in strings_of for part in re.split(r"\n\s*\n", text)]
+        prose = [" ".join(part.split()) for part in parts if _is_prose(part)]
         new = [paragraph for paragraph in dict.fromkeys(prose) if paragraph not in seen]
         seen.update(new)
         splits["validation" if is_held_out(module) else "train"].append(new)

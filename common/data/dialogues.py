@@ -141,9 +141,7 @@ def _dialogues(path: Path) -> Iterator[Dialogue]:
             got = shortened([json.dumps(row)])
             raise UserError(f"{where} must have {wanted}, all texts, and an answer; it has {got}")
         if wrong := sorted(keys & NOT_LEFT_OUT):
-            raise UserError(
-                f"{where} has {shortened(wrong)}, which is not read: take it out, or put it in the messages"
-            )
+            raise UserError(f"{where} has {shortened(wrong)}, which is not read: take it out, or put it in messages")
         if new := sorted(keys - left_out):
             print(f"{where}: {shortened(new)} is not read", flush=True)
             left_out |= keys

@@ -53,18 +53,14 @@ class EncodedTexts:
         without labels, a batch is (x,). x has the `inputs`, int32 [examples, length], of a multiple of 8 tokens that
         holds the longest text of the whole batch.
         """
-        labels, kind = self.texts.splits[split].labels, np.int32 if self.texts.classes else np.float32
-        numbers = None if labels is None else np.array(labels, kind)
-        return TextBatches(self.inputs[split], self._pad, numbers, batch_size, shuffle_seed, self.not_seen[split])
+        return TextBatches(self, split, batch_size, shuffle_seed)
 
     def seen(self, split: str) -> list[list[list[int]]]:
         """For each example, the ids of each of its texts, with special tokens, of which the model sees no others."""
-        columns, rows = range(len(self.texts.splits[split].texts[0])), self.inputs[split]["token_ids"]
-        ends = lengths_of(rows, self._pad)
-        cut = [
-            (ids[:end], segments[:end]) for ids, segments, end in zip(rows, self._segments[split], ends, strict=True)
-        ]
-        return [[ids[segments == column].tolist() for column in columns] for ids, segments in cut]
+        rows, columns = self.inputs[split]["token_ids"], range(len(self.texts.splits[split].texts[0]))
+        is_token = np.arange(rows.shape[1]) < lengths_of(rows, self._pad)[:, None]
+        masks = [is_token & (self._segments[split] == column) for column in columns]
+        return [[ids[mask].tolist() for mask in masks_of] for ids, *masks_of in zip(rows, *masks, strict=True)]
 
     def _encode(self, split: str, texts: list[tuple[str, ...]], names: list[str]) -> dict[str, np.ndarray]:
         columns = len(texts[0])
@@ -98,23 +94,16 @@ def lengths_of(ids: np.ndarray, pad: int) -> np.ndarray:
 class TextBatches(Batches):
     """What `EncodedTexts.batches` returns."""
 
-    def __init__(
-        self,
-        inputs: dict,
-        pad: int,
-        labels: np.ndarray | None,
-        batch_size: int,
-        shuffle_seed: int | None,
-        not_seen: dict[str, Any],
-    ):
-        self.not_seen = not_seen
-        ids, shuffle = inputs["token_ids"], shuffle_seed is not None
+    def __init__(self, data: EncodedTexts, split: str, batch_size: int, shuffle_seed: int | None):
+        self.not_seen, labels = data.not_seen[split], data.texts.splits[split].labels
+        ids, shuffle = data.inputs[split]["token_ids"], shuffle_seed is not None
         super().__init__(self._read, batch_size, size=len(ids), shuffle=shuffle, seed=shuffle_seed or 0)
-        self._checksum = zlib.crc32(b"" if labels is None else labels.data, zlib.crc32(ids.data))
+        numbers = np.array(labels or [], np.int32 if data.texts.classes else np.float32)
+        self._checksum = zlib.crc32(numbers.data, zlib.crc32(ids.data))
         with tf.device("CPU"):
-            self._inputs = {name: tf.constant(values) for name, values in inputs.items()}
-            self._lengths = tf.constant(lengths_of(ids, pad), tf.int64)
-            self._labels = None if labels is None else tf.constant(labels)
+            self._inputs = {name: tf.constant(values) for name, values in data.inputs[split].items()}
+            self._lengths = tf.constant(lengths_of(ids, data.preprocessor.tokenizer.pad_token_id), tf.int64)
+            self._labels = None if labels is None else tf.constant(numbers)
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """See `Batches`."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_replicas import UserError
 
-from ..files import from_hub, is_held_out, quoted, shortened, tell_if_few
+from ..files import from_hub, is_held_out, shortened, tell_if_few
 from .tables import SUFFIXES, Row, read_rows
 
 HUB_NAME = "nyu-mll/glue"
@@ -86,13 +86,11 @@ class Examples:
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """A data set; what else its fields are, `Task` says."""
+    """A data set."""
 
     classes: list[str]  # none for regression, whose labels are numbers
     splits: dict[str, Examples]  # "train", "validation", and "test" where there is one
-    submission: str = "test.tsv"
-    metrics: tuple[str, ...] = ("accuracy", "f1")
-    limits: tuple[float, float] = NO_LIMITS
+    task: Task = Task(())
 
     def documents(self) -> Iterator[str]:
         """The training texts, for a vocabulary."""
@@ -126,10 +124,8 @@ def open_examples(
         raise UserError("the task roles makes its own texts: leave out the data")
     if task == "own" and not (data and text_columns and label_column):
         raise UserError("the task own needs a file or folder, and the names of its columns of texts and of labels")
-    facts = TASKS.get(task)
-    if facts is None:
-        metrics = ("pearson", "spearman") if regression else ("accuracy", "f1")
-        facts = Task(column_names(text_columns), metrics=metrics, classes=(), label=label_column)
+    metrics = ("pearson", "spearman") if regression else ("accuracy", "f1")
+    facts = TASKS.get(task) or Task(column_names(text_columns), metrics=metrics, classes=(), label=label_column)
     tables: dict[str, list[Row]] = {}
     if task == "roles":
         for split, pairs in role_pairs().items():
@@ -137,10 +133,8 @@ def open_examples(
     elif data:
         whole = task == "own" and not Path(data).is_dir()
         files = {"train": Path(data)} if whole else _split_files(Path(data), SUFFIXES if task == "own" else (".tsv",))
-        tables = {
-            split: [*read_rows(file, () if split == "test" else facts.header, glue=task != "own")]
-            for split, file in files.items()
-        }
+        for split, file in files.items():
+            tables[split] = [*read_rows(file, () if split == "test" else facts.header, glue=task != "own")]
     else:
         tables = _from_hub(facts, task)
     classes = [*facts.classes]
@@ -161,7 +155,7 @@ def open_examples(
     tell_if_few("validation", len(splits["validation"].texts), FEW_EXAMPLES, "examples")
     if len(set(splits["train"].labels or [])) < 2:
         raise UserError("all labels of the split train are the same: there is nothing to learn")
-    return LabelledTexts(classes, splits, facts.submission, facts.metrics, facts.limits)
+    return LabelledTexts(classes, splits, facts)
 
 
 def role_pairs() -> dict[str, list[tuple[str, str, int]]]:
@@ -208,9 +202,8 @@ def to_examples(rows: Iterable[Row], texts: Sequence[str], label: str = "", clas
         if not all(isinstance(piece, str) for piece in pieces):
             raise UserError(f"{where}: {shortened(texts)} must be text; got {shortened(map(json.dumps, pieces))}")
     labels = [_label(where, _value(where, row, label), classes) for where, row in rows] if label else None
-    return Examples(
-        found, labels, [" ".join(str(row.get("index", number)).split()) for number, (_, row) in enumerate(rows)]
-    )
+    indices = [" ".join(str(row.get("index", number)).split()) for number, (_, row) in enumerate(rows)]
+    return Examples(found, labels, indices)
 
 
 def _split_files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
@@ -248,10 +241,11 @@ def _classes(labels: list[str]) -> list[str]:
         classes = sorted(classes, key=lambda name: (math.isnan(float(name)), float(name)))
     print("classes:", shortened(f"{name!r} {counts[name]}" for name in classes), flush=True)
     if missing := [name for name in classes if name.strip().casefold() in NO_LABELS]:
-        print(f"{quoted(missing)}: if that stands for no label, take these examples out", flush=True)
+        print(f"{shortened(map(repr, missing))}: if that stands for no label, take these examples out", flush=True)
     folded = collections.Counter(name.strip().casefold() for name in classes)
     if twins := [name for name in classes if folded[name.strip().casefold()] > 1]:
-        print(f"{quoted(twins)} differ in spaces or capital letters alone: are they one class?", flush=True)
+        told = shortened(map(repr, twins))
+        print(f"{told} differ in spaces or capital letters alone: are they one class?", flush=True)
     return classes
 
 
@@ -275,5 +269,5 @@ def _label(where: str, label: Any, classes: Sequence[str]) -> int | float:
 
 def _value(where: str, row: dict[str, Any], column: str) -> Any:
     if column not in row:
-        raise UserError(f"{where} has no column {column!r}; it has {quoted(row)}")
+        raise UserError(f"{where} has no column {column!r}; it has {shortened(map(repr, row))}")
     return row[column]

@@ -22,13 +22,10 @@ def mask_tokens(
         ids, is_token: texts, int32 and bool [batch, length], without start and end; see `rows.Rows.read`.
         seeds: int64 [batch, 2], from `mask_seeds`.
         tokenizer: BERT's or RoBERTa's.
-        rate: fraction of a sequence's tokens that are chosen.
 
-    Returns:
-        `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM`, with slots = round(rate * (length + 2)), or
-        one: x has int32 `token_ids`, `padding_mask` and, for BERT, `segment_ids` [batch, length + 2], and
-        `mask_positions` [batch, slots]; y is the chosen tokens' ids, int32 [batch, slots]; sample_weight is 1.0 for a
-        chosen token and 0.0 for an unused slot.
+    Returns `(x, y, sample_weight)` for `BertMaskedLM` or `RobertaMaskedLM`, with slots = round(rate * (length + 2)), or
+    one: x has int32 `token_ids`, `padding_mask` and, for BERT, `segment_ids` [batch, length + 2], and `mask_positions`
+    [batch, slots]; y is the chosen tokens' ids, int32 [batch, slots]; sample_weight is 1.0, or 0.0 for an unused slot.
     """
     never = [unknown_id(tokenizer), tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id]
     may_be_chosen = tf.pad(is_token & tf.reduce_all(ids[..., None] != tf.constant(never), axis=-1), [[0, 0], [1, 1]])
@@ -62,9 +59,7 @@ def mask_tokens(
 def mask_seeds(seed: int, epochs: tf.Tensor | None, examples: tf.Tensor) -> tf.Tensor:
     """Seeds for `mask_tokens`, int64 [batch, 2], that give new masks in every epoch.
 
-    Args:
-        seed: the run's seed, below 2^32.
-        epochs, examples: int64 [batch]; `epochs` is None for an evaluation, whose masks never change.
+    The seed is the run's, below 2^32; `epochs` and `examples` are int64 [batch]. Without epochs, masks never change.
     """
     epochs = tf.fill(tf.shape(examples), tf.constant(-1, tf.int64)) if epochs is None else epochs
     # As int64 has a sign, the seeds from 2^31 on are negative numbers.

@@ -32,34 +32,30 @@ MOST_BYTES = 2**20  # of an example
 FEATURES = {name: tf.io.RaggedFeature(tf.int64) for name in ("token_ids", "input_ids")}  # a missing one is empty
 
 
-def kept_in(folder: str) -> Callable[[str, list[str], Callable[[Path], None]], Path]:
-    """For `corpus_rows`: what keeps rows in a folder, which may be remote, such as `gs://bucket/rows`.
+def keep_in(folder: str, name: str, inputs: list[str], write: Callable[[Path], None]) -> Path:
+    """For `corpus_rows`: keeps rows in a folder, which may be remote, such as `gs://bucket/rows`; see `cached`.
 
-    It raises a `UserError` when the folder holds something else, or the file system does not answer.
+    Raises a `UserError` when the folder holds something else, or the file system does not answer.
     """
     folder = folder.rstrip("/")
-
-    def keep(name: str, inputs: list[str], write: Callable[[Path], None]) -> Path:
+    with _answering(folder):
+        has_rows = tf.io.gfile.exists(f"{folder}/manifest.json")
+    if not has_rows:
+        made = cached(name, inputs, write)
         with _answering(folder):
-            has_rows = tf.io.gfile.exists(f"{folder}/manifest.json")
-        if not has_rows:
-            made = cached(name, inputs, write)
-            with _answering(folder):
-                there = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
-                if others := {file.rstrip("/") for file in there} - {path.name for path in made.iterdir()}:
-                    raise UserError(f"{folder} holds {min(others)}, but no manifest.json of rows: give another folder")
-                _copy(str(made), folder)
-        place = _local(folder)
-        found = read_json(place / "manifest.json") or {}
-        if [found.get("facts"), found.get("length")] != json.loads(inputs[0]):
-            raise UserError(f"{folder} has rows of another corpus, tokenizer or length: give another folder")
-        return place
-
-    return keep
+            there = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
+            if others := {file.rstrip("/") for file in there} - {path.name for path in made.iterdir()}:
+                raise UserError(f"{folder} holds {min(others)}, but no manifest.json of rows: give another folder")
+            _copy(str(made), folder)
+    place = _local(folder)
+    found = read_json(place / "manifest.json") or {}
+    if [found.get("facts"), found.get("length")] != json.loads(inputs[0]):
+        raise UserError(f"{folder} has rows of another corpus, tokenizer or length: give another folder")
+    return place
 
 
 def holds_examples(folder: str) -> bool:
-    """Whether a folder has shards of `tf.train.Example` with their tokenizer; a `UserError` as of `kept_in`."""
+    """Whether a folder has shards of `tf.train.Example` with their tokenizer; a `UserError` as of `keep_in`."""
     with _answering(folder):
         there = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
     return not {"vocab.txt", "tokenizer.json"}.isdisjoint(there) and "manifest.json" not in there
@@ -74,10 +70,8 @@ def open_folder(folder: str, longest: float = math.inf) -> tuple[dict[str, Rows]
     """
     place = _local(folder.rstrip("/"))
     rows, saved = open_rows(place), place / "tokenizer"
-    if rows["train"].length > longest:
-        raise UserError(
-            f"the rows of {folder} have {rows['train'].length} tokens, not {longest}: take longer sequences"
-        )
+    if (length := rows["train"].length) > longest:
+        raise UserError(f"the rows of {folder} have {length} tokens, not {longest}: take longer sequences")
     with one_line(f"{folder} has no tokenizer of its rows", ": give another folder", MALFORMED):
         check_preset(saved)
         # `Tokenizer.from_preset` would look for a backbone.
@@ -137,9 +131,8 @@ def _converted(folder: str) -> Path:
             raise UserError(f"the files of {folder} have no ids, or some that their tokenizer lacks")
         if (length := max(length for length, *_ in sizes)) > LONGEST:
             raise UserError(f"a text in the files of {folder} has {length} tokens, more than any model takes")
-        write_rows(
-            path, {split: of_split() for split, of_split in texts.items()}, length, tokenizer, {"examples": files}
-        )
+        splits = {split: of_split() for split, of_split in texts.items()}
+        write_rows(path, splits, length, tokenizer, {"examples": files})
 
     return cached("rows", inputs, write)
 

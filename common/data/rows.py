@@ -38,18 +38,14 @@ LONGEST = 2**16 + 1  # tokens in a row
 
 
 class Rows:
-    """The rows of a split, as `open_rows` finds them.
+    """The rows of a split, as `open_rows` finds them: each of `length` token ids, with padding.
 
-    Attributes:
-        length: token ids in a row, with padding.
-        checksum: of all shards.
-        not_seen: what `vocabulary.not_seen` says of the texts.
+    The `checksum` is of all shards; `not_seen` is what `vocabulary.not_seen` says of the texts.
     """
 
     def __init__(self, shards: list[Path], rows: int, length: int, checksum: int, not_seen: dict[str, Any]):
-        self.not_seen = not_seen
         self._counts: np.ndarray | None = None
-        self._rows, self.length, self.checksum = rows, length, checksum
+        self._rows, self.length, self.checksum, self.not_seen = rows, length, checksum, not_seen
         self._size, self._in_a_shard, self._shards = _size(length), SHARD_BYTES // _size(length), []
         for path in shards:
             shape = [path.stat().st_size // self._size, self._size]
@@ -63,9 +59,8 @@ class Rows:
     def read(self, examples: tf.Tensor, trim: bool = False) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Token ids, int32 [examples, length], 0 for padding; whether each is a token, and whether it is a label.
 
-        Args:
-            examples: int64 vector of rows; -1 gives a row of padding.
-            trim: whether to cut off what is padding in all these rows, but for a multiple of 32.
+        Of the `examples`, an int64 vector of rows, -1 gives a row of padding. To `trim` is to cut off what is padding
+        in all of them, but for a multiple of 32.
         """
         wanted = tf.maximum(examples, 0)
         shard, place = wanted // self._in_a_shard, wanted % self._in_a_shard
@@ -134,37 +129,32 @@ def write_rows(
 ) -> None:
     """Writes rows to a folder, which is complete when its manifest is there; progress is shown if it takes long.
 
-    Args:
-        folder: created if missing.
-        splits: rows of ids of the `tokenizer`; those of no label as -2 - id.
-        length: of all rows, with padding, to which longer ones are cut.
-        facts: what the rows are of, which JSON must hold, for the manifest.
-
-    Raises a `UserError` when a split but `test` has no rows.
+    Rows of `splits` are ids of the `tokenizer`, those of no label as -2 - id; they are cut or padded to `length`. The
+    `facts`, which JSON must hold, are for the manifest. Raises a `UserError` when a split but `test` has no rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     counts = {}
     unknown = unknown_id(tokenizer)
     for split, rows in splits.items():
         shown = tqdm(rows, f"tokens of {split}", unit=" rows", delay=5, mininterval=1)
-        number = unknowns = 0
+        unknowns = 0
         lengths: list[int] = []
+        shards: list[Path] = []
         with contextlib.ExitStack() as files:
             for row in shown:
-                if number % (SHARD_BYTES // _size(length)) == 0:
+                if len(lengths) % (SHARD_BYTES // _size(length)) == 0:
                     files.close()
-                    shard = _shards(folder, split, number + 1, length)[-1]
-                    writer = files.enter_context(tf.io.TFRecordWriter(str(shard)))
+                    shards.append(folder / f"{split}-{len(shards):05}.tfrecord")
+                    writer = files.enter_context(tf.io.TFRecordWriter(str(shards[-1])))
                 record = np.full(1 + length, -1, np.int32)
                 lengths.append(len(row))
                 unknowns += int(np.sum((row == unknown) | (row == NO_LABEL - unknown)))
                 row = row[:length]
                 record[0], record[1 : 1 + len(row)] = len(row), row
                 writer.write(record.tobytes())
-                number += 1
-        if number:
-            checksum = _checksum(_shards(folder, split, number, length))
-            facts_of = {"rows": number, "tokens": sum(min(own, length) for own in lengths), "checksum": checksum}
+        if lengths:
+            tokens = sum(min(own, length) for own in lengths)
+            facts_of = {"rows": len(lengths), "tokens": tokens, "checksum": _checksum(shards)}
             counts[split] = facts_of | {"not_seen": not_seen(lengths, length, unknowns)}
         elif split != "test":
             raise UserError(f"no text is left for {split}: give more")
@@ -185,8 +175,7 @@ def corpus_rows(
 ) -> dict[str, Rows]:
     """The rows of a corpus's splits, made by `text_rows`, and written where they are not yet.
 
-    With `pack` False, each line of a text is a row, cut to `length`. What keeps them is this machine's cache, or
-    `row_folders.kept_in(folder)`.
+    With `pack` False, each line of a text is a row, cut to `length`. The cache keeps rows, or `row_folders.keep_in`.
     """
     facts = {"corpus": corpus.fingerprint, "tokenizer": fingerprint(tokenizer), "pack": pack}
     facts |= {"before": list(before), "after": list(after), "overlap": overlap}
@@ -211,10 +200,10 @@ def open_rows(folder: Path) -> dict[str, Rows]:
         for split, facts in manifest["splits"].items():
             if split not in SPLITS or not 0 < manifest["length"] <= LONGEST:
                 raise ValueError(f"{split!r} of rows of {manifest['length']!r} tokens")
-            size = sum(file.stat().st_size for file in folder.glob(f"{split}-*.tfrecord"))
+            shards = sorted(folder.glob(f"{split}-*.tfrecord"))
+            size = sum(file.stat().st_size for file in shards)
             if size != facts["rows"] * _size(manifest["length"]):
                 raise ValueError(f"those of {split} have {size:,} bytes, which are not {facts['rows']} rows")
-            shards = _shards(folder, split, facts["rows"], manifest["length"])
             if _checksum(shards) != facts["checksum"]:
                 raise ValueError(f"those of {split} are damaged")
             unseen = facts.get("not_seen", {})
@@ -240,10 +229,6 @@ def fingerprint(tokenizer: keras_hub.models.Tokenizer) -> str:
 def _size(length: int) -> int:
     """Bytes of a record."""
     return BEFORE + 4 * (1 + length) + AFTER
-
-
-def _shards(folder: Path, split: str, rows: int, length: int) -> list[Path]:
-    return [folder / f"{split}-{number:05}.tfrecord" for number in range(-(-rows // (SHARD_BYTES // _size(length))))]
 
 
 def _checksum(paths: list[Path]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from keras_replicas import UserError
 
-from ..files import quoted
+from ..files import shortened
 
 SUFFIXES = (".tsv", ".csv", ".jsonl")
 Row = tuple[str, dict[str, Any]]  # where it is, such as `dev.tsv, line 7`; and its values, by column
@@ -57,9 +57,10 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False) ->
     csv.field_size_limit(2**31 - 1)  # of the process; by default, a text of 128 KiB is an error
     malformed, rows = [], 0
     try:
-        for row in (
-            map(_object, filter(str.strip, lines())) if suffix == ".jsonl" else _table(lines, suffix, columns, glue)
-        ):
+        is_json = suffix == ".jsonl"
+        for row in map(json.loads, filter(str.strip, lines())) if is_json else _table(lines, suffix, columns, glue):
+            if is_json and not isinstance(row, dict):
+                raise ValueError("not a JSON object, with a value for each column")
             rows += 1
             json.dumps(row, ensure_ascii=False).encode()  # fails where half a surrogate pair could not be saved
             if isinstance(row, dict):
@@ -76,13 +77,6 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False) ->
         print(f"{len(malformed)} of {rows} rows are malformed and left out. {malformed[0]}", flush=True)
 
 
-def _object(line: str) -> dict[str, Any]:
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError("not a JSON object, with a value for each column")
-    return row
-
-
 def _table(
     lines: Callable[[], Iterator[str]], suffix: str, columns: Sequence[str], glue: bool
 ) -> Iterator[dict[str, Any] | str]:
@@ -93,12 +87,12 @@ def _table(
     form: dict[str, Any] = {"delimiter": delimiter, "quoting": csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE}
     table = csv.reader(lines(), strict=True, **form)
     names = [name.strip() for name in columns or next(table, [])]
-    named = [name for name in names if name]
+    named, shown = [name for name in names if name], shortened(map(repr, names))
     if len({*named}) < len(named):
-        raise ValueError(f"two columns of one name: {quoted(names)}")
+        raise ValueError(f"two columns of one name: {shown}")
     for fields in filter(None, table):
         if len(fields) < len(names) or any(fields[len(names) :]):
-            yield f"{len(fields)} fields, divided by {delimiter!r}, for {len(names)} columns, {quoted(names)}"
+            yield f"{len(fields)} fields, divided by {delimiter!r}, for {len(names)} columns, {shown}"
         else:
             yield {name: field for name, field in zip(names, fields, strict=False) if name}
 

@@ -37,8 +37,7 @@ def train_wordpieces(documents: Callable[[], Iterator[str]], source: str, size: 
     It has the characters of nearly all the text, if they take no more than half of it. Accents are left out, as in
     BERT, of a text of which hardly a letter has one, as in English, and kept in others: a tone or a vowel may be one.
 
-    The same documents, which `source` identifies, and size, at least 100, give the same one on every machine. It is
-    cached.
+    The documents, which `source` identifies, and size, at least 100, give the same one on every machine. It is cached.
     """
 
     def train(path: Path) -> None:
@@ -51,9 +50,7 @@ def train_wordpieces(documents: Callable[[], Iterator[str]], source: str, size: 
         accented = sum(count for character, count in counts.items() if _has_accent(character))
         plain = accented <= FEW_ACCENTS * sum(count for character, count in counts.items() if character.isalpha())
         # As in KerasHub, full-width forms and the like are the usual ones; a text with hardly any is left as it is.
-        unusual = sum(
-            count for character, count in counts.items() if unicodedata.normalize("NFKC", character) != character
-        )
+        unusual = sum(count for character, count in counts.items() if not unicodedata.is_normalized("NFKC", character))
         usual = [normalizers.NFKC()] if unusual > FEW_CHARACTERS * counts.total() else []
         bert = normalizers.BertNormalizer(lowercase=True, strip_accents=plain)
         normalizer = normalizers.Sequence([parts, *usual, bert])
@@ -167,9 +164,8 @@ def not_seen(lengths: Sequence[int], limit: int, unknown: int) -> dict[str, Any]
     facts: dict[str, Any] = {"unknown_fraction": unknown / max(1, sum(lengths))}
     if cut := sum(length > limit for length in lengths):
         middle, most = np.percentile(lengths, [50, 95], method="higher")
-        facts["cut_texts"] = (
-            f"{cut} of {len(lengths)} texts are cut to {limit} tokens (median {middle}, 95 % have at most {most})"
-        )
+        told = f"{cut} of {len(lengths)} texts are cut to {limit} tokens"
+        facts["cut_texts"] = f"{told} (median {middle}, 95 % have at most {most})"
     return facts
 
 

@@ -33,12 +33,9 @@ def causal_rows(
     All text of a corpus becomes one row, with the tokenizer's end token and, if it is another one, its start token
     between documents, and each row begins with the last token of the one before: every token but the first is a label.
 
-    Args:
-        corpus: see `open_corpus`; used if there are no `data`.
-        data: prompts with answers, see `read_dialogues`; or a folder of rows of text, whose length they have.
-        preset: whose tokenizer it is; empty for one of `vocabulary_size`, trained on the text.
-
-    Raises a UserError when there is no such data or preset, or they do not belong together.
+    A corpus, see `open_corpus`, is used if there are no `data`: prompts with answers, see `read_dialogues`; or a folder
+    of rows of text, whose length they have. Without a preset, the tokenizer has `vocabulary_size` tokens, and is
+    trained on the text. Raises a UserError when there is no such data or preset, or they do not belong together.
     """
     if data and not is_dialogues(data):
         rows, tokenizer = open_folder(data)

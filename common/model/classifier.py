@@ -33,17 +33,13 @@ def make_classifier(
 ) -> keras_hub.models.TextClassifier:
     """A text classifier: a randomly initialized head on a preset's encoder or, without a preset, a BERT from a size.
 
+    The preset is a KerasHub name, or a folder or `hf://` in KerasHub's or Hugging Face's form. The model gets the
+    preprocessor of `data`, and an output for each of its classes. For regression there is one, which begins at the mean
+    of the training labels: AdamW would need many steps to get there. The dropout is of the encoder and the head. With a
+    `lora_rank`, only adapters of the attention's query and value kernels, the pooler and the head are trained.
+
     Call it inside the strategy's scope. Raises a UserError when there is no such preset, it cannot be fetched, it has
     too few positions, or KerasHub has no classifier of its kind, or one that does not tell tokens from padding.
-
-    Args:
-        preset: a KerasHub name, or a folder or `hf://` in KerasHub's or Hugging Face's form; or empty.
-        size: a size of `sizes.py`, if there is no preset.
-        data: whose preprocessor the model gets, and whose classes have an output each. For regression there is one,
-            which begins at the mean of the training labels: AdamW would need many steps to get there.
-        dropout: of the encoder and the head.
-        lora_rank: of adapters for the attention's query and value kernels. Only these, the pooler and the head are then
-            trained.
     """
     models, preprocessor, bert = keras_hub.models, data.preprocessor, preset and huggingface_type(preset) == "bert"
     length, outputs = preprocessor.sequence_length, len(data.texts.classes) or 1

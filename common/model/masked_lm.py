@@ -54,9 +54,8 @@ def masked_lm_from_size(
     """
     roberta = isinstance(tokenizer, keras_hub.models.RobertaTokenizer)
     if not roberta and not isinstance(tokenizer, keras_hub.models.BertTokenizer):
-        raise UserError(
-            f"a masked language model needs the tokenizer of a BERT or RoBERTa, not a {type(tokenizer).__name__}"
-        )
+        kind = type(tokenizer).__name__
+        raise UserError(f"a masked language model needs the tokenizer of a BERT or RoBERTa, not a {kind}")
     task = keras_hub.models.RobertaMaskedLM if roberta else keras_hub.models.BertMaskedLM
     backbone = backbone_from_size(task.backbone_cls, size, tokenizer.vocabulary_size(), dropout, seq_length)
     return _without_pooler(task(backbone, compile=False))
@@ -77,10 +76,10 @@ def masked_lm_from_preset(
     else:
         backbone = from_preset(models.Backbone, preset, **options)
         model = from_preset(models.MaskedLM, preset, backbone=backbone, preprocessor=None, compile=False)
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            head = "task.weights.h5"
-            if not has_file(preset, head):
-                print(f"The preset {preset} has no {head}: the head begins with random weights.", file=sys.stderr)
+        try:
+            get_file(preset, "task.weights.h5")
+        except (OSError, ValueError, RuntimeError):
+            print(f"The preset {preset} has no task.weights.h5: the head begins with random weights.", file=sys.stderr)
     check_positions(model.backbone, seq_length, preset)
     return _without_pooler(model)
 
@@ -108,14 +107,6 @@ def get_file(preset: str, name: str) -> Path:
     return path
 
 
-def has_file(preset: str, name: str) -> bool:
-    """Whether a preset has a file of this name; errors are those of `get_file`, but for a missing file."""
-    try:
-        return bool(get_file(preset, name))
-    except FileNotFoundError:
-        return False
-
-
 def load_json(preset: str, name: str = "config.json") -> dict[str, Any]:
     """What a preset's JSON file holds; errors are those of `get_file`."""
     return json.loads(get_file(preset, name).read_text(encoding="utf-8"))
@@ -134,9 +125,7 @@ def preset_tokenizer(preset: str) -> keras_hub.models.Tokenizer:
     Raises a UserError when there is no such preset, it has none, or is in Hugging Face's form, but no BERT.
     """
     if (kind := huggingface_type(preset)) not in ("", "bert"):
-        raise UserError(
-            f"{preset} is a {kind} in Hugging Face's form: give a BERT, or a preset that KerasHub has saved"
-        )
+        raise UserError(f"{preset} is a {kind} in Hugging Face's form: give a BERT, or a preset that KerasHub saved")
     if not kind:
         return from_preset(keras_hub.models.Tokenizer, preset)
     settings: dict[str, Any] = {}
