@@ -38,7 +38,6 @@ def test_an_option_is_a_field():
     ("words", "told"),
     [
         ("--batch-sise 4", "unknown option --batch-sise. The options are: --"),
-        ("4", "unknown option 4. The options are"),
         ("--epochs many", "--epochs: invalid literal for int()"),
         ("--lr-scaling cubic", "Expected one of ('sqrt', 'linear', 'none')"),
         ("--epochs", "--epochs"),
@@ -217,8 +216,9 @@ def test_a_lost_worker_ends_the_process_at_once():
 
 
 def test_what_the_library_logs_is_printed(capsys):
-    run(lambda config: logging.getLogger("keras_replicas").info("Resumed from step %d.", 3), None)
-    assert capsys.readouterr().out == "\nResumed from step 3.\n"
+    for _ in range(2):
+        run(lambda config: logging.getLogger("keras_replicas").info("Resumed from step %d.", 3), None)
+        assert capsys.readouterr().out == "\nResumed from step 3.\n"
 
 
 def test_standard_error_is_shown_if_the_block_fails(capfd):
