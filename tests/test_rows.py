@@ -176,7 +176,7 @@ def test_a_folder_of_rows_is_kept_and_refused_for_others(remote, corpus, tokeniz
     folder = ("file://" if remote else "") + str(tmp_path / "data[1]/deeper/")
     made = corpus_rows(corpus, tokenizer, LENGTH, keep=kept_in(folder))
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "data[1]").rglob("*")}
-    assert tmp_path / "data[1]/deeper/manifest.json" in files
+    assert (manifest := tmp_path / "data[1]/deeper/manifest.json") in files
     for path in cache.glob("*-rows"):
         shutil.rmtree(path)
     monkeypatch.setattr(rows_module, "encode", None)
@@ -188,7 +188,9 @@ def test_a_folder_of_rows_is_kept_and_refused_for_others(remote, corpus, tokeniz
     with pytest.raises(UserError, match="has rows of another corpus, tokenizer or length: give another folder"):
         corpus_rows(corpus, tokenizer, LENGTH + 1, keep=kept_in(folder))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data[1]").rglob("*")} == files
-    assert len(list(cache.glob("*-rows"))) == remote  # a copy of the remote one
+    manifest.write_text(manifest.read_text() + "\n")
+    open_folder(folder)
+    assert len(list(cache.glob("*-rows"))) == 2 * remote  # copies of the remote one, before and after this change
 
 
 def test_a_folder_that_was_not_finished_is_written_anew(corpus, tokenizer, tmp_path, monkeypatch):
