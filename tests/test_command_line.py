@@ -40,7 +40,6 @@ def test_an_option_is_a_field():
         ("--batch-sise 4", "unknown option --batch-sise. The options are: --"),
         ("--epochs many", "--epochs: invalid literal for int()"),
         ("--lr-scaling cubic", "Expected one of ('sqrt', 'linear', 'none')"),
-        ("--epochs", "--epochs"),
         ("--seed -1", "--seed must be from 0 to 4294967295; got -1"),
     ],
 )

@@ -226,6 +226,7 @@ def test_a_text_is_continued_the_same_way_each_time(gpt2, tmp_path, capsys):
     assert together == [next(continuations(model, [prompt], sampler, tokens=3)) for prompt in prompts]
     assert all(text.startswith(prompt) for text, prompt in zip(together, prompts, strict=True))
     assert together != list(continuations(model, prompts, make_sampler("top-p", temperature=2.0, seed=4), tokens=3))
+    assert next(continuations(model, prompts, sampler, tokens=1)) != prompts[0]
     print_continuations(gpt2, ["Some", TEXT * 9])
     assert "tokens or more; give 1 to 15" in capsys.readouterr().out.splitlines()[-1]
     with pytest.raises(ValueError, match="the k of top-k, 999, is more than the"):
