@@ -38,10 +38,8 @@ def test_an_option_is_a_field():
     ("words", "told"),
     [
         ("--batch-sise 4", "unknown option --batch-sise. The options are: --"),
-        ("4", "unknown option 4. The options are"),
         ("--epochs many", "--epochs: invalid literal for int()"),
         ("--lr-scaling cubic", "Expected one of ('sqrt', 'linear', 'none')"),
-        ("--epochs", "--epochs"),
         ("--seed -1", "--seed must be from 0 to 4294967295; got -1"),
     ],
 )
@@ -54,7 +52,6 @@ def test_a_wrong_word_is_one_line_and_status_2(words, told, capfd):
     ("name", "value", "told"),
     [
         ("seq_length", 2, "--seq-length must be from 3 to 65536; got 2"),
-        ("batch_size", 2**31, "--batch-size must be from 1 to 2147483647; got 2147483648"),
         ("max_steps", 10**400, f"--max-steps must be from 0 to 2147483647; got {10**400}"),
         ("replicas", 1025, "--replicas must be from 0 to 1024; got 1025"),
         ("seed", 2**32, "--seed must be from 0 to 4294967295; got 4294967296"),
@@ -217,8 +214,9 @@ def test_a_lost_worker_ends_the_process_at_once():
 
 
 def test_what_the_library_logs_is_printed(capsys):
-    run(lambda config: logging.getLogger("keras_replicas").info("Resumed from step %d.", 3), None)
-    assert capsys.readouterr().out == "\nResumed from step 3.\n"
+    for _ in range(2):
+        run(lambda config: logging.getLogger("keras_replicas").info("Resumed from step %d.", 3), None)
+        assert capsys.readouterr().out == "\nResumed from step 3.\n"
 
 
 def test_standard_error_is_shown_if_the_block_fails(capfd):

@@ -27,8 +27,9 @@ def test_wikitext_folder(wikitext, tmp_path):
     words = (wikitext / "wiki.train.tokens").read_text().replace("<unk>", "[UNK]").split()
     assert "\n".join(articles).split() == words  # nothing is lost
     for name in ("wiki.train.tokens", "wiki.valid.tokens"):
-        (tmp_path / name).write_bytes((wikitext / name).read_bytes())
-    assert list(open_corpus(str(tmp_path)).splits) == ["train", "validation"]
+        (tmp_path / name).write_bytes((wikitext / name).read_bytes() + b" = = A part = = \n \n Of the last article.\n")
+    assert [*open_corpus(str(tmp_path)).splits] == ["train", "validation"]
+    assert len(documents_of(tmp_path, "train")) == 10
 
 
 def test_text_files_are_split_by_document(tmp_path):
@@ -58,8 +59,8 @@ def test_a_file_of_any_name_is_read(name, tmp_path):
 
 
 def test_odd_files_are_read(tmp_path):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
+    folder = tmp_path / ".hidden/corpus"
+    folder.mkdir(parents=True)
     paragraphs = [f"Paragraph {i} of text.\n" for i in range(200)]
     (folder / "plain.txt").write_text("\n".join(paragraphs))
     expected = documents_of(folder)
@@ -91,7 +92,8 @@ def test_tables_are_read_by_their_column_of_text(name, tmp_path, capsys):
         getattr(table, f"to_{name[2:].removesuffix('l')}")(tmp_path / name)
         assert sorted(documents_of(tmp_path / name)) == sorted(texts)
     (tmp_path / "README.txt").write_text("What this is.")
-    (tmp_path / ".hidden.jsonl").write_text("{}")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/hidden.jsonl").write_text("{}" * 9999)
     assert sorted(documents_of(tmp_path)) == sorted(texts)
     size = (tmp_path / name).stat().st_size
     told = f"corpus: 1 file(s) of {size:,} bytes ({name}); not read: 1 file(s) of 13 bytes (README.txt)\n"
@@ -114,7 +116,10 @@ def test_what_is_neither_text_nor_table_is_refused(name, tmp_path):
     (tmp_path / name).write_text("text")
     with pytest.raises(UserError, match=f"{name} is no plain text, nor a table: give its text"):
         open_corpus(str(tmp_path / name))
-    with pytest.raises(UserError, match=rf"has no file that ends in .*; it has 1 file\(s\) of 4 bytes \({name}\)"):
+    with pytest.raises(
+        UserError,
+        match=rf"has no file that ends in .txt, .* wiki.train.tokens; it has 1 file\(s\) of 4 bytes \({name}\)",
+    ):
         open_corpus(str(tmp_path))
 
 
@@ -152,8 +157,6 @@ def test_what_is_no_corpus(tmp_path):
     for name in ("wikitext2", "x" * 300):
         with pytest.raises(UserError, match="neither docstrings, wikitext-2, wikitext-103, hf://user/name, nor an"):
             open_corpus(name)
-    with pytest.raises(UserError, match="has no file that ends in .txt, .* wiki.train.tokens; it has 0 file"):
-        open_corpus(str(tmp_path))
     (tmp_path / "wiki.train.tokens").write_text("text")
     with pytest.raises(UserError, match="no wiki.valid.tokens"):
         open_corpus(str(tmp_path))

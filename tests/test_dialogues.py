@@ -51,14 +51,19 @@ def row_of(rows, example=0):
 
 
 def test_a_row_is_a_dialogue_with_labels_on_the_answers_alone(tokenizer):
-    rows = answer_rows({"train": [SAID, PROMPT], "validation": [PROMPT]}, tokenizer, 200)
+    both = {"train": [SAID, PROMPT], "validation": [PROMPT]}
+    rows = answer_rows(both, tokenizer, 200)
     ids, is_label = row_of(rows["train"])
     told = "system: Be kind.\nuser: Who are you?\nassistant: A model.\nuser: Bye.\nassistant: Bye!\n"
     assert text_of(tokenizer, ids) == f"<s>{told}</s>"
     assert text_of(tokenizer, ids[is_label]) == "A model.\nBye!\n</s>"  # where each ends is learned, too
     ids, is_label = row_of(rows["train"], 1)
     assert text_of(tokenizer, ids) == "<s>1 + 1 = 2</s>" and text_of(tokenizer, ids[is_label]) == "2</s>"
-    assert len(rows["train"]) == 2 and len(rows["validation"]) == 1
+    assert answer_rows(both, tokenizer, 9)["train"].length == 9
+    words = {**tokenizer.vocabulary, "<start_of_turn>": 300, "<end_of_turn>": 301, "<|endoftext|>": 302}
+    gemma = keras_hub.models.GPT2Tokenizer(words, tokenizer.merges)
+    told = "<start_of_turn>model\nA model.<end_of_turn>\n<start_of_turn>user\nBye.<end_of_turn>\n"
+    assert told in text_of(gemma, row_of(answer_rows(both, gemma, 200)["train"])[0])
 
 
 def test_after_a_question_nothing_is_learned_nor_an_answer_without_weight(tokenizer, tmp_path):
@@ -109,7 +114,7 @@ def test_a_long_dialogue_is_cut_and_without_a_label_left_out(tokenizer, capsys):
         answer_rows({"train": [long], "validation": [PROMPT]}, tokenizer, 20)
 
 
-def test_files_are_read_and_held_out(tmp_path):
+def test_files_are_read_and_held_out(tmp_path, monkeypatch):
     lines = [{"prompt": f"{i}?", "response": f"{i}!"} for i in range(100)]
     chat = {"messages": [{"role": role, "content": text} for role, text, _ in CHAT]}
     file = tmp_path / "all.jsonl"
@@ -121,7 +126,8 @@ def test_files_are_read_and_held_out(tmp_path):
     for name in ("train", "validation", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(chat))
     assert read_dialogues(str(tmp_path)) == {"train": [CHAT], "validation": [CHAT], "test": [CHAT]}
-    assert is_dialogues(str(tmp_path)) and is_dialogues("my.jsonl") and not is_dialogues("gs://bucket/shards")
+    monkeypatch.chdir(tmp_path)
+    assert is_dialogues(".") and is_dialogues("my.jsonl") and not is_dialogues("") and not is_dialogues("gs://b/shards")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from keras_replicas import data_parallel, make_strategy
 
 HUB = keras_hub.models
 WORDS = ["the", "a", "cat", "dog", "sees", "hears", "old", "young", "and"]
-PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"[unused{n}]" for n in range(2**15)), *WORDS]  # large ids
 
 
 def sentences(count, longest, seed=0):

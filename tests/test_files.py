@@ -61,13 +61,13 @@ def test_a_folder_whose_making_is_killed_is_made_again(cache):
 def test_without_a_folder_to_write_to_what_is_cached_lives_as_long_as_the_process(
     home, least, tmp_path, tmp_path_factory
 ):
-    home = home.format(tmp_path_factory.mktemp("home"))
+    home = home.format(own := tmp_path_factory.mktemp("home"))
     environ = os.environ | {"XDG_CACHE_HOME": "", "HOME": home, "TMPDIR": str(tmp_path)}
     code = f"import common.files; common.files.LEAST_FREE = {least}\n" + PROGRAM.format(seconds=0)
     code += "print((cached('folder', ['a'], None) / 'file').read_text())"
     done = python("-c", code, env=environ)
     assert (done.stdout, done.stderr) == ("making\nwhole\nwhole\n", "")
-    assert not list(tmp_path.iterdir())
+    assert not [*tmp_path.iterdir(), *own.rglob("*-folder")]
 
 
 def test_json_is_written_whole_or_not_at_all_and_what_is_no_object_in_a_file_is_none(tmp_path):

@@ -174,11 +174,8 @@ def overlap(tensors):
     tensors[1]["data_offsets"] = [place - 4 for place in tensors[1]["data_offsets"]]
 
 
-WIDE, LINK, ELSEWHERE = (
-    "much larger than its weights",
-    "is a link, and could lead anywhere",
-    "no file of weights beside it",
-)
+WIDE, LINK = "much larger than its weights", "is a link, and could lead anywhere"
+ELSEWHERE = "no file of weights beside it"
 HDF5, LONG = "no array of numbers in this file", "has more than [0-9,]+ bytes"
 KINDS = ("external storage", "a soft link", "an external link", "a virtual dataset", "a shape bomb", "a zip bomb")
 FILES = ("config.json", "results.json", "steps.jsonl", "upload.log", "preset/config.json", "checkpoints/ckpt-2.index")
@@ -190,10 +187,7 @@ CASES = {
     ("gpt2", GENERATE): {
         "Lambda": (part("task.json", KERAS, "Lambda", None, {"function": code()}), "keras.layers.Lambda"),
         "a function": (part("task.json", "keras.utils", "function", "get_file", "get_file"), "keras.utils.function"),
-        "a switch": (
-            part("task.json", "keras.config", "function", None, "enable_unsafe_deserialization"),
-            "keras.conf",
-        ),
+        "a switch": (part("task.json", "keras.config", "function", 0, "enable_unsafe_deserialization"), "keras.conf"),
         "a module": (part("task.json", "os", "system", None, {"command": "true"}), "os.system"),
         "TFSMLayer": (part("task.json", KERAS, "TFSMLayer", None, {"filepath": "OUTSIDE"}), "keras.layers.TFSMLayer"),
         "deep JSON": (named("preprocessor.json", b"[" * 10**6), "is no JSON .maximum recursion depth"),
@@ -232,7 +226,7 @@ CASES = {
         "a split elsewhere": (split_elsewhere, "has no rows of text, or not all"),
         "more rows than there are": (entry("manifest.json", "splits", {"train": NONE}), "not 100000000000000 rows"),
         "endless rows": (entry("manifest.json", "length", 10**9), "rows of 1000000000 tokens"),
-        "ids of no token": (lambda folder, outside: write_ids(folder, 2**31 - 1), "an id that is none of the 300"),
+        "ids of no token": (lambda folder, outside: write_ids(folder, 300), "an id that is none of the 300"),
         "a Lambda": (part("tokenizer/tokenizer.json", KERAS, "Lambda"), "keras.layers.Lambda"),
     },
     ("examples", ROWS): {
@@ -362,15 +356,7 @@ def test_what_a_run_has_read_is_on_record_and_other_bytes_are_refused(bases, tmp
 
 RUNS = re.compile(r"(^|\.)(eval|exec|extractall|yaml\.load|torch\.load)$|(^|[ .])(pickle|marshal|dill|yaml)\b")
 FLAGS = ("shell", "allow_pickle")
-PLANTED = (
-    "",
-    "eval(x)",
-    "import pickle",
-    "from pickle import load",
-    "zip.extractall()",
-    "run(shell=True)",
-    "torch.load(x)",
-)
+PLANTED = "", "eval(x)", "from pickle import load", "zip.extractall()", "run(shell=True)", "torch.load(x)"
 
 
 def unsafe(root):

@@ -35,7 +35,7 @@ RTE = {
 }
 QNLI = {name: text.replace("sentence1\tsentence2", "question\tsentence") for name, text in RTE.items()}
 STSB = {
-    "train.tsv": 'index\tsentence1\tsentence2\tscore\n0\tA plane " is.\tB.\t5.000\n1\t"A man.\tC.\t3.800\n',
+    "train.tsv": 'index\tsentence1\tsentence2\tscore\n0\tA plane\r" is.\tB.\t5.000\n1\t"A man.\tC.\t3.800\n',
     "dev.tsv": "index\tsentence1\tsentence2\tscore\n0\tA cat.\tA dog.\t0.250\n",
     "test.tsv": "index\tsentence1\tsentence2\n0\tA girl.\tA boy.\n",
 }
@@ -97,21 +97,23 @@ def test_the_main_metric_of_a_task_is_the_first_of_its_metrics():
     """`results.json` does not say which is: the report takes the first of `METRICS`."""
     for task in TASKS.values():
         assert list(task.metrics) == [name for name in METRICS if name in task.metrics]
+    assert [TASKS[name].metrics[0] for name in ("cola", "stsb", "mrpc")] == ["matthews", "pearson", "accuracy"]
 
 
 def test_csv_has_quoted_commas_quotes_and_line_breaks_and_texts_that_look_like_something_else(tmp_path):
-    content = '\ufeffid,review,stars\n1,"Good, really\n""good"".",10\n2,NA,9\n3,,9\n3,,9\n\n4,2026-01-01,09\n'
+    content = '\ufeffindex,review,stars\n"1\t\n2","Good, really\n""good"".",10\n2,NA,9\n3,,9\n3,,9\n\n4,2026-01-01,09\n'
     files = {"train.csv": content, "validation.csv": content, "test.csv": f"review\n{'word ' * 40_000}\n"}
     found = open_examples("own", write(tmp_path, files), "review", "stars")
     assert found.classes == ["09", "9", "10"] and found.task.submission == "test.tsv"  # sorted as numbers
     texts = ['Good, really\n"good".', "NA", "", "", "2026-01-01"]  # also one that is empty, and one that comes twice
     assert found.splits["train"].texts == [(text,) for text in texts]
-    assert found.splits["train"].labels == [2, 1, 1, 1, 0]
+    assert found.splits["train"].labels == [2, 1, 1, 1, 0] and found.splits["train"].indices[:2] == ["1 2", "2"]
     assert found.splits["test"].texts == [("word " * 40_000,)] and found.splits["test"].labels is None
 
 
 def test_jsonl_and_two_texts(tmp_path):
-    content = "".join(json.dumps({"a": "2026-01-01", "b": "x\ty", "kind": kind}) + "\n" for kind in ("spam", 3, "20"))
+    rows = [{"a": "2026-01-01", "b": "x\ty", "kind": kind} for kind in ("spam", 3, "20")]
+    content = "\n \n".join(map(json.dumps, rows))
     folder = write(tmp_path, {f"{split}.jsonl": content for split in ("train", "dev", "test")})
     found = open_examples("own", folder, "a, b", "kind")
     assert found.classes == ["20", "3", "spam"] and found.splits["test"].labels == [2, 1, 0]
@@ -119,15 +121,15 @@ def test_jsonl_and_two_texts(tmp_path):
 
 
 def test_a_tenth_of_a_single_file_is_held_out(tmp_path):
-    lines = [f"Text number {n}.\t{'even' if n % 2 == 0 else 'odd'}\n" for n in range(2000)]
+    lines = [f"Text number {n}.\t{n % 25}\n" for n in range(2000)]
     write(tmp_path, {"all.tsv": "text\tlabel\n" + "".join(lines)})
     found = open_examples("own", str(tmp_path / "all.tsv"), "text", "label")
     train, validation = found.splits["train"], found.splits["validation"]
-    assert found.classes == ["even", "odd"]
+    assert found.classes == [*map(str, range(25))]
     assert len(validation.texts) == pytest.approx(2000 / HELD_OUT, rel=0.2)
     numbers = [int(re.search(r"\d+", text)[0]) for (text,) in train.texts + validation.texts]
     assert sorted(numbers) == list(range(2000)) and train.indices + validation.indices == [*map(str, numbers)]
-    assert [number % 2 for number in numbers] == train.labels + validation.labels
+    assert [number % 25 for number in numbers] == train.labels + validation.labels
 
 
 def test_roles():
@@ -170,7 +172,7 @@ def refuses(message, folder, *arguments):
     assert len(str(error.value)) < len(str(folder)) + 250
 
 
-NUMBERS = ['"good"', '""', '"nan"', '"inf"', "NaN", "2e12", "1e39", "1" + "0" * 400, "null", "[1]"]
+NUMBERS = ['"good"', '""', '"nan"', '"inf"', "NaN", "-2e12", "1e39", "1" + "0" * 400, "null", "[1]"]
 
 
 @pytest.mark.parametrize("label", NUMBERS)
@@ -254,8 +256,9 @@ def test_classes_are_told_with_their_counts_and_what_is_doubtful(tmp_path, capsy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("own",), "the task own needs a file or folder, and the names of its columns"),
+        (("own", "f.csv", "text"), "the task own needs a file or folder, and the names of its columns"),
         (("own", "f.csv", "a,b,c", "label"), "must be one name, or two with a comma between them; got 'a,b,c'"),
+        (("own", "f.csv", "a,a", "label"), "must be one name, or two with a comma between them"),
         (("own", "f.csv", "a,", "label"), "must be one name, or two with a comma between them"),
         (("own", "missing.csv", "text", "label"), "cannot read missing.csv: No such file or directory"),
         (("stsb", "", "", "", True), "only the task own has columns to choose, and regression"),

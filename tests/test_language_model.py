@@ -22,8 +22,8 @@ def word_pieces():
 
 
 def byte_pairs():
-    """In its alphabet, ü is the letters Ã and ¼, Ġ is a space, and Ċ a line break."""
-    pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "ab", "Ġcde", "f", "ĠÃ", "¼Ċ", "a", "b"]
+    """In its alphabet, ü is the letters Ã and ¼, Ġ is a space, as is SentencePiece's letter, and Ċ a line break."""
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "ab", "Ġ\u2581cde", "f", "ĠÃ", "¼Ċ", "a", "b"]
     return keras_hub.models.RobertaTokenizer({piece: number for number, piece in enumerate(pieces)}, ["a b"])
 
 

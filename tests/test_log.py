@@ -92,8 +92,9 @@ def test_of_several_workers_the_chief_alone_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps(worker_config(["127.0.0.1:1", "127.0.0.1:2"], 1)))
     log = RunLog(tmp_path, data())
     log.begin(0)
-    log.write({"loss": np.ones(2), "learning_rate": np.ones(2)})
-    assert log.step == 2 and not list(tmp_path.iterdir())
+    log.write({"loss": np.arange(4.0), "learning_rate": np.ones(4)})
+    assert log.step == 4 and not list(tmp_path.iterdir())
+    assert log.results(2)["train_loss"] == 3  # the fourth begins an epoch
 
 
 RUN = {"steps": 1062, "global_batch_size": 32, "replicas": 2, "seconds": 44.3, "tokens_per_second": 49284.3}
@@ -137,7 +138,7 @@ def test_a_file_of_results_gives_the_same_report(tmp_path):
         (LANGUAGE_MODEL, {}, False),
         (LANGUAGE_MODEL, {"val_loss": 6.03}, True),
         (LANGUAGE_MODEL, {"val_loss": math.nan}, True),
-        (CLASSIFIER, {}, False),
+        (CLASSIFIER, {"test_loss": 0.5, "test_accuracy": 0.1, "test_majority_accuracy": 0.7}, False),
         (CLASSIFIER, {"val_accuracy": 0.705}, True),  # no more than chance above the bag of words
         (CLASSIFIER, {"val_accuracy": math.nan}, True),
         (CLASSIFIER, {"val_mean_loss": 0.4}, True),

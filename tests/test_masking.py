@@ -52,7 +52,7 @@ def test_what_is_chosen_and_what_becomes_of_it(tokenizer):
 def test_padding_and_special_tokens_and_a_batch_without_any_text():
     ids, is_token = batch(rows=3, length=20, tokens=10)
     is_token[1] = False  # a place filled with no example
-    ids[2, :5], ids[0, :9:2] = BERT.token_to_id("[UNK]"), BERT.end_token_id  # of texts within a row
+    ids[2, :5], ids[0, :9] = BERT.token_to_id("[UNK]"), [BERT.end_token_id] * 4 + [BERT.pad_token_id] * 5  # in texts
     x, y, weight = masked(ids, is_token)
     assert np.sum(weight, axis=1).tolist() == [1, 0, 1] and y[0, 0] >= 5
     assert np.sum(x["padding_mask"], axis=1).tolist() == [12, 0, 12]
@@ -70,8 +70,9 @@ def test_masks_are_a_function_of_seed_epoch_and_example_alone():
     everything = masked(ids, is_token)
     part = masked(ids[50:60], is_token[50:60], examples=range(50, 60))
     tf.nest.map_structure(lambda a, b: np.testing.assert_array_equal(a[50:60], b), everything, part)
-    for other in (masked(ids, is_token, epoch=1), masked(ids, is_token, seed=1)):
-        assert (everything[0]["mask_positions"] != other[0]["mask_positions"]).any(1).all()
+    changes = {}, {"epoch": 1}, {"seed": 1}, {"seed": 2**32 - 1}
+    found = [masked(ids, is_token, **change)[0]["mask_positions"] for change in changes]
+    assert all((found[i] != found[i - j]).any(1).all() for i in range(4) for j in (1, 2))
 
 
 @pytest.mark.parametrize("length", [46, 62, 126])

@@ -226,6 +226,7 @@ def test_a_text_is_continued_the_same_way_each_time(gpt2, tmp_path, capsys):
     assert together == [next(continuations(model, [prompt], sampler, tokens=3)) for prompt in prompts]
     assert all(text.startswith(prompt) for text, prompt in zip(together, prompts, strict=True))
     assert together != list(continuations(model, prompts, make_sampler("top-p", temperature=2.0, seed=4), tokens=3))
+    assert next(continuations(model, prompts, sampler, tokens=1)) != prompts[0]
     print_continuations(gpt2, ["Some", TEXT * 9])
     assert "tokens or more; give 1 to 15" in capsys.readouterr().out.splitlines()[-1]
     with pytest.raises(ValueError, match="the k of top-k, 999, is more than the"):
@@ -243,14 +244,13 @@ def data(preprocessor, classes=("a", "b"), labels=(0, 1)):
     return SimpleNamespace(preprocessor=preprocessor, texts=texts)
 
 
-def test_a_classifier_begins_at_the_mean_with_a_new_head(saved, gpt2, tmp_path):
+def test_a_classifier_begins_at_the_mean_with_a_new_head(saved, gpt2, tmp_path, monkeypatch):
     model, _, preset, kind = saved
     preprocessor = classifier.make_preprocessor(str(preset), None, 16)
     regressor = classifier.make_classifier(str(preset), "", data(preprocessor, [], [2.0, 3.0]), dropout=0.3)
     assert type(regressor).__name__ == kind.__name__.replace("MaskedLM", "TextClassifier") and not regressor.compiled
-    assert regressor.backbone.dropout == regressor.dropout == 0.3 and all(
-        same_weights(regressor.backbone, model.backbone)
-    )
+    assert regressor.backbone.dropout == regressor.dropout == 0.3
+    assert all(same_weights(regressor.backbone, model.backbone))
     assert np.array(regressor(preprocessor([TEXT]))).item() == pytest.approx(2.5, abs=1)
     adapted = classifier.make_classifier(str(preset), "", data(preprocessor, ["a", "b", "c"]), lora_rank=2)
     trained_layers = {v.path.split("/")[-2 if "dense" in v.path else -1] for v in adapted.trainable_variables}
@@ -260,10 +260,11 @@ def test_a_classifier_begins_at_the_mean_with_a_new_head(saved, gpt2, tmp_path):
     assert json.loads((tmp_path / "preset/labels.json").read_text()) == {"classes": ["a", "b", "c"], "texts": 2}
     again = models.TextClassifier.from_preset(str(tmp_path / "preset"))
     np.testing.assert_allclose(again(preprocessor([TEXT])), adapted(preprocessor([TEXT])), atol=1e-5)
+    (tmp_path / "preset/config.json").write_text('{"model_type": "bert"}')
+    monkeypatch.chdir(tmp_path / "preset")  # without a preset, the current folder is none
     own = classifier.make_preprocessor("", trained(train_wordpieces), 16)
     assert type(classifier.make_classifier("", "nano", data(own))) is models.BertTextClassifier
     with pytest.raises(ValueError, match="^cannot load the preset .* find a subclass of TextClassifier"):
         classifier.make_preprocessor(gpt2, None, 16)
     with pytest.raises(ValueError, match="600 tokens are more than the 512 positions"):
-        own = classifier.make_preprocessor(str(preset), None, 600)
-        classifier.make_classifier(str(preset), "", data(own))
+        classifier.make_classifier(str(preset), "", data(classifier.make_preprocessor(str(preset), None, 600)))

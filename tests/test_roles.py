@@ -35,9 +35,6 @@ def test_no_event_comes_twice_within_a_split_or_across_both_and_the_pairs_are_al
     train, validation = ([event(pair) for pair in PAIRS[split]] for split in ("train", "validation"))
     assert set(Counter(train + validation).values()) == {2}  # its two pairs
     assert set(train).isdisjoint(validation)
-    assert (len(train), len(validation)) == (26_648, 1_000)
-    # Only their combination is new in validation.
-    assert {word for words_ in validation for word in words_} <= {word for words_ in train for word in words_}
     assert role_pairs() == PAIRS
     assert hashlib.sha256(json.dumps(PAIRS).encode()).hexdigest()[:16] == "c8982ede7c22772b"
 
@@ -52,7 +49,6 @@ def test_words_tell_nothing():
     results = classifier_results(data, {"validation": np.zeros((1000, 2))})
     # To the last pair: those of an event are the same to such a classifier, and one of them is right.
     assert [results[f"val_{name}_accuracy"] for name in ("majority", "bag_of_words")] == [0.5] * 2
-    assert np.mean(labels["train"]) == 0.5
 
 
 def test_the_order_of_the_second_sentence_alone_tells_what_the_module_says():

@@ -157,12 +157,12 @@ def test_muon_leaves_all_but_the_kernels_of_hidden_layers_to_adamw(shape, name, 
 
 def test_muon_takes_a_gradient_that_is_clipped():
     def moved(**options):
-        bias = keras.Variable(np.zeros(2, np.float32), name="bias")
+        biases = [keras.Variable(np.zeros(2, np.float32), name="bias") for _ in range(2)]
         optimizer = muon(0.1, **options)
-        optimizer.build([bias])
+        optimizer.build(biases)
         for factor in (1.0, 30.0):
-            optimizer.apply([tf.ones(2) * factor], [bias])
-        return np.array(bias)
+            optimizer.apply([tf.ones(2) * 0.2 * factor, tf.ones(2) * factor], biases)
+        return np.array(biases[0])
 
-    # Clipped, both gradients are the same, and AdamW goes as far in each step: 0.4 times the rate.
+    # Clipped together, both gradients are the same, and AdamW goes as far in each step: 0.4 times the rate.
     assert moved() == pytest.approx([-0.08, -0.08], rel=1e-3) and abs(moved(clip_norm=None) + 0.08).min() > 0.005

@@ -72,7 +72,7 @@ class Rows:
         counts, ids = tf.where(examples < 0, 0, numbers[:, 0]), numbers[:, 1:]
         if trim:
             longest = tf.maximum(tf.reduce_max(counts), 1)  # where all is padding, a model still needs some
-            ids = ids[:, : tf.minimum(-(-longest // 32) * 32, self.length)]
+            ids = ids[:, : -(-longest // 32) * 32]
         is_token = tf.range(tf.shape(ids)[1]) < counts[:, None]
         is_label = is_token & (ids >= 0)
         return tf.where(is_token, tf.where(is_label, ids, NO_LABEL - ids), 0), is_token, is_label

@@ -99,5 +99,4 @@ def _table(
 
 def _is_quoted(lines: Iterator[str]) -> bool:
     fields = itertools.chain.from_iterable(line.rstrip("\n").split("\t") for line in lines)
-    ends = [bool(QUOTED.fullmatch(field)) for field in fields if field.startswith('"')]
-    return ends != [] and all(ends)
+    return all(QUOTED.fullmatch(field) for field in fields if field.startswith('"'))
