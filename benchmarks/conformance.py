@@ -4,7 +4,7 @@
     python -m benchmarks conformance
 
 runs all rows of `benchmarks/features.py`. Results go to `benchmarks/results/conformance.json`;
-`python -m benchmarks.readme` makes the table of docs/conformance.md of them.
+`python -m benchmarks.readme` makes the table of docs/exactness.md of them.
 """
 
 import argparse

@@ -27,6 +27,7 @@ from common.log import report
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SIZES = {"nano": 64, "mini": 256, "small": 512}  # of whose learning rates there are results, with their widths
 # What each recipe of the README's table is, and the options of the run that its row shows.
 RECIPES = {
     "bert_mlm": ("masked-language-model training with Keras `fit`", ""),
@@ -175,6 +176,18 @@ def recipes_table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def learning_rates_table(runs: list[dict]) -> str:
+    """The validation loss of each run, the best of a size in bold."""
+    lines = ["| size (width) | steps | learning rate | validation loss |", "| --- " * 4 + "|"]
+    best = {size: min(run["val_loss"] for run in runs if run["model"] == size) for size in SIZES}
+    for run in sorted(runs, key=lambda run: (SIZES[run["model"]], run["learning_rate"])):
+        loss = f"{run['val_loss']:.3f}"
+        loss = f"**{loss}**" if run["val_loss"] == best[run["model"]] else loss
+        size = f"{run['model']} ({SIZES[run['model']]})"
+        lines.append(f"| {size} | {run['steps']:,} | {run['learning_rate']:g} | {loss} |")
+    return "\n".join(lines)
+
+
 def report_table(results: dict) -> str:
     """The report of a run."""
     return f"```text\n{report(results, told_of)}\n```"
@@ -193,6 +206,7 @@ MEASURED = {
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),
     "techniques": with_machine(techniques.table),
+    "learning_rates": learning_rates_table,
     "fine_tuning": with_machine(fine_tuning.tables),
     "same_steps": with_machine(same_steps.table),
     "pretraining": with_machine(pretraining.tables),

@@ -81,7 +81,7 @@ class RunLog(StepLog):
         self.board.flush()
 
     def results(self, replicas: int) -> dict[str, Any]:
-        """The part of `results.json` that every recipe has; see docs/what-a-run-leaves.md for what each entry means."""
+        """The part of `results.json` that every recipe has; see docs/recipes.md for what each entry means."""
         lines = self._lines or [{"learning_rate": math.nan, "loss": math.nan}]  # a power cut took them
         rates = [line["learning_rate"] for line in lines]
         losses = [line["loss"] for line in lines[-((self.step - 1) % self._steps_in_an_epoch + 1) :]]

@@ -61,8 +61,8 @@ def test_a_wrong_word_is_one_line_and_status_2(program, words, message, monkeypa
 
 
 def test_bash_completes_options_and_values():
-    """The lines of docs/shell-completion.md, and what bash does at the Tab key."""
-    page = (ROOT / "docs/shell-completion.md").read_text(encoding="utf-8")
+    """The lines of docs/recipes.md, and what bash does at the Tab key."""
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
     (script,) = re.findall("^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     script = script.replace(".venv/bin/python", shlex.quote(sys.executable))
     tab = """

@@ -109,7 +109,7 @@ CLASSIFIER |= {"val_majority_accuracy": 0.684, "val_majority_f1": 0.812}
 
 
 def test_the_report_tells_what_the_model_did_not_see():
-    """tests/test_pages.py has the other lines, as docs/what-a-run-leaves.md shows them."""
+    """tests/test_pages.py has the other lines, as docs/recipes.md shows them."""
     told = "unknown tokens       1.23%\ntexts                12 of 600 texts are cut to 128 tokens\n"
     assert told in report(LANGUAGE_MODEL, told_of)
 
