@@ -100,7 +100,7 @@ def main() -> None:
     add("preset", help="KerasHub name or folder, such as runs/bert_mlm/preset")
     add("destination", type=Path, help="folder, which must be empty or not exist")
     given = parser.parse_args()
-    if odd := [word for word in sys.argv if re.search("[\udc80-\udcff]", word)]:  # TensorFlow takes no such name or text
+    if odd := [word for word in sys.argv if re.search("[\udc80-\udcff]", word)]:  # which TensorFlow takes nowhere
         raise UserError(f"{odd[0]!r} is not UTF-8 text")
 
     if given.command not in ("run", "launch"):  # a recipe does it for itself
