@@ -11,12 +11,14 @@ from benchmarks import (
     causal,
     conformance,
     fine_tuning,
+    goodput,
     keras_tests,
     peers,
     pretraining,
     quality,
     same_steps,
     scaling,
+    schedules,
     techniques,
     throughput,
     versions,
@@ -212,6 +214,7 @@ MEASURED = {
     "pretraining": with_machine(pretraining.tables),
     "causal": with_machine(causal.tables),
     "conformance": with_machine(conformance.table),
+    "goodput": with_machine(goodput.tables),
     "versions": versions.table,
 }
 
@@ -224,10 +227,11 @@ def tables() -> dict[str, Callable[[], str]]:
             | {"bert_from_scratch": _results("wikitext-2")["results"]}
         ),
         "claims": lambda: claims(
-            *(_results("doctor"), _faults(), _results("throughput"), _results("peers")),
+            *(_results("doctor"), _rows("faults"), _results("throughput"), _results("peers")),
             *(_results("fine_tuning")["scores"], _results("same_steps")["tasks"]["mrpc"]),
         ),
-        "faults": lambda: faults_table(_faults()),
+        "faults": lambda: faults_table(_rows("faults")),
+        "schedules": lambda: schedules.table(_rows("schedules")),
         "wikitext": lambda: wikitext_table(_results("wikitext-2")),
         **{name: lambda name=name: MEASURED[name](_results(name)) for name in MEASURED},
     }
@@ -242,8 +246,8 @@ def with_tables(page: str) -> str:
     return page
 
 
-def _faults() -> list[dict]:
-    return [json.loads(line) for line in (RESULTS / "faults.jsonl").read_text().splitlines()]
+def _rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
 def _results(name: str) -> dict:

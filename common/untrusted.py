@@ -39,14 +39,15 @@ def check_preset(preset: str | Path) -> None:
     homes = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
     try:
         files = [*_files(root, homes)]
+        for path in files:
+            with path.open("rb") as content:
+                if content.read(len(LFS_POINTER)) == LFS_POINTER:
+                    raise ValueError(f"{path.name} is a pointer of Git LFS, not the file: run `git lfs pull` there")
         weights = sum(path.stat().st_size for path in files if WEIGHTS.fullmatch(path.name))
         heads = [_read_json(root / name) for name in ("config.json", "tokenizer.json") if root / name in files]
         own = any("registered_name" in head for head in heads)  # KerasHub's form; beside rows, a tokenizer alone
         for path in files:
             name, ending = path.relative_to(root).as_posix(), path.suffix.lower()
-            with path.open("rb") as content:
-                if content.read(len(LFS_POINTER)) == LFS_POINTER:
-                    raise ValueError(f"{name} is a pointer of Git LFS, not the file itself: run `git lfs pull` there")
             if own and ending not in INERT:
                 raise ValueError(f"{name} is no part of a preset: remove it")
             if WEIGHTS.fullmatch(name) and ending == ".h5":

@@ -146,9 +146,11 @@ def test_slips_with_presets_are_named(saved, tmp_path, capsys):
     (tmp_path / "preset/task.weights.h5").unlink()
     masked_lm_from_preset(str(tmp_path / "preset"))
     assert "has no task.weights.h5: the head begins with random weights" in capsys.readouterr().err
-    (tmp_path / "preset/model.weights.h5").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
-    with pytest.raises(UserError, match="model.weights.h5 is a pointer of Git LFS, not the file itself: run `git lfs"):
-        masked_lm_from_preset(str(tmp_path / "preset"))
+    for name in ("model.weights.h5", "config.json"):
+        (tmp_path / "preset" / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+        with pytest.raises(UserError, match=f"{name} is a pointer of Git LFS, not the file: run `git lfs pull`"):
+            masked_lm_from_preset(str(tmp_path / "preset"))
+        shutil.copy(folder / name, tmp_path / "preset")
 
 
 def test_positions_begin_as_sinusoids(saved, gpt2):
