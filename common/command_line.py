@@ -25,8 +25,11 @@ import tyro
 
 from keras_replicas import UserError
 
-from .files import checksums, plain
+from .files import checksums, one_line, plain
 
+if sys.stderr is None:  # it was closed; TensorFlow writes there, too
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.stderr = open(2, "w")  # noqa: SIM115
 LOST_WORKER = ("UnavailableError", "DeadlineExceededError", "AbortedError", "CancelledError")
 MOST = 2**31 - 1
 # Marks, which may stand in the `Annotated` of an option.
@@ -68,7 +71,8 @@ class RunOptions:
     dry_run: Annotated[bool, FIRST, FREE] = False
 
     def __post_init__(self):
-        workdir = Path(self.workdir).resolve()  # type: ignore[attr-defined]
+        with one_line(f"there is no --workdir {self.workdir}", errors=(OSError, RuntimeError)):  # type: ignore[attr-defined]
+            workdir = Path(self.workdir).resolve()  # type: ignore[attr-defined]
         if "://" in self.workdir:  # type: ignore[attr-defined]
             raise UserError(f"--workdir {self.workdir} must be a folder of this machine")  # type: ignore[attr-defined]
         for name, marks in marks_of(type(self)).items():

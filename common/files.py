@@ -140,7 +140,7 @@ def checksums(name: str, place: str) -> dict[str, str]:
 
 def shortened(words: Iterable[str]) -> str:
     """Words with commas between them, for a message: one line, cut short."""
-    return textwrap.shorten(", ".join(words), 100, placeholder=" ...")
+    return textwrap.shorten(", ".join(map(plain, words)), 100, placeholder=" ...")
 
 
 @functools.cache

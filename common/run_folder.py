@@ -111,9 +111,10 @@ def chief_alone(work: Callable[[], Result]) -> Result | None:
 
 def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
     launch = os.environ.get(LAUNCH_ID)
-    check_run(folder)
-    with one_line(f"cannot write to the folder {folder}", ": give another", (OSError,)):
+    with one_line(f"cannot write to the folder {folder}", ": give another", (OSError, RuntimeError)):
         files = {path for path in folder.rglob("[!.]*") if path.is_file() and path.suffix != ".log"}
+        if folder / "config.json" in files:
+            check_run(folder)
         saved = read_json(folder / "config.json") or {}
         if files and "kept" not in saved:
             raise UserError(f"{folder} holds files, but no run: give another folder")

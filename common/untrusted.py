@@ -26,12 +26,14 @@ SIZES |= dict.fromkeys(("num_layers", "num_hidden_layers", "n_layer", "n_layers"
 SIZES |= dict.fromkeys(("intermediate_dim", "intermediate_size"), "inner")
 
 
-def check_preset(preset: str | Path) -> None:
+def check_preset(preset: str | Path, own: bool = False) -> None:
     """Raises a UserError unless a folder is a preset, in KerasHub's form or Hugging Face's, and holds only what it may.
+
+    With `own`, it must be in KerasHub's, whatever it says of itself.
 
     The folder may be a link. Those in it must lead to its own files or, in the cache of the Hub, to the blobs beside.
     """
-    if not (folder := Path(preset)).is_dir():
+    if not os.path.isdir(folder := Path(preset)):  # Path's raises an error for a long name
         return
     if (folder / "preset").is_dir() and not (folder / "metadata.json").exists():
         raise UserError(f"{folder} is the folder of a run: give {folder / 'preset'}")
@@ -45,7 +47,7 @@ def check_preset(preset: str | Path) -> None:
                     raise ValueError(f"{path.name} is a pointer of Git LFS, not the file: run `git lfs pull` there")
         weights = sum(path.stat().st_size for path in files if WEIGHTS.fullmatch(path.name))
         heads = [_read_json(root / name) for name in ("config.json", "tokenizer.json") if root / name in files]
-        own = any("registered_name" in head for head in heads)  # KerasHub's form; beside rows, a tokenizer alone
+        own = own or any("registered_name" in head for head in heads)  # KerasHub's form; beside rows, a tokenizer alone
         for path in files:
             name, ending = path.relative_to(root).as_posix(), path.suffix.lower()
             if own and ending not in INERT:
@@ -115,8 +117,8 @@ def _check_json(file: str, content: Any, own: bool, weights: int) -> None:
             raise ValueError(f"{file} has a path in place of a name, or of a vocabulary among the assets")
         sizes = {SIZES.get(key, key): value for key, value in part.items() if isinstance(value, int)}
         width, layers, inner = (sizes.get(name, 0) for name in ("width", "layers", "inner"))
-        most = width * max([layers * inner, *sizes.values()])
-        if file in ("config.json", "task.json") and most > 8 * weights + 2**23:
+        most = width * max([layers * (4 * width + 2 * inner), *sizes.values()])  # roughly its weights
+        if (own or file in ("config.json", "task.json")) and most > 8 * weights + 2**23:
             raise ValueError(f"{file} is of a model much larger than its weights of {weights:,} bytes")
     shards = content["weight_map"] if file in ("model.weights.json", "model.safetensors.index.json") else {}
     for names in shards.values():

@@ -54,9 +54,10 @@ def tf_config() -> dict[str, Any]:
             if not 0 <= index < len(jobs[job]):
                 raise ValueError(f"there is no {job} {index}")
             os.environ["TF_CONFIG"] = json.dumps(config)
-            for address in (address for addresses in jobs.values() for address in addresses):
-                if not is_address(address):
-                    raise ValueError(f"{address!r} is not host:port")
+            addresses = [address for each in jobs.values() for address in each]
+            for address in addresses:
+                if not is_address(address) or addresses.count(address) > 1:
+                    raise ValueError(f"{address!r} is not host:port, or is there twice")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"TF_CONFIG is malformed ({type(error).__name__}: {error}). It must be like "

@@ -124,10 +124,8 @@ def tf_configs(options: argparse.Namespace) -> list[dict]:
     if not options.hosts or options.node_rank is None:
         raise UserError("give --workers N for N workers on this machine, or --hosts h1:port,h2:port --node-rank I")
     hosts = options.hosts.split(",")
-    if wrong := [host for host in hosts if not is_address(host)]:
-        raise UserError(f"--hosts must be like h1:8888,h2:8888; {wrong[0]!r} is not host:port")
-    if len(set(hosts)) < len(hosts):
-        raise UserError(f"--hosts lists an address twice: {options.hosts}")
+    if wrong := [host for host in hosts if not is_address(host) or hosts.count(host) > 1]:
+        raise UserError(f"--hosts must be like h1:8888,h2:8888; {wrong[0]!r} is not host:port, or is there twice")
     if options.node_rank >= len(hosts):
         raise UserError(f"--node-rank must be from 0 to {len(hosts) - 1}, not {options.node_rank}")
     return [worker_config(hosts, options.node_rank)]

@@ -39,7 +39,7 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
         raise UserError("give one text, or two of a pair; or a file of them with --data")
     if bool(data) != bool(text_columns):
         raise UserError("--data and --text-columns, the names of its columns of texts, go together")
-    if Path(output or os.devnull).is_file():
+    if os.path.isfile(output):
         raise UserError(f"{output} already exists; give a new file")
     if not Path(output).parent.is_dir():
         raise UserError(f"there is no folder {Path(output).parent}: make it, or give another file")
@@ -50,7 +50,7 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
     columns = column_names(text_columns) if data else tuple(f"text {place}" for place, _ in enumerate(texts, start=1))
     if len(columns) != number:
         raise UserError(f"the classifier {preset} takes {number} text(s) of an example, not {len(columns)}")
-    rows = read_rows(Path(data)) if data else [("the example", dict(zip(columns, texts, strict=True)))]
+    rows = read_rows(Path(data), all_rows=True) if data else [("the example", dict(zip(columns, texts, strict=True)))]
     with contextlib.redirect_stdout(sys.stderr):  # what is told of rows and texts: the table alone is standard output
         examples = to_examples(rows, columns)
         if not examples.texts:

@@ -50,7 +50,7 @@ def export(preset: str, folder: Path) -> str:
     a UserError when the preset is neither, its family is not exported, or the folder cannot be written.
     """
     folder = folder.resolve()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if os.path.exists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} already exists; give a new folder")
     with one_line(f"cannot load {preset} as a model that KerasHub saved"):
         kind = load_json(preset, "task.json")["class_name"]
@@ -61,9 +61,10 @@ def export(preset: str, folder: Path) -> str:
         raise UserError(f"cannot export {preset}, a {kind}: give a BertMaskedLM or a causal language model")
     model = from_preset(task, preset, dtype="float32", compile=False)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
+    with one_line(f"cannot write {folder}"):
+        unfinished.mkdir(parents=True)
     try:
         with one_line(f"cannot write {folder}"):
-            unfinished.mkdir(parents=True)
             (_write_bert if bert else _write_causal)(model, unfinished)
             # safetensors makes a file that only its owner can read.
             shutil.copymode(unfinished / "config.json", unfinished / "model.safetensors")

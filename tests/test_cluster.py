@@ -105,7 +105,10 @@ def test_a_variable_of_a_scheduler_that_is_missing_or_malformed(given, missing, 
 ONE = {"worker": ["a:1"]}
 NOT_THERE = [(ONE, "worker", index) for index in (None, "one", 1, -1)]
 NOT_THERE += [({kind: ["a:1"]}, kind, 0) for kind in ("master", "workerpool0")] + [({}, "worker", 0)]
-NOT_THERE += [(cluster, "worker", 0) for cluster in (["a:1"], {"worker": "a:1"}, {"worker": [1]}, {"worker": ["a"]})]
+NOT_THERE += [
+    (cluster, "worker", 0)
+    for cluster in ({"worker": ["a:1", "a:1"]}, ["a:1"], {"worker": "a:1"}, {"worker": [1]}, {"worker": ["a"]})
+]
 NOT_THERE += [(ONE | {"ps": ["b:1"]}, kind, 0) for kind in ("worker", "ps")]
 
 

@@ -170,6 +170,12 @@ def test_output_that_is_closed_or_full(file, status, told):
     assert (done.returncode, done.stderr) == (status, told)
 
 
+def test_standard_error_that_is_closed():
+    command = ["bash", "-c", f'"$0" {PAGE} --nothing 2>&-', sys.executable]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_a_letter_that_the_output_lacks_is_a_question_mark():
     code = "from common.command_line import until_reader_leaves\nwith until_reader_leaves(): print('\u00ab')"
     assert python("-c", code, env=os.environ | {"PYTHONIOENCODING": "ascii"}).stdout == "?\n"

@@ -101,6 +101,9 @@ def test_tables_are_read_by_their_column_of_text(name, tmp_path, capsys):
     with pytest.raises(UserError, match="no column 'text' of strings, but 'a', 'b': rename one"):
         datasets.Dataset.from_dict({"a": texts, "b": texts}).to_json(tmp_path / "b.jsonl")
         documents_of(tmp_path / "b.jsonl")
+    (tmp_path / "c.csv").write_text("text\nfirst, second\nthird, fourth\n")
+    with pytest.raises(UserError, match="c.csv has a row of 2 fields, not 1: quote texts with commas"):
+        documents_of(tmp_path / "c.csv")
 
 
 def test_a_row_without_text_is_a_blank_one_and_a_number_no_text(tmp_path):

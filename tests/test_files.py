@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from common.files import cached, read_json, write_json
+from common.files import cached, read_json, shortened, write_json
 from tests.conftest import ROOT, python
 
 PROGRAM = """
@@ -27,6 +27,10 @@ print((cached("folder", ["a"], make) / "file").read_text())
 def process(seconds):
     command = [sys.executable, "-c", PROGRAM.format(seconds=seconds)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_names_in_a_message_have_no_control_characters():
+    assert shortened(["a\x1b]0;b\x07", "c"]) == "a\ufffd]0;b\ufffd, c"
 
 
 def test_a_file_is_made_once_for_the_same_inputs(cache):

@@ -180,6 +180,14 @@ HDF5, LONG = "no array of numbers in this file", "has more than [0-9,]+ bytes"
 KINDS = ("external storage", "a soft link", "an external link", "a virtual dataset", "a shape bomb", "a zip bomb")
 FILES = ("config.json", "results.json", "steps.jsonl", "upload.log", "preset/config.json", "checkpoints/ckpt-2.index")
 OWN, KERAS = "assets/tokenizer/vocabulary.json", "keras.layers"
+LAYER = b'{"module": "keras.layers", "class_name": "Dense", "config": {"units": 40000}}'
+
+
+def wide_attention(folder, outside):
+    for key, value in {"num_layers": 2900, "hidden_dim": 2880, "intermediate_dim": 1}.items():
+        entry("config.json", key, value)(folder, outside)
+
+
 NONE = {"rows": 10**14, "checksum": 0}
 # By base and command: what is hostile, the change that makes it so, what is told and, if the base itself is none, the
 # change that makes the benign twin.
@@ -209,6 +217,7 @@ CASES = {
         "a path as a name": (entry("config.json", "name", "../../outside/x"), "has a path in place"),
         "a wide model": (entry("config.json", "hidden_dim", 10**6), WIDE),
         "a deep model": (entry("config.json", "num_layers", 10**5), WIDE),
+        "a model of wide attention": (wide_attention, WIDE),
         "a whole model": (hdf5("a whole model"), "is a whole model, not weights alone"),
         **{kind: (hdf5(kind), HDF5) for kind in KINDS},
         **{f"{kind} in a nested group": (hdf5(kind, "assets/deep/vars/0"), HDF5) for kind in KINDS[-2:]},
@@ -228,6 +237,7 @@ CASES = {
         "endless rows": (entry("manifest.json", "length", 10**9), "rows of 1000000000 tokens"),
         "ids of no token": (lambda folder, outside: write_ids(folder, 300), "an id that is none of the 300"),
         "a Lambda": (part("tokenizer/tokenizer.json", KERAS, "Lambda"), "keras.layers.Lambda"),
+        "an unregistered layer": (named("tokenizer/tokenizer.json", LAYER), "keras.layers.Dense"),
     },
     ("examples", ROWS): {
         "a record that lies": (named("train.tfrecord", LYING + b"x" * 99), "a record of 10,000,000,000,000 "),

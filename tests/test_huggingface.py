@@ -171,7 +171,7 @@ def test_a_folder_is_complete_or_absent(preset, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="cannot write .*Not a directory"):
         (tmp_path / "file").write_text("")
         export(preset, tmp_path / "file/under")
-    (tmp_path / ".hf.unfinished").write_text("mine")
+    (tmp_path / ".hf.unfinished/mine").mkdir(parents=True)
 
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
@@ -180,7 +180,7 @@ def test_a_folder_is_complete_or_absent(preset, tmp_path, monkeypatch):
     for name in ("hf", "other"):
         with pytest.raises(ValueError, match="No space left on device|File exists"):
             export(preset, tmp_path / name)
-    assert {path.name for path in tmp_path.iterdir()} == {"file", ".hf.unfinished"}
+    assert {path.name for path in tmp_path.rglob("*")} == {"file", ".hf.unfinished", "mine"}
 
 
 def test_a_random_head_is_neither_exported_nor_used(preset, exported, byte_pairs, tmp_path, capsys):

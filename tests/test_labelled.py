@@ -236,6 +236,8 @@ def test_a_thousandth_of_the_rows_may_be_malformed_and_is_counted(tmp_path, caps
     assert len([*read_rows(tmp_path / "a.tsv")]) == 1000
     told = f"1 of 1001 rows are malformed and left out. {tmp_path}/a.tsv, line 402: 1 fields, divided by '\\t', for 2 "
     assert capsys.readouterr().out.startswith(told)
+    with pytest.raises(ValueError, match="a.tsv, line 402: 1 fields"):  # where predictions have a row's number
+        [*read_rows(tmp_path / "a.tsv", all_rows=True)]
 
 
 def test_classes_are_told_with_their_counts_and_what_is_doubtful(tmp_path, capsys):

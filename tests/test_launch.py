@@ -104,7 +104,7 @@ WRONG = [
     ("train.py", {}, "give --workers N for N workers on this machine, or --hosts"),
     ("--hosts a:1,b:1 train.py", {}, "give --workers N for N workers on this machine, or --hosts"),
     ("--hosts a:1,b:x --node-rank 0 train.py", {}, "'b:x' is not host:port"),
-    ("--hosts a:1,a:1 --node-rank 0 train.py", {}, "--hosts lists an address twice: a:1,a:1"),
+    ("--hosts a:1,a:1 --node-rank 0 train.py", {}, "'a:1' is not host:port, or is there twice"),
     ("--hosts a:1,b:1 --node-rank 2 train.py", {}, "--node-rank must be from 0 to 1, not 2"),
     ("--workers 2", {}, "give a script, such as train.py"),
     ("--workers 2 nowhere.py", {}, "there is no script nowhere.py"),

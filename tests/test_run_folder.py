@@ -120,6 +120,15 @@ def test_the_logs_that_a_launcher_is_writing_stay(folder, monkeypatch):
     assert (folder / "logs/worker-1.log").read_text() == "new" and len(aside(folder)) == 1
 
 
+def test_a_folder_of_a_long_name_or_of_a_link_alone(folder):
+    with pytest.raises(UserError, match="cannot write to the folder .*File name too long.*: give another$"):
+        opened(folder.with_name("x" * 300))
+    folder.mkdir(parents=True)
+    (folder / "link").symlink_to(__file__)
+    with pytest.raises(UserError, match="holds files, but no run: give another folder"):
+        opened(folder)
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "deeper/notes.txt", "config.json"])
 def test_a_run_is_not_begun_among_other_files(name, folder):
     write(folder / name, '{"model_type": "bert"}')

@@ -4,6 +4,7 @@
 A document is a string of one or more lines.
 """
 
+import csv
 import functools
 import hashlib
 import importlib.metadata
@@ -21,7 +22,7 @@ from typing import Any
 
 from keras_replicas import UserError
 
-from ..files import cached, from_hub, is_held_out, one_line, sha256_of, shortened
+from ..files import FAILED, cached, from_hub, is_held_out, one_line, sha256_of, shortened
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 SPLITS = ("train", "validation", "test")
@@ -87,6 +88,14 @@ def open_corpus(corpus: str) -> Corpus:
     kind, found = _files_of(path)
     if kind == "text":
         return Corpus(_held_out(lambda: _documents(_lines(found), "")), _checksum(found))
+    for file in found if kind == "csv" else ():
+        csv.field_size_limit(2**31 - 1)
+        with one_line(f"cannot read {file}", errors=(*FAILED, csv.Error)), file.open(encoding="utf-8-sig") as table:
+            columns, *fields = [*map(len, csv.reader(table))] or [0]
+        if max(fields, default=0) > columns:  # pandas would drop the others
+            raise UserError(
+                f"{file} has a row of {max(fields)} fields for {columns} column(s): quote texts with commas"
+            )
     as_it_stands = {"keep_default_na": False} if kind == "csv" else {}  # a text may be "NA"
     rows = from_hub("load_dataset", kind, data_files=[*map(str, found)], split="train", streaming=True, **as_it_stands)
     return Corpus(_held_out(functools.partial(_column, corpus, rows)), _checksum(found))
@@ -139,7 +148,7 @@ def _from_hub(corpus: str) -> Corpus:
 
 def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     name = "text"
-    with one_line(f"cannot read {corpus}"):
+    with one_line(f"cannot read {corpus}", errors=(*FAILED, TypeError)):  # by `datasets`, for a column of two types
         for number, row in enumerate(rows):
             strings = [column for column, value in row.items() if isinstance(value, str)]
             if number == 0 and "text" not in row and len(strings) == 1:

@@ -134,7 +134,8 @@ def open_examples(
         whole = task == "own" and not Path(data).is_dir()
         files = {"train": Path(data)} if whole else _split_files(Path(data), SUFFIXES if task == "own" else (".tsv",))
         for split, file in files.items():
-            tables[split] = [*read_rows(file, () if split == "test" else facts.header, glue=task != "own")]
+            is_test = split == "test"
+            tables[split] = [*read_rows(file, () if is_test else facts.header, glue=task != "own", all_rows=is_test)]
     else:
         tables = _from_hub(facts, task)
     classes = [*facts.classes]

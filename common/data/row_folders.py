@@ -73,7 +73,7 @@ def open_folder(folder: str, longest: float = math.inf) -> tuple[dict[str, Rows]
     if (length := rows["train"].length) > longest:
         raise UserError(f"the rows of {folder} have {length} tokens, not {longest}: take longer sequences")
     with one_line(f"{folder} has no tokenizer of its rows", ": give another folder", MALFORMED):
-        check_preset(saved)
+        check_preset(saved, own=True)
         # `Tokenizer.from_preset` would look for a backbone.
         tokenizer = keras.saving.deserialize_keras_object(read_json(saved / "tokenizer.json"))
         tokenizer.load_assets(str(saved / "assets/tokenizer"))

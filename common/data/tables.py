@@ -22,7 +22,7 @@ LONGEST = 2**27  # bytes of a line
 QUOTED = re.compile('"([^"]|"")*"')  # a field in quotation marks, those in it doubled
 
 
-def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False) -> Iterator[Row]:
+def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False, all_rows: bool = False) -> Iterator[Row]:
     """The rows of a UTF-8 file, or one in UTF-16 as Excel saves "Unicode text"; empty lines are skipped.
 
     Python's own readers leave each value as it stands: those of `datasets` make times of texts such as "2026-01-01",
@@ -34,9 +34,10 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False) ->
             text, unless each field that begins with one is quoted. A table's first line names its columns.
         columns: of a table whose first line is a row already, as in GLUE's CoLA.
         glue: whether it is a file of GLUE's, in which no field is quoted.
+        all_rows: whether each counts, as where predictions have a row's number.
 
     Raises a `UserError` when there is no such file, or it is malformed: it gives the line, counted from 1. Malformed
-    rows, up to `LEFT_OUT` of all, are left out and counted on standard output.
+    rows, up to `LEFT_OUT` of all, are else left out and counted on standard output.
     """
     where, suffix = str(path), path.suffix.lower()
 
@@ -71,7 +72,7 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False) ->
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError, csv.Error) as error:
         raise UserError(f"{where}: {error}") from error
-    if len(malformed) > LEFT_OUT * rows:
+    if len(malformed) > (0 if all_rows else LEFT_OUT * rows):
         raise UserError(malformed[0])
     if malformed:
         print(f"{len(malformed)} of {rows} rows are malformed and left out. {malformed[0]}", flush=True)

@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from keras_replicas import UserError
 
-from ..files import cached, one_line
+from ..files import cached, one_line, plain
 
 UNKNOWN = "[UNK]"  # how a corpus writes unknown words
 NO_PIECE = "\ue000"  # a character for private use, of which no word piece is made: WordPiece gives it the id of [UNK]
@@ -172,7 +172,7 @@ def not_seen(lengths: Sequence[int], limit: int, unknown: int) -> dict[str, Any]
 def tell(split: str, facts: dict[str, Any]) -> None:
     """Prints what a model does not see of a split, if it is much."""
     if "cut_texts" in facts:
-        print(f"{split}: {facts['cut_texts']}: longer sequences show more", flush=True)
+        print(f"{split}: {plain(facts['cut_texts'])}: longer sequences show more", flush=True)
     if facts.get("unknown_fraction", 0) > MANY_UNKNOWN:
         share = f"{facts['unknown_fraction']:.1%} of the tokens stand for what is unknown"
         print(f"{split}: {share}: the vocabulary lacks words or characters of this text", flush=True)

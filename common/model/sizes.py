@@ -3,6 +3,7 @@
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -55,7 +56,7 @@ def check_model(preset: str, size: str | None, seq_length: int, lora_rank: int |
         raise UserError("adapters are of a preset: name one, or leave out their rank")
     if preset and size:
         raise UserError(f"a preset brings its own model: leave out the size {size}, or the preset {preset}")
-    if not Path(preset or "hf://").is_dir():
+    if not os.path.isdir(preset):
         return
     check_preset(preset)
     with one_line(f"{preset} is no preset of a language model", "; give a folder made by save_to_preset", MALFORMED):
