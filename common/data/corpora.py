@@ -93,9 +93,7 @@ def open_corpus(corpus: str) -> Corpus:
         with one_line(f"cannot read {file}", errors=(*FAILED, csv.Error)), file.open(encoding="utf-8-sig") as table:
             columns, *fields = [*map(len, csv.reader(table))] or [0]
         if max(fields, default=0) > columns:  # pandas would drop the others
-            raise UserError(
-                f"{file} has a row of {max(fields)} fields for {columns} column(s): quote texts with commas"
-            )
+            raise UserError(f"{file} has a row of {max(fields)} fields, not {columns}: quote texts with commas")
     as_it_stands = {"keep_default_na": False} if kind == "csv" else {}  # a text may be "NA"
     rows = from_hub("load_dataset", kind, data_files=[*map(str, found)], split="train", streaming=True, **as_it_stands)
     return Corpus(_held_out(functools.partial(_column, corpus, rows)), _checksum(found))
