@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.schedules, rows = len(FAULTS), []
     with tempfile.TemporaryDirectory() as folder:
         expected = Run(Path(folder, "undisturbed")).weights_at_end()
-        for seed in range(len(rows), arguments.schedules):
+        for seed in sorted({*range(arguments.schedules)} - {row["seed"] for row in rows}):
             chance = random.Random(seed)
             names = [list(FAULTS)[seed]] if arguments.quick else chance.choices(list(FAULTS), k=chance.randint(1, 3))
             rows.append(trial(seed, chance, names, Path(folder, str(seed)), expected))
