@@ -328,3 +328,18 @@ def test_workers_that_do_not_come_are_named(folder):
     with socket.create_server((host, int(port))):  # its machine takes the call, and it says nothing
         status, _, errors = launched(folder, *hosts, "waits.py")
     assert status != 0 and f"these workers have not joined within 2 s: {', '.join(sorted(others))}" in errors
+
+
+def test_after_a_kill_nothing_is_waited_for(tmp_path):
+    code = """
+import os, sys
+from pathlib import Path
+from keras_replicas import cluster, processes
+processes.TO_FOLLOW = 10**6
+script = "import os, time; '\\"index\\": 1' in os.environ['TF_CONFIG'] and os.kill(os.getpid(), 9); time.sleep(10**6)"
+workers = processes.Workers([sys.executable, "-c", script], Path("."), [])
+workers.start([cluster.worker_config(["a:1", "b:1"], index) for index in range(2)])
+print(workers.wait())
+"""
+    done = python("-c", code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=600)
+    assert done.stdout == "(1, 'error: worker 1 was killed by SIGKILL\\n', True)\n", done.stderr

@@ -212,6 +212,9 @@ def test_texts_are_classified(trained, recipes, pairs, tmp_path):
     rows = ["\t".join(line.split("\t")[:2]) for line in table.read_text().splitlines()]
     assert rows == (workdir / "predictions/validation.tsv").read_text().splitlines()
     (empty := tmp_path / "empty.csv").write_text("first,second\n")
+    (odd := tmp_path / "odd.csv").write_text(
+        "first,second\n" + "a,b\n" * 1000 + "only\n"
+    )  # one may be left out elsewhere
     for words, told in (
         ([], "give one text, or two"),
         (["a", *file, *columns], "give one text, or two"),
@@ -219,6 +222,7 @@ def test_texts_are_classified(trained, recipes, pairs, tmp_path):
         (file, "--data and --text-columns"),
         (["a", "b", *columns], "--data and --text-columns"),
         (["--data", empty, *columns], "empty.csv has no examples"),
+        (["--data", odd, *columns], "odd.csv, line 1002: 1 fields"),
         (["a", "b", "--output", table], "table.tsv already exists; give a new file"),
         (["a", "b", "--output", tmp_path / "no/table.tsv"], "there is no folder .*/no: make it"),
         (["a", "b", "--preset", trained("bert_mlm")[1] / "preset"], "no classifier that a recipe has saved"),
