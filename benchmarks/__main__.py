@@ -15,6 +15,8 @@ NAMES = {
     "input": "the input pipeline alone, and how long a step waits for it",
     "keras_tests": "Keras's own tests that train, by its trainer and by ours, on none, one and two replicas",
     "conformance": "each feature of Keras on 1, 2 and 4 replicas, against plain Keras on one device",
+    "waits": "from Return to the first step, and from the last step to the prompt",
+    "price": "what fit by the library costs, beside the one of Keras, for plain models",
     "goodput": "what a kill a minute costs two workers",
     "schedules": "random schedules of faults to runs on two workers, compared to the bit",
     "versions": "the library's own tests with other versions of Python, TensorFlow and Keras",

@@ -110,6 +110,7 @@ class TextBatches(Batches):
         replicas, here = context.num_replicas_in_sync, context.num_replicas_in_sync // context.num_input_pipelines
         steps, part, first = len(self), -(-self.batch_size // replicas), context.input_pipeline_id * here
 
+        @tf.autograph.experimental.do_not_convert
         def parts(epoch):
             examples = self._steps(epoch)
             longest = tf.repeat(tf.reduce_max(self._lengths_of(examples), axis=1), here)
@@ -141,6 +142,7 @@ class TextBatches(Batches):
     def _lengths_of(self, examples: tf.Tensor) -> tf.Tensor:
         return tf.where(examples < 0, np.int64(0), tf.gather(self._lengths, tf.maximum(examples, 0)))
 
+    @tf.autograph.experimental.do_not_convert
     def _read(self, examples: tf.Tensor, longest: tf.Tensor) -> tuple:
         if not self.shuffle:
             examples = tf.boolean_mask(examples, examples >= 0)

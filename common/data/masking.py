@@ -9,6 +9,7 @@ from .vocabulary import unknown_id
 EVALUATION_RATE = 0.15  # BERT's, whatever the rate in training, so that any two models' losses can be compared
 
 
+@tf.autograph.experimental.do_not_convert  # AutoGraph finds nothing to convert, and takes its time
 def mask_tokens(
     ids: tf.Tensor, is_token: tf.Tensor, seeds: tf.Tensor, tokenizer: keras_hub.models.Tokenizer, rate: float
 ):

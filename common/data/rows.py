@@ -56,6 +56,7 @@ class Rows:
     def __len__(self):
         return self._rows
 
+    @tf.autograph.experimental.do_not_convert  # AutoGraph finds nothing to convert, and takes its time
     def read(self, examples: tf.Tensor, trim: bool = False) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Token ids, int32 [examples, length], 0 for padding; whether each is a token, and whether it is a label.
 
