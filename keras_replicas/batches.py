@@ -23,7 +23,7 @@ class BeginsAnywhere(Protocol):
         """The steps in an epoch."""
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """The run's batches from that step on, without end, as parts for replicas.
+        """A `tf.data.Dataset` of the run's batches from that step on, without end, as parts for replicas.
 
         Args:
             step: the first one, counted from 0.
@@ -76,7 +76,7 @@ class Batches:
         return steps_per_epoch(self.size, self.batch_size)
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """See `batches.BeginsAnywhere`.
+        """The batches from `step` on, as parts for the replicas of `context`: see `batches.BeginsAnywhere`.
 
         A part has `batch_size` / replicas rows, rounded up; of arrays, the last ones may have fewer, or none.
         """
@@ -115,6 +115,9 @@ def distribute(
         strategy: from `make_strategy`.
         data: with two methods, such as `Batches`: see `batches.BeginsAnywhere`.
         step: the first one, counted from 0.
+
+    Returns:
+        A `tf.distribute.DistributedDataset` without end.
     """
     do_not_tune_device_copies()
     options = None

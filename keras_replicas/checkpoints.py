@@ -109,7 +109,7 @@ class Checkpoints(keras.callbacks.Callback):
         return self.saved_step
 
     def save(self, step: int) -> None:
-        """Writes the checkpoint of `step`, atomically. A full disk is reported, and leaves the last good one."""
+        """Writes a checkpoint of `step` steps, atomically. A full disk is reported, and leaves the last good one."""
         if step == self._asked_at:  # and not `saved_step`, which the chief alone has: all workers save together
             return
         self._asked_at = step

@@ -23,6 +23,7 @@ def test_the_reference_builds_without_a_warning_and_has_each_public_name_and_arg
     assert {f"keras_replicas.{name}" for name in keras_replicas.__all__} < names
     for name in names:
         thing = pydoc.locate(name)
+        assert thing is None or thing.__doc__, name  # None: an attribute, which has its words in those of its class
         function = thing.__init__ if inspect.isclass(thing) else thing
         if inspect.isfunction(function):
             for argument in inspect.signature(function).parameters.keys() - {"self", "args", "kwargs"}:
