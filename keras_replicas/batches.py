@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data that begins at any step, and of which each replica gets its part.
 
-Two methods make data such, whatever its class:
-
-- `__len__()`: the steps in an epoch.
-- `iter_from_step(step, context)`: a `tf.data.Dataset` of the run's batches from that step on (from 0), without end.
-  `context` is a `tf.distribute.InputContext`; the data set has the parts of each batch that are for the replicas of
-  that input pipeline, one replica after the other.
-
-`Batches` has them; `data.py` gives them to whatever `fit` takes.
+Two methods make data such, whatever its class: see `BeginsAnywhere`. `Batches` has them; `data.py` gives them to
+whatever `fit` takes.
 """
 
 import zlib
@@ -23,11 +17,19 @@ from keras_replicas.order import NO_EXAMPLE, locate, steps_per_epoch
 
 
 class BeginsAnywhere(Protocol):
-    """See the module."""
+    """Data of any class that has these two methods, as `Batches` has."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """The steps in an epoch."""
 
-    def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset: ...  # noqa: D102
+    def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        """A `tf.data.Dataset` of the run's batches from that step on, without end, as parts for replicas.
+
+        Args:
+            step: the first one, counted from 0.
+            context: of an input pipeline, for whose replicas the parts are: first a part of a batch for each of them,
+                in their order, then parts of the next batch.
+        """
 
 
 class Batches:
@@ -74,7 +76,10 @@ class Batches:
         return steps_per_epoch(self.size, self.batch_size)
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """The parts, for the replicas of an input pipeline, of the batches from that step on, without end."""
+        """The batches from `step` on, as parts for the replicas of `context`: see `batches.BeginsAnywhere`.
+
+        A part has `batch_size` / replicas rows, rounded up; of arrays, the last ones may have fewer, or none.
+        """
         replicas, first, here = replicas_of(context)
         part = -(-self.batch_size // replicas)
         even = self._make_batch or (self.size % self.batch_size == self.batch_size % replicas == 0)
@@ -108,8 +113,11 @@ def distribute(
 
     Args:
         strategy: from `make_strategy`.
-        data: with the methods `__len__()` and `iter_from_step(step, context)`, such as `Batches`.
+        data: with two methods, such as `Batches`: see `batches.BeginsAnywhere`.
         step: the first one, counted from 0.
+
+    Returns:
+        A `tf.distribute.DistributedDataset` without end.
     """
     do_not_tune_device_copies()
     options = None

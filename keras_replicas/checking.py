@@ -47,7 +47,7 @@ ROUNDED = KINDS[1:]  # of which some are nothing but rounding
 
 
 class CheckResult(NamedTuple):
-    """What `check` found. It is true if nothing differs; its `str` is `text`.
+    """What `keras_replicas.check` found. It is true if nothing differs; its `str` is `text`.
 
     Attributes:
         same: whether nothing differs.
@@ -80,6 +80,8 @@ def check(
 ) -> CheckResult:
     """Compares `fit`, `evaluate` and `predict` of your model on N replicas with plain Keras on one device.
 
+    In a test::
+
         def test_replicas_learn_what_one_device_would():
             assert keras_replicas.check(build_model, x, y)
 
@@ -100,8 +102,8 @@ def check(
         seed: of the weights, if `build` draws them.
 
     Returns:
-        What was found. It is true if all is the same to 1e-6, or to ten times what plain Keras itself differs by with
-        the examples of a batch in another order.
+        What was found. It is true if all is the same to 1e-6, in Euclidean norms relative to plain Keras's, or to ten
+        times what plain Keras itself differs by with the examples of a batch in another order.
 
     Raises:
         UserError: when the devices cannot be split any more, there are no examples, or what `build` makes is no

@@ -39,7 +39,7 @@ class Checkpoints(keras.callbacks.Callback):
     of any callback with the methods `state_dict()`, which returns a dict that JSON can hold, and
     `load_state_dict(state)`. A `CSVLogger` needs `append=True`, or it begins its file anew.
 
-    Resumed to the bit are arrays, `Batches` and any data with `iter_from_step`; a `PyDataset` whose batches are
+    Resumed to the bit are arrays, `Batches` and any `batches.BeginsAnywhere`; a `PyDataset` whose batches are
     functions of their numbers; a `tf.data.Dataset` that is the same in each pass, or is shuffled by a seed; a generator
     that yields the same again. Of the last two, what came before is read again.
 
@@ -109,7 +109,7 @@ class Checkpoints(keras.callbacks.Callback):
         return self.saved_step
 
     def save(self, step: int) -> None:
-        """Writes a checkpoint atomically. A full disk is reported, and leaves the last good one."""
+        """Writes a checkpoint of `step` steps, atomically. A full disk is reported, and leaves the last good one."""
         if step == self._asked_at:  # and not `saved_step`, which the chief alone has: all workers save together
             return
         self._asked_at = step
@@ -125,12 +125,12 @@ class Checkpoints(keras.callbacks.Callback):
         return is_chief() and self._files.write(name, self._checkpoint)
 
     def save_if_due(self, step: int, steps: int = 1) -> None:
-        """Saves if a checkpoint is due; `steps` were done since the last call."""
+        """Saves if a checkpoint is due at `step`; `steps` were done since the last call."""
         if self.every and step // self.every > (step - steps) // self.every:
             self.save(step)
 
     def save_and_leave(self, step: int) -> None:
-        """Saves, and raises `SystemExit` with status 143, after all workers have called it."""
+        """Saves at `step`, and raises `SystemExit` with status 143, after all workers have called it."""
         self.save(step)
         exchange({})  # the others wait until the chief has saved
         log.warning("Stopped by a signal after step %d. The same command resumes from there.", step)

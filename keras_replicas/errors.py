@@ -3,4 +3,7 @@
 
 
 class UserError(ValueError):
-    """Wrong input. The message says in one line how to put it right; a command prints it, and exits with status 2."""
+    """A `ValueError`: wrong input.
+
+    The message says in one line how to put it right; a command prints it, and exits with status 2.
+    """

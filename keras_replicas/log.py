@@ -56,7 +56,7 @@ class StepLog(keras.callbacks.Callback):
         """Writes the lines of the steps of one call, and returns them.
 
         Args:
-            values: for each entry of a line but `step` a vector, with a value for each step.
+            values: for each entry of a line but `step` a vector [steps].
         """
         lines = []
         for i in range(len(next(iter(values.values())))):

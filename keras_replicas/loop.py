@@ -177,7 +177,8 @@ def steps_in_one_call(step: Callable) -> Callable[..., dict[str, np.ndarray]]:
     """A function of (iterator, count, stop) that does `count` steps in one call, and returns each step's values.
 
     They are arrays [count, ...], float32, or float64 where that is Keras's floatx. Keras's own loop of several steps
-    fails where replicas reduce with collectives (`You must feed a value for placeholder`).
+    fails where replicas reduce with collectives (`You must feed a value for placeholder`). The iterator
+    is a distributed data set's.
 
     Args:
         step: maps (iterator, stop) to a dict of scalars, or of tensors of known shapes. `stop` is a float that the step

@@ -26,7 +26,7 @@ from keras_replicas.trainer import Trainer
 def data_parallel(target: Any, *, accumulate: int = 1, mean_over: str = "examples") -> Any:
     """Makes a Keras model, or a class of them, compute on N replicas what one device would.
 
-    Call it inside the strategy's scope, in which the model was made, before or after `compile`:
+    Call it inside the strategy's scope, in which the model was made, before or after `compile`::
 
         strategy = keras_replicas.make_strategy()
         with strategy.scope():
@@ -72,6 +72,12 @@ def data_parallel(target: Any, *, accumulate: int = 1, mean_over: str = "example
     data, each all of it, and take their parts; what was divided by hand is refused. `predict` returns all rows on every
     worker, and Keras's callbacks write files on the chief alone.
 
+    While `fit` runs, a model has two more attributes:
+
+    - `steps_done`: steps of this `fit` so far, with those before it was resumed.
+    - `step_values`: for the steps since the last callback, a dict of vectors [steps]: each step's own `loss`, metrics
+      (of Keras's own) and `learning_rate`; the logs that callbacks get hold the epoch's means so far.
+
     Args:
         target: a Keras model, or a subclass of `keras.Model`.
         accumulate: gradient accumulation: in how many parts each replica computes its part of a batch, one after the
@@ -87,11 +93,6 @@ def data_parallel(target: Any, *, accumulate: int = 1, mean_over: str = "example
         TypeError: when `target` is neither a model nor a class of models.
         ValueError: when a model was made outside the scope in which it is given, `accumulate` is below 1, or
             `mean_over` is another word.
-
-    Attributes of a model, while `fit` runs:
-        steps_done: steps of this `fit` so far, with those before it was resumed.
-        step_values: for the steps since the last callback, a dict of vectors [steps]: each step's own `loss`,
-            metrics (of Keras's own) and `learning_rate`; the logs that callbacks get hold the epoch's means so far.
     """
     if not isinstance(accumulate, int | np.integer) or accumulate < 1:  # type: ignore[redundant-expr]
         raise ValueError(f"accumulate must be a number of parts, 1 or more, not {accumulate!r}")

@@ -18,7 +18,7 @@ def apply_summed(optimizer: keras.Optimizer, gradients: Sequence, variables: Seq
     every replica updates its copy of each variable by the same gradients, as on one device; so clipping, accumulation
     over steps, moving averages and the scale of the loss are right, too.
 
-    In a replica's step, that is, in what `strategy.run` runs:
+    In a replica's step, that is, in what `strategy.run` runs::
 
         gradients, labels = sum_over_replicas((tape.gradient(loss_sum, variables), labels))
         apply_summed(optimizer, [gradient / labels for gradient in gradients], variables)

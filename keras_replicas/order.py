@@ -20,17 +20,23 @@ def steps_per_epoch(num_examples: int, global_batch_size: int) -> int:
 
 
 @tf.autograph.experimental.do_not_convert  # AutoGraph finds nothing to convert, and takes its time
-def locate(positions: tf.Tensor, num_examples: int, global_batch_size: int, shuffle_seed: int | None):
+def locate(
+    positions: tf.Tensor, num_examples: int, global_batch_size: int, shuffle_seed: int | None
+) -> tuple[tf.Tensor, tf.Tensor]:
     """The epoch and the example at each position of a run.
 
+    Step k of a run, counted from 0, holds the positions [k * global_batch_size, (k + 1) * global_batch_size). The order
+    of an epoch is TensorFlow's `tf.random.experimental.index_shuffle` by the seed and the epoch, with 16 rounds.
+
     Args:
-        positions: int64 vector.
+        positions: int64 vector, counted from 0 at the beginning of the run.
         num_examples: in the data set.
         global_batch_size: examples in one step, over all replicas.
         shuffle_seed: for a new order in each epoch; None for no shuffling.
 
     Returns:
-        Two int64 vectors: epochs, and examples in [0, num_examples) or -1 for padding.
+        Two int64 vectors of the same length. The first holds epochs, from 0; the second holds examples, in
+        [0, num_examples), or -1 for padding.
     """
     places = steps_per_epoch(num_examples, global_batch_size) * global_batch_size
     epochs, place = positions // places, positions % places

@@ -113,6 +113,9 @@ def first_replica(strategy: tf.distribute.Strategy, values: Any) -> Any:
     Args:
         strategy: the one that ran the step.
         values: a nested structure, as `strategy.run` returns it.
+
+    Returns:
+        The same structure of tensors, each of its shape on one replica.
     """
     return tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], values)
 

@@ -86,9 +86,13 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
 def agree(facts: dict[str, Any], difference: str) -> None:
     """Waits for all workers, and checks that each has the chief's facts.
 
+    Args:
+        facts: what JSON can hold, by name.
+        difference: what a worker has done whose facts are others, such as "was started differently from the chief".
+
     Raises:
-        UserError: on all workers, naming the first that differs, the `difference`, such as "was started differently
-            from the chief", and both values of each fact that differs.
+        UserError: on all workers, naming the first that differs, the `difference`, and both values of each fact that
+            differs.
     """
     chiefs, *others = exchange(facts)
     for index, theirs in enumerate(others, 1):

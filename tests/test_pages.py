@@ -35,7 +35,7 @@ def text_of(path):
     return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
 
 
-FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and re.match("(?!runs$|build$)[a-z]", path.name)]
+FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and re.match(r"(?!runs$|build$)[a-z]|\.github$", p.name)]
 FILES = [*ROOT.glob("*.md"), *(path for f in FOLDERS for end in ("md", "ipynb") for path in f.rglob(f"*.{end}"))]
 PAGES = {str(path.relative_to(ROOT)): text_of(path) for path in sorted(FILES)}
 RECIPES = {name: importlib.import_module(f"recipes.{name}") for name in names()}
