@@ -26,7 +26,7 @@ be right under a strategy: see **Fix**. `uv run FILE` installs them, and runs th
 
 # /// script
 # requires-python = ">=3.11,<3.14"
-# dependencies = ["keras==3.15.*", "keras-hub==0.32.*", "tensorflow==2.21.*"]
+# dependencies = ["keras<3.16", "keras-hub==0.32.*", "tensorflow==2.21.*", "tensorboard"]
 # ///
 
 import os
