@@ -559,7 +559,7 @@ def run(model_class, row):
 
 
 PLAIN: dict[str, dict] = {}
-REFUSAL = ": set accumulate = 1|or use one replica|or one replica"  # what to do instead
+REFUSAL = ": set accumulate = 1|or use one replica"  # what to do instead
 
 
 def outcome(feature: str, strategy: tf.distribute.Strategy) -> dict | str:

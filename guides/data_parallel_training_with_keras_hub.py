@@ -2,7 +2,7 @@
 Title: Data-parallel training with KerasHub and tf.distribute
 Author: The authors of keras-data-parallel-recipes
 Date created: 2026/11/23
-Last modified: 2026/11/23
+Last modified: 2026/11/27
 Description: Train BERT on several devices, with the loss that one device would have.
 Accelerator: GPU
 """
@@ -18,11 +18,16 @@ This guide trains a small BERT as a masked language model on all GPUs of a machi
 two halves of its CPU, in a few minutes and without a download. At its end we check that
 the model has learned something, and that replicas do the same steps as one device.
 
-KerasHub used to be KerasNLP; `keras_nlp` is its older name. With Keras 3.15, KerasHub
-0.32 and TensorFlow 2.21, `fit` needs help to be right under a strategy: see **Fix**.
+With Keras 3.15, KerasHub 0.32 (once KerasNLP) and TensorFlow 2.21, `fit` needs help to
+be right under a strategy: see **Fix**. `uv run FILE` installs them, and runs this guide.
 
 ## Setup
 """
+
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["keras<3.16", "keras-hub==0.32.*", "tensorflow==2.21.*", "tensorboard"]
+# ///
 
 import os
 
@@ -133,7 +138,6 @@ train_ds = data.map(preprocess).prefetch(4)  # new masks in each epoch
 data = tf.data.Dataset.from_tensor_slices(lines["validation"]).batch(global_batch_size)
 validation_ds = data.map(preprocess).cache()
 list(validation_ds)  # fills the cache, so that its masks are always the same
-print(keras.tree.map_structure(lambda spec: str(spec.shape), train_ds.element_spec))
 
 """
 ## The loss of the global batch
@@ -158,9 +162,8 @@ class GlobalCrossEntropy(keras.losses.SparseCategoricalCrossentropy):
 """
 ## The model
 
-It has the size of BERT-tiny. **Fix.** No dropout: all replicas would drop the same units,
-where one device would drop others for each example. Two layers are frozen: the pooler is
-not used, and the embedding of the only segment adds nothing to that of positions.
+It has BERT-tiny's size. **Fix.** No dropout: all replicas would drop the same units. Two
+layers are frozen: the pooler is unused, and the only segment adds nothing to positions.
 """
 
 
@@ -186,9 +189,8 @@ The learning rate falls to zero over all steps. The model and its optimizer are 
 the scope of the strategy. TensorBoard shows the curves: `tensorboard --logdir logs`.
 """
 
-schedule = keras.optimizers.schedules.PolynomialDecay(
-    learning_rate, decay_steps=EPOCHS * len(train_ds), end_learning_rate=0.0
-)
+steps = EPOCHS * len(train_ds)
+schedule = keras.optimizers.schedules.PolynomialDecay(learning_rate, steps, 0.0)
 with strategy.scope():
     loss = GlobalCrossEntropy(from_logits=True)
     model = build_model(keras.optimizers.Adam(schedule), loss)
@@ -217,9 +219,8 @@ assert loss < unigram.result()
 """
 ## Do the replicas compute what one device does?
 
-We do four steps from the same weights on the same batches, with and without the strategy.
-With epochs of one step, `fit` reports each step's own loss. The optimizer is SGD, since
-Adam would hide a wrong scale of the gradients.
+We do four steps from the same weights, with and without the strategy, in epochs of one
+step, so that `fit` reports each loss. SGD shows a wrong scale, which Adam would hide.
 """
 
 same_batches = train_ds.take(4).cache()
@@ -242,9 +243,8 @@ assert difference < 1e-6
 ## Beyond this guide
 
 Do not set `jit_compile` ([#19005](https://github.com/keras-team/keras/issues/19005)),
-`steps_per_execution` or `gradient_accumulation_steps`
-([#20582](https://github.com/keras-team/keras/issues/20582)): under a strategy they fail,
-and so does `fit` on several machines, with `MultiWorkerMirroredStrategy`
-([#20585](https://github.com/keras-team/keras/issues/20585)). A loop around `strategy.run`
-with the loss above works.
+`steps_per_execution` or `gradient_accumulation_steps`: they fail under a strategy
+([#20582](https://github.com/keras-team/keras/issues/20582)). So does `fit` on several
+machines ([#20585](https://github.com/keras-team/keras/issues/20585)), where a loop around
+`strategy.run` with the loss above works.
 """

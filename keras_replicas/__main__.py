@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from keras_replicas.errors import UserError
-from keras_replicas.launch import add_options, launch, whole
+from keras_replicas.launch import add_options, at_least, launch
 
 
 class Parser(argparse.ArgumentParser):
     """Reports a wrong argument in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """See `argparse.ArgumentParser`."""
+        """Says what is wrong, in place of argparse's usage text and message."""
         fail(f"{message}. See {self.prog} --help")
 
 
@@ -30,15 +30,15 @@ def fail(message: object) -> NoReturn:
 def add_doctor_options(parser: argparse.ArgumentParser) -> None:
     """Gives a parser the doctor's options."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--replicas", type=whole(1), metavar="N", help="check N replicas, not 2 and 4")
+    parser.add_argument("--replicas", type=at_least(1), metavar="N", help="check N replicas, not 2 and 4")
 
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:
     """Gives a parser the options of `check`."""
-    parser.add_argument("function", metavar="FILE:FUNCTION", help="it returns (model, x, y[, sample_weight]), compiled")
-    parser.add_argument("--batch-size", type=whole(1), default=8, metavar="N", help="of all replicas together")
-    parser.add_argument("--replicas", type=whole(1), default=2, metavar="N", help="on this machine")
-    parser.add_argument("--steps", type=whole(2), default=8, metavar="N", help="to train")
+    parser.add_argument("function", metavar="FILE:FUNCTION", help="returns (compiled model, x, y[, sample_weight])")
+    parser.add_argument("--batch-size", type=at_least(1), default=8, metavar="N", help="over all replicas together")
+    parser.add_argument("--replicas", type=at_least(1), default=2, metavar="N", help="replicas on this machine")
+    parser.add_argument("--steps", type=at_least(2), default=8, metavar="N", help="steps to train")
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def checkpoints_in(given: Arguments) -> Checkpoints | None:
     callbacks = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
     found = [each for each in keras.tree.flatten(callbacks) if isinstance(each, Checkpoints)]
     if len(found) > 1:
-        raise ValueError("give fit one Checkpoints, not several")
+        raise ValueError("fit takes one Checkpoints callback, not several")
     return found[0] if found else None
 
 
@@ -160,7 +160,7 @@ def _callback_list(model: Any, given: Arguments) -> keras.callbacks.CallbackList
 
 def _check_same(model: Any, batches: Any) -> None:
     if _on_workers(model) and hasattr(batches, "fingerprint"):
-        told = (
-            "is given other data than the chief: give every worker the same whole batches, of which it takes its part"
+        difference = (
+            "has other data than the chief: give every worker the same whole batches; it takes its part of each itself"
         )
-        agree(batches.fingerprint(), told)
+        agree(batches.fingerprint(), difference)

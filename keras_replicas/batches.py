@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data that begins at any step, and of which each replica gets its part.
+"""Data that begins at any step, and is divided over the replicas.
 
 Two methods make data such, whatever its class: see `BeginsAnywhere`. `Batches` has them; `data.py` gives them to
 whatever `fit` takes.
@@ -60,7 +60,7 @@ class Batches:
         else:
             if any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(source)):
                 raise TypeError(
-                    "rows of a sparse tensor cannot be taken in any order: give a tf.data.Dataset of batches"
+                    "Batches cannot reorder the rows of a sparse tensor: give fit a tf.data.Dataset of batches"
                 )
             with tf.device("CPU:0"):
                 self._arrays = tf.nest.map_structure(_as_tensor, source)
@@ -95,8 +95,8 @@ class Batches:
                 examples = tf.boolean_mask(examples, examples != NO_EXAMPLE)
             return tf.nest.map_structure(lambda array: tf.gather(array, examples), self._arrays)
 
-        numbers = tf.data.Dataset.range(step * here, tf.int64.max)
-        return numbers.map(make_part, num_parallel_calls=2).prefetch(8)
+        part_numbers = tf.data.Dataset.range(step * here, tf.int64.max)
+        return part_numbers.map(make_part, num_parallel_calls=2).prefetch(8)
 
     def fingerprint(self) -> dict[str, Any]:
         """Facts that must be the same on all workers."""
@@ -171,8 +171,8 @@ def parts_of(dataset: tf.data.Dataset, context: tf.distribute.InputContext) -> t
 
     def parts(*batch):
         batch = batch if isinstance(dataset.element_spec, tuple) else batch[0]
-        numbers = tf.data.Dataset.range(first, first + here)
-        return numbers.map(lambda replica: tf.nest.map_structure(lambda leaf: part_of(leaf, replica), batch))
+        here_alone = tf.data.Dataset.range(first, first + here)
+        return here_alone.map(lambda replica: tf.nest.map_structure(lambda leaf: part_of(leaf, replica), batch))
 
     return dataset.flat_map(parts).prefetch(2 * here)
 

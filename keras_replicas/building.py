@@ -84,25 +84,25 @@ class Building(StepLoop):
                 take_moments_of_whole_batch(layer, self)
             if getattr(layer, "stateful", False) and self.distribute_strategy.num_replicas_in_sync > 1:
                 raise ValueError(
-                    f"{layer.name} keeps its state from batch to batch, but a replica sees other examples in each: "
-                    "use one replica"
+                    f"the layer {layer.name} has stateful=True, so it needs the same rows in every batch, and replicas "
+                    "get other ones: set stateful=False, or use one replica"
                 )
             if ACTIVITIES_ADD_UP and layer.activity_regularizer is not None:
                 raise ValueError(
-                    f"{layer.name} has an activity_regularizer, which Keras 3.13 adds up over a replica's examples: "
+                    f"{layer.name} has an activity_regularizer, which Keras 3.13 sums over each replica's examples: "
                     "install Keras 3.14 or newer, or use one replica"
                 )
         do_not_tune_device_copies()
         if not self.compiled or self.optimizer is None:
             return
         if has_own(self, "train_step") and self.accumulate > 1:
-            raise ValueError(f"accumulate has no effect on {type(self).__name__}'s own train_step: leave it out")
-        own = [name for name in ("train_step", "test_step") if has_own(self, name)]
-        if own and self.distribute_strategy.num_replicas_in_sync > 1:
+            raise ValueError(f"accumulate has no effect: {type(self).__name__} has its own train_step. Leave it out")
+        overridden = [name for name in ("train_step", "test_step") if has_own(self, name)]
+        if overridden and self.distribute_strategy.num_replicas_in_sync > 1:
             warnings.warn(
-                f"{type(self).__name__}.{own[0]} runs on each replica with its part of the batch, as under Keras: "
-                "gradients are added up, losses of Keras's are divided by the number of replicas, a mean that it takes "
-                "itself is not, and the values that it returns are averaged. A compute_loss in its place is exact",
+                f"{type(self).__name__}.{overridden[0]} runs on each replica, with a part of the batch. Gradients are "
+                "summed over replicas: divide a mean that it takes itself by the number of replicas, as Keras's losses "
+                "are. The values that it returns are averaged. For exact results, override compute_loss instead",
                 stacklevel=1,  # one place, so that it is said once
             )
         self._build_optimizer()
@@ -115,6 +115,6 @@ class Building(StepLoop):
 
 
 def _of_one_replica(spec):
-    """The spec of one replica's part of the data; None for what is left out."""
+    """The spec of one replica's part of the data; None for an input that is not given."""
     spec = getattr(spec, "_value_specs", [spec])[0]
     return spec if hasattr(spec, "shape") else None  # an optional, or TensorFlow's spec of None

@@ -43,7 +43,7 @@ from keras_replicas.watch import KINDS, Watch
 # Of Euclidean norms, relative to plain Keras's: what may differ, and by what plain Keras may differ from itself.
 LIMIT, NOISE = 1e-6, {"float64": 1e-4, "": 0.1}  # Adam makes large steps of float32's rounding
 ROUNDING = 1e-12  # what is only that, in float64, whatever the norm
-ROUNDED = KINDS[1:]  # of which some are nothing but rounding
+ROUNDED = KINDS[1:]  # some of these are nothing but rounding
 
 
 class CheckResult(NamedTuple):
@@ -178,10 +178,10 @@ def _train(build, data, parts, batch_size, seed, start=None, strategy=None, othe
         if strategy and not isinstance(model, Trainer):
             data_parallel(model)
     if {layer.compute_dtype for layer in model._flatten_layers()} & {"float16", "bfloat16"}:
-        raise UserError("the model computes in half precision, too coarse to compare: leave that out for check")
+        raise UserError("float16 and bfloat16 are too coarse to compare: build the model in float32 for check")
     if not strategy:
         if model.distribute_strategy.num_replicas_in_sync > 1:
-            raise UserError("the function that makes the model must use no strategy: check does")
+            raise UserError("the function that makes the model must not use a strategy: check makes its own")
         model.__class__ = getattr(type(model), "plain_class", type(model))
         for layer in model._flatten_layers():
             vars(layer).pop("_moments", None)  # of ours
@@ -228,7 +228,7 @@ def command(options: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path(file).resolve().parent))
     function = runpy.run_path(file, run_name=Path(file).stem).get(name)
     if not callable(function):
-        raise UserError(f"{file} has no function {name!r}")
+        raise UserError(f"{file} has no function {name!r}: give FILE:FUNCTION, as in train.py:sample")
     result = check(function, batch_size=options.batch_size, replicas=options.replicas, steps=options.steps)
     print(result)
     return 0 if result else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of checkpoints, of which a kill at any moment leaves a whole one.
+"""The files of checkpoints: a kill at any moment leaves the last whole one.
 
 A checkpoint of step n is `ckpt-n.index` and `ckpt-n.data-*`, by `tf.train.Checkpoint`. What is written last, the index,
 makes it one.
@@ -50,7 +50,7 @@ class CheckpointFiles:
         try:
             return from_bytes(content)
         except ValueError as error:
-            raise UserError(f"the checkpoint {self.folder / name} is none of ours: {error}. Remove it") from error
+            raise UserError(f"{self.folder / name} is no checkpoint of this library ({error}): remove it") from error
 
     def restore(self, checkpoint: tf.train.Checkpoint) -> int:
         """Restores the latest readable checkpoint, and returns its step; 0 if there is none.
@@ -73,7 +73,7 @@ class CheckpointFiles:
                 self._damaged.append(step)
                 log.warning("The checkpoint of step %d in %s is damaged (%s).", step, self.folder, type(error).__name__)
         if self._damaged:
-            raise UserError(f"no checkpoint in {self.folder} can be read: remove it to start afresh")
+            raise UserError(f"all checkpoints in {self.folder} are damaged: remove that folder to start afresh")
         return 0
 
     def read(self, name: str, checkpoint: tf.train.Checkpoint) -> None:
@@ -104,13 +104,13 @@ class CheckpointFiles:
             self._remove(name)
             self._remove_unfinished()
             why = str(error).splitlines()[0].rsplit("; ", 1)[-1].split(" [Op:")[0]  # without the path and the operation
-            told = "The checkpoint %s could not be written (%s). The last good one is of step %d."
-            log.error(told, name, why, max(self.steps(), default=0))
+            message = "The checkpoint %s could not be written (%s). The last good one is of step %d."
+            log.error(message, name, why, max(self.steps(), default=0))
             return False
         return True
 
     def remove_old(self, saved_step: int) -> None:
-        """Removes all but the latest readable checkpoints, now that one more is complete."""
+        """Keeps the latest readable checkpoints, now that one more is complete, and removes the others."""
         self._damaged = [step for step in self._damaged if step != saved_step]
         readable = [step for step in self.steps() if step not in self._damaged]
         for step in {*self._damaged, *readable[: -self._keep]} - {saved_step}:

@@ -43,7 +43,7 @@ class Checkpoints(keras.callbacks.Callback):
     functions of their numbers; a `tf.data.Dataset` that is the same in each pass, or is shuffled by a seed; a generator
     that yields the same again. Of the last two, what came before is read again.
 
-    Loops of one's own give what is to be saved by name, and call `restore`, `save_if_due` and `save_and_leave`, the
+    A loop that you write names what is to be saved, and calls `restore`, `save_if_due` and `save_and_leave`, the
     last when `told_to_stop` is set, inside `with checkpoints:`, which listens for SIGTERM.
 
     Args:
@@ -56,7 +56,7 @@ class Checkpoints(keras.callbacks.Callback):
         exit_on_sigterm: whether, on SIGTERM, which schedulers send some time before they kill, `fit` saves after the
             same step on all workers, and raises `SystemExit(143)`; None for: where `python -m keras_replicas launch`
             has started this process.
-        **objects: in a loop of one's own, what is saved, such as `model=model, optimizer=optimizer`.
+        **objects: in a loop that you write, what is saved, such as `model=model, optimizer=optimizer`.
 
     Raises:
         ValueError: when a number is below 1. By `fit` and `restore`: when the checkpoints are of another model or other
@@ -104,8 +104,8 @@ class Checkpoints(keras.callbacks.Callback):
             init_fn()
         if num_workers() > 1:  # presets of the same name may differ between hosts
             variables = [v for held in self._objects.values() for v in getattr(held, "variables", held)]
-            own = {"checkpoint of step": self.saved_step, "checksum of the weights": checksum(variables)}
-            agree(own, f"starts from different weights than the chief, in {self.folder} or before")
+            facts = {"checkpoint of step": self.saved_step, "checksum of the weights": checksum(variables)}
+            agree(facts, f"starts from different weights than the chief, with the checkpoints in {self.folder}")
         return self.saved_step
 
     def save(self, step: int) -> None:

@@ -45,11 +45,11 @@ def tf_config() -> dict[str, Any]:
         if config != {}:
             jobs, job = config["cluster"], config["task"]["type"]
             if job == "evaluator":
-                print("TF_CONFIG makes this process an evaluator. fit evaluates on all workers: it ends.", flush=True)
+                print("TF_CONFIG makes this process an evaluator. It ends: fit evaluates on the workers.", flush=True)
                 raise SystemExit(0)
             jobs.pop("evaluator", None)
             if wrong := {*jobs, job} - {*JOBS}:
-                raise ValueError(f"{min(wrong)!r} trains no replica: there are {' and '.join(JOBS)}")
+                raise ValueError(f"the job {min(wrong)!r} is not one of {' and '.join(JOBS)}")
             index = config["task"]["index"] = int(config["task"]["index"])  # some write it as a text
             if not 0 <= index < len(jobs[job]):
                 raise ValueError(f"there is no {job} {index}")
@@ -57,7 +57,7 @@ def tf_config() -> dict[str, Any]:
             addresses = [address for each in jobs.values() for address in each]
             for address in addresses:
                 if not is_address(address) or addresses.count(address) > 1:
-                    raise ValueError(f"{address!r} is not host:port, or is there twice")
+                    raise ValueError(f"{address!r} is not host:port, or is listed twice")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"TF_CONFIG is malformed ({type(error).__name__}: {error}). It must be like "
@@ -140,7 +140,7 @@ def worker_index() -> int:
     read the same data, and each computes its part.
 
     Raises:
-        UserError: see `num_workers`.
+        UserError: when `TF_CONFIG`, or what stands for it, is malformed.
     """
     return rank(tf_config()) if tf_config() else 0
 
@@ -152,7 +152,7 @@ def is_chief() -> bool:
     all of them, not on the chief alone.
 
     Raises:
-        UserError: see `num_workers`.
+        UserError: when `TF_CONFIG`, or what stands for it, is malformed.
     """
     return worker_index() == 0
 
@@ -169,8 +169,8 @@ def _from_slurm() -> dict[str, Any]:
         counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
         addresses = [f"{node}:{PORT + i}" for node, count in zip(nodes, tasks, strict=True) for i in range(count)]
-        own = f"{os.environ['SLURMD_NODENAME']}:{PORT + int(os.environ['SLURM_LOCALID'])}"
-        return worker_config(addresses, addresses.index(own))
+        address = f"{os.environ['SLURMD_NODENAME']}:{PORT + int(os.environ['SLURM_LOCALID'])}"
+        return worker_config(addresses, addresses.index(address))
     except (ValueError, KeyError) as error:
         raise UserError(
             f"cannot determine the workers' ranks from Slurm's variables ({error}); set TF_CONFIG"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fit`, `evaluate` and `predict` take, as data that begins at any step; see `batches.py`."""
+"""What `fit`, `evaluate` and `predict` take, as data that begins at any step: it has the methods of `batches.py`."""
 
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +14,7 @@ from keras_replicas.order import locate
 from keras_replicas.private import get_data_adapter
 
 BATCH_SIZE = 32  # Keras's, where none is given
-NEEDS_STEPS = "data without a known end needs a number of steps: steps_per_epoch, validation_steps or steps"
+NEEDS_STEPS = "the data has no known end: give steps_per_epoch, validation_steps or steps"
 
 
 def begins_anywhere(
@@ -36,13 +36,13 @@ def begins_anywhere(
         ValueError: for labels or weights beside data that holds them; for data without end and a number of steps.
     """
     begins = hasattr(x, "iter_from_step")
-    whole = begins or isinstance(x, keras.utils.PyDataset | tf.data.Dataset)
-    if whole and not (y is sample_weight is None) or begins and class_weight:
+    has_labels = begins or isinstance(x, keras.utils.PyDataset | tf.data.Dataset)
+    if has_labels and not (y is sample_weight is None) or begins and class_weight:
         raise ValueError(f"a {type(x).__name__} holds y and weights itself: leave out y, sample_weight, class_weight")
     if begins:
         return x
     if isinstance(x, tf.distribute.DistributedDataset):
-        raise TypeError("a distributed data set cannot begin at a later step: give the data itself, not distributed")
+        raise TypeError("a distributed data set cannot begin at a later step: give the data undistributed")
     if isinstance(x, keras.utils.PyDataset):
         return Numbered(x, steps, seed if shuffle else None, class_weight)
     if isinstance(x, tf.data.Dataset):
@@ -82,7 +82,7 @@ class WholeBatches:
         return self._steps
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """See `batches.py`."""
+        """The parts of the batches from that step on, for the replicas of one input pipeline."""
         if self._once:
             return parts_of(self._dataset.skip(step), context)
         if self._size and not varies(self._dataset):
@@ -150,16 +150,16 @@ class Numbered(keras.utils.PyDataset):
                 self._dataset.on_epoch_end()
             self._dataset.on_epoch_begin()
             self._epoch += 1
-        _, numbers = locate(tf.constant([step], tf.int64), size, 1, self._seed)
-        return self._dataset[int(numbers[0])]
+        _, indices = locate(tf.constant([step], tf.int64), size, 1, self._seed)
+        return self._dataset[int(indices[0])]
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """See `batches.py`."""
+        """The parts of the batches from that step on, for the replicas of one input pipeline."""
         self._first, self._promised = step, {}
         return parts_of(get_data_adapter(self, class_weight=self._class_weight).get_tf_dataset(), context)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `WholeBatches`."""
+        """Facts that must be the same on all workers."""
         return {"batches": self._dataset.num_batches, "checksum of the first batch": checksum([self._dataset[0]])}
 
 

@@ -39,7 +39,7 @@ def to_bytes(state: dict[str, Any]) -> bytes:
             return value.item()
         arrays.append(np.asarray(value))
         if arrays[-1].dtype == object:
-            raise TypeError(f"a callback's state has a {type(value).__name__}, which a checkpoint cannot hold")
+            raise TypeError(f"a callback keeps a {type(value).__name__}, which JSON cannot hold: change its state_dict")
         return {ARRAY: len(arrays) - 1}
 
     text = json.dumps(state, default=as_json).encode()
@@ -68,7 +68,7 @@ def from_bytes(content: bytes) -> dict[str, Any]:
 def _from_npz(content: bytes) -> dict[str, Any]:
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         if sum(member.file_size for member in file.infolist()) > len(content):  # `to_bytes` compresses nothing
-            raise ValueError("compressed")
+            raise ValueError("it is compressed")
     arrays = np.load(io.BytesIO(content), allow_pickle=False)
 
     def with_arrays(found):
@@ -103,9 +103,9 @@ def facts_of(model: Any, trained_only: bool) -> dict[str, Any]:
 
 def refuse_other_facts(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises a `UserError` that names the facts that differ."""
-    told = [f"{name} {now.get(name)}, not {value}" for name, value in before.items() if now.get(name) != value]
-    if told:
-        raise UserError(f"{folder} has checkpoints of another fit: {', '.join(told)}. Give another folder")
+    others = [f"{name} {now.get(name)}, not {value}" for name, value in before.items() if now.get(name) != value]
+    if others:
+        raise UserError(f"{folder} has checkpoints of another fit: {', '.join(others)}. Give another folder")
 
 
 def _keeps_state(callback: keras.callbacks.Callback) -> bool:
@@ -118,8 +118,8 @@ def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> list[list[Any]]:
     for callback in filter(_keeps_state, callbacks):
         names = next((names for kind, names in REMEMBERED.items() if isinstance(callback, kind)), ())
         remembered = {name: getattr(callback, name) for name in names}
-        own = callback.state_dict() if hasattr(callback, "state_dict") else None
-        states.append([type(callback).__name__, remembered, own])
+        from_callback = callback.state_dict() if hasattr(callback, "state_dict") else None
+        states.append([type(callback).__name__, remembered, from_callback])
     return states
 
 
@@ -131,14 +131,14 @@ def restore_callbacks(callbacks: Iterable[keras.callbacks.Callback], states: Seq
         states = [state for state in states if state[0] in kinds]
     if [type(callback).__name__ for callback in there] != [name for name, *_ in states]:
         raise UserError(
-            f"the run to be resumed has the callbacks {', '.join(name for name, *_ in states)}, which keep a state: "
-            "give the same, in the same order, or another folder"
+            f"these callbacks of the interrupted fit keep a state: {', '.join(name for name, *_ in states)}. Give the "
+            "same ones in the same order, or another folder"
         )
-    for callback, (_, remembered, own) in zip(there, states, strict=True):
+    for callback, (_, remembered, from_callback) in zip(there, states, strict=True):
         names = next((names for kind, names in REMEMBERED.items() if isinstance(callback, kind)), ())
         vars(callback).update({name: value for name, value in remembered.items() if name in names})
-        if own is not None:
-            callback.load_state_dict(own)
+        if from_callback is not None:
+            callback.load_state_dict(from_callback)
 
 
 def refuse_steps_of_model_checkpoint(callbacks: Iterable[keras.callbacks.Callback]) -> None:
@@ -146,8 +146,8 @@ def refuse_steps_of_model_checkpoint(callbacks: Iterable[keras.callbacks.Callbac
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
             raise UserError(
-                "beside Checkpoints, ModelCheckpoint must have save_freq='epoch': its count of batches is not saved. "
-                "Checkpoints(every=...) saves after so many steps"
+                "ModelCheckpoint beside Checkpoints needs save_freq='epoch': its count of batches is not saved. To "
+                "save every N steps, use Checkpoints(folder, every=N)"
             )
 
 

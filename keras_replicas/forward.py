@@ -24,14 +24,14 @@ class Forward(BatchLoss):
             if "Mixing different tf.distribute" not in str(error):
                 raise
             raise ValueError(
-                "call updates a tf.Variable, of which no sum over replicas is known: make it with "
-                "add_weight(..., aggregation='sum'), or 'mean' or 'only_first_replica'; or use one replica"
+                "call updates a tf.Variable, which replicas do not know how to combine: make it with "
+                "add_weight(..., aggregation='sum'), 'mean' or 'only_first_replica', or use one replica"
             ) from None
         noted = [n for n, value in vars(self).items() if isinstance(value, tf.Tensor) and value is not before.get(n)]
         if noted and self._overrides("compute_loss") and replicas() > 1:
             raise ValueError(
-                f"call sets {noted[0]}, of one replica's examples, but compute_loss is of all: return it from call, so "
-                "that it is gathered, or use add_loss in call"
+                f"call stores {noted[0]}, which is about one replica's examples, but compute_loss gets all examples. "
+                f"Return {noted[0]} from call, which is gathered; or use add_loss in call"
             )
         return y_pred if filled is None else without_added_example(y_pred, has_examples)
 
@@ -57,7 +57,7 @@ class Forward(BatchLoss):
         is_first, state = is_first_replica() & tf.equal(number % self.accumulate, 0), {}
         for variable in scope.changed:
             copy, old = scope.copies[id(variable)], before[id(variable)]
-            is_seed = variable.name == "seed_generator_state"  # of which the old value counts calls
+            is_seed = variable.name == "seed_generator_state"  # whose old value counts calls
             if not alone and not is_seed:
                 new, aggregation = tf.convert_to_tensor(copy), aggregation_of(variable, self)
                 state[indices[id(variable)]] = part_of_state(aggregation, new, old, examples, is_first)
@@ -72,6 +72,6 @@ class Forward(BatchLoss):
         """A number for each slice of each step."""
         optimizer = getattr(self, "optimizer", None)
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        # This counts every step: `iterations` counts updates, of which `gradient_accumulation_steps` steps share one.
+        # This counts every step; `iterations` counts updates, one for `gradient_accumulation_steps` steps.
         steps = 0 if optimizer is None else optimizer._iterations
         return tf.cast(steps, tf.int64) * self.accumulate + tf.cast(slice_number, tf.int64)

@@ -30,9 +30,9 @@ def visible_gpus() -> list[str]:
     found = [str(i) for i in range(len(gpu_names()))]
     if not found or "CUDA_VISIBLE_DEVICES" not in os.environ:
         return found
-    told = (name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+    names = (name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(","))
     # A name is a GPU's number, or its UUID, whose beginning is enough.
-    return list(itertools.takewhile(lambda name: name in found or name.startswith(("GPU-", "MIG-")), told))
+    return list(itertools.takewhile(lambda name: name in found or name.startswith(("GPU-", "MIG-")), names))
 
 
 def gpu_shares(workers: int) -> tuple[list[str], int]:

@@ -32,7 +32,7 @@ class Gradients(Forward):
         ]
 
     def _gathered_gradients(self, tape, scope, data, y_pred, added, examples, weights, scale, training):
-        """The loss of all replicas' examples; and its gradients, of which the sum over replicas is the batch's."""
+        """The loss of all replicas' examples; and this replica's gradients, whose sum over replicas is the batch's."""
         outputs = [leaf for leaf in keras.tree.flatten(y_pred) if leaf is not None and leaf.dtype.is_floating]
         sources = [*outputs, *filter(lambda logits: logits is not None, map(logits_of, outputs)), *added]
         with tf.GradientTape() as of_loss:
@@ -54,7 +54,7 @@ def times(gradient, factor):
 
 
 def plus(first, second):
-    """The sum of two gradients, of which either may be None."""
+    """The sum of two gradients; either may be None."""
     if first is None or second is None:
         return second if first is None else first
     return tf.convert_to_tensor(first) + tf.convert_to_tensor(second)

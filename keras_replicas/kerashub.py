@@ -15,26 +15,26 @@ class HubTask:
     """
 
     def fit(self, x=None, *args, **kwargs):
-        """As the task's, but does not tokenise a distributed data set, which has no method for it: ours holds ids."""
+        """Fits the task; a distributed data set, which holds ids already, is not tokenised."""
         return (Trainer.fit if _is_of_ids(x) else super().fit.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
     def evaluate(self, x=None, *args, **kwargs):
-        """See `fit`."""
+        """Evaluates the task, without tokenising what holds ids already."""
         return (Trainer.evaluate if x is None or _is_of_ids(x) else super().evaluate.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
     def predict(self, x, *args, **kwargs):
-        """See `fit`."""
+        """Predicts with the task, without tokenising what holds ids already."""
         return (Trainer.predict if _is_of_ids(x) else super().predict.__func__)(self, x, *args, **kwargs)  # type: ignore[arg-type, misc]
 
     @classmethod
     def from_preset(cls: Any, *args, **kwargs):
-        """The plain class's: with its head, and of the preset's own family. What it gives becomes data-parallel."""
+        """Makes the plain class's model, with its head and of the preset's own family, data-parallel."""
         if "plain_class" not in vars(cls):  # a subclass of such a class, which its own `__init__` makes
             return super().from_preset(*args, **kwargs)  # type: ignore[misc]
         return cls.make_data_parallel(cls.plain_class.from_preset(*args, **kwargs), accumulate=cls.accumulate)
 
     def save_to_preset(self: Any, *args, **kwargs):
-        """As the plain class's, to load without this project; a model in mixed precision is saved as one in float32.
+        """Saves the plain class's preset, which loads without this project; mixed precision is saved as float32.
 
         KerasHub 0.32 cannot load a model that it saved in mixed precision (`Invalid dtype: mixed_bfloat16`).
         """

@@ -30,11 +30,11 @@ def add_options(parser: argparse.ArgumentParser, script: str) -> None:
     """
     add = parser.add_argument
     add("-m", action="store_true", dest="module", help="run a module, as `python -m` does")
-    add("--workers", "--nproc-per-node", type=whole(1), metavar="N", help="start N workers on this machine")
+    add("--workers", "--nproc-per-node", type=at_least(1), metavar="N", help="start N workers on this machine")
     add("--hosts", metavar="H1:PORT,H2:PORT", help="addresses of all workers, the chief's first; one starts here")
-    add("--node-rank", type=whole(0), metavar="I", help="index of this machine in --hosts, from 0")
-    add("--max-restarts", type=whole(0), default=0, metavar="K", help="restart all up to K times after a worker dies")
-    add("--join-timeout", type=whole(1), default=300, metavar="S", help="seconds to wait for all workers (300)")
+    add("--node-rank", type=at_least(0), metavar="I", help="index of this machine in --hosts, from 0")
+    add("--max-restarts", type=at_least(0), default=0, metavar="K", help="restart all, K times at most, if one dies")
+    add("--join-timeout", type=at_least(1), default=300, metavar="S", help="seconds to wait for all workers (300)")
     add(
         "--log-dir",
         type=Path,
@@ -43,10 +43,10 @@ def add_options(parser: argparse.ArgumentParser, script: str) -> None:
         help="folder of the logs, worker-I.log, of all workers but the chief (logs)",
     )
     add("script", metavar=script, nargs="?")
-    add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its own options")
+    add("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own options")
 
 
-def whole(least: int) -> Callable[[str], int]:
+def at_least(least: int) -> Callable[[str], int]:
     """The `type` of an option of `argparse` that is a whole number from `least` to `MOST`."""
 
     def read(text: str) -> int:
@@ -116,7 +116,7 @@ def tf_configs(options: argparse.Namespace) -> list[dict]:
     given = tf_config()
     if options.workers is not None:
         if given or options.hosts:
-            raise UserError("--workers starts all workers on this machine; leave it out when hosts are given")
+            raise UserError("--workers is for this machine alone: leave it out where --hosts or TF_CONFIG is given")
         addresses = free_addresses(options.workers)
         return [worker_config(addresses, i) for i in range(options.workers)]
     if given:
@@ -125,7 +125,7 @@ def tf_configs(options: argparse.Namespace) -> list[dict]:
         raise UserError("give --workers N for N workers on this machine, or --hosts h1:port,h2:port --node-rank I")
     hosts = options.hosts.split(",")
     if wrong := [host for host in hosts if not is_address(host) or hosts.count(host) > 1]:
-        raise UserError(f"--hosts must be like h1:8888,h2:8888; {wrong[0]!r} is not host:port, or is there twice")
+        raise UserError(f"--hosts must be like h1:8888,h2:8888; {wrong[0]!r} is not host:port, or is listed twice")
     if options.node_rank >= len(hosts):
         raise UserError(f"--node-rank must be from 0 to {len(hosts) - 1}, not {options.node_rank}")
     return [worker_config(hosts, options.node_rank)]

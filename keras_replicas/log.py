@@ -21,7 +21,7 @@ class StepLog(keras.callbacks.Callback):
     """Writes each step's own values to `steps.jsonl`, where the logs that callbacks get hold the epoch's means so far.
 
     A line is an object with `step`, counted from 1, and the values of `step_values`: `loss`, metrics (Keras's own) and
-    `learning_rate`, as it was used; null for NaN and infinity, and for the loss of a `train_step` of one's own that
+    `learning_rate`, as it was used; null for NaN and infinity, and for the loss of a `train_step` of your own that
     does not call `compute_loss`. A `fit` that `Checkpoints` resumes from step n keeps the lines up to n; any other
     begins a new file. Of several workers, the chief alone writes. It needs a model of `data_parallel`.
 

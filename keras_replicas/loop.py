@@ -65,7 +65,7 @@ class StepLoop(ReplicaStep):
         step = without_tf_function(step)
 
         def replica_step(data, stop):
-            data = _own(data)
+            data = _copied(data)
             if step is None:
                 return self._step(data, stop, training)
             data = with_example(data, others_example(data, self._rows_known))
@@ -107,10 +107,10 @@ class StepLoop(ReplicaStep):
                             raise
                         break
                 values = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-            told = values.pop("stop")
-            self.all_told_to_stop = bool(told[-1])
-            logs, own = _split(values)
-            return len(told), {name: value[-1] for name, value in logs.items()}, own
+            stops = values.pop("stop")
+            self.all_told_to_stop = bool(stops[-1])
+            logs, of_steps = _split(values)
+            return len(stops), {name: value[-1] for name, value in logs.items()}, of_steps
 
         return run_steps
 
@@ -130,8 +130,8 @@ class StepLoop(ReplicaStep):
 
 def has_own(model: keras.Model, step: str) -> bool:
     """Whether a model's class overrides a step, such as `train_step`, without calling Keras's."""
-    own = inspect.unwrap(getattr(type(model), step))
-    return not own.__module__.startswith(("keras.", "keras_replicas.")) and "super" not in own.__code__.co_names
+    method = inspect.unwrap(getattr(type(model), step))
+    return not method.__module__.startswith(("keras.", "keras_replicas.")) and "super" not in method.__code__.co_names
 
 
 def without_tf_function(step):
@@ -139,8 +139,8 @@ def without_tf_function(step):
     return tf.autograph.to_graph(step.python_function) if hasattr(step, "python_function") else step
 
 
-def _own(data):
-    """A replica's part of the data, in memory of its own, with None for what is left out.
+def _copied(data):
+    """A replica's part of the data, in its own memory, with None for an input that is not given.
 
     A part of a batch from a Python generator is otherwise still the generator's array, into which TensorFlow 2.21
     writes what it computes from it.
@@ -148,14 +148,14 @@ def _own(data):
     strategy = tf.distribute.get_strategy()
     may_be_shared = strategy.num_replicas_in_sync > 1 and "CPU" in strategy.extended.worker_devices[0]
 
-    def own(leaf):
+    def copied(leaf):
         if leaf is None or isinstance(leaf, tf.experimental.Optional):
             return None
         if not may_be_shared:
             return leaf
         return tf.nest.map_structure(lambda tensor: tf.raw_ops.DeepCopy(x=tensor), leaf, expand_composites=True)
 
-    return keras.tree.map_structure(own, data)
+    return keras.tree.map_structure(copied, data)
 
 
 def _split(values: dict) -> tuple[dict, dict]:

@@ -75,8 +75,8 @@ class BatchLoss(TensorFlowTrainer):
         # Values of examples are added up; a number counts as a mean over examples.
         shares = [tf.sign(share) if term.shape.rank else share for term in added]
         mine = [
-            tf.math.multiply_no_nan(tf.reduce_sum(term), tf.cast(part, term.dtype))
-            for term, part in zip(added, shares, strict=True)
+            tf.math.multiply_no_nan(tf.reduce_sum(term), tf.cast(share_of_term, term.dtype))
+            for term, share_of_term in zip(added, shares, strict=True)
         ]
         added = [
             term + tf.stop_gradient(total - term) for term, total in zip(mine, sum_over_replicas(mine), strict=True)
@@ -102,7 +102,7 @@ class BatchLoss(TensorFlowTrainer):
             elif value is not given[id(variable)]:
                 metric = owner[id(variable)]
                 if not all(map(metric_adds_up, getattr(metric, "metrics", None) or [metric])):
-                    raise ValueError(f"a layer updates {metric.name}, but sees only one replica's examples")
+                    raise ValueError(f"a layer updates the metric {metric.name}: update it in compute_metrics instead")
             sums.append(value)
         return sums
 
@@ -119,7 +119,7 @@ class BatchLoss(TensorFlowTrainer):
     def _one_loss_adds_up(self):
         losses = [each.loss for each in self._compiled_losses()]
         if not self._overrides("compute_loss") and any(loss.reduction in (None, "none") for loss in losses):
-            raise ValueError("a loss without a reduction is not a number to minimise: give it one, such as sum")
+            raise ValueError("a loss without a reduction is no single number: give it a reduction, such as 'sum'")
         return not self._overrides("compute_loss") and len(losses) == 1 and loss_adds_up(losses[0])
 
     def _metrics_add_up(self):
@@ -127,11 +127,11 @@ class BatchLoss(TensorFlowTrainer):
         return not self._overrides("compute_metrics") and all(map(metric_adds_up, metrics))
 
     def _needs_all_replicas(self, what):
-        """Called where the pass is no longer one of this replica alone.
+        """Called where a pass needs the other replicas' examples; `what` it would need to do without.
 
         Raises:
-            ValueError: when it is of a slice of a replica's examples.
-            NotCompilable: when XLA compiles it.
+            ValueError: when the pass computes a slice of a replica's examples.
+            NotCompilable: when XLA compiles the pass.
         """
         if self.accumulate > 1:
             raise ValueError(f"accumulate needs {what}: set accumulate = 1")
@@ -141,7 +141,7 @@ class BatchLoss(TensorFlowTrainer):
 
 
 class NotCompilable(Exception):
-    """XLA compiles the pass of one replica, but this one asks the others."""
+    """XLA would compile one replica's pass, but this pass needs the other replicas."""
 
 
 def loss_adds_up(loss: keras.losses.Loss) -> bool:
@@ -155,7 +155,7 @@ def metric_adds_up(metric: keras.metrics.Metric) -> bool:
 
 
 def _is_keras_own(thing, function) -> bool:
-    """Whether it computes what a class of Keras's does, of which it is known that it compares no examples.
+    """Whether it computes what one of Keras's classes does that compare no examples with each other.
 
     It may be of a subclass that overrides nothing but `HARMLESS` names. What others compute, nobody can know.
     """

@@ -32,7 +32,7 @@ def data_parallel(target: Any, *, accumulate: int = 1, mean_over: str = "example
         with strategy.scope():
             model = keras_replicas.data_parallel(build_model())
 
-    A model is any of Keras's: functional, sequential, of a class of one's own, loaded from a file, from
+    A model is any of Keras's: functional, sequential, of a class of your own, loaded from a file, from
     `keras.applications` or `from_preset`. Its class is changed in place to a subclass with this trainer, and it is
     returned. A class becomes a subclass, whose models are made as before.
 
@@ -103,7 +103,7 @@ def data_parallel(target: Any, *, accumulate: int = 1, mean_over: str = "example
     if not isinstance(target, keras.Model):
         raise TypeError(f"data_parallel takes a Keras model, or a subclass of keras.Model; got {target!r}")
     if tf.distribute.has_strategy() and target._distribute_strategy is not tf.distribute.get_strategy():
-        raise ValueError("the model is from outside this strategy's scope: make or load it inside, then data_parallel")
+        raise ValueError("the model was made outside this strategy's scope: make or load it in the scope")
     target.__class__ = _with_trainer(target.__class__)
     target.become_data_parallel(int(accumulate), mean_over)
     return target

@@ -56,7 +56,7 @@ def keep_global_seed(model: keras.Model) -> None:
 
 
 def use_global_seed(model: keras.Model) -> None:
-    """See `keep_global_seed`; nothing for a model that keeps none."""
+    """Makes Keras draw from the generator that `keep_global_seed` has kept on the model, if there is one."""
     if "global_seed" in vars(model):
         set_global_attribute(GLOBAL_SEED_GENERATOR, model.global_seed_generator)
 

@@ -35,7 +35,7 @@ def apply_summed(optimizer: keras.Optimizer, gradients: Sequence, variables: Seq
     """
     replica_context()
     if not optimizer.built:
-        raise ValueError("build the optimizer in the strategy's scope: optimizer.build(model.trainable_variables)")
+        raise ValueError("in the strategy's scope, first call optimizer.build(model.trainable_variables)")
     if optimizer.loss_scale_factor:  # by which Keras cannot divide rows
         gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
     with without_strategy(optimizer, variables):

@@ -5,8 +5,8 @@ A run is a sequence of positions 0, 1, 2, ...: step k takes the positions [k * b
 the global batch size. Nothing else decides which example is at a position: not which process reads it, how many read,
 or how often the run was interrupted. So every step holds the same examples for any number of replicas.
 
-An epoch has steps_per_epoch(examples, batch) steps. If the last one is partial, it is padded with example -1: where a
-function makes batches, so that every one has the same shape, it must have weight 0; of arrays, it is left out.
+An epoch has steps_per_epoch(examples, batch) steps. If the last one is partial, it is padded with example -1. A
+function that makes batches gives it weight 0, so that every batch has the same shape; of arrays, it takes no row.
 """
 
 import tensorflow as tf
@@ -38,15 +38,15 @@ def locate(
         Two int64 vectors of the same length. The first holds epochs, from 0; the second holds examples, in
         [0, num_examples), or -1 for padding.
     """
-    places = steps_per_epoch(num_examples, global_batch_size) * global_batch_size
-    epochs, place = positions // places, positions % places
-    example = tf.minimum(place, num_examples - 1)
+    positions_per_epoch = steps_per_epoch(num_examples, global_batch_size) * global_batch_size
+    epochs, in_epoch = positions // positions_per_epoch, positions % positions_per_epoch
+    example = tf.minimum(in_epoch, num_examples - 1)
     if shuffle_seed is not None:
         # The op under tf.random.experimental.index_shuffle, whose wrapper fails on a vector of seeds (TensorFlow 2.21);
         # its 4 rounds leave orders of 10,000 correlated with 0, 1, 2, ... (sd 0.017); 16 do not (0.009; chance: 0.010).
         seeds = [tf.fill(tf.shape(epochs), tf.constant(shuffle_seed, tf.int64)), epochs, tf.zeros_like(epochs)]
-        highest = tf.fill(tf.shape(place), tf.cast(num_examples - 1, tf.int64))
+        highest = tf.fill(tf.shape(in_epoch), tf.cast(num_examples - 1, tf.int64))
         example = tf.raw_ops.RandomIndexShuffle(
             index=example, seed=tf.stack(seeds, axis=1), max_index=highest, rounds=16
         )
-    return epochs, tf.where(place < num_examples, example, NO_EXAMPLE)
+    return epochs, tf.where(in_epoch < num_examples, example, NO_EXAMPLE)

@@ -12,15 +12,15 @@ from keras_replicas.private import get_keras_mask, set_keras_mask
 from keras_replicas.replicas import gather, map_given, replica_context
 
 ROWS = (
-    "an output has not one row for each example, so that those of several replicas cannot be put in order: return one "
-    "row for each, such as [batch, 2, features] for two views; or use only losses and metrics that Keras has "
-    "or whose adds_up is true; or one replica"
+    "an output does not have one row for each example, so the rows of several replicas cannot be put in order: return "
+    "one row for each example, such as [batch, 2, features] for two views; or use Keras's own losses and metrics, or "
+    "ones whose adds_up is true; or use one replica"
 )
 ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
 
 
 def gather_around(values: Any) -> Any:
-    """As `gather`, but this replica's rows are the tensors themselves, through which gradients flow."""
+    """The tensors of all replicas, as by `gather`; gradients flow through this replica's rows."""
     replica = replica_context().replica_id_in_sync_group
     first = next(leaf for leaf in keras.tree.flatten(values) if leaf is not None)
     sizes = gather((first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0])[None])
@@ -34,11 +34,11 @@ def gather_around(values: Any) -> Any:
 
 
 def a_row_each(values: Any, examples: tf.Tensor) -> Any:
-    """Outputs, of which each must have one row for each of a replica's examples, or they could not be put in order.
+    """Checks that each output has one row for each of a replica's examples; else rows could not be put in order.
 
     Raises:
         ValueError: when an output has no first axis. When it has other rows, an `InvalidArgumentError` with the
-            sentence `ROWS`, of which `in_words` makes a `ValueError`.
+            sentence `ROWS`, which `in_words` turns into a `ValueError`.
     """
 
     def checked(output):
@@ -53,7 +53,7 @@ def a_row_each(values: Any, examples: tf.Tensor) -> Any:
 
 
 def rows_changed(output: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    """An output whose rows are changed, and what Keras keeps with it: its mask, and logits, of which losses are taken.
+    """An output with changed rows, and so are its mask and its logits, which Keras keeps with it for losses.
 
     Of softmax and sigmoid, Keras's losses take the logits: those that Keras's own keep, or the operation's input.
     """
@@ -70,7 +70,7 @@ def rows_changed(output: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) ->
 
 
 def logits_of(output: tf.Tensor) -> tf.Tensor | None:
-    """The logits of which Keras's losses are taken, for softmax and sigmoid; None for others."""
+    """The logits from which Keras computes losses, for softmax and sigmoid; None for others."""
     return getattr(output, "_keras_logits", output.op.inputs[0] if _activation(output) else None)
 
 

@@ -37,7 +37,7 @@ class Sums(NamedTuple):
     examples: tf.Tensor  # their number
     metrics: list[tf.Tensor]  # what the batch adds to each variable of the metrics
     metrics_before: list[tf.Tensor]  # what this replica holds of these variables
-    state: dict[int, tf.Tensor]  # of each other variable that layers update, by its index; see `state.py`
+    state: dict[int, tf.Tensor]  # of each other variable that layers update, by its index, as `state.py` adds it up
     stop: tf.Tensor  # not 0 if this worker is to stop
 
 
@@ -88,7 +88,7 @@ class Passes(Gradients):
                 return compiled(*arguments)
             except NotCompilable:
                 needed = self._compiled_without
-                warnings.warn(f"jit_compile has no effect on several replicas without {needed}", stacklevel=2)
+                warnings.warn(f"jit_compile has no effect here: on several replicas it needs {needed}", stacklevel=2)
             finally:
                 self._compiling = False
             return one_pass(*arguments)
@@ -97,7 +97,7 @@ class Passes(Gradients):
 
     def _slice_by_slice(self, one_pass, data):
         """Adds up the `Sums` of `accumulate` slices of this replica's examples, computed one after another."""
-        wrong = f"accumulate = {self.accumulate} does not divide a replica's number of examples"
+        wrong = f"accumulate={self.accumulate} must divide the number of examples of each replica"
         size = tf.cast(count_examples(data[0]), tf.int32)
         if (first_input(data[0]).shape[0] or 0) % self.accumulate:
             raise UserError(wrong)
@@ -127,7 +127,7 @@ class Passes(Gradients):
             number: another one for each step, and for each slice of its examples.
             metrics_before: values of the metrics' variables.
             data: (x, y, sample_weight).
-            filled: x or, if it is empty, one example; None where it cannot be; see `others_example`.
+            filled: x or, if x is empty, another replica's example; None where x cannot be empty.
             scale: multiplies the loss whose gradient is taken.
 
         Returns:
@@ -160,12 +160,12 @@ class Passes(Gradients):
         else:
             self._needs_all_replicas("a single loss of Keras's, without add_loss or regularisers")
             of_loss = OwnState(list(zip(metric_variables, metrics_before, strict=True)), scope.copies)
-            whole, gradients = self._gathered_gradients(
+            loss_of_all, gradients = self._gathered_gradients(
                 tape, of_loss, data, y_pred, added, examples, weights, scale, training
             )
             after = [of_loss.get_current_value(variable) for variable in metric_variables]
-            loss = tf.where(is_first_replica(), whole, tf.zeros_like(whole))
-            divisor = tf.cast(is_first_replica(), whole.dtype)
+            loss = tf.where(is_first_replica(), loss_of_all, tf.zeros_like(loss_of_all))
+            divisor = tf.cast(is_first_replica(), loss_of_all.dtype)
         if not self._metrics_add_up():
             self._needs_all_replicas("metrics of Keras's, and no compute_metrics")
             batch = gather(x) if self._overrides("compute_metrics") else x, *gather((y, y_pred, sample_weight))

@@ -22,7 +22,7 @@ Of a model:
 
 Of a compiled model's losses:
 
-- `_flat_losses`: the compiled losses, one of which steps aside while Keras finds its part of y; read CompileLoss
+- `_flat_losses`: the compiled losses, one of them steps aside while Keras finds its part of y; read CompileLoss
 
 Of a loss of a function:
 
@@ -50,7 +50,7 @@ Of a Keras variable:
 
 Of an output of softmax or sigmoid:
 
-- `_keras_logits`: of which losses are taken; read _get_logits in keras/src/backend/tensorflow/nn.py
+- `_keras_logits`: losses are computed from them; read _get_logits in keras/src/backend/tensorflow/nn.py
 
 Of an optimizer:
 
@@ -106,7 +106,7 @@ def check_version(package: str, version: str) -> None:
     if minor(version) < minor(oldest):
         raise ImportError(f"keras_replicas needs {package} {oldest} or newer, not {version}: pip install -U {package}")
     if minor(version) > minor(newest):
-        advice = "run `python -m keras_replicas doctor`, and trust it"
+        advice = "verify it by `python -m keras_replicas doctor`"
         warnings.warn(f"keras_replicas is checked against {package} {newest}, not {version}: {advice}", stacklevel=2)
 
 

@@ -18,18 +18,18 @@ from keras_replicas.loop import has_own
 def likely_reason(model, x, size: int, kind: str, is_uneven: bool) -> str:
     """The likely one."""
     if layer := _looks_at_others(model, x, size):
-        return f"call looks at the batch's other examples, from {layer} on: a replica lacks them, compute_loss does not"
+        return f"from {layer} on, call uses other examples, which a replica does not have; compute_loss has them"
     step = {"evaluate": "test_step", "predict": "predict_step"}.get(kind, "train_step")
     if kind != "layer state" and model.losses:
-        return "add_loss or a regulariser: a number counts as a mean over examples; for a sum, add one for each example"
+        return "add_loss or a regulariser adds a number, which counts as a mean: for a sum, add a value per example"
     if not has_own(model, step):
-        averaged = "replicas average a layer's own state, but it is no mean over examples, as a counter or a queue"
-        own = f"{step} looks at the batch's other examples before it calls Keras's: a replica lacks them"
-        none = "none that is known: please report it, with the model"
-        return averaged if kind == "layer state" else own if overrides(model, step) else none
-    mean = f"a mean of means, since {type(model).__name__}.{step} has each replica's examples, and some have fewer"
+        averaged = "replicas average a layer's state, but it is a counter, say, or a queue, and no mean over examples"
+        before = f"{step} uses other examples before it calls Keras's, which a replica does not have"
+        unknown = "not known: please report it, with the model"
+        return averaged if kind == "layer state" else before if overrides(model, step) else unknown
+    mean = f"a mean of means: {type(model).__name__}.{step} has one replica's examples, and some replicas have fewer"
     if is_uneven or step != "train_step":
-        return f"{mean}: compute_loss has the whole batch"
+        return f"{mean}. compute_loss has the whole batch"
     return f"gradients are added up: divide a mean by the number of replicas. In uneven batches it is then {mean}"
 
 
@@ -43,11 +43,12 @@ def _looks_at_others(model, x, size: int) -> str:
     with contextlib.suppress(Exception), comparable():  # a model need not have a call
         for training in (False,) if moments else (False, True):  # which looks at the others, rightly
             call = tf.function(functools.partial(probe, training=training), autograph=False)
-            whole = keras.tree.flatten(call(rows_of(x, rows)))
+            of_rows = keras.tree.flatten(call(rows_of(x, rows)))
             for part in np.split(rows, range(size, len(rows), size)):
-                for name, of_all, own in zip(names, whole, keras.tree.flatten(call(rows_of(x, part))), strict=False):
-                    of_part = tf.gather(of_all, part)
-                    if of_part.shape != own.shape or not np.allclose(of_part, own, 1e-5, 1e-6):
+                alone = keras.tree.flatten(call(rows_of(x, part)))
+                for name, together, apart in zip(names, of_rows, alone, strict=False):
+                    together = tf.gather(together, part)
+                    if together.shape != apart.shape or not np.allclose(together, apart, 1e-5, 1e-6):
                         return name
     return ""
 

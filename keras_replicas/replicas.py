@@ -18,13 +18,13 @@ CARRIED_BY |= {tf.uint32: tf.int64, tf.bfloat16: tf.float32}
 
 
 def map_given(function: Callable, *structures: Any) -> Any:
-    """As `keras.tree.map_structure`, but None, which stands for what is left out, stays None."""
+    """Maps structures as `keras.tree.map_structure` does, and keeps None, which stands for an input not given."""
     return keras.tree.map_structure(lambda first, *rest: None if first is None else function(first, *rest), *structures)
 
 
 def replicas() -> int:
     """The number of replicas of all workers."""
-    # Not that of the strategy: in a replica's pass, that is 1; see `empty.OneReplica`.
+    # Not that of the strategy: in a replica's pass, `empty.OneReplica` makes that 1.
     return (tf.distribute.get_replica_context() or tf.distribute.get_strategy()).num_replicas_in_sync
 
 
@@ -36,7 +36,7 @@ def replica_context() -> tf.distribute.ReplicaContext:
     """
     context = tf.distribute.get_replica_context()
     if context is None:
-        raise RuntimeError("call this in a replica's step, in what strategy.run runs")
+        raise RuntimeError("this works in a replica's step only: call it in the function that strategy.run runs")
     return context
 
 

@@ -36,7 +36,7 @@ class OwnState(keras.StatelessScope):
         self.given, self.copies, self.changed = dict(self.state_mapping), copies, []
 
     def add_update(self, update):
-        """See `keras.StatelessScope`. A `tf.cond` or a loop may update a copy, not a value that is held outside."""
+        """Keeps an update in this replica's copy, as a `tf.cond` or a loop may do it; without a copy, in the scope."""
         variable, value = update
         copy = self.copies.get(id(variable))
         if copy is None:
@@ -47,7 +47,7 @@ class OwnState(keras.StatelessScope):
             self.changed.append(variable)
 
     def get_current_value(self, variable):
-        """See `keras.StatelessScope`."""
+        """The value of this replica's copy; without a copy, the scope's."""
         copy = self.copies.get(id(variable))
         return super().get_current_value(variable) if copy is None else tf.convert_to_tensor(copy)
 
@@ -65,9 +65,9 @@ def aggregation_of(variable: keras.Variable, model: keras.Model) -> str:
     if variable.aggregation != "none":
         return variable.aggregation
     raise ValueError(
-        f"{variable.path} is updated in each step, from the examples that a replica has: say what its value is of all "
-        "replicas, as in add_weight(..., aggregation='sum') for a counter, 'mean' for a moving average, or "
-        "'only_first_replica'; or use one replica"
+        f"{variable.path} is updated in each step, from one replica's examples: say how replicas combine it, by "
+        "add_weight(..., aggregation='sum') for a counter, 'mean' for a moving average, or 'only_first_replica'; or "
+        "use one replica"
     )
 
 

@@ -75,8 +75,8 @@ class ReplicaStep(Passes):
             logs = flat(self.get_metrics_result() if self._metrics_add_up() else self.compute_metrics(*batch))
         for variable in variables:
             assign_sum(variable, scope.get_current_value(variable))
-        own = own_metrics(self, zip(variables, total.metrics, strict=True)) if self._metrics_add_up() else {}
-        return logs, own
+        of_step = own_metrics(self, zip(variables, total.metrics, strict=True)) if self._metrics_add_up() else {}
+        return logs, of_step
 
 
 def own_metrics(model: Any, added: Iterable[tuple[keras.Variable, tf.Tensor]]) -> dict[str, tf.Tensor]:
@@ -118,4 +118,4 @@ def learning_rate(optimizer: keras.Optimizer) -> dict[str, tf.Tensor]:
 def flat(logs: dict) -> dict:
     """Logs as Keras's callbacks see them: dicts in them, as from metrics with several results, are flattened."""
     pairs = [flat(value).items() if isinstance(value, dict) else [(name, value)] for name, value in logs.items()]
-    return {name: value for part in pairs for name, value in part}
+    return {name: value for items in pairs for name, value in items}

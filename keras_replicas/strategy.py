@@ -27,7 +27,7 @@ def make_strategy(replicas: int = 0, *, deterministic: bool = False) -> tf.distr
     """Picks the strategy for this process, by its devices. Call it before anything else touches a device.
 
     Build and compile the model in `with strategy.scope():`. `strategy.num_replicas_in_sync` is the number of replicas
-    on all workers together. A plain model's `fit` or `evaluate` under several of them warns: see `data_parallel`.
+    on all workers together. A plain model's `fit` or `evaluate` under several of them warns: use `data_parallel`.
 
     - Several workers (by `python -m keras_replicas launch`, `TF_CONFIG`, Slurm or Kubernetes):
       `MultiWorkerMirroredStrategy` over all GPUs of each, or the first `replicas`; on CPUs, a replica for each worker.
@@ -49,7 +49,7 @@ def make_strategy(replicas: int = 0, *, deterministic: bool = False) -> tf.distr
             is in use, or `TF_CONFIG` is malformed.
     """
     if replicas < 0:
-        raise UserError(f"replicas must be a number of them, or 0, not {replicas}")
+        raise UserError(f"replicas must be 0 or more, not {replicas}")
     if deterministic:
         tf.config.experimental.enable_tensor_float_32_execution(False)
         tf.config.experimental.enable_op_determinism()

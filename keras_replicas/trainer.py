@@ -3,17 +3,16 @@
 
 Keras's hook, what it does there, and what it does here, and why:
 
-- `compile` keeps losses and metrics. Here it does so in the strategy's scope, and each loss notes what it is given: see
-  `losses.py`.
-- `fit` goes over epochs and batches. Here it begins where a run goes on: see `arguments.py`.
+- `compile` keeps losses and metrics. Here it does so in the strategy's scope, and `losses.py` finds which add up.
+- `fit` goes over epochs and batches. Here `arguments.py` makes it begin where a run goes on.
 - `_maybe_symbolic_build` averages the first batch over replicas, to build from it. Booleans, strings and uneven batches
   have no average (keras-team/keras#19246, #21172), nor has anything on several workers (#20585): here it builds from
   shapes.
 - `make_train_function` makes a `tf.function` over steps, and a mean of what replicas return. Here steps are in a loop
-  that collectives allow (#20582), and replicas return what they have summed: see `loop.py`.
-- `train_step` takes the gradient of a replica's mean; the optimizer sums. Here sums are divided once: see `step.py`.
+  that collectives allow (#20582), and replicas return what they have summed (`loop.py`).
+- `train_step` takes the gradient of a replica's mean; the optimizer sums. Here sums are divided once (`step.py`).
 - `test_step` does the same without an update, in both.
-- `predict_step` computes a replica's outputs, in both. Here a replica may have no examples: see `empty.py`.
+- `predict_step` computes a replica's outputs, in both. Here a replica may have no examples (`empty.py`).
 - `train_on_batch` and the like give every replica the whole batch. Here each takes a part.
 - Saving and pickling are of the class. Here they are of the plain class, so that files load without this library.
 """
@@ -39,7 +38,7 @@ from keras_replicas.replicas import own_copies
 
 
 class Trainer(Building):
-    """Replaces Keras's trainer among the bases of a `data_parallel` class; see there."""
+    """Replaces Keras's trainer among the bases of a class that `data_parallel` makes."""
 
     _steps_done = 0
     _counted: CountedSteps | None = None  # on one replica
@@ -60,7 +59,7 @@ class Trainer(Building):
             self._prepare()
 
     def compile_from_config(self, config):
-        """As Keras's, which would mistake this `compile` for a user's own."""
+        """Compiles a loaded model as Keras does, which would mistake this `compile` for a user's own."""
         if type(self).compile is Trainer.compile:
             self.compile(**keras.saving.deserialize_keras_object(config))
             with self._scope():
@@ -69,7 +68,7 @@ class Trainer(Building):
             super().compile_from_config(config)
 
     def __reduce__(self):
-        """As Keras's; an unpickled model is of the plain class, like one that is loaded from a file."""
+        """Pickles the model as one of the plain class, like one that is saved to a file."""
         _, content = super().__reduce__()
         return keras.Model._unpickle_model, content
 
@@ -112,7 +111,7 @@ class Trainer(Building):
         """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""
         training = step_function == self.train_step
         if self.steps_by_keras:
-            step = self._with_own_copies(step_function)
+            step = self._with_copies_of_replica(step_function)
             if not training:
                 return super()._make_function(step)
             self._counted = CountedSteps(self, super()._make_function, step)
@@ -135,28 +134,28 @@ class Trainer(Building):
 
         return train_function if training else test_function
 
-    def _with_own_copies(self, step):
+    def _with_copies_of_replica(self, step):
         """A step of one replica, in which Keras finds no copies of variables, as without a strategy.
 
-        A `train_step` of one's own may have other optimizers, which need the copies of weights.
+        A `train_step` of the model's own may have other optimizers, which need the copies of weights.
         """
         if not self._distribute_strategy:
             return step
-        step, keras_own = without_tf_function(step), type(self).train_step is StepLoop.train_step
+        step, is_keras = without_tf_function(step), type(self).train_step is StepLoop.train_step
 
-        def with_own_copies(data):
+        def with_copies(data):
             is_built = self.optimizer is not None and self.optimizer.built
-            if is_built and keras_own:
+            if is_built and is_keras:
                 copies = without_strategy(self.optimizer, [*self.variables, *self._metric_variables()])
             else:
                 copies = own_copies([*self.non_trainable_variables, *self._metric_variables()])
             with copies:
                 return step(data)
 
-        return with_own_copies
+        return with_copies
 
     def make_predict_function(self, force=False):
-        """As Keras's; a model that is not built yet is built first, for XLA."""
+        """Makes Keras's function for predictions; a model that is not built yet is built first, for XLA."""
         if self.predict_function is not None and not force:
             return
         super().make_predict_function(force)
@@ -177,7 +176,7 @@ class Trainer(Building):
         self.predict_function = predict_function
 
     def predict_on_batch(self, x):
-        """As Keras's; each replica takes a part of the batch."""
+        """Predicts for a batch, of which each replica takes a part."""
         if self.steps_by_keras:
             return super().predict_on_batch(x)
         self.make_predict_function()
@@ -205,7 +204,7 @@ class Trainer(Building):
         return self.steps_done == self._epoch_end
 
     def _compute_loss(self, *args, **kwargs):
-        """As Keras's; notes the loss of the step."""
+        """Computes the loss as Keras does, and keeps it as that of the step."""
         loss = super()._compute_loss(*args, **kwargs)
         self.step_loss = loss
         return loss

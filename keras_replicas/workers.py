@@ -98,27 +98,27 @@ def agree(facts: dict[str, Any], difference: str) -> None:
     for index, theirs in enumerate(others, 1):
         names = [name for name in chiefs | theirs if theirs.get(name) != chiefs.get(name)]
         if names:
-            told = ", ".join(f"{name} {theirs.get(name)!r}, not {chiefs.get(name)!r}" for name in names)
-            raise UserError(f"worker {index} {difference}: {told}")
+            facts_of_both = ", ".join(f"{name} {theirs.get(name)!r}, not {chiefs.get(name)!r}" for name in names)
+            raise UserError(f"worker {index} {difference}: {facts_of_both}")
 
 
 def _meet(seconds: float) -> None:
     """Waits for all workers, each listening at its address: TensorFlow itself would wait silently."""
-    own, missing = cluster.workers()[cluster.worker_index()], set(cluster.workers())
-    host, port = cluster.host_and_port(own)
+    address, missing = cluster.workers()[cluster.worker_index()], set(cluster.workers())
+    host, port = cluster.host_and_port(address)
     try:
         if cluster.all_on_this_machine():
-            family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listening = socket.create_server(place[:2], family=family)
+            family, *_, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(found[:2], family=family)
         else:
             listening = socket.create_server(("", port), **BOTH_IPS)
     except OSError as error:
         why = os.strerror(error.errno or 0)
-        raise UserError(f"this worker cannot listen at {own} ({why}). Give another port") from error
+        raise UserError(f"this worker cannot listen at {address} ({why}). Give another port") from error
     greeter = threading.Thread(target=_greet, args=(listening,), daemon=True)
     greeter.start()
     deadline = time.monotonic() + seconds
-    while missing := {address for address in missing if not _answers(address)}:
+    while missing := {each for each in missing if not _answers(each)}:
         if time.monotonic() > deadline:
             raise UserError(f"these workers have not joined within {seconds:.0f} s: {', '.join(sorted(missing))}")
         time.sleep(0.2)

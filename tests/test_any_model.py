@@ -268,8 +268,8 @@ class WithAScalar(Own):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: data_parallel(Noting)(), "call sets noted, of one replica's examples"),
-        (lambda: data_parallel(WithAScalar)(), "an output has not one row for each example"),
+        (lambda: data_parallel(Noting)(), "call stores noted, which is about one replica's examples"),
+        (lambda: data_parallel(WithAScalar)(), "an output does not have one row for each example"),
         (lambda: dense(data_parallel(keras.Sequential)), "a loss without a reduction"),
     ],
 )
@@ -294,7 +294,7 @@ def test_parts_of_a_batch_set_between_two_fits_count():
 def test_parts_that_do_not_divide_a_batch_are_refused(rest):
     model = ours(accumulate=3)
     data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(8, drop_remainder=not rest)
-    with pytest.raises((UserError, tf.errors.InvalidArgumentError), match="accumulate = 3 does not divide"):
+    with pytest.raises((UserError, tf.errors.InvalidArgumentError), match="accumulate=3 must divide"):
         model.fit(data, verbose=0)
 
 
@@ -318,7 +318,7 @@ def test_a_train_step_of_its_own_comes_with_a_warning():
         with warnings.catch_warnings(action="error", category=UserWarning):
             data_parallel(Wrapped)().compile("sgd", "mse")
         model = data_parallel(Trained, accumulate=2)()
-        with pytest.raises(ValueError, match="accumulate has no effect on Trained's own train_step"):
+        with pytest.raises(ValueError, match="accumulate has no effect: Trained has its own train_step"):
             model.compile("sgd", "mse")
 
 

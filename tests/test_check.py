@@ -104,10 +104,10 @@ def fault(name, build, first, why, x=X, marks=()):
 
 UNDIVIDED = "divide a mean by the number of replicas"
 FAULTS = [
-    fault("mean of means", own(True), "mean loss after step 2", "a mean of means, since Own.train_step"),
+    fault("mean of means", own(True), "mean loss after step 2", "a mean of means: Own.train_step"),
     fault("undivided", own(False), "optimizer state", UNDIVIDED, marks=SLOW),
     fault("counter", model_of(counter), "layer state", "after step 1, by 5e-01: 4 on one"),
-    fault("centred", model_of(Centre), "mean loss after step 1", "other examples, from centre"),
+    fault("centred", model_of(Centre), "mean loss after step 1", "from centre on, call uses other examples"),
     fault("in training", model_of(CentreInTraining), "mean loss after step 1", "from centre_in_training", marks=SLOW),
     fault("longest", model_of(ToLongest, shape=(6,)), "mean loss", "from to_longest", IDS, marks=SLOW),
 ]
@@ -187,8 +187,12 @@ def test_what_cannot_be_compared_is_no_success(layer, told):
         (model_of(), (), "give examples as arrays: check(build, x, y), or a function that returns (model, x, y)"),
         (model_of(), (X[:0], Y[:0]), "give examples as arrays"),
         (lambda: keras.Sequential([layers.Dense(1)]), (X, Y), "must return a compiled model, or (model, x, y)"),
-        (lambda: on_replicas(layers.Dense(3)), (X, Y), "must use no strategy"),
-        (model_of(lambda: layers.Dense(2, dtype="mixed_bfloat16")), (X, Y), "half precision, too coarse to compare"),
+        (lambda: on_replicas(layers.Dense(3)), (X, Y), "must not use a strategy"),
+        (
+            model_of(lambda: layers.Dense(2, dtype="mixed_bfloat16")),
+            (X, Y),
+            "float16 and bfloat16 are too coarse to compare",
+        ),
     ],
     ids=["no data", "no examples", "not compiled", "strategy", "half precision"],
 )

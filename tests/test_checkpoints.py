@@ -73,7 +73,7 @@ def test_none_that_can_be_read_is_told_of_and_nothing_is_removed(counter, tmp_pa
     save(counter, 4, 8)
     for path in (tmp_path / "checkpoints").glob("*.data*"):
         path.write_bytes(b"")
-    with pytest.raises(UserError, match="no checkpoint in .* can be read: remove it"):
+    with pytest.raises(UserError, match="all checkpoints in .* are damaged: remove that folder"):
         restored(counter)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 4
 

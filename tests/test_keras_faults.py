@@ -1,18 +1,13 @@
-import os
 import re
 import runpy
-import shutil
-import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
-import keras
 import pytest
 
 UPSTREAM = Path(__file__).parent.parent / "docs" / "upstream"
+GENERATE = runpy.run_path(str(UPSTREAM / "generate.py"))
 PATCHES = sorted(UPSTREAM.glob("*.patch"))
 PAGE = (Path(__file__).parent.parent / "docs" / "keras-under-tf-distribute.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| \[(.+?)\]\(#(.+?)\) \| .+ \| `(.+)` \| (yes|no) \|$", re.MULTILINE)
@@ -37,33 +32,21 @@ def test_each_row_of_the_table_has_its_section():
 
 
 def test_the_texts_for_issues_are_those_of_the_page():
-    generated = runpy.run_path(str(UPSTREAM / "generate.py"))["texts"]()
+    generated = GENERATE["texts"]()
     advice = "run `python docs/upstream/generate.py`"
     assert {path.name: path.read_text(encoding="utf-8") for path in UPSTREAM.glob("*.md")} == generated, advice
     assert len(generated) == len(ROWS) and {path.stem for path in PATCHES} < {Path(name).stem for name in generated}
     for (name, shown, _), (file, text) in zip(ROWS.values(), generated.items(), strict=True):
         assert block("python", SECTIONS[name]) in text and shown in text
         headings = re.findall("^### (.+)$", text, re.MULTILINE)
+        assert re.search(r"^Last seen in Keras \d[\d.]+(\.|,| and keras-nightly \d)", text, re.MULTILINE)
         assert headings[:5] == ["Program", "Output", "Expected", "Cause", "Suggested fix"]
         assert "](#" not in text and ("```diff" in text) == (UPSTREAM / file).with_suffix(".patch").exists()
 
 
 def run_program(anchor, folder, **environment):
     """The program of a section: its status, what it printed, and whether a process of it was left."""
-    (folder / "program.py").write_text(block("python", SECTIONS[ROWS[anchor][0]]), encoding="utf-8")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1"} | environment
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    options["start_new_session"] = True  # so that the workers that one program starts can be found
-    process = subprocess.Popen([sys.executable, "program.py"], cwd=folder, env=environment, **options)
-    try:
-        out, err = process.communicate(timeout=1200)
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-            left = True
-        except ProcessLookupError:
-            left = False
-    return process.returncode, out, err, left
+    return GENERATE["run_program"](block("python", SECTIONS[ROWS[anchor][0]]), folder, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -85,25 +68,13 @@ def test_the_program_prints_what_the_page_says(anchor, programs):
     assert shown in line
 
 
-def patched_keras(patch, folder):
-    """The installed Keras with a patch: links to its files, but for those that the patch changes."""
-    shutil.copytree(Path(keras.__file__).parent, folder / "keras", copy_function=os.symlink)
-    for name in re.findall("^--- a/(.+)$", patch.read_text(encoding="utf-8"), re.MULTILINE):
-        file = folder / name
-        original = file.resolve()
-        file.unlink()
-        shutil.copyfile(original, file)
-    subprocess.run(["git", "apply", patch], cwd=folder, check=True)
-    return folder
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_the_patch_mends_keras(patch, tmp_path):
     """That the program prints `FAULT:` without it, the test above tells."""
     anchor = list(ROWS)[int(patch.stem[:2]) - 1]
     (tmp_path / "work").mkdir()
-    scratch = patched_keras(patch, tmp_path / "scratch")
+    scratch = GENERATE["patched_keras"](patch, tmp_path / "scratch")
     status, out, err, left = run_program(anchor, tmp_path / "work", PYTHONPATH=str(scratch))
     assert status == 0 and not left, err[-2000:]
     assert out.splitlines()[-1].startswith("fine: ")

@@ -100,11 +100,11 @@ WRONG = [
     ("--workers 1 --join-timeout 10000000000 train.py", {}, "from 1 to 999999, not '10000000000'"),
     ("--workers 2 train.py", {"SLURM_STEP_NUM_TASKS": "abc"}, "SLURM_STEP_NUM_TASKS must be a whole number from 1 to"),
     ("--workers 2 train.py", {"TF_CONFIG": "{'worker': 1"}, "TF_CONFIG is malformed"),
-    ("--workers 2 --hosts a:1,b:1 --node-rank 0 train.py", {}, "leave it out when hosts are given"),
+    ("--workers 2 --hosts a:1,b:1 --node-rank 0 train.py", {}, "leave it out where --hosts or TF_CONFIG is given"),
     ("train.py", {}, "give --workers N for N workers on this machine, or --hosts"),
     ("--hosts a:1,b:1 train.py", {}, "give --workers N for N workers on this machine, or --hosts"),
     ("--hosts a:1,b:x --node-rank 0 train.py", {}, "'b:x' is not host:port"),
-    ("--hosts a:1,a:1 --node-rank 0 train.py", {}, "'a:1' is not host:port, or is there twice"),
+    ("--hosts a:1,a:1 --node-rank 0 train.py", {}, "'a:1' is not host:port, or is listed twice"),
     ("--hosts a:1,b:1 --node-rank 2 train.py", {}, "--node-rank must be from 0 to 1, not 2"),
     ("--workers 2", {}, "give a script, such as train.py"),
     ("--workers 2 nowhere.py", {}, "there is no script nowhere.py"),
@@ -315,7 +315,7 @@ def test_workers_with_other_data_or_weights_are_refused_by_all(folder):
     status, output, _ = launched(folder, "--workers", 2, "different.py", folder / "saved")
     data, weights = (line for line in output.splitlines() if line.startswith("worker 1"))
     assert status == 0 and all(f"{line}\n" in log(folder, 1) for line in (data, weights))
-    assert data.startswith("worker 1 is given other data than the chief: give every worker the same whole batches")
+    assert data.startswith("worker 1 has other data than the chief: give every worker the same whole batches")
     assert re.search(r"worker 1 starts from different weights .*: checksum of the weights \d+, not \d+$", weights)
 
 

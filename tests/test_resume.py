@@ -313,7 +313,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
     refused(r"cannot write to .*file \(File exists\): give another folder", folder="file")
     refused("save_freq='epoch'", keras.callbacks.ModelCheckpoint(tmp_path / "x.keras", save_freq=2))
     refused("one Checkpoints", kr.Checkpoints(tmp_path / "b"))
-    refused("data without a known end needs a number of steps", x=generator(), y=None, batch_size=None)
+    refused("the data has no known end: give steps_per_epoch", x=generator(), y=None, batch_size=None)
     plain = keras.Sequential([keras.layers.Dense(2)])
     plain.compile("sgd", "sparse_categorical_crossentropy")
     refused("Checkpoints needs a model of data_parallel", error=TypeError, model=plain)

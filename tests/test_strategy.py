@@ -34,7 +34,7 @@ def test_replicas_that_share_cores_take_one_thread_each(cores, replicas, threads
 
 
 def test_more_than_can_be_split_now_or_by_one_worker_of_several(monkeypatch):
-    for replicas, told in (-1, "a number of them, or 0, not -1"), (8, "ask for replicas=8 in a new process"):
+    for replicas, told in (-1, "replicas must be 0 or more, not -1"), (8, "ask for replicas=8 in a new process"):
         with pytest.raises(UserError, match=told):
             make_strategy(replicas)
     monkeypatch.setenv("TF_CONFIG", OF_TWO)

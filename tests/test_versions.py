@@ -36,7 +36,7 @@ def test_what_is_too_old_is_refused(package, version):
 @pytest.mark.parametrize(("package", "version"), [("keras", "4.0.0.dev2031010103"), ("tensorflow", "2.100.0-dev1")])
 def test_what_is_newer_than_checked_is_warned_of(package, version):
     newest = private.CHECKED_VERSIONS[package].split(", ")[-1]
-    told = f"is checked against {package} {newest}, not {version}: run `python -m keras_replicas doctor`, and trust it"
+    told = f"is checked against {package} {newest}, not {version}: verify it by `python -m keras_replicas doctor`"
     with pytest.warns(UserWarning, match=f"^keras_replicas {told}$"):
         private.check_version(package, version)
 

@@ -147,7 +147,7 @@ def test_a_clone_trains_as_plain_keras_s_does_and_weights_go_both_ways(make, tmp
 
 def test_a_model_that_was_loaded_outside_of_the_scope_says_so(tmp_path):
     again = from_file(compiled(functional, data_parallel), tmp_path)
-    with make_strategy(2).scope(), pytest.raises(ValueError, match="make or load it inside, then data_parallel"):
+    with make_strategy(2).scope(), pytest.raises(ValueError, match="make or load it in the scope"):
         data_parallel(again)
 
 
