@@ -36,7 +36,7 @@ class RunLog(StepLog):
 
     def __init__(self, folder: Path, data: Any):
         super().__init__(folder)
-        if not sys.stdout.isatty():  # `fit` then prints a line for each epoch, and no progress bar
+        if not (sys.stdout.isatty() or "ipykernel" in sys.modules):  # `fit` then prints a line for each epoch, no bar
             keras.config.disable_interactive_logging()
         self._not_seen = getattr(data, "not_seen", {})
         masks = [x["padding_mask"].numpy() for x, *_ in one_epoch(data).take(LOOKED_AT)]

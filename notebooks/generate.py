@@ -11,10 +11,12 @@ and a line that is a link alone, a cell too:
 A recipe's parts are its `docstring`, `environment` (all before `Config`), `Config`, `imports` (all before the first
 function), its functions by name, and in place of `train_and_evaluate` its blocks, which blank lines divide, by number;
 all of them must be there, in their order. What a recipe does where it is run as a program is left out, with `main`: a
-notebook makes its own `Config`.
+notebook makes its own `Config`. Of a second recipe in the same notebook, some parts may be left out; what is there is
+in its order, and differs from the first one's.
 
-A clone with a public remote puts its address in the notebooks: for their first cell, and, of GitHub, for a button that
-opens them in Colab. So whoever publishes the collection runs this once.
+A clone with a public remote puts its address in the notebooks: for their first cell, which installs the clone that they
+are in where there is none, and, of GitHub, for a button that opens them in Colab. So whoever publishes the collection
+runs this once.
 
 Without `--execute`, outputs are kept where the code is what it was, comments and docstrings aside, and removed
 where it is not.
@@ -40,17 +42,12 @@ FOLDER = ROOT / "notebooks"
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
 LINK = re.compile(r"\[(\w+(?: \d+)?)\]\((\S+\.py)\)")
 LINK_LINE = re.compile(r"^(\[\w+(?: \d+)?\]\(\S+\.py\))$", re.MULTILINE)
-ADDRESS = re.compile(r'^ADDRESS = "(.*)"', re.MULTILINE)
 INSTALL = """\
 import importlib.util
-import sys
-import warnings
 
-ADDRESS = ""  # of the recipes. Where they are not installed, as on Colab, this gets them; then restart the kernel
-if not importlib.util.find_spec("recipes"):
-    get_ipython().system(f"git clone -q {ADDRESS} keras-replicas")
-    get_ipython().system(f"{sys.executable} -m pip install -q -e './keras-replicas[recipes]' matplotlib")
-warnings.filterwarnings("ignore", message="IProgress not found")  # of a package that draws progress bars"""
+if not importlib.util.find_spec("recipes"):  # as on Colab; when it is done, restart the kernel
+    %pip install -q 'keras-replicas[recipes,notebooks]' -e {place}"""
+MAGIC = re.compile(r"%pip .* -e (?:git\+(.*)#egg=keras-replicas|\.\.)$", re.MULTILINE)  # the group: the address
 
 
 def narratives() -> dict[str, Path]:
@@ -108,7 +105,8 @@ def _divided(body: str) -> str:
         return body
     item, first = last.items[0], starts[-1].lineno - 1
     name = item.optional_vars.id
-    opened = f"{name} = {ast.get_source_segment(body, item.context_expr)}"
+    opened = f"{name} = None  # closes it, where this cell is run again\n{name} = "
+    opened += ast.get_source_segment(body, item.context_expr)
     middle = textwrap.dedent("\n".join(lines[item.optional_vars.end_lineno : first]))
     return "\n".join([*lines[: last.lineno - 1], opened, middle, f"with {name}:", *lines[first:]])
 
@@ -138,7 +136,8 @@ def generate(narrative: Path, address: str = "") -> nbformat.NotebookNode:
         address: of `public_address`.
 
     Raises:
-        ValueError: when it links to a part that a recipe does not have, or lacks one, or has them in another order.
+        ValueError: when it links to a part that a recipe does not have, or lacks one, or has them in another order; or
+            when it shows again what two recipes share.
     """
     cells, linked = [], {}
     for text, code in _blocks(narrative.read_text(encoding="utf-8")):
@@ -146,7 +145,8 @@ def generate(narrative: Path, address: str = "") -> nbformat.NotebookNode:
         if not link:
             cells.append(new_code_cell(text) if code else new_markdown_cell(text))
         elif link[2] == "generate.py":
-            cells.append(new_code_cell(ADDRESS.sub(f'ADDRESS = "{address}"', INSTALL)))
+            place = f"git+{address}#egg=keras-replicas" if address else ".."
+            cells.append(new_code_cell(INSTALL.format(place=place)))
         else:
             recipe = narrative.parent / link[2]
             parts = recipe_parts(recipe)
@@ -154,9 +154,13 @@ def generate(narrative: Path, address: str = "") -> nbformat.NotebookNode:
                 raise ValueError(f"{recipe.name} has no part {link[1]}; it has {', '.join(parts)}")
             linked.setdefault(recipe, []).append(link[1])
             cells.append((new_markdown_cell if link[1] == "docstring" else new_code_cell)(parts[link[1]]))
+    first: dict[str, str] = {}
     for recipe, names in linked.items():
-        if names != list(recipe_parts(recipe)):
-            raise ValueError(f"{narrative.name} must link to {', '.join(recipe_parts(recipe))}, in this order")
+        parts = recipe_parts(recipe)
+        wanted = [name for name in parts if not first or (name in names and parts[name] != first.get(name))]
+        if names != wanted:
+            raise ValueError(f"{narrative.name} must link to {', '.join(wanted)} of {recipe.name}, in this order")
+        first = first or parts
     if address.startswith("https://github.com/"):
         project = address.removeprefix("https://github.com/")
         colab = f"https://colab.research.google.com/github/{project}/blob/main/notebooks/{narrative.stem}.ipynb"
@@ -191,6 +195,7 @@ def execute(notebook: nbformat.NotebookNode, timeout: int = 900) -> None:
         options = {"timeout": timeout, "record_timing": False, "coalesce_streams": True}
         # These recipes, whichever are installed; no progress bar that appears on a slow machine alone.
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": "1"}
+        environment |= {"PYTHONWARNINGS": "ignore:IProgress not found"}  # where there are no ipywidgets
         NotebookClient(notebook, resources=resources, **options).execute(env=environment)
     notebook.metadata = nbformat.from_dict(metadata)  # without this Python's version
     for cell in _code_cells(notebook):
@@ -234,8 +239,8 @@ def _same(cell: nbformat.NotebookNode, other: nbformat.NotebookNode) -> bool:
 
 
 def _code_of(cell: nbformat.NotebookNode) -> str:
-    """What the cell computes: the code without the address, comments and docstrings."""
-    tree = ast.parse(ADDRESS.sub("", cell.source))
+    """What the cell computes: the code without what installs it, comments and docstrings."""
+    tree = ast.parse(MAGIC.sub("pass", cell.source))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
             del node.body[0]

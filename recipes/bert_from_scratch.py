@@ -131,7 +131,6 @@ def train_and_evaluate(config: Config) -> dict:
             model = build_model(config, tokenizer, schedule)
         if config.dry_run:
             return print_plan(model, train, schedule, total_steps, tokenizer)
-
         log = RunLog(run.folder, train)
         checkpoints = Checkpoints(
             run.folder / "checkpoints", every=config.checkpoint_every, max_steps=total_steps, exit_on_sigterm=True

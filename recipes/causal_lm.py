@@ -122,7 +122,6 @@ def train_and_evaluate(config: Config) -> dict:
             model = build_model(config, preprocessor, schedule)
         if config.dry_run:
             return print_plan(model, train, schedule, total_steps, tokenizer)
-
         log = RunLog(run.folder, train)
         checkpoints = Checkpoints(
             run.folder / "checkpoints",

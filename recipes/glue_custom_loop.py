@@ -128,7 +128,8 @@ def train_and_evaluate(config: Config) -> dict:
         checkpoints = kr.Checkpoints(run.folder / "checkpoints", every=config.checkpoint_every, **saved)
         first = checkpoints.restore()
         log.begin(first)
-        bar = tqdm(range(first, total_steps), "steps", total_steps, initial=first, disable=not sys.stdout.isatty())
+        quiet, steps = not keras.config.is_interactive_logging_enabled(), range(first, total_steps)
+        bar = tqdm(steps, "steps", total_steps, initial=first, disable=quiet, file=sys.stdout)
         with checkpoints:
             parts = iter(kr.distribute(strategy, train, first))  # (8) each replica's part of each batch
             for step in bar:
