@@ -17,6 +17,7 @@ NAMES = {
     "conformance": "each feature of Keras on 1, 2 and 4 replicas, against plain Keras on one device",
     "waits": "from Return to the first step, and from the last step to the prompt",
     "price": "what fit by the library costs, beside the one of Keras, for plain models",
+    "gpu": "for whoever has GPUs: all that we cannot measure, in ten minutes, as one file to send us",
     "goodput": "what a kill a minute costs two workers",
     "schedules": "random schedules of faults to runs on two workers, compared to the bit",
     "versions": "the library's own tests with other versions of Python, TensorFlow and Keras",

@@ -18,7 +18,7 @@ def reducer() -> Callable[..., dict[str, float]]:
 
     @tf.function(reduce_retracing=True)
     def reduce(count: tf.Tensor) -> tf.Tensor:
-        return strategy.run(lambda: add(tf.ones([count]))[0])
+        return strategy.experimental_local_results(strategy.run(lambda: add(tf.ones([count]))[0]))[0]
 
     def run(steps: int, count: int) -> dict[str, float]:
         reduce(tf.constant(count)).numpy()

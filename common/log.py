@@ -98,6 +98,7 @@ class RunLog(StepLog):
             "learning_rate": {"first": rates[0], "peak": max(rates), "last": rates[-1]},
             "train_loss": float(np.mean(losses)),
             "peak_memory_mb": peak_memory_mb(),
+            "peak_gpu_memory_mb": peak_gpu_memory_mb(),
             "versions": {"python": platform.python_version()} | versions,
             "hardware": hardware(),
         }
@@ -112,6 +113,12 @@ def peak_memory_mb() -> int:
     """Peak host memory of this process, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux, bytes on macOS
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10))
+
+
+def peak_gpu_memory_mb() -> list[int]:
+    """Peak memory of each GPU that is used, in MiB."""
+    gpus = [gpu.name for gpu in tf.config.list_logical_devices("GPU")]
+    return [tf.config.experimental.get_memory_info(gpu)["peak"] // 2**20 for gpu in gpus]
 
 
 def hardware() -> dict[str, Any]:
@@ -133,11 +140,12 @@ Told = tuple[list[tuple[str, str]], bool]
 def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told]) -> str:
     """The results of a run, as lines of text; those of `results.json` may have null for NaN and infinity."""
     results, rate = _numbers(results), _numbers(results["learning_rate"])
+    of_gpus = [f"{max(peaks):,} MiB of a GPU's" for peaks in [results.get("peak_gpu_memory_mb")] if peaks]
     batch = f"global batch {results['global_batch_size']}, on {results['replicas']} replica(s)"
     lines = [
         ("steps", f"{results['steps']}, {batch}"),
         ("time", f"{results['seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s"),
-        ("peak memory", f"{results['peak_memory_mb']:,} MiB of host memory"),
+        ("peak memory", ", ".join([f"{results['peak_memory_mb']:,} MiB of host memory", *of_gpus])),
         ("padding", f"{results['padding_fraction']:.2%}"),
         ("learning rate", f"first {rate['first']:.2e}, peak {rate['peak']:.2e}, last {rate['last']:.2e}"),
         ("training loss", f"{results['train_loss']:.3f}, mean over the last epoch"),

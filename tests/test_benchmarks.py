@@ -2,7 +2,11 @@
 
 import ast
 import json
+import subprocess
+import sys
 import tomllib
+
+import pytest
 
 from benchmarks import compare, keras_tests, versions
 from benchmarks import machine as machine_module
@@ -18,6 +22,14 @@ def test_a_commit_is_checked_out_and_gone_again():
     with machine_module.checkout("HEAD") as root:
         assert (root / "benchmarks/machine.py").is_file()
     assert not root.exists()
+
+
+@pytest.mark.slow
+def test_what_a_reader_with_gpus_is_asked_for_runs_on_cpus():
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--quick"]
+    found = json.loads(subprocess.run(command, cwd=machine_module.ROOT, capture_output=True, check=True).stdout)
+    assert [run["replicas"] for run in found["runs"]] == [1, 2] and found["all-reduce"]["seconds"] > 0
+    assert all(run["tokens_per_second"] > 0 and run["peak_memory_mb"] > 100 for run in found["runs"])
 
 
 def test_a_recipe_is_timed_on_the_batches_that_it_trains_on():

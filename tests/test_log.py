@@ -70,6 +70,7 @@ def test_the_file_and_tensorboard_have_each_steps_own_values(tmp_path):
     results = log.results(2)
     assert results["train_loss"] == pytest.approx(np.mean([line["loss"] for line in lines[3:]]))
     assert results["padding_fraction"] == pytest.approx(1 - TOKENS.sum() / (EXAMPLES * LENGTH))
+    assert results["peak_gpu_memory_mb"] == []  # the tests have none
     assert results["peak_memory_mb"] > 100 and results["hardware"]["cores"] and "tensorflow" in results["versions"]
 
 
@@ -112,6 +113,11 @@ def test_the_report_tells_what_the_model_did_not_see():
     """tests/test_pages.py has the other lines, as docs/recipes.md shows them."""
     told = "unknown tokens       1.23%\ntexts                12 of 600 texts are cut to 128 tokens\n"
     assert told in report(LANGUAGE_MODEL, told_of)
+
+
+def test_the_report_tells_the_memory_of_gpus():
+    told = report(RUN | {"peak_gpu_memory_mb": [1000, 1200]}, told_of)
+    assert "peak memory          1,188 MiB of host memory, 1,200 MiB of a GPU's\n" in told
 
 
 def test_the_report_of_a_classifier():

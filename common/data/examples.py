@@ -130,7 +130,7 @@ class TextBatches(Batches):
         """The examples of each of an epoch's steps, int64 [steps, batch size]; -1 where there is none."""
         steps, seed = len(self), self.seed if self.shuffle else None
         places = tf.range(steps * self.batch_size, dtype=tf.int64)
-        _, examples = locate(epoch * len(places) + places, self.size, self.batch_size, seed)
+        _, examples = locate(epoch * steps * self.batch_size + places, self.size, self.batch_size, seed)
         if not self.shuffle:
             return tf.reshape(examples, [steps, self.batch_size])
         group = places // (min(GROUP, max(1, steps // 4)) * self.batch_size)
