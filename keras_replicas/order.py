@@ -20,9 +20,7 @@ def steps_per_epoch(num_examples: int, global_batch_size: int) -> int:
 
 
 @tf.autograph.experimental.do_not_convert  # AutoGraph finds nothing to convert, and takes its time
-def locate(
-    positions: tf.Tensor, num_examples: int, global_batch_size: int, shuffle_seed: int | None
-) -> tuple[tf.Tensor, tf.Tensor]:
+def locate(positions: tf.Tensor, num_examples: int, global_batch_size: int, shuffle_seed: int | None) -> tuple:
     """The epoch and the example at each position of a run.
 
     Step k of a run, counted from 0, holds the positions [k * global_batch_size, (k + 1) * global_batch_size). The order
