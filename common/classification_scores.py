@@ -95,8 +95,8 @@ def write_predictions(folder: Path, texts: LabelledTexts, outputs: dict[str, np.
     folder.mkdir(exist_ok=True)
     for split, rows in outputs.items():
         limits, name = (texts.task.limits, texts.task.submission) if split == "test" else (NO_LIMITS, f"{split}.tsv")
-        told = [texts.classes[place] for place in rows.argmax(axis=1)] if texts.classes else rows[:, 0].clip(*limits)
-        lines = [f"{index}\t{value!s}\n" for index, value in zip(texts.splits[split].indices, told, strict=True)]
+        values = [texts.classes[best] for best in rows.argmax(axis=1)] if texts.classes else rows[:, 0].clip(*limits)
+        lines = [f"{index}\t{value!s}\n" for index, value in zip(texts.splits[split].indices, values, strict=True)]
         (folder / name).write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8")
 
 
@@ -120,7 +120,7 @@ def _metrics(texts: LabelledTexts, split: str, predictions: np.ndarray, prefix: 
 
 def _words(ids: list[list[int]]) -> list[tuple[int, int]]:
     shared = {*ids[0]} & {*ids[-1]} if len(ids) == 2 else ()
-    return [(place, token) for place, text in enumerate((*ids, shared)) for token in text]
+    return [(which, token) for which, text in enumerate((*ids, shared)) for token in text]
 
 
 def told_of(split: str, of: Scores) -> Told:

@@ -71,7 +71,7 @@ class RunOptions:
     dry_run: Annotated[bool, FIRST, FREE] = False
 
     def __post_init__(self):
-        with one_line(f"there is no --workdir {self.workdir}", errors=(OSError, RuntimeError)):  # type: ignore[attr-defined]
+        with one_line(f"cannot use --workdir {self.workdir}", errors=(OSError, RuntimeError)):  # type: ignore[attr-defined]
             workdir = Path(self.workdir).resolve()  # type: ignore[attr-defined]
         if "://" in self.workdir:  # type: ignore[attr-defined]
             raise UserError(f"--workdir {self.workdir} must be a folder of this machine")  # type: ignore[attr-defined]
@@ -81,11 +81,11 @@ class RunOptions:
                 if not least <= value <= most:  # NaN is not, either
                     raise UserError(f"{option(name)} must be from {least} to {most}; got {value}")
             if value == "" != getattr(type(self), name):  # it would be the current folder
-                raise UserError(f"{option(name)} is empty: name one, or leave it out")
+                raise UserError(f"{option(name)} is empty: give it a value, or leave it out")
             if INPUT in marks and os.path.exists(value) and Path(value).resolve().is_relative_to(workdir):
-                raise UserError(f"{option(name)} {value} lies in the run's folder, which --overwrite moves aside")
+                raise UserError(f"{option(name)} {value} lies in the run's folder: give another --workdir")
             if INPUT in marks and os.path.isdir(value) and workdir.is_relative_to(Path(value).resolve()):
-                raise UserError(f"the run's folder lies in {option(name)} {value}, which is read: give another")
+                raise UserError(f"the run's folder lies in {option(name)} {value}: give another --workdir")
 
     def fixed(self, recipe: str) -> dict[str, Any]:
         """What must be the same to resume the run: the recipe, options that are not `FREE`, and what is read."""
@@ -150,8 +150,8 @@ def parse(config_class: Any, recipe_doc: str, arguments: Sequence[str] | None = 
     if arguments is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in a script's background
         signal.signal(signal.SIGINT, _ask_to_stop)
     stderr, marks = io.StringIO(), marks_of(config_class)
-    own, fields = config_class.__annotations__, config_class.__dataclass_fields__
-    in_order = {name: fields[name] for name in sorted(fields, key=lambda n: (FIRST not in marks[n], n not in own))}
+    added, fields = config_class.__annotations__, config_class.__dataclass_fields__
+    in_order = {name: fields[name] for name in sorted(fields, key=lambda n: (FIRST not in marks[n], n not in added))}
     # The same class, with its fields in the order in which tyro is to show them; values are checked below.
     changed = {"__dataclass_fields__": in_order, "__post_init__": lambda self: None}
     shown: Any = type(config_class.__name__, (config_class,), {**vars(config_class), **changed})
@@ -209,9 +209,9 @@ def run(main: Callable[[Any], None], config: Any) -> None:
         lost = type(error).__name__ in LOST_WORKER or " restarted" in str(error)
         if "TF_CONFIG" not in os.environ or not lost:
             raise
-        told = [line for line in str(error).splitlines() if re.search("aborted by|task:|Barrier", line)]
+        causes = [line for line in str(error).splitlines() if re.search("aborted by|task:|Barrier", line)]
         sys.stdout.flush()
-        print(f"error: lost another worker. {' '.join(told)}", file=sys.stderr, flush=True)
+        print(f"error: lost another worker. {' '.join(causes)}", file=sys.stderr, flush=True)
         os._exit(1)  # a regular exit waits for the lost worker for some 20 seconds, and keeps the port and the lock
 
 

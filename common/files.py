@@ -39,7 +39,7 @@ def one_line(message: str, way_out: str = "", errors: tuple[type[Exception], ...
 
 
 def plain(text: object) -> str:
-    """Text for a terminal, which obeys control characters: all but tabs and line ends become U+FFFD."""
+    """Text for a terminal, which obeys control characters: these become U+FFFD, except tabs and line ends."""
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", str(text))
 
 
@@ -125,16 +125,16 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def checksums(name: str, place: str) -> dict[str, str]:
+def checksums(name: str, path: str) -> dict[str, str]:
     """The SHA-256 of files that an option names, and a preset's commit on the Hub; of rows, of the manifest alone."""
-    with one_line(f"cannot read {place}"):
-        root = Path(fetched(place) if name == "preset" else place)
+    with one_line(f"cannot read {path}"):
+        root = Path(fetched(path) if name == "preset" else path)
         files = [root / "manifest.json"] if os.path.isfile(root / "manifest.json") else [root, *sorted(root.rglob("*"))]
-        found = {f"commit of {name}": root.name} if place.startswith("hf://") and root.is_dir() else {}
+        found = {f"commit of {name}": root.name} if path.startswith("hf://") and root.is_dir() else {}
         for file in filter(os.path.isfile, files):
-            told = file.relative_to(root.parent if file == root else root)
-            if not any(part.startswith(".") for part in told.parts):
-                found[f"sha256 of {name}/{told}"] = sha256_of(file)
+            shown = file.relative_to(root.parent if file == root else root)
+            if not any(part.startswith(".") for part in shown.parts):
+                found[f"sha256 of {name}/{shown}"] = sha256_of(file)
     return found
 
 

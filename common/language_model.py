@@ -44,7 +44,7 @@ class Muon(keras.optimizers.Muon):
     learning rate, about AdamW's, so that one rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 
     Keras's own leaves kernels of more than two dimensions to AdamW, those of KerasHub's attention among them. Here each
-    head is a matrix of its own; see `matrix_axes`. Under a strategy, it needs `data_parallel` or `apply_summed`.
+    head is a matrix of its own, by `matrix_axes`. Under a strategy, it needs `data_parallel` or `apply_summed`.
     """
 
     def _should_use_adamw(self, variable):
@@ -53,7 +53,7 @@ class Muon(keras.optimizers.Muon):
         return super()._should_use_adamw(SimpleNamespace(path=variable.path, shape=variable.shape[:2]))
 
     def _distributed_tf_update_step(self, distribution, grads_and_vars, learning_rate):
-        """As Keras's, but with all matrices of one shape in one stack."""
+        """Updates all matrices of one shape together, in one stack; Keras updates them one by one."""
         rest: list[tuple] = []
         stacks: dict[tuple[int, ...], list[tuple]] = {}
         for gradient, variable in grads_and_vars:
@@ -68,13 +68,13 @@ class Muon(keras.optimizers.Muon):
             shape = matrices.shape[-2:]
             stacks.setdefault(tuple(shape), []).append((variable, tf.reshape(matrices, [-1, *shape])))
         super()._distributed_tf_update_step(distribution, rest, learning_rate)
-        for shape, parts in stacks.items():
-            stack, at_once = tf.concat([part for _, part in parts], axis=0), max(1, STACK // math.prod(shape))
+        for shape, pairs in stacks.items():
+            stack, at_once = tf.concat([matrices for _, matrices in pairs], axis=0), max(1, STACK // math.prod(shape))
             pieces = [stack[start : start + at_once] for start in range(0, stack.shape[0], at_once)]
             update = tf.concat([self.zeropower_via_newtonschulz5(piece, self.ns_steps) for piece in pieces], axis=0)
             update *= learning_rate * self.rms_rate * math.sqrt(max(shape))
-            updates = tf.split(update, [part.shape[0] for _, part in parts])
-            for (variable, _), update in zip(parts, updates, strict=True):
+            updates = tf.split(update, [matrices.shape[0] for _, matrices in pairs])
+            for (variable, _), update in zip(pairs, updates, strict=True):
                 axes = matrix_axes(variable.shape)
                 update = tf.reshape(update, [variable.shape[axis] for axis in axes])
                 self.assign_sub(variable, tf.transpose(update, np.argsort(axes)))
@@ -107,13 +107,13 @@ def language_model_scores(
     own word as context, and word pieces count the letters of normalised text.
     """
     targets = np.concatenate([np.asarray(y)[np.asarray(weight) > 0] for _, y, weight in one_epoch(batches)])
-    pieces = [tokenizer.id_to_token(number) for number in range(tokenizer.vocabulary_size())]
+    pieces = [tokenizer.id_to_token(index) for index in range(tokenizer.vocabulary_size())]
     if isinstance(tokenizer, keras_hub.models.BertTokenizer):
         characters = np.array([len(piece.removeprefix("##")) for piece in pieces])
     else:
         characters = np.array([sum(letter not in NOT_COUNTED for letter in piece) for piece in pieces])
     characters[tokenizer.special_token_ids] = 0  # they are no text
-    own = {
+    entries = {
         "loss": scores["loss"],
         "accuracy": scores["accuracy"],
         "perplexity": math.exp(min(scores["loss"], 700)),
@@ -121,7 +121,7 @@ def language_model_scores(
         "unigram_loss": unigram_loss(train.rows.counts(len(pieces)), targets),
     }
     prefix = "val" if split == "validation" else split
-    return {f"{prefix}_{name}": float(value) for name, value in own.items()}
+    return {f"{prefix}_{name}": float(value) for name, value in entries.items()}
 
 
 def unigram_loss(counts: np.ndarray, targets: np.ndarray) -> float:

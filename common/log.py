@@ -22,9 +22,9 @@ from keras_replicas import StepLog, is_chief, num_workers
 from .files import plain
 from .run_folder import PACKAGES
 
-LOOKED_AT = 100  # batches, of which tokens and padding are counted
+LOOKED_AT = 100  # batches whose tokens and padding are counted
 BAR = 40  # columns of the highest learning rate
-TRAINED = 3  # steps, of which memory is measured
+TRAINED = 3  # steps whose memory is measured
 
 
 class RunLog(StepLog):
@@ -44,7 +44,7 @@ class RunLog(StepLog):
         self._padding = 1 - self._tokens_in_a_step / float(np.mean([mask.size for mask in masks]))
         self._steps_in_an_epoch, self._first_step = len(data), 0
         self._lines: list[dict[str, Any]] = []
-        self._seconds, self._timed_steps, self._is_compiled = 0.0, 0, False
+        self._seconds, self._timed_steps, self._has_compiled = 0.0, 0, False
         path = str(folder / "tensorboard")
         self.board = tf.summary.create_file_writer(path) if is_chief() else tf.summary.create_noop_writer()
 
@@ -58,12 +58,12 @@ class RunLog(StepLog):
         self._began = time.perf_counter()
 
     def write(self, values: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-        """Writes the lines of the steps of one call, and returns them; see `StepLog`."""
+        """Writes the lines of the steps of one call, also to TensorBoard, and returns them."""
         lines = super().write(values)
-        if self._is_compiled:
+        if self._has_compiled:
             self._seconds += time.perf_counter() - self._began
             self._timed_steps += len(lines)
-        self._is_compiled = True
+        self._has_compiled = True
         self._lines += lines
         with self.board.as_default():
             for line in lines:
@@ -156,8 +156,8 @@ def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told]) -> s
         lines.append(("texts", results["cut_texts"]))
     for prefix, split in (("val_", "validation"), ("test_", "test")):
         if scores := {key.removeprefix(prefix): results[key] for key in results if key.startswith(prefix)}:
-            told, learned = told_of(split, scores)
-            lines += told
+            of_split, learned = told_of(split, scores)
+            lines += of_split
             if split == "validation" and not learned:
                 longer, slower = "show it longer sequences", "try a third of the learning rate, or more epochs"
                 advice = longer if "cut_texts" in results else slower

@@ -25,7 +25,7 @@ PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy")  # their 
 
 
 class Run:
-    """An open run; see `open_run`. At the end of its `with`, others may open it.
+    """A run that `open_run` has opened. At the end of its `with`, another process may open it.
 
     It keeps its files in `folder`; `results` is the content of `results.json`, None while the run is not complete.
     """
@@ -87,7 +87,7 @@ def open_run(folder: str | None, options: dict[str, Any], *, overwrite: bool = F
     place = Path(folder).resolve()
     run = chief_alone(lambda: _open(place, options, overwrite))
     saved = read_json(place / "config.json") or {}
-    agree({"opened": saved.get("opened")}, f"does not see the chief's folder {place}; use a shared file system")
+    agree({"opened": saved.get("opened")}, f"does not see the chief's folder {place}: use a shared file system")
     run = run or Run(place, saved)
     if run.results and is_chief():
         print(f"The run in {folder} is complete; overwrite it to start afresh.", flush=True)

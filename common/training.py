@@ -54,7 +54,7 @@ class WarmUpPolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class CrossEntropy(keras.losses.Loss):
-    """As `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with fewer passes over the logits."""
+    """`keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with fewer passes over the logits."""
 
     adds_up = True  # for `data_parallel`
 
@@ -75,8 +75,8 @@ def _cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         is_label = tf.range(tf.shape(logits)[-1]) == labels[..., None]
         return exponentials * (of_losses / total) - tf.where(is_label, of_losses, 0.0), None
 
-    own = tf.gather(logits, labels[..., None], batch_dims=labels.shape.rank)
-    return tf.squeeze(highest + tf.math.log(total) - own, axis=-1), gradient
+    of_label = tf.gather(logits, labels[..., None], batch_dims=labels.shape.rank)
+    return tf.squeeze(highest + tf.math.log(total) - of_label, axis=-1), gradient
 
 
 def adamw(schedule, weight_decay: float = 0.01) -> keras.optimizers.Optimizer:
@@ -90,10 +90,10 @@ def adamw(schedule, weight_decay: float = 0.01) -> keras.optimizers.Optimizer:
 
 
 class AdamW(keras.optimizers.AdamW):
-    """As Keras's, with one TensorFlow operation per variable, where Keras's has some ten, each over all its memory."""
+    """Keras's AdamW, in one TensorFlow operation per variable; Keras needs some ten, each over all its memory."""
 
     def update_step(self, gradient, variable, learning_rate):
-        """See Keras."""
+        """Updates one variable, and the means of its gradients and their squares."""
         index = self._get_variable_index(variable)
         moments = self._momentums[index], self._velocities[index]
         adam_step(self, gradient, variable, learning_rate, *moments, self.beta_1, self.beta_2)

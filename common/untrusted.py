@@ -26,10 +26,10 @@ SIZES |= dict.fromkeys(("num_layers", "num_hidden_layers", "n_layer", "n_layers"
 SIZES |= dict.fromkeys(("intermediate_dim", "intermediate_size"), "inner")
 
 
-def check_preset(preset: str | Path, own: bool = False) -> None:
+def check_preset(preset: str | Path, keras_form: bool = False) -> None:
     """Raises a UserError unless a folder is a preset, in KerasHub's form or Hugging Face's, and holds only what it may.
 
-    With `own`, it must be in KerasHub's, whatever it says of itself.
+    With `keras_form`, it must be in KerasHub's, whatever it says of itself.
 
     The folder may be a link. Those in it must lead to its own files or, in the cache of the Hub, to the blobs beside.
     """
@@ -47,16 +47,16 @@ def check_preset(preset: str | Path, own: bool = False) -> None:
                     raise ValueError(f"{path.name} is a pointer of Git LFS, not the file: run `git lfs pull` there")
         weights = sum(path.stat().st_size for path in files if WEIGHTS.fullmatch(path.name))
         heads = [_read_json(root / name) for name in ("config.json", "tokenizer.json") if root / name in files]
-        own = own or any("registered_name" in head for head in heads)  # KerasHub's form; beside rows, a tokenizer alone
+        keras_form = keras_form or any("registered_name" in head for head in heads)  # beside rows, a tokenizer alone
         for path in files:
             name, ending = path.relative_to(root).as_posix(), path.suffix.lower()
-            if own and ending not in INERT:
-                raise ValueError(f"{name} is no part of a preset: remove it")
+            if keras_form and ending not in INERT:
+                raise ValueError(f"{name} does not belong to a preset: remove it")
             if WEIGHTS.fullmatch(name) and ending == ".h5":
                 _check_hdf5(path)
             elif name == path.name and ending == ".json":
-                _check_json(name, _read_json(path), own, weights)
-            elif not WEIGHTS.fullmatch(name) and (own or name == path.name and ending in (".txt", ".model")):
+                _check_json(name, _read_json(path), keras_form, weights)
+            elif not WEIGHTS.fullmatch(name) and (keras_form or name == path.name and ending in (".txt", ".model")):
                 _check_bytes(path)
     except (*MALFORMED, RuntimeError) as error:  # h5py's, too
         raise UserError(f"the preset {folder} is refused: {str(error).splitlines()[0]}") from error
@@ -70,14 +70,14 @@ def check_run(folder: Path) -> None:
     checkpoints = folder / "checkpoints"
     for path in checkpoints.glob("*"):
         if not CHECKPOINTS.fullmatch(path.name):
-            raise UserError(f"{path} is no checkpoint: remove it")
+            raise UserError(f"{path} is not a checkpoint: remove it")
     for path in [*_files(folder, spared=checkpoints), *_files(checkpoints)]:
         if path.parent == folder and path.suffix in (".json", ".jsonl"):
             _check_bytes(path)
 
 
 def _files(folder: Path, homes: Sequence[Path] = (), spared: Path | None = None) -> Iterator[Path]:
-    """The files of a folder, but for hidden folders. Raises a UserError for a pipe, or a link to elsewhere."""
+    """The files of a folder, without hidden folders. Raises a UserError for a pipe, or a link to elsewhere."""
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(place, name) for name in [*folders, *names]):
@@ -87,7 +87,7 @@ def _files(folder: Path, homes: Sequence[Path] = (), spared: Path | None = None)
             if path.is_file():
                 yield path
             elif not path.is_dir():
-                raise UserError(f"{name} in {folder} is no file")
+                raise UserError(f"{name} in {folder} is neither a file nor a folder: remove it")
 
 
 def _check_bytes(path: Path) -> None:
@@ -101,24 +101,24 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _check_json(file: str, content: Any, own: bool, weights: int) -> None:
+def _check_json(file: str, content: Any, keras_form: bool, weights: int) -> None:
     """What Keras makes of it must be of KerasHub, and no larger than its weights; those that it names lie beside it."""
-    parts = [content]
-    for part in parts:  # which grows
-        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    for part in (each for each in parts if isinstance(each, dict)):
+    values = [content]
+    for value in values:  # a list that grows
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in (value for value in values if isinstance(value, dict)):
         module, name, registered = (part.get(key) for key in ("module", "class_name", "registered_name"))
         package = str(module).split(".")[0]
         of_hub = package in ("keras_hub", "keras_nlp") and registered == f"{package}>{name}"
         policy = module == "keras" and not registered and re.fullmatch(r"\w*DTypePolicy(Map)?", str(name))
-        if own and "class_name" in part and not (of_hub or policy):
+        if keras_form and "class_name" in part and not (of_hub or policy):
             raise ValueError(f"{file} names {module}.{name}, which is no class of KerasHub's models of text")
-        if own and ("/" in str(part.get("name")) or any(isinstance(part.get(key), str) for key in ASSETS)):
-            raise ValueError(f"{file} has a path in place of a name, or of a vocabulary among the assets")
+        if keras_form and ("/" in str(part.get("name")) or any(isinstance(part.get(key), str) for key in ASSETS)):
+            raise ValueError(f"{file} has a path where a name or a vocabulary belongs")
         sizes = {SIZES.get(key, key): value for key, value in part.items() if isinstance(value, int)}
         width, layers, inner = (sizes.get(name, 0) for name in ("width", "layers", "inner"))
         most = width * max([layers * (4 * width + 2 * inner), *sizes.values()])  # roughly its weights
-        if (own or file in ("config.json", "task.json")) and most > 8 * weights + 2**23:
+        if (keras_form or file in ("config.json", "task.json")) and most > 8 * weights + 2**23:
             raise ValueError(f"{file} is of a model much larger than its weights of {weights:,} bytes")
     shards = content["weight_map"] if file in ("model.weights.json", "model.safetensors.index.json") else {}
     for names in shards.values():
@@ -136,7 +136,7 @@ def _check_hdf5(path: Path) -> None:
         room = path.stat().st_size
         for name, item in ((name, file[name] if isinstance(link, h5py.HardLink) else link) for name, link in links):
             if not isinstance(item, h5py.Group):
-                is_own = isinstance(item, h5py.Dataset) and not (item.external or item.is_virtual or item.chunks)
-                room -= math.prod(item.shape or ()) * item.dtype.itemsize if is_own else 0
-                if not is_own or item.dtype.kind not in "biufV" or room < 0:
+                is_inside = isinstance(item, h5py.Dataset) and not (item.external or item.is_virtual or item.chunks)
+                room -= math.prod(item.shape or ()) * item.dtype.itemsize if is_inside else 0
+                if not is_inside or item.dtype.kind not in "biufV" or room < 0:
                     raise ValueError(f"{path.name} has {name}, which is no array of numbers in this file")

@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m notebooks.tutobook", description=__doc__.splitlines()[0])
     parser.add_argument("--execute", action="store_true", help="run them, and keep what they show")
     arguments = parser.parse_args()
-    for guide in sorted(GUIDES.glob("*.py")):
+    for guide in sorted(path for path in GUIDES.glob("*.py") if FENCE.match(path.read_text(encoding="utf-8"))):
         notebook, path = notebook_of(guide), guide.with_suffix(".ipynb")
         if arguments.execute:
             generate.execute(notebook)

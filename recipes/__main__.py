@@ -74,9 +74,9 @@ def main() -> None:
     add_options(commands.add_parser("launch", help="run a recipe on several workers"), "NAME")
     add = commands.add_parser("cp", help="copy a recipe and the helpers it uses").add_argument
     add("name", metavar="NAME", help="the recipe")
-    add("destination", metavar="DEST", help="folder, created if missing")
+    add("destination", metavar="DEST", help="folder to copy to; created if missing")
     add("--vendor", action="store_true", help="copy the library too, instead of depending on it")
-    add("--as", default="common", metavar="NAME", dest="helpers", help="of the folder of the helpers (common)")
+    add("--as", default="common", metavar="NAME", dest="helpers", help="name of the helpers' folder (common)")
     add_doctor_options(commands.add_parser("doctor", help="verify on this machine that training is exact"))
     add = commands.add_parser("fill-mask", help="fill [MASK] in sentences with a trained model").add_argument
     add("sentences", nargs="+", metavar="SENTENCE")
@@ -84,18 +84,18 @@ def main() -> None:
     add = commands.add_parser("classify", help="label texts with a trained classifier").add_argument
     add("texts", nargs="*", metavar="TEXT", help="one, or the two of a pair")
     add("--preset", metavar="DIR", help="by default the last one made in runs/")
-    add("--data", default="", metavar="FILE", help="examples instead, in a .tsv, .csv or .jsonl file")
-    add("--text-columns", default="", metavar="A,B", help="its columns of texts: one, or two")
-    add("--output", default="", metavar="FILE", help="where the table of labels and probabilities goes")
+    add("--data", default="", metavar="FILE", help="file of examples, .tsv, .csv or .jsonl, in place of texts")
+    add("--text-columns", default="", metavar="A,B", help="names of the file's columns of texts: one, or two")
+    add("--output", default="", metavar="FILE", help="file for the table of labels and probabilities")
     add = commands.add_parser("generate", help="continue texts with a trained causal language model").add_argument
     add("prompts", nargs="+", metavar="PROMPT")
     add("--preset", help="KerasHub name or folder; by default the last one made in runs/")
     add("--sampler", default="top-k", metavar="NAME", help="greedy, top-k (the default), top-p or random")
     add("--top-k", type=int, default=10, metavar="K", help="draw among the K likeliest tokens")
-    add("--top-p", type=float, default=0.9, metavar="P", help="among the fewest of probability P together")
-    add("--temperature", type=float, default=1.0, metavar="T", help="below 1: what is likely is likelier")
-    add("--seed", type=int, default=0, metavar="N", help="of the draws; the same seed, the same text")
-    add("--tokens", type=int, default=40, metavar="N", help="at most so many are added")
+    add("--top-p", type=float, default=0.9, metavar="P", help="draw among the fewest tokens of probability P together")
+    add("--temperature", type=float, default=1.0, metavar="T", help="below 1, likely tokens become likelier")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the draws: the same seed gives the same text")
+    add("--tokens", type=int, default=40, metavar="N", help="tokens to add, at most")
     add = commands.add_parser("export", help="export a model to Hugging Face transformers").add_argument
     add("preset", help="KerasHub name or folder, such as runs/bert_mlm/preset")
     add("destination", type=Path, help="folder, which must be empty or not exist")

@@ -47,9 +47,9 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
         labels = load_json(preset, "labels.json")
         classes, number = [plain(name) for name in labels["classes"]], labels["texts"]
         get_file(preset, "task.weights.h5")  # without it, the head would be random
-    columns = column_names(text_columns) if data else tuple(f"text {place}" for place, _ in enumerate(texts, start=1))
+    columns = column_names(text_columns) if data else tuple(f"text {i}" for i, _ in enumerate(texts, start=1))
     if len(columns) != number:
-        raise UserError(f"the classifier {preset} takes {number} text(s) of an example, not {len(columns)}")
+        raise UserError(f"the classifier {preset} takes {number} text(s) for an example, not {len(columns)}")
     rows = read_rows(Path(data), all_rows=True) if data else [("the example", dict(zip(columns, texts, strict=True)))]
     with contextlib.redirect_stdout(sys.stderr):  # what is told of rows and texts: the table alone is standard output
         examples = to_examples(rows, columns)
@@ -58,7 +58,7 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
         model = data_parallel(from_preset(keras_hub.models.TextClassifier, preset, dtype="float32", compile=False))
         encoded = EncodedTexts(LabelledTexts(classes, {"texts": examples}), model.preprocessor)
     if len(classes or [0]) != model.num_classes:
-        raise UserError(f"the labels of {preset} are not those of its {model.num_classes} outputs")
+        raise UserError(f"labels.json of {preset} is not that of its model, which has {model.num_classes} outputs")
     outputs = model.predict(encoded.batches("texts", BATCH_SIZE), verbose=0)
     if not output:
         write(sys.stdout, classes, outputs)

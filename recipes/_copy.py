@@ -46,7 +46,7 @@ def copy_recipe(name: str, folder: str, vendor: bool = False, helpers: str = "co
 
 
 def contents(name: str, vendor: bool, helpers: str) -> dict[str, bytes]:
-    """What a copy holds, by path with / between its parts; see `copy_recipe`."""
+    """What a copy holds, by path with / between its parts; arguments as for `copy_recipe`."""
     page, needs = recipe_path(name), requirements(vendor)
     files = {f"{name}.py": as_script(page, helpers, needs), "requirements.txt": "\n".join([*needs, ""]).encode()}
     test = (ROOT / "recipes/_copied_test.py").read_bytes()

@@ -27,5 +27,5 @@ def bert():
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """See `keras_replicas.doctor.doctor`."""
+    """Runs the library's doctor, with KerasHub's model too; returns the exit status."""
     return library.doctor(options, bert, **{"keras-hub": "0.32"})

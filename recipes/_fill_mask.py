@@ -33,7 +33,7 @@ def fill_mask(
     if not positions:
         raise UserError(f"no {tokenizer.mask_token} in {sentence!r}; put one in place of a word to predict")
     if len(ids) > model.backbone.max_sequence_length:
-        raise UserError(f"the sentence has {len(ids)} tokens; the model takes {model.backbone.max_sequence_length}")
+        raise UserError(f"the sentence has {len(ids)} tokens: shorten it to {model.backbone.max_sequence_length}")
     row = np.array([ids], np.int32)
     inputs = {"token_ids": row, "segment_ids": 0 * row, "padding_mask": 0 * row + 1, "mask_positions": [positions]}
     logits = model({name: np.array(inputs[name]) for name in model.input}, training=False)[0]

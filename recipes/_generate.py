@@ -20,7 +20,7 @@ def generate(
     Args:
         preset: KerasHub name, or a folder that a recipe has saved.
         prompts: texts.
-        sampler, k, p, temperature, seed: see `make_sampler`.
+        sampler, k, p, temperature, seed: of `make_sampler`.
         tokens: the most tokens to add.
 
     Raises:
@@ -29,7 +29,7 @@ def generate(
     if tokens < 1:
         raise UserError(f"the number of tokens to add must be at least 1; got {tokens}")
     if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
-        raise UserError("a prompt is not text that UTF-8 can encode")
+        raise UserError("a prompt has characters that UTF-8 cannot encode: remove them")
     draw = make_sampler(sampler, k, p, temperature, seed)
     tf.get_logger().setLevel("ERROR")  # else it warns that each length of a prompt is traced
     for text in continuations(causal_lm_for_generation(preset), prompts, draw, tokens):
@@ -48,9 +48,9 @@ def make_sampler(
     if not 1e-6 <= temperature < math.inf:  # in float32, logits cannot be divided by less
         raise UserError(f"the temperature must be at least 1e-6, and finite; got {temperature:g}")
     if k < 1 or not 0 < p <= 1 or not 0 <= seed < 2**31:
-        raise UserError(f"k is 1 or more, p above 0 and at most 1, a seed 0 to 2^31 - 1; got {k}, {p:g} and {seed}")
+        raise UserError(f"k must be 1 or more, p in (0, 1], the seed below 2^31; got k={k}, p={p:g}, seed={seed}")
     drawn = {"seed": seed, "temperature": temperature}
-    own = {"greedy": {}, "top-k": {"k": k, **drawn}, "top-p": {"p": p, **drawn}, "random": drawn}
-    if name not in own:
-        raise UserError(f"the sampler must be {', '.join(own)}; got {name}")
-    return keras_hub.samplers.get({"class_name": name.replace("-", "_"), "config": own[name]})
+    settings = {"greedy": {}, "top-k": {"k": k, **drawn}, "top-p": {"p": p, **drawn}, "random": drawn}
+    if name not in settings:
+        raise UserError(f"the sampler must be {', '.join(settings)}; got {name}")
+    return keras_hub.samplers.get({"class_name": name.replace("-", "_"), "config": settings[name]})

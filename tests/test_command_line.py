@@ -57,7 +57,7 @@ def test_a_wrong_word_is_one_line_and_status_2(words, told, capfd):
         ("seed", 2**32, "--seed must be from 0 to 4294967295; got 4294967296"),
         ("learning_rate", math.nan, "--learning-rate must be from 1e-30 to 1000000000.0; got nan"),
         ("warmup", 1.0, "--warmup must be from 0 to 0.9999999999999999; got 1.0"),
-        ("corpus", "", "--corpus is empty: name one, or leave it out"),
+        ("corpus", "", "--corpus is empty: give it a value, or leave it out"),
         ("workdir", "gs://bucket/run", "--workdir gs://bucket/run must be a folder of this machine"),
         ("accumulate", 3, "--accumulate 3 must divide --batch-size 16"),
         ("vocabulary", "v.txt", "the preset p brings its vocabulary: leave out --vocabulary"),
@@ -87,9 +87,9 @@ def test_an_input_must_not_lie_in_the_runs_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     inside = ("run", "run/deeper/a.txt"), ("link", "run/deeper"), (str(tmp_path / "run"), "link"), (".", "run")
     for workdir, corpus in inside:
-        with pytest.raises(UserError, match=f"--corpus {corpus} lies in the run's folder, which --overwrite moves"):
+        with pytest.raises(UserError, match=f"--corpus {corpus} lies in the run's folder: give another --workdir"):
             Config(workdir=workdir, corpus=corpus)
-    with pytest.raises(UserError, match="the run's folder lies in --corpus run, which is read: give another"):
+    with pytest.raises(UserError, match="the run's folder lies in --corpus run: give another --workdir"):
         Config(workdir="run/deeper/new", corpus="run")
     for workdir, corpus in (("other", "run"), ("run", "gs://run/deeper"), ("run", "x" * 300)):
         Config(workdir=workdir, corpus=corpus)

@@ -98,7 +98,7 @@ def test_tables_are_read_by_their_column_of_text(name, tmp_path, capsys):
     size = (tmp_path / name).stat().st_size
     told = f"corpus: 1 file(s) of {size:,} bytes ({name}); not read: 1 file(s) of 13 bytes (README.txt)\n"
     assert told in capsys.readouterr().out
-    with pytest.raises(UserError, match="no column 'text' of strings, but 'a', 'b': rename one"):
+    with pytest.raises(UserError, match="no column 'text' of strings, only 'a', 'b': rename one"):
         datasets.Dataset.from_dict({"a": texts, "b": texts}).to_json(tmp_path / "b.jsonl")
         documents_of(tmp_path / "b.jsonl")
     (tmp_path / "c.csv").write_text("text\nfirst, second\nthird, fourth\n")
@@ -117,7 +117,7 @@ def test_a_row_without_text_is_a_blank_one_and_a_number_no_text(tmp_path):
 @pytest.mark.parametrize("name", ["a.html", "a.zip", "a.txt.gz", "a.PDF"])
 def test_what_is_neither_text_nor_table_is_refused(name, tmp_path):
     (tmp_path / name).write_text("text")
-    with pytest.raises(UserError, match=f"{name} is no plain text, nor a table: give its text"):
+    with pytest.raises(UserError, match=f"{name} is neither plain text nor a table: give its text as .txt"):
         open_corpus(str(tmp_path / name))
     with pytest.raises(
         UserError,
@@ -198,7 +198,7 @@ def test_a_data_set_of_the_hub_is_streamed(tmp_path):
     (folder / "train.jsonl").write_text("\n".join(json.dumps({"words": "no text", "others": "no"}) for _ in range(9)))
     other = open_corpus(f"hf://{folder}")
     assert other.fingerprint != corpus.fingerprint
-    with pytest.raises(UserError, match="it has no column 'text' of strings, but 'words', 'others'"):
+    with pytest.raises(UserError, match="it has no column 'text' of strings, only 'words', 'others'"):
         list(other.splits["train"]())
 
 

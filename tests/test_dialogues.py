@@ -106,11 +106,13 @@ def test_a_long_dialogue_is_cut_and_without_a_label_left_out(tokenizer, capsys):
     start = next(encode(["1 + 1 = "], tokenizer))
     rows = answer_rows({"train": [long, PROMPT], "validation": [PROMPT]}, tokenizer, len(start) + 2)
     told, cut, *_ = capsys.readouterr().out.splitlines()
-    assert told == "train: 1 of 2 prompts leave no room for an answer, and are left out"
+    assert told == "train: 1 of 2 prompts leave no room for an answer, and are dropped"
     assert cut.startswith("train: 1 of 1 texts are cut to 8 tokens (median 9, ")
     ids, is_label = row_of(rows["train"])
     assert text_of(tokenizer, ids[is_label]) == "2" and len(rows["train"]) == 1
-    with pytest.raises(UserError, match="train: no prompt leaves room for an answer in 19 tokens: take longer rows"):
+    with pytest.raises(
+        UserError, match="train: no prompt leaves room for an answer in 19 tokens: take longer sequences"
+    ):
         answer_rows({"train": [long], "validation": [PROMPT]}, tokenizer, 20)
 
 
@@ -134,7 +136,7 @@ def test_files_are_read_and_held_out(tmp_path, monkeypatch):
     ("line", "answer"),
     [
         ('{"prompt": "a"}', "must have a prompt and a response, or messages with a role (system, user, assistant) and"),
-        ('{"prompt": "a", "response": 5}', 'all texts, and an answer; it has {"prompt": "a", "response": 5}'),
+        ('{"prompt": "a", "response": 5}', 'texts, one of them an answer; it has {"prompt": "a", "response": 5}'),
         ('{"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}', "must have"),
         (f'{{"messages": [{{"role": "{"robot " * 99}", "content": "a"}}]}}', "robot robot ..."),
         ('{"messages": [{"role": "user", "content": "a"}]}', "must have"),

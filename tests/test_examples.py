@@ -104,7 +104,7 @@ def test_a_gap_in_the_mask_is_a_part_of_the_text():
 @pytest.mark.parametrize(("columns", "least"), [(1, 3), (2, 5)])
 def test_a_length_without_room_for_a_token_of_each_text_is_refused(columns, least):
     texts = [("cat dog",) * columns]
-    with pytest.raises(ValueError, match=f"less than {least} tokens"):
+    with pytest.raises(ValueError, match=f"needs {least} tokens or more"):
         encoded(texts, least - 1)
     assert encoded(texts, least).inputs["train"]["padding_mask"].sum() == least
 

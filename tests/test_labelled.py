@@ -152,7 +152,7 @@ FOLDERS = [
     ({"train.tsv": None}, "has no train.tsv"),
     ({"dev.tsv": None}, "has no dev.tsv or validation.tsv"),
     ({"validation.tsv": ""}, "has both dev.tsv and validation.tsv; keep only one"),
-    ({"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "two columns of one name: 'sentence', 'label', 'label'"),
+    ({"dev.tsv": "sentence\tlabel\tlabel\nA\t1\t1\n"}, "two columns have the same name: 'sentence', 'label', 'label'"),
     ({"dev.tsv": "sentence\tlabel\nA\t1\nB\t2\n"}, 'dev.tsv, line 3: the label must be one of 0, 1; got "2"'),
     ({"dev.tsv": b"sentence\tlabel\nA\t1\ncaf\xe9 \t1\n"}, "dev.tsv, line 3: 'utf-8' codec can't decode"),
     ({"train.tsv": "sentence\tlabel\nA\t1\nB\t1\n"}, "all labels of the split train are the same"),
@@ -234,7 +234,7 @@ def test_a_thousandth_of_the_rows_may_be_malformed_and_is_counted(tmp_path, caps
     lines = [f"{n}\t1\n" for n in range(1000)]
     (tmp_path / "a.tsv").write_text("".join(["text\tlabel\n", *lines[:400], "only\n", *lines[400:]]))
     assert len([*read_rows(tmp_path / "a.tsv")]) == 1000
-    told = f"1 of 1001 rows are malformed and left out. {tmp_path}/a.tsv, line 402: 1 fields, divided by '\\t', for 2 "
+    told = f"1 of 1001 rows are malformed, and dropped. {tmp_path}/a.tsv, line 402: 1 fields, divided by '\\t', for 2 "
     assert capsys.readouterr().out.startswith(told)
     with pytest.raises(ValueError, match="a.tsv, line 402: 1 fields"):  # where predictions have a row's number
         [*read_rows(tmp_path / "a.tsv", all_rows=True)]
@@ -247,8 +247,8 @@ def test_classes_are_told_with_their_counts_and_what_is_doubtful(tmp_path, capsy
     open_examples("own", str(tmp_path), "text", "label")
     assert capsys.readouterr().out == (
         "classes: ' positive' 1, '-' 1, 'NaN' 1, 'positive' 3\n"
-        "'-', 'NaN': if that stands for no label, take these examples out\n"
-        "' positive', 'positive' differ in spaces or capital letters alone: are they one class?\n"
+        "'-', 'NaN': if that stands for no label, remove these examples\n"
+        "' positive', 'positive' differ in spaces or capitals alone: are they one class?\n"
         "validation has 6 examples: too few to tell a better model from a worse one\n"
     )
     write(tmp_path, {"all.csv": "text,label\n" + "".join(f"A,{n}\n" for n in range(60)) + "A,x\n" * 3})
@@ -263,7 +263,7 @@ def test_classes_are_told_with_their_counts_and_what_is_doubtful(tmp_path, capsy
         (("own", "f.csv", "a,a", "label"), "must be one name, or two with a comma between them"),
         (("own", "f.csv", "a,", "label"), "must be one name, or two with a comma between them"),
         (("own", "missing.csv", "text", "label"), "cannot read missing.csv: No such file or directory"),
-        (("stsb", "", "", "", True), "only the task own has columns to choose, and regression"),
+        (("stsb", "", "", "", True), "columns and regression are for the task own alone: leave them out"),
         (("roles", "f"), "the task roles makes its own texts: leave out the data"),
         (("mrpc",), "cannot fetch nyu-mll/glue from the Hugging Face Hub"),
     ],

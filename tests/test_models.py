@@ -174,7 +174,7 @@ def test_a_size_or_a_preset_is_checked_without_loading_it(saved, tmp_path):
     odd.write_text(json.dumps(sizes | {"num_heads": 3}))
     other.write_text('{"config": {}, "model_type": "vit"}')
     for arguments, why in (
-        (("", "tiny", 32, 8), "adapters are of a preset: name one, or leave out their rank"),
+        (("", "tiny", 32, 8), "adapters need a preset: name one, or leave out the rank"),
         ((preset, "tiny", 32), "brings its own model: leave out the size tiny"),
         ((preset, None, 513), "513 tokens are more than the 512 positions of the preset"),
         ((str(tmp_path), None, 32), r"is no preset of a language model \(.*\); give a folder made by save_to_preset"),
@@ -200,7 +200,7 @@ def test_a_causal_model_has_the_vocabulary_with_gpt2s_end(gpt2):
     with pytest.raises(ValueError, match="513 tokens are more than the 512 positions of the preset"):
         causal_lm.make_causal_lm(gpt2, "", causal_lm.make_preprocessor(gpt2, None, 513), 0.0)
     longer = models.GPT2Tokenizer({**own.vocabulary, "one more": own.vocabulary_size()}, own.merges)
-    with pytest.raises(ValueError, match="is of parts that do not belong together: its tokenizer has"):
+    with pytest.raises(ValueError, match="the files of the preset .* do not belong together: its tokenizer has"):
         causal_lm.make_causal_lm(gpt2, "", models.GPT2CausalLMPreprocessor(longer, sequence_length=16), 0.0)
 
 
@@ -230,8 +230,8 @@ def test_a_text_is_continued_the_same_way_each_time(gpt2, tmp_path, capsys):
     assert together != list(continuations(model, prompts, make_sampler("top-p", temperature=2.0, seed=4), tokens=3))
     assert next(continuations(model, prompts, sampler, tokens=1)) != prompts[0]
     print_continuations(gpt2, ["Some", TEXT * 9])
-    assert "tokens or more; give 1 to 15" in capsys.readouterr().out.splitlines()[-1]
-    with pytest.raises(ValueError, match="the k of top-k, 999, is more than the"):
+    assert "tokens or more: it may have 1 to 15" in capsys.readouterr().out.splitlines()[-1]
+    with pytest.raises(ValueError, match="top-k has k=999, but the vocabulary has"):
         next(continuations(model, prompts, make_sampler(k=999)))
     for wrong in ({"k": 0}, {"p": 1.5}, {"temperature": 0.0}, {"seed": -1}, {"name": "best"}):
         with pytest.raises(ValueError, match="must be|or more"):

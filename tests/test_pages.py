@@ -45,7 +45,7 @@ README, TROUBLES = PAGES["README.md"], PAGES["docs/troubleshooting.md"]
 HELP = "\n".join([command_line.GUIDE, *(module.__doc__ for module in RECIPES.values())])
 # What a machine without a network is told, and where an option is shown without its others.
 LACKING = ("from the Hugging Face Hub", "which needs a network on first use", "needs the network", "needs a token")
-LACKING += ("adapters are of a preset",)
+LACKING += ("adapters need a preset",)
 
 
 def anchors(text):

@@ -218,7 +218,7 @@ def test_texts_are_classified(trained, recipes, pairs, tmp_path):
     for words, told in (
         ([], "give one text, or two"),
         (["a", *file, *columns], "give one text, or two"),
-        (["a"], r"takes 2 text\(s\) of an example, not 1"),
+        (["a"], r"takes 2 text\(s\) for an example, not 1"),
         (file, "--data and --text-columns"),
         (["a", "b", *columns], "--data and --text-columns"),
         (["--data", empty, *columns], "empty.csv has no examples"),

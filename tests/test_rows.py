@@ -98,7 +98,7 @@ def test_padding_is_cut_to_a_multiple_of_32(longest, length, tokenizer, tmp_path
 
 def test_a_split_without_rows_is_refused_unless_it_is_the_test_split(tokenizer, tmp_path):
     for split in ("train", "validation"):
-        with pytest.raises(UserError, match=f"no text is left for {split}: give more"):
+        with pytest.raises(UserError, match=f"no text is left for the split {split}: give more text"):
             write_rows(tmp_path, {"train": rows_of([3]), "validation": rows_of([3])} | {split: []}, 9, tokenizer, {})
     with pytest.raises(UserError, match="has no rows of text"):
         open_rows(tmp_path)
@@ -344,9 +344,9 @@ def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_p
         ("no tokenizer", "data has no manifest.json of rows, and neither vocab.txt nor tokenizer.json of examples"),
         ("tokenizer", r"tokenizer.json is no tokenizer of BERT, RoBERTa or GPT-2 \('model'\)"),
         ("validation", r"has no rows of text, and no \*train\*.tfrecord\* with \*valid\*"),
-        ("ids", "have no ids, or some that their tokenizer lacks"),
-        ("negative", "have no ids, or some that their tokenizer lacks"),
-        ("feature", "have no ids, or some that their tokenizer lacks"),
+        ("ids", "have no ids, or ids that their tokenizer lacks"),
+        ("negative", "have no ids, or ids that their tokenizer lacks"),
+        ("feature", "have no ids, or ids that their tokenizer lacks"),
         ("record", "cannot use .*data .*: give another folder"),
         ("torn", "cannot use .*data .*ended before.*: give another folder"),
         ("both", "has examples with both token_ids and input_ids: keep one of them"),

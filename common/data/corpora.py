@@ -62,9 +62,9 @@ def open_corpus(corpus: str) -> Corpus:
               a stream; without a split `validation`, one row in 10 is held out;
             - a folder in WikiText's format: `wiki.train.tokens`, `wiki.valid.tokens` and, if there, `wiki.test.tokens`;
             - a text file, in which blank lines separate documents; or a table (in `TABLES`), read by `datasets`, with a
-              column `text`, or a single column of strings; or a folder of such files, of which the kind that has more
-              bytes is read. Which are read, and which are not, is told. One part in 10 is held out for validation,
-              chosen by a hash of its text: of a long document, a part has some `PART` characters.
+              column `text`, or a single column of strings; or a folder of such files: the kind that has more bytes is
+              read. What is read, and what is not, is printed. One part in 10 is held out for validation, chosen by a
+              hash of its text: of a long document, a part has some `PART` characters.
 
     Raises a `UserError` when it is none of these, or cannot be fetched; by a stream, when it is not UTF-8 text.
     """
@@ -103,7 +103,7 @@ def _files_of(path: Path) -> tuple[str, list[Path]]:
     """The files that are a corpus, and their kind: `text`, or the name of a reader of `datasets`."""
     if path.is_file():
         if (suffix := path.suffix.lower()) in NO_CORPUS:
-            raise UserError(f"the corpus {path} is no plain text, nor a table: give its text")
+            raise UserError(f"the corpus {path} is neither plain text nor a table: give its text as .txt")
         return TABLES.get(suffix, "text"), [path]
     kinds: dict[str, list[Path]] = {}
     for file in sorted(path.rglob("*")):
@@ -113,14 +113,14 @@ def _files_of(path: Path) -> tuple[str, list[Path]]:
     other = kinds.pop("", [])
     if not kinds:
         wanted = ", ".join([*TEXTS, *TABLES, WIKITEXT_FILES["train"]])
-        raise UserError(f"the folder {path} has no file that ends in {wanted}; it has {_told(other)}")
+        raise UserError(f"the folder {path} has no file that ends in {wanted}; it has {_counted(other)}")
     kind = max(kinds, key=lambda name: sum(file.stat().st_size for file in kinds[name]))
     passed_over = other + [file for name, files in kinds.items() if name != kind for file in files]
-    print(f"corpus: {_told(kinds[kind])}" + f"; not read: {_told(passed_over)}" * bool(passed_over), flush=True)
+    print(f"corpus: {_counted(kinds[kind])}" + f"; not read: {_counted(passed_over)}" * bool(passed_over), flush=True)
     return kind, kinds[kind]
 
 
-def _told(files: list[Path]) -> str:
+def _counted(files: list[Path]) -> str:
     size = sum(file.stat().st_size for file in files)
     return f"{len(files)} file(s) of {size:,} bytes" + f" ({shortened(file.name for file in files)})" * bool(files)
 
@@ -133,7 +133,7 @@ def _from_hub(corpus: str) -> Corpus:
     builder = from_hub("load_dataset_builder", *name)
     named = [str(file) for files in (builder.config.data_files or {}).values() for file in files]
     if away := [file for file in named if not file.startswith(builder.base_path.rstrip("/") + "/") or ".." in file]:
-        raise UserError(f"{corpus} names {away[0]}, which is none of its own files")
+        raise UserError(f"{corpus} lists {away[0]}, a file outside of it: give another data set")
     rows = from_hub("load_dataset", *name, streaming=corpus not in WIKITEXT)
     if "train" not in rows:
         raise UserError(f"{corpus} has no split train; it has {', '.join(rows)}")
@@ -152,7 +152,7 @@ def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
             if number == 0 and "text" not in row and len(strings) == 1:
                 (name,) = strings
             if name not in row:
-                raise UserError(f"it has no column 'text' of strings, but {shortened(map(repr, row))}: rename one")
+                raise UserError(f"it has no column 'text' of strings, only {shortened(map(repr, row))}: rename one")
             if not isinstance(row[name], str | None):
                 raise UserError(f"row {number + 1} of column {name!r} is {row[name]!r}, which is no text")
             yield from _pieces(row[name] or "")
@@ -175,7 +175,7 @@ def _articles(lines: Documents) -> Iterator[str]:
 
 
 def _documents(lines: Iterable[str], begins: str) -> Iterator[str]:
-    """The documents in lines, each begun by a line of this pattern; blank lines are left out."""
+    """The documents in lines, each begun by a line of this pattern, without blank lines."""
     document = ""
     for line in lines:
         if re.fullmatch(begins, line) or len(document) + len(line) > DOCUMENT_LIMIT:
@@ -194,12 +194,12 @@ def _pieces(text: str, limit: int = DOCUMENT_LIMIT) -> list[str]:
 
 
 def _held_out(documents: Documents) -> dict[str, Documents]:
-    def part(validation: bool) -> Iterator[str]:
+    def texts(validation: bool) -> Iterator[str]:
         for text in documents():
             kept = [part for part in _parts(text) if is_held_out(part) == validation]
             yield from ["\n".join(kept)] if kept else []
 
-    return {"train": functools.partial(part, False), "validation": functools.partial(part, True)}
+    return {"train": functools.partial(texts, False), "validation": functools.partial(texts, True)}
 
 
 def _parts(text: str) -> Iterator[str]:
@@ -216,8 +216,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _checksum(files: Iterable[Path]) -> str:
-    told = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
-    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
+    listing = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
+    return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _write_docstrings(path: Path) -> None:

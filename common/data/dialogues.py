@@ -50,7 +50,7 @@ def is_dialogues(data: str) -> bool:
 def read_dialogues(data: str) -> dict[str, list[Dialogue]]:
     """The dialogues of each split.
 
-    They are those of a `.jsonl` file, of which one dialogue in 10, chosen by a hash of its text, is held out for
+    They are those of a `.jsonl` file, where one dialogue in 10, chosen by a hash of its text, is held out for
     validation; or of a folder with `train.jsonl`, `validation.jsonl` and, if there, `test.jsonl`. Raises a `UserError`
     when a file is missing or malformed (with the line, counted from 1), or a split is empty.
     """
@@ -77,7 +77,7 @@ def answer_rows(
 ) -> dict[str, Rows]:
     """The rows of each split's dialogues, cut to `length` tokens.
 
-    Those that then have no label are left out, and told; a `UserError` when that leaves a split without a row.
+    Dialogues that then have no label are dropped, and their number is printed. Raises a `UserError` for an empty split.
     """
 
     def write(path: Path) -> None:
@@ -86,11 +86,11 @@ def answer_rows(
             rows = [*_encoded(part, tokenizer)]
             splits[split] = [row for row in rows if (row[:length] >= 0).any()]
             if not splits[split]:
-                told = f"no prompt leaves room for an answer in {length - 1} tokens: take longer rows"
-                raise UserError(f"{split}: {told}")
+                short = f"no prompt leaves room for an answer in {length - 1} tokens: take longer sequences"
+                raise UserError(f"{split}: {short}")
             if lost := len(rows) - len(splits[split]):
-                told = f"{lost} of {len(rows)} prompts leave no room for an answer, and are left out"
-                print(f"{split}: {told}", flush=True)
+                dropped = f"{lost} of {len(rows)} prompts leave no room for an answer, and are dropped"
+                print(f"{split}: {dropped}", flush=True)
         write_rows(path, splits, length, tokenizer, {})
 
     return open_rows(cached("answers", [json.dumps([dialogues, fingerprint(tokenizer), length])], write))
@@ -137,11 +137,11 @@ def _dialogues(path: Path) -> Iterator[Dialogue]:
         dialogue = [(role, text, role in ANSWERS and weight != 0) for role, text, weight in said]
         is_valid = all(isinstance(text, str) for text in texts) and all(weight in (0, 1) for _, _, weight in said)
         if not is_valid or not roles <= known or not any(is_answer for _, _, is_answer in dialogue):
-            wanted = "a prompt and a response, or messages with a role (system, user, assistant) and a content each"
+            wanted = "a prompt and a response, or messages, each with a role (system, user, assistant) and a content"
             got = shortened([json.dumps(row)])
-            raise UserError(f"{where} must have {wanted}, all texts, and an answer; it has {got}")
+            raise UserError(f"{where} must have {wanted}: texts, one of them an answer; it has {got}")
         if wrong := sorted(keys & NOT_LEFT_OUT):
-            raise UserError(f"{where} has {shortened(wrong)}, which is not read: take it out, or put it in messages")
+            raise UserError(f"{where} has {shortened(wrong)}, which is not read: remove it, or put it in messages")
         if new := sorted(keys - left_out):
             print(f"{where}: {shortened(new)} is not read", flush=True)
             left_out |= keys

@@ -38,7 +38,7 @@ class EncodedTexts:
         self._around = int(np.sum(np.asarray(empty["token_ids"]) != self._pad))  # special tokens
         least = self._around + len(example)
         if preprocessor.sequence_length < least:
-            raise UserError(f"a sequence of less than {least} tokens has no room for one of each text: make it longer")
+            raise UserError(f"a sequence needs {least} tokens or more, for one of each text: make it longer")
         self.evaluated = [split for split in texts.splits if split != "train"]
         self.not_seen: dict[str, dict[str, Any]] = {}
         self._segments: dict[str, np.ndarray] = {}
@@ -56,7 +56,7 @@ class EncodedTexts:
         return TextBatches(self, split, batch_size, shuffle_seed)
 
     def seen(self, split: str) -> list[list[list[int]]]:
-        """For each example, the ids of each of its texts, with special tokens, of which the model sees no others."""
+        """For each example, the ids of each of its texts, with special tokens, that the model sees."""
         rows, columns = self.inputs[split]["token_ids"], range(len(self.texts.splits[split].texts[0]))
         is_token = np.arange(rows.shape[1]) < lengths_of(rows, self._pad)[:, None]
         masks = [is_token & (self._segments[split] == column) for column in columns]
@@ -77,9 +77,9 @@ class EncodedTexts:
             unknowns += int(np.sum(np.concatenate(group) == unknown))
             ragged = (tf.RaggedTensor.from_row_lengths(np.concatenate(rows), [*map(len, rows)]) for rows in segments)
             token_ids, segment_ids = (np.asarray(ids_of) for ids_of in pack(tuple(ragged)))
-            whole = {"token_ids": token_ids, "segment_ids": segment_ids, "padding_mask": token_ids != self._pad}
+            arrays = {"token_ids": token_ids, "segment_ids": segment_ids, "padding_mask": token_ids != self._pad}
             kept = {*names, "segment_ids"}
-            parts.append({name: whole[name].astype(np.int32 if name == "token_ids" else np.uint8) for name in kept})
+            parts.append({name: arrays[name].astype(np.int32 if name == "token_ids" else np.uint8) for name in kept})
         self.not_seen[split] = not_seen(lengths, self.preprocessor.sequence_length, unknowns)
         tell(split, self.not_seen[split])
         self._segments[split] = np.concatenate([part["segment_ids"] for part in parts])
@@ -98,15 +98,15 @@ class TextBatches(Batches):
         self.not_seen, labels = data.not_seen[split], data.texts.splits[split].labels
         ids, shuffle = data.inputs[split]["token_ids"], shuffle_seed is not None
         super().__init__(self._read, batch_size, size=len(ids), shuffle=shuffle, seed=shuffle_seed or 0)
-        numbers = np.array(labels or [], np.int32 if data.texts.classes else np.float32)
-        self._checksum = zlib.crc32(numbers.data, zlib.crc32(ids.data))
+        label_array = np.array(labels or [], np.int32 if data.texts.classes else np.float32)
+        self._checksum = zlib.crc32(label_array.data, zlib.crc32(ids.data))
         with tf.device("CPU"):
             self._inputs = {name: tf.constant(values) for name, values in data.inputs[split].items()}
             self._lengths = tf.constant(lengths_of(ids, data.preprocessor.tokenizer.pad_token_id), tf.int64)
-            self._labels = None if labels is None else tf.constant(numbers)
+            self._labels = None if labels is None else tf.constant(label_array)
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """See `Batches`."""
+        """The parts of the batches from that step on, for the replicas of one input pipeline."""
         replicas, here = context.num_replicas_in_sync, context.num_replicas_in_sync // context.num_input_pipelines
         steps, part, first = len(self), -(-self.batch_size // replicas), context.input_pipeline_id * here
 
@@ -114,26 +114,26 @@ class TextBatches(Batches):
         def parts(epoch):
             examples = self._steps(epoch)
             longest = tf.repeat(tf.reduce_max(self._lengths_of(examples), axis=1), here)
-            whole = tf.pad(examples, [[0, 0], [0, part * replicas - self.batch_size]], constant_values=-1)
-            own = tf.reshape(whole, [steps, replicas, part])[:, first : first + here]
-            return tf.reshape(own, [steps * here, part]), longest
+            padded = tf.pad(examples, [[0, 0], [0, part * replicas - self.batch_size]], constant_values=-1)
+            of_here = tf.reshape(padded, [steps, replicas, part])[:, first : first + here]
+            return tf.reshape(of_here, [steps * here, part]), longest
 
         epochs = tf.data.Dataset.range(step // steps, tf.int64.max)
-        own = epochs.map(parts).prefetch(1).unbatch().skip(step % steps * here)
-        return own.map(self._read, num_parallel_calls=2).prefetch(8)
+        of_here = epochs.map(parts).prefetch(1).unbatch().skip(step % steps * here)
+        return of_here.map(self._read, num_parallel_calls=2).prefetch(8)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `Batches`."""
+        """Facts that must be the same on all workers, and in a resumed run."""
         return super().fingerprint() | {"checksum of texts and labels": self._checksum}
 
     def _steps(self, epoch: tf.Tensor) -> tf.Tensor:
         """The examples of each of an epoch's steps, int64 [steps, batch size]; -1 where there is none."""
         steps, seed = len(self), self.seed if self.shuffle else None
-        places = tf.range(steps * self.batch_size, dtype=tf.int64)
-        _, examples = locate(epoch * steps * self.batch_size + places, self.size, self.batch_size, seed)
+        positions = tf.range(steps * self.batch_size, dtype=tf.int64)
+        _, examples = locate(epoch * steps * self.batch_size + positions, self.size, self.batch_size, seed)
         if not self.shuffle:
             return tf.reshape(examples, [steps, self.batch_size])
-        group = places // (min(GROUP, max(1, steps // 4)) * self.batch_size)
+        group = positions // (min(GROUP, max(1, steps // 4)) * self.batch_size)
         in_groups = group * (tf.reduce_max(self._lengths) + 1) + self._lengths_of(examples)
         by_length = tf.gather(examples, tf.argsort(in_groups, stable=True))
         _, order = locate(epoch * steps + tf.range(steps, dtype=tf.int64), steps, 1, seed)

@@ -109,7 +109,7 @@ def open_examples(
 
     Args:
         task: `own`, for your own data; `roles`, for generated pairs, which need no network; or one of GLUE in `TASKS`.
-        data: for `own`, a file that `read_rows` reads, of which one example in 10, chosen by a hash of its texts, is
+        data: for `own`, a file that `read_rows` reads: one example in 10, chosen by a hash of its texts, is
             held out for validation; or a folder with such files named `train`, `dev` or `validation`, and, if there,
             `test`, which may lack the labels. For GLUE, a folder with its `.tsv` files so named; empty for the Hugging
             Face Hub's `nyu-mll/glue`.
@@ -119,7 +119,7 @@ def open_examples(
         regression: for `own`, whether the labels are numbers to predict, from -1e12 to 1e12, not classes.
     """
     if task != "own" and (text_columns or label_column or regression):
-        raise UserError("only the task own has columns to choose, and regression")
+        raise UserError("columns and regression are for the task own alone: leave them out")
     if task == "roles" and data:
         raise UserError("the task roles makes its own texts: leave out the data")
     if task == "own" and not (data and text_columns and label_column):
@@ -131,8 +131,8 @@ def open_examples(
         for split, pairs in role_pairs().items():
             tables[split] = [("", dict(zip((*PAIR, "label"), pair, strict=True))) for pair in pairs]
     elif data:
-        whole = task == "own" and not Path(data).is_dir()
-        files = {"train": Path(data)} if whole else _split_files(Path(data), SUFFIXES if task == "own" else (".tsv",))
+        is_file = task == "own" and not Path(data).is_dir()
+        files = {"train": Path(data)} if is_file else _split_files(Path(data), SUFFIXES if task == "own" else (".tsv",))
         for split, file in files.items():
             is_test = split == "test"
             tables[split] = [*read_rows(file, () if is_test else facts.header, glue=task != "own", all_rows=is_test)]
@@ -233,7 +233,7 @@ def _from_hub(task: Task, name: str) -> dict[str, list[Row]]:
 
 
 def _classes(labels: list[str]) -> list[str]:
-    """The distinct labels, which are told with their counts, and what is doubtful of them."""
+    """The distinct labels; prints them with their counts, and which of them are doubtful."""
     counts = collections.Counter(labels)
     if len(counts) > max(FEW, len(labels) / 2):
         raise UserError(f"{len(counts)} of {len(labels)} labels differ: name the column of classes, or use regression")
@@ -242,11 +242,10 @@ def _classes(labels: list[str]) -> list[str]:
         classes = sorted(classes, key=lambda name: (math.isnan(float(name)), float(name)))
     print("classes:", shortened(f"{name!r} {counts[name]}" for name in classes), flush=True)
     if missing := [name for name in classes if name.strip().casefold() in NO_LABELS]:
-        print(f"{shortened(map(repr, missing))}: if that stands for no label, take these examples out", flush=True)
+        print(f"{shortened(map(repr, missing))}: if that stands for no label, remove these examples", flush=True)
     folded = collections.Counter(name.strip().casefold() for name in classes)
     if twins := [name for name in classes if folded[name.strip().casefold()] > 1]:
-        told = shortened(map(repr, twins))
-        print(f"{told} differ in spaces or capital letters alone: are they one class?", flush=True)
+        print(f"{shortened(map(repr, twins))} differ in spaces or capitals alone: are they one class?", flush=True)
     return classes
 
 

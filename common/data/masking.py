@@ -16,11 +16,11 @@ def mask_tokens(
     """Puts a start and an end token around each text, chooses tokens, hides them, and keeps them as labels.
 
     Of n tokens that may be chosen, round(rate * n) are, at least one: 80 % become [MASK], 10 % a random token, and 10 %
-    stay. Unknown words, of which nothing is learned, and the start and end of a text may not be chosen. A sequence's
+    stay. Unknown words, which teach nothing, and the start and end of a text are never chosen. A sequence's
     masks are a pure function of its tokens and its seed, regardless of padding.
 
     Args:
-        ids, is_token: texts, int32 and bool [batch, length], without start and end; see `rows.Rows.read`.
+        ids, is_token: texts, int32 and bool [batch, length], without start and end, from `rows.Rows.read`.
         seeds: int64 [batch, 2], from `mask_seeds`.
         tokenizer: BERT's or RoBERTa's.
 
@@ -32,9 +32,9 @@ def mask_tokens(
     may_be_chosen = tf.pad(is_token & tf.reduce_all(ids[..., None] != tf.constant(never), axis=-1), [[0, 0], [1, 1]])
     ids, count = tf.pad(ids, [[0, 0], [1, 1]]), tf.reduce_sum(tf.cast(is_token, tf.int32), axis=1, keepdims=True)
     length = tf.shape(ids)[1]
-    place = tf.range(length)
-    ids = tf.where(place == 0, tokenizer.start_token_id, tf.where(place == count + 1, tokenizer.end_token_id, ids))
-    is_token = (place < count + 2) & (count > 0)
+    index = tf.range(length)
+    ids = tf.where(index == 0, tokenizer.start_token_id, tf.where(index == count + 1, tokenizer.end_token_id, ids))
+    is_token = (index < count + 2) & (count > 0)
     ids = tf.where(is_token, ids, tokenizer.pad_token_id)
 
     # A position's numbers must not depend on the length: a sequence is padded according to its neighbours in the batch.

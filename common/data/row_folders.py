@@ -33,7 +33,7 @@ FEATURES = {name: tf.io.RaggedFeature(tf.int64) for name in ("token_ids", "input
 
 
 def keep_in(folder: str, name: str, inputs: list[str], write: Callable[[Path], None]) -> Path:
-    """For `corpus_rows`: keeps rows in a folder, which may be remote, such as `gs://bucket/rows`; see `cached`.
+    """For `corpus_rows`: keeps rows in a folder, which may be remote, such as `gs://bucket/rows`.
 
     Raises a `UserError` when the folder holds something else, or the file system does not answer.
     """
@@ -47,11 +47,11 @@ def keep_in(folder: str, name: str, inputs: list[str], write: Callable[[Path], N
             if others := {file.rstrip("/") for file in there} - {path.name for path in made.iterdir()}:
                 raise UserError(f"{folder} holds {min(others)}, but no manifest.json of rows: give another folder")
             _copy(str(made), folder)
-    place = _local(folder)
-    found = read_json(place / "manifest.json") or {}
+    path = _local(folder)
+    found = read_json(path / "manifest.json") or {}
     if [found.get("facts"), found.get("length")] != json.loads(inputs[0]):
         raise UserError(f"{folder} has rows of another corpus, tokenizer or length: give another folder")
-    return place
+    return path
 
 
 def holds_examples(folder: str) -> bool:
@@ -68,12 +68,12 @@ def open_folder(folder: str, longest: float = math.inf) -> tuple[dict[str, Rows]
     `vocab.txt` or Hugging Face's `tokenizer.json` of BERT, RoBERTa or GPT-2, is converted into the cache. Raises a
     `UserError` when there are no rows, they are too long or damaged, or the file system does not answer.
     """
-    place = _local(folder.rstrip("/"))
-    rows, saved = open_rows(place), place / "tokenizer"
+    path = _local(folder.rstrip("/"))
+    rows, saved = open_rows(path), path / "tokenizer"
     if (length := rows["train"].length) > longest:
         raise UserError(f"the rows of {folder} have {length} tokens, not {longest}: take longer sequences")
     with one_line(f"{folder} has no tokenizer of its rows", ": give another folder", MALFORMED):
-        check_preset(saved, own=True)
+        check_preset(saved, keras_form=True)
         # `Tokenizer.from_preset` would look for a backbone.
         tokenizer = keras.saving.deserialize_keras_object(read_json(saved / "tokenizer.json"))
         tokenizer.load_assets(str(saved / "assets/tokenizer"))
@@ -101,10 +101,10 @@ def _answering(folder: str) -> contextlib.AbstractContextManager:
 def _copy(source: str, target: str) -> None:
     """Copies a folder of rows, from or to any file system that TensorFlow knows; the manifest comes last."""
     for folder, _, files in [*tf.io.gfile.walk(source)][::-1]:
-        place = target + folder.rstrip("/").removeprefix(source)
-        tf.io.gfile.makedirs(place)
+        copy = target + folder.rstrip("/").removeprefix(source)
+        tf.io.gfile.makedirs(copy)
         for file in sorted(files, key=lambda name: name == "manifest.json"):
-            tf.io.gfile.copy(f"{folder.rstrip('/')}/{file}", f"{place}/{file}", overwrite=True)
+            tf.io.gfile.copy(f"{folder.rstrip('/')}/{file}", f"{copy}/{file}", overwrite=True)
 
 
 def _converted(folder: str) -> Path:
@@ -128,9 +128,9 @@ def _converted(folder: str) -> Path:
         sizes = [(len(ids), ids.min(), ids.max()) for of_split in texts.values() for ids in of_split()]
         known = range(tokenizer.vocabulary_size())
         if not sizes or not all(lowest in known and highest in known for _, lowest, highest in sizes):
-            raise UserError(f"the files of {folder} have no ids, or some that their tokenizer lacks")
+            raise UserError(f"the files of {folder} have no ids, or ids that their tokenizer lacks")
         if (length := max(length for length, *_ in sizes)) > LONGEST:
-            raise UserError(f"a text in the files of {folder} has {length} tokens, more than any model takes")
+            raise UserError(f"a text in the files of {folder} has {length} tokens: cut it to {LONGEST}")
         splits = {split: of_split() for split, of_split in texts.items()}
         write_rows(path, splits, length, tokenizer, {"examples": files})
 

@@ -33,7 +33,7 @@ from .vocabulary import encode, not_seen, tell, unknown_id
 BEFORE, AFTER = 12, 4  # bytes of TFRecord's own around a record: its length and a checksum of that; a checksum
 SHARD_BYTES = 2**28  # at most
 NO_LABEL = -2  # minus the id
-FEW_TOKENS = 2000  # of which a masked language model predicts some 300: chance moves its loss by 0.15 nats
+FEW_TOKENS = 2000  # a masked language model predicts some 300 of them: chance moves its loss by 0.15 nats
 LONGEST = 2**16 + 1  # tokens in a row
 
 
@@ -61,16 +61,16 @@ class Rows:
         """Token ids, int32 [examples, length], 0 for padding; whether each is a token, and whether it is a label.
 
         Of the `examples`, an int64 vector of rows, -1 gives a row of padding. To `trim` is to cut off what is padding
-        in all of them, but for a multiple of 32.
+        in all of them, to a multiple of 32 tokens.
         """
         wanted = tf.maximum(examples, 0)
-        shard, place = wanted // self._in_a_shard, wanted % self._in_a_shard
+        shard, in_shard = wanted // self._in_a_shard, wanted % self._in_a_shard
         orders = [tf.where(shard == number)[:, 0] for number in range(len(self._shards))]
-        records = [tf.gather(s, tf.gather(place, order)) for s, order in zip(self._shards, orders, strict=True)]
+        records = [tf.gather(s, tf.gather(in_shard, order)) for s, order in zip(self._shards, orders, strict=True)]
         record = tf.dynamic_stitch([tf.cast(order, tf.int32) for order in orders], records)
         record = tf.ensure_shape(record, [*examples.shape, self._size])
-        numbers = tf.bitcast(tf.reshape(record[:, BEFORE:-AFTER], [-1, 1 + self.length, 4]), tf.int32)
-        counts, ids = tf.where(examples < 0, 0, numbers[:, 0]), numbers[:, 1:]
+        values = tf.bitcast(tf.reshape(record[:, BEFORE:-AFTER], [-1, 1 + self.length, 4]), tf.int32)
+        counts, ids = tf.where(examples < 0, 0, values[:, 0]), values[:, 1:]
         if trim:
             longest = tf.maximum(tf.reduce_max(counts), 1)  # where all is padding, a model still needs some
             ids = ids[:, : -(-longest // 32) * 32]
@@ -86,10 +86,10 @@ class Rows:
         for first in range(0, len(self), 4096):
             with tf.device("CPU"):  # where the rows are
                 ids, is_token, _ = self.read(tf.range(first, min(first + 4096, len(self)), dtype=tf.int64))
-            own = ids.numpy()[is_token.numpy()]
-            if np.any(own < 0) or np.any(own >= vocabulary_size):
-                raise UserError(f"the rows have an id that is none of the {vocabulary_size} of their tokenizer")
-            counts += np.bincount(own, minlength=vocabulary_size)
+            tokens = ids.numpy()[is_token.numpy()]
+            if np.any(tokens < 0) or np.any(tokens >= vocabulary_size):
+                raise UserError(f"the rows have an id that is not in their tokenizer, of {vocabulary_size} tokens")
+            counts += np.bincount(tokens, minlength=vocabulary_size)
         self._counts = counts
         return counts
 
@@ -102,7 +102,7 @@ class RowBatches(Batches):
         self.rows, self.not_seen = rows, rows.not_seen
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `Batches`."""
+        """Facts that must be the same on all workers, and in a resumed run."""
         return super().fingerprint() | {"checksum of the rows": self.rows.checksum}
 
 
@@ -117,7 +117,7 @@ def text_rows(
     row, step, texts = np.empty(0, np.int32), length - overlap, filter(len, texts)
     around = np.array(before, np.int32), np.array(after, np.int32)
     while some := [*itertools.islice(texts, 1024)]:
-        row = np.concatenate([row, *(part for ids in some for part in (around[0], ids, around[1]))])
+        row = np.concatenate([row, *(piece for ids in some for piece in (around[0], ids, around[1]))])
         end = max(len(row) - overlap, 0) // step * step
         yield from (row[start : start + length] for start in range(0, end, step))
         row = row[end:]
@@ -154,11 +154,11 @@ def write_rows(
                 record[0], record[1 : 1 + len(row)] = len(row), row
                 writer.write(record.tobytes())
         if lengths:
-            tokens = sum(min(own, length) for own in lengths)
+            tokens = sum(min(each, length) for each in lengths)
             facts_of = {"rows": len(lengths), "tokens": tokens, "checksum": _checksum(shards)}
             counts[split] = facts_of | {"not_seen": not_seen(lengths, length, unknowns)}
         elif split != "test":
-            raise UserError(f"no text is left for {split}: give more")
+            raise UserError(f"no text is left for the split {split}: give more text")
     tokenizer.save_to_preset(str(folder / "tokenizer"))
     write_json(folder / "manifest.json", {"facts": facts, "length": length, "splits": counts})
 
@@ -200,13 +200,13 @@ def open_rows(folder: Path) -> dict[str, Rows]:
     with one_line(f"{folder} has no rows of text, or not all of them", ": remove the folder", MALFORMED):
         for split, facts in manifest["splits"].items():
             if split not in SPLITS or not 0 < manifest["length"] <= LONGEST:
-                raise ValueError(f"{split!r} of rows of {manifest['length']!r} tokens")
+                raise ValueError(f"the split {split!r} has rows of {manifest['length']!r} tokens")
             shards = sorted(folder.glob(f"{split}-*.tfrecord"))
             size = sum(file.stat().st_size for file in shards)
             if size != facts["rows"] * _size(manifest["length"]):
-                raise ValueError(f"those of {split} have {size:,} bytes, which are not {facts['rows']} rows")
+                raise ValueError(f"the rows of {split} have {size:,} bytes, not those of {facts['rows']} rows")
             if _checksum(shards) != facts["checksum"]:
-                raise ValueError(f"those of {split} are damaged")
+                raise ValueError(f"the rows of {split} are damaged")
             unseen = facts.get("not_seen", {})
             splits[split] = Rows(shards, facts["rows"], manifest["length"], facts["checksum"], unseen)
             tell(split, unseen)
@@ -218,8 +218,8 @@ def open_rows(folder: Path) -> dict[str, Rows]:
 def fingerprint(tokenizer: keras_hub.models.Tokenizer) -> str:
     """A hash of what determines the ids of a text: the tokenizer's class, settings and assets."""
     settings = {"class": type(tokenizer).__name__} | tokenizer.get_config() | {"name": ""}  # which counts the instances
-    told = {name: sorted(map(str, value)) if isinstance(value, list) else value for name, value in settings.items()}
-    digest = hashlib.sha256(json.dumps(told, default=str).encode())  # a list of tokens may come from a set
+    values = {name: sorted(map(str, value)) if isinstance(value, list) else value for name, value in settings.items()}
+    digest = hashlib.sha256(json.dumps(values, default=str).encode())  # a list of tokens may come from a set
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_assets(folder)
         for file in sorted(Path(folder).iterdir()):

@@ -30,14 +30,14 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False, al
 
     Args:
         path: its suffix gives the format: `.jsonl`, an object on each line; `.csv` (RFC 4180), divided by the comma,
-            semicolon or tab of which its first line has most; or `.tsv`, in which a quotation mark is a part of the
+            semicolon or tab, whichever its first line has most; or `.tsv`, in which a quotation mark is a part of the
             text, unless each field that begins with one is quoted. A table's first line names its columns.
         columns: of a table whose first line is a row already, as in GLUE's CoLA.
         glue: whether it is a file of GLUE's, in which no field is quoted.
         all_rows: whether each counts, as where predictions have a row's number.
 
     Raises a `UserError` when there is no such file, or it is malformed: it gives the line, counted from 1. Malformed
-    rows, up to `LEFT_OUT` of all, are else left out and counted on standard output.
+    rows, up to `LEFT_OUT` of all, are else dropped, and their number is printed.
     """
     where, suffix = str(path), path.suffix.lower()
 
@@ -75,7 +75,7 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False, al
     if len(malformed) > (0 if all_rows else LEFT_OUT * rows):
         raise UserError(malformed[0])
     if malformed:
-        print(f"{len(malformed)} of {rows} rows are malformed and left out. {malformed[0]}", flush=True)
+        print(f"{len(malformed)} of {rows} rows are malformed, and dropped. {malformed[0]}", flush=True)
 
 
 def _table(
@@ -90,7 +90,7 @@ def _table(
     names = [name.strip() for name in columns or next(table, [])]
     named, shown = [name for name in names if name], shortened(map(repr, names))
     if len({*named}) < len(named):
-        raise ValueError(f"two columns of one name: {shown}")
+        raise ValueError(f"two columns have the same name: {shown}")
     for fields in filter(None, table):
         if len(fields) < len(names) or any(fields[len(names) :]):
             yield f"{len(fields)} fields, divided by {delimiter!r}, for {len(names)} columns, {shown}"

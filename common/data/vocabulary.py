@@ -21,12 +21,12 @@ from keras_replicas import UserError
 from ..files import cached, one_line, plain
 
 UNKNOWN = "[UNK]"  # how a corpus writes unknown words
-NO_PIECE = "\ue000"  # a character for private use, of which no word piece is made: WordPiece gives it the id of [UNK]
+NO_PIECE = "\ue000"  # a character for private use: no word piece has it, and WordPiece gives it the id of [UNK]
 WORDPIECE_TOKENS = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
-MANY_UNKNOWN = 0.01  # share of tokens from which on it is told
+MANY_UNKNOWN = 0.01  # share of tokens above which `tell` prints it
 ALPHABET_SIZE = 200  # the most frequent characters of a text, which a trained WordPiece vocabulary has, or more:
 FEW_CHARACTERS = 0.001  # share of a text's characters that the vocabulary may lack
-FEW_ACCENTS = 0.01  # share of letters with an accent, up to which all accents are left out
+FEW_ACCENTS = 0.01  # share of letters with an accent up to which all accents are removed
 TEXTS_AT_ONCE = 64
 MOST_BYTES = 2**24  # of a vocabulary's file
 
@@ -34,8 +34,8 @@ MOST_BYTES = 2**24  # of a vocabulary's file
 def train_wordpieces(documents: Callable[[], Iterator[str]], source: str, size: int) -> keras_hub.models.BertTokenizer:
     """Trains an uncased WordPiece vocabulary (Wu et al. 2016, arXiv:1609.08144) of at most `size` word pieces.
 
-    It has the characters of nearly all the text, if they take no more than half of it. Accents are left out, as in
-    BERT, of a text of which hardly a letter has one, as in English, and kept in others: a tone or a vowel may be one.
+    It has the characters of nearly all the text, if they take no more than half of it. Where hardly a letter has
+    an accent, as in English, accents are removed, as in BERT. In other texts, a tone or a vowel may be one: they stay.
 
     The documents, which `source` identifies, and size, at least 100, give the same one on every machine. It is cached.
     """
@@ -87,7 +87,7 @@ def load_wordpieces(path: str | Path) -> keras_hub.models.BertTokenizer:
     """
     with one_line(f"cannot read the vocabulary {path}", errors=(tf.errors.OpError, ValueError)):
         if (size := tf.io.gfile.stat(str(path)).length) > MOST_BYTES:
-            raise ValueError(f"it has {size:,} bytes")
+            raise ValueError(f"it has {size:,} bytes, and may have {MOST_BYTES:,}")
         text = tf.io.gfile.GFile(str(path)).read().removeprefix("\ufeff").replace("\r\n", "\n")
     return wordpieces(text.removesuffix("\n").split("\n"), path)  # at no other character that ends lines elsewhere
 
@@ -111,7 +111,7 @@ def wordpieces(
     lines: dict[str, int] = {}
     for number, piece in enumerate(pieces, start=1):
         if piece != piece.rstrip() or not piece:
-            raise UserError(f"{source}, line {number} is empty or ends with a space, which KerasHub cannot save")
+            raise UserError(f"{source}, line {number} is empty or ends with a space: remove it")
         if lines.setdefault(piece, number) != number:
             raise UserError(f"{source}, line {number} repeats {piece!r} of line {lines[piece]}: give each piece once")
     if lowercase is None:
@@ -158,14 +158,14 @@ def unknown_id(tokenizer: keras_hub.models.Tokenizer) -> int:
 def not_seen(lengths: Sequence[int], limit: int, unknown: int) -> dict[str, Any]:
     """What a model does not see of texts, for `results.json`.
 
-    That is `unknown_fraction`, the share of tokens that stand for unknown words, of which there are `unknown`; and
+    That is `unknown_fraction`, the share of the `unknown` tokens, which stand for unknown words; and
     `cut_texts`, in words, where some of the texts' lengths, in tokens, are above the `limit`.
     """
     facts: dict[str, Any] = {"unknown_fraction": unknown / max(1, sum(lengths))}
     if cut := sum(length > limit for length in lengths):
         middle, most = np.percentile(lengths, [50, 95], method="higher")
-        told = f"{cut} of {len(lengths)} texts are cut to {limit} tokens"
-        facts["cut_texts"] = f"{told} (median {middle}, 95 % have at most {most})"
+        cut_to = f"{cut} of {len(lengths)} texts are cut to {limit} tokens"
+        facts["cut_texts"] = f"{cut_to} (median {middle}, 95 % have at most {most})"
     return facts
 
 
@@ -174,7 +174,7 @@ def tell(split: str, facts: dict[str, Any]) -> None:
     if "cut_texts" in facts:
         print(f"{split}: {plain(facts['cut_texts'])}: longer sequences show more", flush=True)
     if facts.get("unknown_fraction", 0) > MANY_UNKNOWN:
-        share = f"{facts['unknown_fraction']:.1%} of the tokens stand for what is unknown"
+        share = f"{facts['unknown_fraction']:.1%} of the tokens are unknown"
         print(f"{split}: {share}: the vocabulary lacks words or characters of this text", flush=True)
 
 

@@ -33,8 +33,8 @@ def causal_rows(
     All text of a corpus becomes one row, with the tokenizer's end token and, if it is another one, its start token
     between documents, and each row begins with the last token of the one before: every token but the first is a label.
 
-    A corpus, see `open_corpus`, is used if there are no `data`: prompts with answers, see `read_dialogues`; or a folder
-    of rows of text, whose length they have. Without a preset, the tokenizer has `vocabulary_size` tokens, and is
+    The `data` are prompts with answers, for `read_dialogues`; or a folder of rows of text, which have their own length;
+    without them, a corpus of `open_corpus` is read. Without a preset, a tokenizer of `vocabulary_size` tokens is
     trained on the text. Raises a UserError when there is no such data or preset, or they do not belong together.
     """
     if data and not is_dialogues(data):
@@ -72,10 +72,10 @@ def make_preprocessor(
     if isinstance(tokenizer, keras_hub.models.RobertaTokenizer):
         ids[END] = ids.pop(tokenizer.end_token)
     if preset:
-        own = from_preset(keras_hub.models.CausalLMPreprocessor, preset, sequence_length=seq_length)
-        if tokenizer and getattr(own.tokenizer, "vocabulary", None) != ids:
+        preprocessor = from_preset(keras_hub.models.CausalLMPreprocessor, preset, sequence_length=seq_length)
+        if tokenizer and getattr(preprocessor.tokenizer, "vocabulary", None) != ids:
             raise UserError(f"the preset {preset} has another vocabulary than the data: give text, not token ids")
-        return own
+        return preprocessor
     assert tokenizer, "neither a preset nor a tokenizer"
     gpt2 = keras_hub.models.GPT2Tokenizer(ids, tokenizer.merges)
     return keras_hub.models.GPT2CausalLMPreprocessor(gpt2, sequence_length=seq_length)
@@ -106,7 +106,7 @@ def make_causal_lm(
     check_positions(backbone, preprocessor.sequence_length, preset)
     if tokens > backbone.vocabulary_size:
         known = f"its tokenizer has {tokens} tokens, the model {backbone.vocabulary_size}"
-        raise UserError(f"the preset {preset} is of parts that do not belong together: {known}")
+        raise UserError(f"the files of the preset {preset} do not belong together: {known}")
     # Embedding weights are not cast: even in mixed precision, logits would be computed in float32, twice as slowly.
     backbone.token_embedding.reverse_dtype = backbone.token_embedding.compute_dtype
     if lora_rank:
@@ -127,14 +127,14 @@ def continuations(
     exceeds the vocabulary; when the model's logits are not finite, and the sampler draws.
     """
     if (getattr(sampler, "k", None) or 1) > (size := model.backbone.vocabulary_size):
-        raise UserError(f"the k of top-k, {sampler.k}, is more than the {size} tokens of the vocabulary")
+        raise UserError(f"top-k has k={sampler.k}, but the vocabulary has {size} tokens: give a smaller k")
     if model.sampler is not sampler:  # `compile` would do so too, but lose what is compiled for training
         model.sampler, model.generate_function = sampler, None
     room = model.preprocessor.sequence_length
     for prompt in prompts:
         length = int(np.sum(model.preprocessor.generate_preprocess([prompt], room + 1)["padding_mask"]))
         if not 0 < length < room:
-            raise UserError(f"the prompt has {length} tokens or more; give 1 to {room - 1}, with those added {room}")
+            raise UserError(f"the prompt has {length} tokens or more: it may have 1 to {room - 1}")
         for state in sampler.variables:
             state.assign([sampler.seed, 0])
         try:

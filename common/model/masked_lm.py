@@ -48,7 +48,7 @@ NAMES = {
 def masked_lm_from_size(
     size: str, tokenizer: keras_hub.models.Tokenizer, dropout: float, seq_length: int
 ) -> keras_hub.models.MaskedLM:
-    """A BERT, or for a `RobertaTokenizer` a RoBERTa, with random weights, uncompiled; see `backbone_from_size`.
+    """A BERT, or for a `RobertaTokenizer` a RoBERTa, with random weights, uncompiled.
 
     Raises a UserError for a tokenizer of another kind, which has no token for what is masked.
     """
@@ -160,7 +160,7 @@ def read_weights(model: keras.Model, preset: str) -> bool:
     with one_line(f"cannot load {preset}"), safe_open(get_file(preset, "model.safetensors"), "numpy") as file:
         # Checkpoints that come from TensorFlow have a norm's gamma and beta; those of an encoder alone have no `bert.`
         names = {name.replace(".gamma", ".weight").replace(".beta", ".bias"): name for name in file.keys()}  # noqa: SIM118
-        names |= {f"bert.{name}": own for name, own in names.items()}
+        names |= {f"bert.{name}": in_file for name, in_file in names.items()}
         names.setdefault(DECODER_BIAS, names.get("cls.predictions.decoder.bias", ""))  # another name for the same
         if missing := [name for name in variables if not names.get(name) and ".pooler." not in name]:
             raise UserError(f"it lacks {missing[0]}: give a BERT{' with its head' * (DECODER_BIAS in variables)}")

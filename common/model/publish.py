@@ -58,8 +58,8 @@ class Publish(keras.callbacks.Callback):
         if is_chief():
             head = ModelCardData(library_name="keras-hub", pipeline_tag=task, tags=["keras"]).to_yaml()
             # Of a path, its last part, which tells nothing of whose machine it was.
-            told = re.sub(r'"[/~][^"\n]*?([^"/\n]*)/?"', r'"\1"', json.dumps(values, indent=4))
-            card = f"---\n{head}\n---\n\n# {self.folder.name}\n\nLosses are in nats.\n\n```json\n{told}\n```\n"
+            shown = re.sub(r'"[/~][^"\n]*?([^"/\n]*)/?"', r'"\1"', json.dumps(values, indent=4))
+            card = f"---\n{head}\n---\n\n# {self.folder.name}\n\nLosses are in nats.\n\n```json\n{shown}\n```\n"
             (folder / "README.md").write_text(card, encoding="utf-8")
 
     def finish(self, results: dict[str, Any]) -> dict[str, Any]:

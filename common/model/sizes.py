@@ -39,8 +39,8 @@ def dimensions(size: str) -> dict[str, int]:
         return dict(zip(DIMENSIONS, (layers, width // 64, width, 4 * width), strict=True))
     with one_line(f"the size {size} is neither {', '.join(SIZES)}, nor a JSON file", errors=MALFORMED):
         given = json.loads(Path(size).read_text(encoding="utf-8"))
-        whole = {*given} == {*DIMENSIONS} and all(isinstance(n, int) and n > 0 for n in given.values())
-    if not whole or given["hidden_dim"] % given["num_heads"]:
+        is_complete = {*given} == {*DIMENSIONS} and all(isinstance(n, int) and n > 0 for n in given.values())
+    if not is_complete or given["hidden_dim"] % given["num_heads"]:
         keys = ", ".join(DIMENSIONS)
         raise UserError(f"{size} must have exactly {keys}: integers above 0, hidden_dim a multiple of num_heads")
     return given
@@ -53,7 +53,7 @@ def check_model(preset: str, size: str | None, seq_length: int, lora_rank: int |
     if size:
         dimensions(size)
     if lora_rank and not preset:
-        raise UserError("adapters are of a preset: name one, or leave out their rank")
+        raise UserError("adapters need a preset: name one, or leave out the rank")
     if preset and size:
         raise UserError(f"a preset brings its own model: leave out the size {size}, or the preset {preset}")
     if not os.path.isdir(preset):
