@@ -1,5 +1,6 @@
 """The notebooks and the guide: what is committed is what is generated, it has been run, and it still runs."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -9,9 +10,10 @@ import types
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 from notebooks import generate, tutobook
-from tests.conftest import ROOT, python
+from tests.conftest import ROOT, imported, python
 
 GUIDE = tutobook.GUIDES / "data_parallel_training_with_keras_hub.py"
 SOURCE = GUIDE.read_text(encoding="utf-8")
@@ -31,7 +33,7 @@ def outputs(notebook):
 def test_a_notebook_is_what_is_generated_and_was_run(name):
     notebook = nbformat.read(generate.FOLDER / f"{name}.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    again = generate.generate(generate.narratives()[name], generate.ADDRESS.search(code[0].source)[1])
+    again = generate.generate(generate.narratives()[name], generate.MAGIC.search(code[0].source)[1] or "")
     sources, generated = ([(cell.cell_type, cell.source) for cell in each.cells] for each in (notebook, again))
     assert sources == generated, "run `python -m notebooks.generate`"
     advice = "run `python -m notebooks.generate --execute`"
@@ -50,12 +52,30 @@ def narrative(tmp_path):
     return notebook
 
 
-def test_all_parts_of_a_recipe_must_be_there_in_their_order(narrative):
-    path = ROOT / "recipes/bert_mlm.py"
-    parts = [*generate.recipe_parts(path)]
+def test_all_parts_of_a_recipe_must_be_there_in_their_order_and_of_a_second_one_only_what_differs(narrative):
+    def links(name, parts):
+        return "\n".join(f"[{part}]({ROOT}/recipes/{name}.py)" for part in parts)
+
+    parts = [*generate.recipe_parts(ROOT / "recipes/text_classifier.py")]
     for linked in (parts[:-1], parts[::-1], [*parts, "main"]):
         with pytest.raises(ValueError, match=parts[-1]):
-            narrative("\n".join(f"[{part}]({path})" for part in linked))
+            narrative(links("text_classifier", linked))
+    both, first = ["GlueTrainer", "train_and_evaluate 3"], links("text_classifier", parts)
+    assert len(narrative(f"{first}\n{links('glue_controller', both)}").cells) == len(parts) + 2
+    for linked in (["make_datasets", *both], both[::-1]):
+        with pytest.raises(ValueError, match="must link to GlueTrainer, train_and_evaluate 3 of glue_controller.py"):
+            narrative(f"{first}\n{links('glue_controller', linked)}")
+
+
+@pytest.mark.parametrize("name", generate.narratives())
+def test_each_name_of_ours_that_a_notebook_imports_stands_in_its_narrative(name):
+    """Not only in the recipe's own cells, which are to be explained."""
+    cells = generate.generate(generate.narratives()[name]).cells
+    code = "\n".join(generate.MAGIC.sub("pass", cell.source) for cell in cells if cell.cell_type == "code")
+    ours = {each for each in imported(code) if re.match("keras_replicas|common|recipes", each)}
+    names = {each.rpartition(".")[2] for each in ours if each.rpartition(".")[0] in ours}  # the others are modules
+    said = re.sub(r"^(from \S+ )?import .*", "", generate.narratives()[name].read_text(), flags=re.MULTILINE)
+    assert names - set(re.findall(r"\w+", said)) == set()
 
 
 def test_outputs_are_kept_where_the_code_is(narrative):
@@ -70,32 +90,41 @@ def test_outputs_are_kept_where_the_code_is(narrative):
 
 
 def test_the_first_cell_gets_the_recipes_where_they_are_not_installed(narrative, monkeypatch):
-    title, cell = narrative("# Title\n[install](generate.py)", "https://github.com/somebody/recipes").cells
+    address = "https://github.com/somebody/recipes"
+    title, cell = narrative("# Title\n[install](generate.py)", address).cells
     button = "https://colab.research.google.com/github/somebody/recipes/blob/main/notebooks/narrative.ipynb"
     assert button in title.source
+    assert len(list(filter(None, cell.source.splitlines()))) == 3
     commands = []
-    names = {"get_ipython": lambda: types.SimpleNamespace(system=commands.append)}
-    exec(cell.source, names)
+    names = {"get_ipython": lambda: types.SimpleNamespace(run_line_magic=lambda *words: commands.append(words))}
+    code = TransformerManager().transform_cell(cell.source)
+    exec(code, names)
     assert not commands
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    exec(cell.source, names)
-    clone, install = commands
-    assert clone == "git clone -q https://github.com/somebody/recipes keras-replicas"
-    assert install.endswith(" -m pip install -q -e './keras-replicas[recipes]' matplotlib")
+    exec(code, names)
+    assert commands == [("pip", f"install -q 'keras-replicas[recipes,notebooks]' -e git+{address}#egg=keras-replicas")]
+    here = narrative("# Title\n[install](generate.py)").cells[1].source
+    assert here.endswith(" -e ..") and generate.MAGIC.search(here) and generate.MAGIC.search(cell.source)[1] == address
 
 
-BEFORE_A_RELEASE = [pytest.param(name, marks=pytest.mark.long) for name in ("data_parallel", "bert_mlm")]
+BEFORE_A_RELEASE = ("data_parallel", "bert_mlm", "bert_from_scratch", "causal_lm", "glue_custom_loop")
+BEFORE_A_RELEASE = [pytest.param(name, marks=pytest.mark.long) for name in BEFORE_A_RELEASE]
+IN_CI = [pytest.param(name, marks=pytest.mark.slow) for name in ("your_own_model", "text_classifier")]
 
 
-# A recipe's cells are the recipe's own code, which its tests run; so one of those, and all others.
-@pytest.mark.parametrize("name", [pytest.param("your_own_model", marks=pytest.mark.slow), *BEFORE_A_RELEASE])
-def test_a_notebook_runs(name, wikitext, monkeypatch):
-    tiny = {"corpus": str(wikitext), "model": "nano", "vocabulary_size": 300, "seq_length": 32, "batch_size": 8}
-    tiny |= {"dropout": 0.0, "epochs": 1}
+@pytest.mark.parametrize("name", [*IN_CI, *BEFORE_A_RELEASE])
+def test_a_notebook_runs_with_each_cell_run_twice(name, wikitext, monkeypatch):
+    tiny = {"model": "nano", "vocabulary_size": 300, "seq_length": 32, "batch_size": 8, "dropout": 0.0, "epochs": 1}
+    tiny |= {"max_steps": 6} if name in ("text_classifier", "glue_custom_loop") else {"corpus": str(wikitext)}
     monkeypatch.setenv("NOTEBOOK_OPTIONS", json.dumps(tiny))
     notebook = generate.generate(generate.narratives()[name])
+    notebook.cells = [copy.deepcopy(cell) for cell in notebook.cells for _ in range(2)]
     generate.execute(notebook, timeout=6000)
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for once, twice in zip(code[::2], code[1::2], strict=True):
+        if once.source.startswith('print("run folder:'):  # the last line of the steps: trained anew, or not at all
+            assert json.loads(re.search("steps.jsonl ends: (.*)", twice.outputs[0].text)[1])["learning_rate"] > 0
 
 
 def check_results(printed):
