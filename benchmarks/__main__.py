@@ -24,6 +24,7 @@ NAMES = {
     "techniques": "what helps a small model learn: one change at a time to the defaults of bert_mlm",
     "fine_tuning": "speed and scores of fine-tuning, beside transformers with Accelerate",
     "same_steps": "fine-tuning on the same batches from the same weights and head, beside transformers",
+    "export": "from a CSV to a service: the commands' seconds, and each format's size and speed",
     "causal": "speed and memory of causal_lm and LoRA, beside transformers with Accelerate",
     "pretraining": "SST-2 from a preset of bert_from_scratch, and from random weights",
     "quality": "validation loss by time, beside the published Keras example",

@@ -10,6 +10,7 @@ import benchmarks.input
 from benchmarks import (
     causal,
     conformance,
+    export,
     fine_tuning,
     goodput,
     keras_tests,
@@ -201,6 +202,7 @@ MEASURED = {
     "same_steps": with_machine(same_steps.table),
     "pretraining": with_machine(pretraining.tables),
     "causal": with_machine(causal.tables),
+    "export": with_machine(export.table),
     "conformance": with_machine(conformance.table),
     "goodput": with_machine(goodput.tables),
     "versions": versions.table,

@@ -30,7 +30,7 @@ Data-parallel training recipes for Keras 3 and KerasHub on tf.distribute.
   python -m recipes fill-mask "A [MASK]."         fill masks with the model just trained
   python -m recipes classify "A text." "Another."  label a pair with the classifier just trained
   python -m recipes generate "Returns the"        continue a text with the causal model just trained
-  python -m recipes export PRESET DEST            export a model to Hugging Face transformers
+  python -m recipes export PRESET DEST            export a model to transformers, ONNX, SavedModel, LiteRT
   python -m recipes doctor                        verify on this machine that training is exact
   python -m recipes cp bert_mlm my_project        copy a recipe and its helpers into your project
 
@@ -96,7 +96,10 @@ def main() -> None:
     add("--temperature", type=float, default=1.0, metavar="T", help="below 1, likely tokens become likelier")
     add("--seed", type=int, default=0, metavar="N", help="seed of the draws: the same seed gives the same text")
     add("--tokens", type=int, default=40, metavar="N", help="tokens to add, at most")
-    add = commands.add_parser("export", help="export a model to Hugging Face transformers").add_argument
+    add = commands.add_parser(
+        "export", help="export a model to transformers, ONNX, a SavedModel or LiteRT"
+    ).add_argument
+    add("--format", default="huggingface", choices=["huggingface", "onnx", "saved_model", "litert"])
     add("preset", help="KerasHub name or folder, such as runs/bert_mlm/preset")
     add("destination", type=Path, help="folder, which must be empty or not exist")
     given = parser.parse_args()
@@ -142,9 +145,9 @@ def main() -> None:
         case "export":
             with quiet_stderr():
                 from recipes._export import export
-            task = export(given.preset, given.destination)
+            loads = export(given.preset, given.destination, given.format)
             print(f"{given.destination}: {' '.join(sorted(path.name for path in given.destination.iterdir()))}")
-            print(f'Load it: transformers.pipeline("{task}", "{given.destination}")')
+            print(f"Load it: {loads}")
 
 
 if __name__ == "__main__":

@@ -43,10 +43,7 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
         raise UserError(f"{output} already exists; give a new file")
     if not Path(output).parent.is_dir():
         raise UserError(f"there is no folder {Path(output).parent}: make it, or give another file")
-    with one_line(f"{preset} is no classifier that a recipe has saved", errors=(*FAILED, *MALFORMED)):
-        labels = load_json(preset, "labels.json")
-        classes, number = [plain(name) for name in labels["classes"]], labels["texts"]
-        get_file(preset, "task.weights.h5")  # without it, the head would be random
+    classes, number = saved_labels(preset)
     columns = column_names(text_columns) if data else tuple(f"text {i}" for i, _ in enumerate(texts, start=1))
     if len(columns) != number:
         raise UserError(f"the classifier {preset} takes {number} text(s) for an example, not {len(columns)}")
@@ -66,6 +63,17 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
     with one_line(f"cannot write {output}"), Path(output).open("w", encoding="utf-8") as file:
         write(file, classes, outputs)
     print(f"{output}: {len(outputs)} predictions")
+
+
+def saved_labels(preset: str) -> tuple[list[str], int]:
+    """The classes of a classifier, none for regression, and how many texts make an example.
+
+    Raises a UserError when no recipe has saved it.
+    """
+    with one_line(f"{preset} is no classifier that a recipe has saved", errors=(*FAILED, *MALFORMED)):
+        labels = load_json(preset, "labels.json")
+        get_file(preset, "task.weights.h5")  # without it, the head would be random
+        return [plain(name) for name in labels["classes"]], labels["texts"]
 
 
 def write(file: TextIO, classes: list[str], outputs: np.ndarray) -> None:
