@@ -8,6 +8,8 @@ from common.command_line import fail
 from keras_replicas import UserError
 
 NAMES = {
+    "all": "which results are stale, and all of them measured again",
+    "defaults": "the default run of each recipe, and the doctor",
     "throughput": "training speed, beside the published Keras example and transformers with Accelerate",
     "peers": "training speed of every recipe beside transformers with Accelerate, each at its best",
     "compare": "speed of each recipe's steps, beside another commit's",
