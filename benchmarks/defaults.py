@@ -31,6 +31,5 @@ def main(arguments: argparse.Namespace) -> None:
     if not arguments.only and not arguments.quick:
         doctor = [sys.executable, "-m", "recipes", "doctor", "--json"]
         found = json.loads(subprocess.run(doctor, cwd=ROOT, check=True, capture_output=True).stdout)
-        write_results(
-            "doctor", {"machine": machine()} | {name: found[name] for name in ("checks", "passed", "seconds")}
-        )
+        found["machine"]["commit"] = machine()["commit"]
+        write_results("doctor", found)
