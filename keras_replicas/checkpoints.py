@@ -234,7 +234,7 @@ class Checkpoints(keras.callbacks.Callback):
         """Tells the model whether this worker was asked to stop."""
         self.model.told_to_stop = self.told_to_stop
 
-    on_test_batch_begin = on_train_batch_begin
+    on_test_batch_begin = on_train_batch_begin  # all workers agree to stop in a validation, too
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves if due, and leaves if asked to; after the last step of an epoch, that waits for the epoch's end."""

@@ -11,10 +11,10 @@ import tensorflow as tf
 from keras_replicas.private import get_keras_mask, set_keras_mask
 from keras_replicas.replicas import gather, map_given, replica_context
 
-ROWS = (
+ROWS = (  # without an apostrophe, which TensorFlow would escape
     "an output does not have one row for each example, so the rows of several replicas cannot be put in order: return "
-    "one row for each example, such as [batch, 2, features] for two views; or use Keras's own losses and metrics, or "
-    "ones whose adds_up is true; or use one replica"
+    "one row for each example, such as [batch, 2, features] for two views; or use only losses and metrics that Keras "
+    "has, or whose adds_up is true; or use one replica"
 )
 ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
 

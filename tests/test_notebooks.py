@@ -6,11 +6,14 @@ import json
 import os
 import re
 import sys
+import tomllib
 import types
+from importlib.metadata import version
 
 import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
+from packaging.requirements import Requirement
 
 from notebooks import generate, tutobook
 from tests.conftest import ROOT, imported, python
@@ -137,6 +140,18 @@ def check_results(printed):
 def test_the_guide_imports_what_a_reader_has():
     names = re.findall(r"^(?:import|from) (\w+)", SOURCE, re.MULTILINE)
     assert set(names) - sys.stdlib_module_names == {"keras", "keras_hub", "numpy", "tensorflow"}
+
+
+def test_the_guide_begins_as_keras_io_wants_it_and_a_script_runner_can_run_it():
+    """keras.io's script asks for its header on the first line; a PEP 723 block may stand anywhere after it."""
+    lines, fields = SOURCE.splitlines(), ["Title", "Author", "Date created", "Last modified", "Description"]
+    assert lines[0] == '"""' and [line.split(": ")[0] for line in lines[1:6]] == fields and len(lines) <= 250
+    (block,) = re.findall(r"^# /// script$\n(.*?)^# ///$", SOURCE, re.MULTILINE | re.DOTALL)
+    head = tomllib.loads(re.sub("^# ?", "", block, flags=re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert head["requires-python"] == project["requires-python"]
+    needs = [*map(Requirement, head["dependencies"])]
+    assert [need.name for need in needs if need.specifier.contains(version(need.name))] == [need.name for need in needs]
 
 
 def test_the_guides_notebook_is_what_is_generated_and_was_run():
