@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_replicas import StepLog, is_chief, num_workers
 
-from .files import plain
+from .files import MALFORMED, one_line, plain
 from .run_folder import PACKAGES
 
 LOOKED_AT = 100  # batches whose tokens and padding are counted
@@ -82,9 +82,12 @@ class RunLog(StepLog):
 
     def results(self, replicas: int) -> dict[str, Any]:
         """The part of `results.json` that every recipe has; see docs/recipes.md for what each entry means."""
-        lines = self._lines or [{"learning_rate": math.nan, "loss": math.nan}]  # a power cut took them
-        rates = [line["learning_rate"] for line in lines]
-        losses = [line["loss"] for line in lines[-((self.step - 1) % self._steps_in_an_epoch + 1) :]]
+        lines = {line["step"]: line for line in self._lines}  # of which a power cut may have taken some
+
+        def of(name: str, first: int = 1) -> list[float]:
+            return [lines.get(step, {}).get(name, math.nan) for step in range(first, self.step + 1)]
+
+        rates, losses = of("learning_rate"), of("loss", self.step - (self.step - 1) % self._steps_in_an_epoch)
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
         return {
             "replicas": replicas,
@@ -95,7 +98,7 @@ class RunLog(StepLog):
             "tokens_per_second": round(self._timed_steps * self._tokens_in_a_step / (self._seconds or math.inf), 1),
             "padding_fraction": self._padding,
             **self._not_seen,
-            "learning_rate": {"first": rates[0], "peak": max(rates), "last": rates[-1]},
+            "learning_rate": {"first": rates[0], "peak": float(np.max(rates)), "last": rates[-1]},
             "train_loss": float(np.mean(losses)),
             "peak_memory_mb": peak_memory_mb(),
             "peak_gpu_memory_mb": peak_gpu_memory_mb(),
@@ -137,6 +140,7 @@ Scores = dict[str, float]  # of a split, such as `loss` and `accuracy`
 Told = tuple[list[tuple[str, str]], bool]
 
 
+@one_line("the results cannot be shown", ": remove the run's results.json, and give the same command again", MALFORMED)
 def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told]) -> str:
     """The results of a run, as lines of text; those of `results.json` may have null for NaN and infinity."""
     results, rate = _numbers(results), _numbers(results["learning_rate"])

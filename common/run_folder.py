@@ -116,13 +116,13 @@ def _open(folder: Path, options: dict[str, Any], overwrite: bool) -> Run:
         if folder / "config.json" in files:
             check_run(folder)
         saved = read_json(folder / "config.json") or {}
-        if files and "kept" not in saved:
+        if files and not all(isinstance(saved.get(name), dict) for name in ("kept", "options")):
             raise UserError(f"{folder} holds files, but no run: give another folder")
         lock = _locked(folder)
         if files == {folder / "config.json"}:  # nothing came of it: a run with other options may begin
             saved = {}
         resumes = saved.get("options") == options and not (folder / "results.json").exists()
-        if saved and overwrite and not resumes and not (launch and saved["launch"] == launch):
+        if saved and overwrite and not resumes and not (launch and saved.get("launch") == launch):
             if Path.cwd().is_relative_to(folder):
                 raise UserError(f"{folder} holds the current folder, and cannot be moved aside: go to another one")
             aside = folder.with_name(f"{folder.name}.old-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")

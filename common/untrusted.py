@@ -18,6 +18,7 @@ from .files import MALFORMED, one_line
 SMALL, LOG = 40 * 2**20, 2**30  # bytes, at most, of JSON and vocabularies, and of a run's steps.jsonl
 WEIGHTS = re.compile(r"(model|task|model_\d+)\.weights\.h5|adapters\.lora\.h5|model(-\d+-of-\d+)?\.safetensors")
 CHECKPOINTS = re.compile(r"(ckpt-\d+|end)(_temp|\.index|\.data-\d+-of-\d+)(\.tempstate\d+)?|fit-\d+|\..*")
+RUN = ("best", "checkpoints", "predictions", "preset", "tensorboard", "best.json", "results.json", "steps.jsonl")
 INERT = {"", ".json", ".h5", ".txt", ".md", ".model", ".spm", ".safetensors", ".csv", ".tsv", ".png", ".jpg", ".svg"}
 LFS_POINTER = b"version https://git-lfs"
 ASSETS = ("vocabulary", "merges", "proto")  # of a tokenizer, which opens a path that is given in their place
@@ -63,7 +64,7 @@ def check_preset(preset: str | Path, keras_form: bool = False) -> None:
 
 
 def check_run(folder: Path) -> None:
-    """Raises a UserError where a run has a link, a file larger than any run's, or another file among its checkpoints.
+    """Raises a UserError where a run has a link, a file larger than any run's or damaged, or one in another's place.
 
     The folder may be a link, and so may `checkpoints` in it, to a folder of checkpoints or an empty one.
     """
@@ -73,7 +74,10 @@ def check_run(folder: Path) -> None:
             raise UserError(f"{path} is not a checkpoint: remove it")
     for path in [*_files(folder, spared=checkpoints), *_files(checkpoints)]:
         if path.parent == folder and path.suffix in (".json", ".jsonl"):
-            _check_bytes(path)
+            _read_json(path) if path.suffix == ".json" else _check_bytes(path)
+    for path in map(folder.joinpath, RUN):
+        if path.exists() and path.is_dir() == bool(path.suffix):
+            raise UserError(f"{path} is {'a folder' if path.suffix else 'no folder'}: move it elsewhere")
 
 
 def _files(folder: Path, homes: Sequence[Path] = (), spared: Path | None = None) -> Iterator[Path]:
@@ -97,7 +101,7 @@ def _check_bytes(path: Path) -> None:
 
 def _read_json(path: Path) -> Any:
     _check_bytes(path)
-    with one_line(f"{path.name} is no JSON", errors=(ValueError, RecursionError)):
+    with one_line(f"{path} is no JSON", ": restore it", (ValueError, RecursionError)):
         return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -84,12 +84,13 @@ def test_of_a_file_without_blank_lines_a_tenth_is_held_out(sentences, tmp_path):
     assert sorted("\n".join(documents_of(tmp_path)).splitlines()) == sorted("".join(lines).splitlines())
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet"])
 def test_tables_are_read_by_their_column_of_text(name, tmp_path, capsys):
     texts = ["NA", *(f"Text {i}, with a comma." for i in range(99))]
     for column in ("text", "review"):
         table = datasets.Dataset.from_dict({column: texts, "n": [*range(100)]})
-        getattr(table, f"to_{name[2:].removesuffix('l')}")(tmp_path / name)
+        options = {"sep": "\t"} if name == "a.tsv" else {}
+        getattr(table, f"to_{name[2:].removesuffix('l').replace('tsv', 'csv')}")(tmp_path / name, **options)
         assert sorted(documents_of(tmp_path / name)) == sorted(texts)
     (tmp_path / "README.txt").write_text("What this is.")
     (tmp_path / ".git").mkdir()
@@ -102,16 +103,16 @@ def test_tables_are_read_by_their_column_of_text(name, tmp_path, capsys):
         datasets.Dataset.from_dict({"a": texts, "b": texts}).to_json(tmp_path / "b.jsonl")
         documents_of(tmp_path / "b.jsonl")
     (tmp_path / "c.csv").write_text("text\nfirst, second\nthird, fourth\n")
-    with pytest.raises(UserError, match="c.csv has a row of 2 fields, not 1: quote texts with commas"):
+    with pytest.raises(UserError, match="c.csv, line 2: 2 fields, divided by ',', for 1 columns, 'text': quote texts"):
         documents_of(tmp_path / "c.csv")
 
 
 def test_a_row_without_text_is_a_blank_one_and_a_number_no_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "A."}\n{"text": null}\n{"text": "B."}\n')
     assert sorted(documents_of(tmp_path / "a.jsonl")) == ["A.", "B."]
-    (tmp_path / "n.csv").write_text("text\n1\n2\n")
+    (tmp_path / "n.jsonl").write_text('{"text": 1}\n')
     with pytest.raises(UserError, match="row 1 of column 'text' is 1, which is no text"):
-        documents_of(tmp_path / "n.csv")
+        documents_of(tmp_path / "n.jsonl")
 
 
 @pytest.mark.parametrize("name", ["a.html", "a.zip", "a.txt.gz", "a.PDF"])
@@ -126,10 +127,19 @@ def test_what_is_neither_text_nor_table_is_refused(name, tmp_path):
         open_corpus(str(tmp_path))
 
 
-def test_a_broken_table_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
-    with pytest.raises(UserError, match="cannot read .*a.jsonl .JSON parse error"):
-        documents_of(tmp_path / "a.jsonl")
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"\n', "JSON parse error"),
+        ("a.jsonl", '{"text": "a"}\n{"text": 1}\n', "row 2 of column 'text' is 1, which is no text"),
+        ("a.csv", 'text\na\n"b\n', ".*a.csv, line 3: unexpected end of data, in the row that begins in line 3"),
+        ("a.parquet", "PAR1", "Parquet file size is 4 bytes"),
+    ],
+)
+def test_a_broken_table_is_named(name, content, told, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=f"cannot read .*{name} .{told}"):
+        documents_of(tmp_path / name)
 
 
 def test_a_fingerprint_follows_every_byte(tmp_path):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import keras_hub
 import numpy as np
+import pyarrow.parquet
 import pytest
 import tensorflow as tf
 from safetensors.numpy import load_file
@@ -48,6 +49,7 @@ EXPORT = "export", "IT", "IT.new"
 PRESET = "run", "bert_mlm", "--seq-length", "16", *TRAINS[2:], "--dry-run", "--corpus", "TEXT", "--preset", "IT"
 ROWS = "run", "causal_lm", *TRAINS, "--dry-run", "--data", "IT"
 RUN = *BERT, "--corpus", "TEXT", "--workdir", "IT"
+PARQUET = *BERT, "--dry-run", "--corpus", "IT/corpus.parquet"
 CORPUS = *BERT, "--dry-run", "--corpus", "IT/corpus.txt"
 CARD = *BERT, "--dry-run", "--corpus", "hf://IT/corpus"
 VOCABULARY = *BERT, "--dry-run", "--corpus", "TEXT", "--vocabulary", "IT/vocabulary.txt"
@@ -148,6 +150,17 @@ def card_elsewhere(folder, outside):
     card.write_text(card.read_text().replace("train.txt", f"{outside}/secret.txt"))
 
 
+def repeated(length):
+    """After some others, 2,000 rows have one text of this length, which is in the file once."""
+
+    def act(folder, outside):
+        texts = [*(f"Text {number}." for number in range(40)), ("ab " * length)[:length]]
+        column = pyarrow.DictionaryArray.from_arrays(np.minimum(np.arange(2040), 40), texts)
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), folder / "corpus.parquet", compression="zstd")
+
+    return act
+
+
 def checkpoints_at(place):
     """The run's checkpoints are a link to a scratch disk or, in a hostile run, to a home with other files."""
 
@@ -245,6 +258,7 @@ CASES = {
     },
     ("files", CARD): {"a card": (card_elsewhere, "a file outside of it")},
     ("files", CORPUS): {"a corpus": (named("corpus.txt", size=2**30), "line 1 is not UTF-8 text")},
+    ("files", PARQUET): {"a parquet bomb": (repeated(2**24 + 1), "has 16,777,217 characters", repeated(99))},
     ("files", TABLE): {"a table": (named("table.tsv", size=2**31), "bytes without the end of a line")},
     ("files", VOCABULARY): {"a vocabulary": (named("vocabulary.txt", size=2**31), "it has 2,147,483,648 bytes")},
     ("run", RUN): {
@@ -254,7 +268,7 @@ CASES = {
         "a home": (checkpoints_at("home"), "notes_temp is not a checkpoint: remove it", checkpoints_at("scratch")),
     },
 }
-SLOW = CARD, CORPUS, TABLE, VOCABULARY  # each trains, or reads much
+SLOW = CARD, CORPUS, PARQUET, TABLE, VOCABULARY  # each trains, or reads much
 PARAMETERS = [
     pytest.param(*base, name, id=f"{base[1][0]}: {name}", marks=[pytest.mark.slow] * (base[1] in SLOW))
     for base in CASES

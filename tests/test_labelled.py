@@ -100,10 +100,12 @@ def test_the_main_metric_of_a_task_is_the_first_of_its_metrics():
     assert [TASKS[name].metrics[0] for name in ("cola", "stsb", "mrpc")] == ["matthews", "pearson", "accuracy"]
 
 
-def test_csv_has_quoted_commas_quotes_and_line_breaks_and_texts_that_look_like_something_else(tmp_path):
+def test_csv_has_quoted_commas_quotes_and_line_breaks_and_texts_that_look_like_something_else(tmp_path, capsys):
     content = '\ufeffindex,review,stars\n"1\t\n2","Good, really\n""good"".",10\n2,NA,9\n3,,9\n3,,9\n\n4,2026-01-01,09\n'
     files = {"train.csv": content, "validation.csv": content, "test.csv": f"review\n{'word ' * 40_000}\n"}
     found = open_examples("own", write(tmp_path, files), "review", "stars")
+    told = "train.csv: 1 row(s) have several lines, 3 in the one from line 2: is a quotation mark there not closed?\n"
+    assert told in capsys.readouterr().out
     assert found.classes == ["09", "9", "10"] and found.task.submission == "test.tsv"  # sorted as numbers
     texts = ['Good, really\n"good".', "NA", "", "", "2026-01-01"]  # also one that is empty, and one that comes twice
     assert found.splits["train"].texts == [(text,) for text in texts]
@@ -184,7 +186,7 @@ def test_a_label_that_is_no_number(label, tmp_path):
 
 # A file of one's own, with columns `text` and `label`.
 OWN_FILES = [
-    ("a.csv", 'text,label\n"A,0\nB,1\n', "a.csv, line 3: unexpected end of data"),
+    ("a.csv", 'text,label\n"A,0\nB,1\n', "a.csv, line 3: unexpected end of data, in the row that begins in line 2"),
     ("a.csv", 'text,label\nA,0\n"B" C,1\n', "a.csv, line 3: ',' expected after '\"'"),
     ("a.csv", 'text,label\n"A\nB",0\nC\n', "a.csv, line 4: 1 fields, divided by ',', for 2 columns"),
     ("a.csv", "text,label\nA,0\nB,1\n", "the split validation has no examples"),
@@ -218,8 +220,9 @@ TABLES = [("text, label,\nGröße, 1,\n", " 1"), ("text;label;\nGröße;1;;\n", 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 @pytest.mark.parametrize(("content", "label"), TABLES)
 def test_tables_as_programs_write_them(content, label, encoding, tmp_path):
-    (tmp_path / "train.CSV").write_text(content, encoding)
-    assert [row for _, row in read_rows(tmp_path / "train.CSV")] == [{"text": "Größe", "label": label}]
+    for end in ["\n", "\r\n", "\r"][: 2 if encoding == "utf-16" else 3]:
+        (tmp_path / "train.CSV").write_bytes(content.replace("\n", end).encode(encoding))
+        assert [row for _, row in read_rows(tmp_path / "train.CSV")] == [{"text": "Größe", "label": label}]
 
 
 def test_quotation_marks_of_a_tsv_file_are_its_fields_only_if_all_are(tmp_path):

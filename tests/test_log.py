@@ -12,7 +12,7 @@ from common.classification_scores import told_of as told_of_classifier
 from common.files import write_json
 from common.language_model import told_of
 from common.log import RunLog, one_epoch, report
-from keras_replicas import Batches, data_parallel, make_strategy
+from keras_replicas import Batches, UserError, data_parallel, make_strategy
 from keras_replicas.cluster import worker_config
 
 EXAMPLES, BATCH, LENGTH = 20, 8, 6  # an epoch has 3 steps
@@ -82,11 +82,16 @@ def test_throughput_leaves_out_the_first_call_validation_and_callbacks(tmp_path)
     assert results["tokens_per_second"] == pytest.approx(5 * per_step / results["seconds"], rel=0.05)
 
 
-def test_a_run_whose_lines_are_lost_has_results(tmp_path):
+@pytest.mark.parametrize(("step", "line", "loss"), [(2, "garbage", 5), (5, '{"step": 5}', math.nan)])
+def test_what_lines_that_are_lost_or_damaged_told_is_not_in_the_results(step, line, loss, tmp_path):
+    lines = [f'{{"step": {step}, "loss": {step}, "learning_rate": {step}}}' for step in range(1, 7)]
+    (tmp_path / "steps.jsonl").write_text("\n".join([*lines[: step - 1], line, *lines[step:], ""]))
     log = RunLog(tmp_path, data())
     log.begin(6)
     results = log.results(2)
-    assert (results["steps"], results["tokens_per_second"]) == (6, 0) and np.isnan(results["train_loss"])
+    assert (results["steps"], results["tokens_per_second"]) == (6, 0)
+    found = *results["learning_rate"].values(), results["train_loss"]
+    assert found == pytest.approx((1, math.nan, 6, loss), nan_ok=True)
 
 
 def test_of_several_workers_the_chief_alone_writes(tmp_path, monkeypatch):
@@ -136,6 +141,8 @@ def test_a_file_of_results_gives_the_same_report(tmp_path):
         write_json(tmp_path / "results.json", results)
         read = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
         assert report(read, told_of) == report(results, told_of).replace("inf", "nan")
+        with pytest.raises(UserError, match="cannot be shown .'replicas'.: remove the run's results.json"):
+            report({name: read[name] for name in read if name != "replicas"}, told_of)
 
 
 @pytest.mark.parametrize(

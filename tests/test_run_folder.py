@@ -129,6 +129,25 @@ def test_a_folder_of_a_long_name_or_of_a_link_alone(folder):
         opened(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("results.json", '{"st', "results.json is no JSON .*: restore it"),
+        ("config.json", '{"kept": [], "options": {}}', "holds files, but no run"),
+        ("config.json", '{"kept": {}, "options": []}', "holds files, but no run"),
+        ("steps.jsonl/x", "", "steps.jsonl is a folder: move it elsewhere"),
+        ("tensorboard", "", "tensorboard is no folder: move it elsewhere"),
+    ],
+)
+def test_a_run_that_was_damaged_is_left_as_it_is(name, content, told, folder):
+    begun(folder)
+    write(folder / name, content)
+    before = files_in(folder)
+    with pytest.raises(UserError, match=told):
+        opened(folder)
+    assert files_in(folder) == before
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "deeper/notes.txt", "config.json"])
 def test_a_run_is_not_begun_among_other_files(name, folder):
     write(folder / name, '{"model_type": "bert"}')

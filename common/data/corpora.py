@@ -4,7 +4,6 @@
 A document is a string of one or more lines.
 """
 
-import csv
 import functools
 import hashlib
 import importlib.metadata
@@ -23,6 +22,7 @@ from typing import Any
 from keras_replicas import UserError
 
 from ..files import FAILED, cached, from_hub, is_held_out, one_line, sha256_of, shortened
+from .tables import read_rows
 
 Documents = Callable[[], Iterator[str]]  # opens a new stream of them
 SPLITS = ("train", "validation", "test")
@@ -32,8 +32,8 @@ TITLE = "= [^=].* ="  # the line with which an article of WikiText begins
 DOCUMENT_LIMIT = 20_000  # characters; longer text is split into several documents, so that memory is bounded
 PART = 1000  # characters, at least, of a part of a document that is held out for validation
 TEXTS = (".txt", ".text", ".md")  # endings of a folder's files that are plain text
-TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # by `datasets`
-NO_CORPUS = (".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".gz", ".tar", ".xz", ".zst", ".bz2", ".tsv", ".xlsx")
+TABLES = {".csv": "table", ".tsv": "table", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+NO_CORPUS = (".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".gz", ".tar", ".xz", ".zst", ".bz2", ".xlsx")
 PACKAGES = ("keras", "keras_hub", "numpy")  # whose docstrings are a corpus
 MOST_OF_A_LINE = 2**24  # characters, read at once
 NO_TEXT = re.compile("[\0\udc80-\udcff]")  # what bytes that are not UTF-8 are read as
@@ -61,10 +61,10 @@ def open_corpus(corpus: str) -> Corpus:
             - `hf://user/name` or `hf://user/name/configuration`: any data set on the Hub with a column `text`, read as
               a stream; without a split `validation`, one row in 10 is held out;
             - a folder in WikiText's format: `wiki.train.tokens`, `wiki.valid.tokens` and, if there, `wiki.test.tokens`;
-            - a text file, in which blank lines separate documents; or a table (in `TABLES`), read by `datasets`, with a
-              column `text`, or a single column of strings; or a folder of such files: the kind that has more bytes is
-              read. What is read, and what is not, is printed. One part in 10 is held out for validation, chosen by a
-              hash of its text: of a long document, a part has some `PART` characters.
+            - a text file, in which blank lines separate documents; or a table (in `TABLES`) with a column `text`, or a
+              single column of strings; or a folder of such files: the kind that has more bytes is read. What is read,
+              and what is not, is printed. One part in 10 is held out for validation, chosen by a hash of its text: of a
+              long document, a part has some `PART` characters.
 
     Raises a `UserError` when it is none of these, or cannot be fetched; by a stream, when it is not UTF-8 text.
     """
@@ -88,19 +88,20 @@ def open_corpus(corpus: str) -> Corpus:
     kind, found = _files_of(path)
     if kind == "text":
         return Corpus(_held_out(lambda: _documents(_lines(found), "")), _checksum(found))
-    for file in found if kind == "csv" else ():
-        csv.field_size_limit(2**31 - 1)
-        with one_line(f"cannot read {file}", errors=(*FAILED, csv.Error)), file.open(encoding="utf-8-sig") as table:
-            columns, *fields = [*map(len, csv.reader(table))] or [0]
-        if max(fields, default=0) > columns:  # pandas would drop the others
-            raise UserError(f"{file} has a row of {max(fields)} fields, not {columns}: quote texts with commas")
-    as_it_stands = {"keep_default_na": False} if kind == "csv" else {}  # a text may be "NA"
-    rows = from_hub("load_dataset", kind, data_files=[*map(str, found)], split="train", streaming=True, **as_it_stands)
+    if kind == "table":
+        read = lambda: _column(corpus, (row for file in found for _, row in read_rows(file)))  # noqa: E731
+        return Corpus(_held_out(read), _checksum(found))
+    import datasets  # not above: it takes a second
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is told below
+    with one_line(f"cannot read {corpus}", errors=(Exception,)):
+        few: dict[str, Any] = {"batch_size": 16} if kind == "parquet" else {}  # rows at once; else a whole group
+        rows = datasets.load_dataset(kind, data_files=[*map(str, found)], split="train", streaming=True, **few)
     return Corpus(_held_out(functools.partial(_column, corpus, rows)), _checksum(found))
 
 
 def _files_of(path: Path) -> tuple[str, list[Path]]:
-    """The files that are a corpus, and their kind: `text`, or the name of a reader of `datasets`."""
+    """The files that are a corpus, and their kind: `text`, `table`, or the name of a reader of `datasets`."""
     if path.is_file():
         if (suffix := path.suffix.lower()) in NO_CORPUS:
             raise UserError(f"the corpus {path} is neither plain text nor a table: give its text as .txt")
@@ -148,13 +149,15 @@ def _column(corpus: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     name = "text"
     with one_line(f"cannot read {corpus}", errors=(*FAILED, TypeError)):  # by `datasets`, for a column of two types
         for number, row in enumerate(rows):
-            strings = [column for column, value in row.items() if isinstance(value, str)]
+            strings = [name for name, value in row.items() if isinstance(value, str) and re.search(r"[^\W\d]", value)]
             if number == 0 and "text" not in row and len(strings) == 1:
                 (name,) = strings
             if name not in row:
                 raise UserError(f"it has no column 'text' of strings, only {shortened(map(repr, row))}: rename one")
             if not isinstance(row[name], str | None):
                 raise UserError(f"row {number + 1} of column {name!r} is {row[name]!r}, which is no text")
+            if len(row[name] or "") > MOST_OF_A_LINE:
+                raise UserError(f"row {number + 1} of column {name!r} has {len(row[name]):,} characters: divide it")
             yield from _pieces(row[name] or "")
 
 

@@ -3,6 +3,7 @@
 
 import codecs
 import csv
+import functools
 import io
 import itertools
 import json
@@ -19,6 +20,7 @@ SUFFIXES = (".tsv", ".csv", ".jsonl")
 Row = tuple[str, dict[str, Any]]  # where it is, such as `dev.tsv, line 7`; and its values, by column
 LEFT_OUT = 0.001  # share of malformed rows up to which a file is read without them
 LONGEST = 2**27  # bytes of a line
+tell = functools.cache(functools.partial(print, flush=True))  # once, as a corpus is read several times
 QUOTED = re.compile('"([^"]|"")*"')  # a field in quotation marks, those in it doubled
 
 
@@ -44,9 +46,15 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False, al
     def lines() -> Iterator[str]:
         nonlocal where
         with path.open("rb") as file:
-            is_wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            text: Any = file
+            first = file.readline(LONGEST)
             file.seek(0)
-            text: Any = io.BytesIO(file.read().decode("utf-16").encode()) if is_wide else file
+            if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                text = io.BytesIO(file.read(LONGEST).decode("utf-16").encode())
+            elif b"\r" in first.rstrip(b"\r\n"):  # lines end as on an old Mac
+                text = io.BytesIO(file.read(LONGEST).replace(b"\r", b"\n"))
+            if text is not file and file.read(1):
+                raise ValueError("too long a file in this form: save it in UTF-8, with the line ends of Unix")
             for number, line in enumerate(iter(lambda: text.readline(LONGEST), b""), 1):
                 where = f"{path}, line {number}"
                 if len(line) == LONGEST:
@@ -59,7 +67,7 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False, al
     malformed, rows = [], 0
     try:
         is_json = suffix == ".jsonl"
-        for row in map(json.loads, filter(str.strip, lines())) if is_json else _table(lines, suffix, columns, glue):
+        for row in map(json.loads, filter(str.strip, lines())) if is_json else _table(lines, path, columns, glue):
             if is_json and not isinstance(row, dict):
                 raise ValueError("not a JSON object, with a value for each column")
             rows += 1
@@ -70,32 +78,50 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False, al
                 malformed.append(f"{where}: {row}")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError, csv.Error) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: {error}") from error
     if len(malformed) > (0 if all_rows else LEFT_OUT * rows):
         raise UserError(malformed[0])
     if malformed:
-        print(f"{len(malformed)} of {rows} rows are malformed, and dropped. {malformed[0]}", flush=True)
+        tell(f"{len(malformed)} of {rows} rows are malformed, and dropped. {malformed[0]}")
 
 
 def _table(
-    lines: Callable[[], Iterator[str]], suffix: str, columns: Sequence[str], glue: bool
+    lines: Callable[[], Iterator[str]], path: Path, columns: Sequence[str], glue: bool
 ) -> Iterator[dict[str, Any] | str]:
     """The rows of a table; for one that is malformed, what is wrong."""
-    first = next(lines(), "")
-    delimiter = max(",;\t", key=first.count) if suffix == ".csv" else "\t"
-    is_quoted = suffix == ".csv" or not glue and _is_quoted(lines())
+    first, is_csv = next(filter(str.strip, lines()), ""), path.suffix.lower() == ".csv"
+    delimiter = max(",;\t", key=first.count) if is_csv else "\t"
+    is_quoted = is_csv or not glue and _is_quoted(lines())
     form: dict[str, Any] = {"delimiter": delimiter, "quoting": csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE}
-    table = csv.reader(lines(), strict=True, **form)
+    table = _records(csv.reader(lines(), strict=True, **form), path)
     names = [name.strip() for name in columns or next(table, [])]
     named, shown = [name for name in names if name], shortened(map(repr, names))
     if len({*named}) < len(named):
         raise ValueError(f"two columns have the same name: {shown}")
-    for fields in filter(None, table):
+    for fields in table:
         if len(fields) < len(names) or any(fields[len(names) :]):
-            yield f"{len(fields)} fields, divided by {delimiter!r}, for {len(names)} columns, {shown}"
+            way_out = ": quote texts with one" * (is_csv and len(fields) > len(names))
+            yield f"{len(fields)} fields, divided by {delimiter!r}, for {len(names)} columns, {shown}{way_out}"
         else:
             yield {name: field for name, field in zip(names, fields, strict=False) if name}
+
+
+def _records(table: Any, path: Path) -> Iterator[list[str]]:
+    """What a `csv.reader` reads, without empty lines. Those of several lines are told: they may be several rows."""
+    begin, long = 1, []
+    try:
+        for fields in table:
+            if (length := table.line_num + 1 - begin) > 1:
+                long.append((length, begin))
+            begin += length
+            yield from [fields] * bool(fields)
+    except csv.Error as error:
+        raise ValueError(f"{error}, in the row that begins in line {begin}") from error
+    if long:
+        length, begin = max(long)
+        told = f"{length} in the one from line {begin}: is a quotation mark there not closed?"
+        tell(f"{path}: {len(long)} row(s) have several lines, {told}")
 
 
 def _is_quoted(lines: Iterator[str]) -> bool:
