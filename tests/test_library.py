@@ -60,7 +60,8 @@ def code_of(path):
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return text
-    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+    code = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+    return code.replace("%pip", "pass  #")
 
 
 def test_helpers_pages_guides_and_notebooks_use_public_names_alone():
