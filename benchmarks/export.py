@@ -122,8 +122,11 @@ def table(results: dict[str, Any]) -> str:
         name, by = (f"`{form}`", SERVED_BY[form]) if form in SERVED_BY else ("the preset", "KerasHub")
         speed = f"{found['alone']:.2f} | {found['together']:.2f}"
         lines.append(f"| {name} | {by} | {found['bytes'] / 1e6:.1f} MB | {speed} | {found['difference']:.0e} |")
-    seconds = {" ".join(words.split()[1:2]): 0.0 for words in results["seconds"]}
+    seconds: dict[str, float] = {}
     for words, taken in results["seconds"].items():
-        seconds[words.split()[1]] += taken
-    told = ", ".join(f"`{verb}` {taken:.0f} s" for verb, taken in seconds.items())
-    return "\n".join([*lines, "", f"The commands took {told} in all."])
+        verb = words.split()[1]
+        seconds[verb] = seconds.get(verb, 0) + taken
+    lines += ["", "| command | seconds |", "| --- | --- |"]
+    return "\n".join(
+        lines + [f"| `{verb}`{', all four' * (verb == 'export')} | {taken:.0f} |" for verb, taken in seconds.items()]
+    )

@@ -19,6 +19,7 @@ from keras_replicas import UserError
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy", "torch", "transformers", "accelerate")
+PACKAGES += ("tf2onnx", "onnxruntime", "ai-edge-litert")
 FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # that matmuls use
 
 

@@ -13,7 +13,6 @@ Nothing else differs.
 """
 
 import importlib.util
-import logging
 import math
 import os
 import shutil
@@ -21,6 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import keras
 import keras_hub
 import numpy as np
 import tensorflow as tf
@@ -113,20 +113,21 @@ def export(preset: str, folder: Path, form: str = "huggingface") -> str:
 
 def _write_graph(model: Any, folder: Path, form: str) -> None:
     file, theirs, _ = GRAPHS[form]
+    preprocessor, graph = model.preprocessor, keras.Model(model.input, model.output)  # which has no preprocessor
     options: dict[str, Any] = {"input_signature": [dict(model.input)]}
     if form == "litert":  # else also TensorFlow's operations, which the interpreter alone lacks
         options["target_spec"] = {"supported_ops": [tf.lite.OpsSet.TFLITE_BUILTINS]}
     if form == "onnx":
         _add_erfc()
     with warnings.catch_warnings(action="ignore"):
-        model.export(folder / file, format=theirs, verbose=False, **options)
+        graph.export(folder / file, format=theirs, verbose=False, **options)
     if form == "onnx":
         import onnx
 
         onnx.checker.check_model(folder / file)  # tf2onnx keeps an operation that it does not know
-    tokenizer, classifier = model.preprocessor.tokenizer, isinstance(model, HUB.TextClassifier)
+    tokenizer, classifier = preprocessor.tokenizer, isinstance(model, HUB.TextClassifier)
     own = _byte_pairs(tokenizer) if isinstance(tokenizer, HUB.RobertaTokenizer) else _word_pieces(tokenizer, classifier)
-    own.enable_truncation(model.preprocessor.sequence_length if classifier else model.backbone.max_sequence_length)
+    own.enable_truncation(preprocessor.sequence_length if classifier else model.backbone.max_sequence_length)
     own.enable_padding(pad_id=tokenizer.pad_token_id, pad_token=tokenizer.pad_token)
     own.save(str(folder / "tokenizer.json"))
 
@@ -135,8 +136,6 @@ def _add_erfc() -> None:
     """Teaches tf2onnx the operation of the exact gelu that version 1.17 lacks: 1 - erf."""
     from tf2onnx.handler import tf_op
     from tf2onnx.utils import make_name
-
-    logging.getLogger("tf2onnx").setLevel(logging.CRITICAL)
 
     @tf_op("Erfc")
     class Erfc:
@@ -185,6 +184,7 @@ def _write_bert(model: Any, folder: Path, classes: list[str] | None) -> None:
     (folder / "vocab.txt").write_text("".join(f"{p}\n" for p in tokenizer.get_vocabulary()), encoding="utf-8")
     special = {name: getattr(tokenizer, name) for name in SPECIAL} | {"unk_token": UNKNOWN}
     form = {"do_lower_case": tokenizer.lowercase, "strip_accents": tokenizer.strip_accents}
+    form["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]  # else no type tells texts of a pair
     _write_tokenizer(_word_pieces(tokenizer), folder, length, special | form)
 
 
