@@ -211,7 +211,7 @@ CASES = {
         "a switch": (part("task.json", "keras.config", "function", 0, "enable_unsafe_deserialization"), "keras.conf"),
         "a module": (part("task.json", "os", "system", None, {"command": "true"}), "os.system"),
         "TFSMLayer": (part("task.json", KERAS, "TFSMLayer", None, {"filepath": "OUTSIDE"}), "keras.layers.TFSMLayer"),
-        "deep JSON": (named("preprocessor.json", b"[" * 10**6), "is no JSON .maximum recursion depth"),
+        "deep JSON": (named("preprocessor.json", b"[" * 10**6), "cannot read .*preprocessor.json .maximum recursion"),
         "an archive": (named("model.keras", b"PK"), "model.keras is no part of a preset", named("model.txt", b"PK")),
         "a pickle": (named("w.npy", COMMAND.dumps()), "w.npy is no part", named("w.txt", COMMAND.dumps())),
         "a link to a file": (linked(OWN), LINK, linked(OWN, within=True)),
@@ -235,7 +235,10 @@ CASES = {
         **{kind: (hdf5(kind), HDF5) for kind in KINDS},
         **{f"{kind} in a nested group": (hdf5(kind, "assets/deep/vars/0"), HDF5) for kind in KINDS[-2:]},
     },
-    ("mlm", PRESET): {"long JSON": (named("config.json", size=2**31), LONG)},
+    ("mlm", PRESET): {
+        "long JSON": (named("config.json", size=2**22 + 1), LONG),
+        "JSON of many parts": (named("tokenizer.json", b"[" + b"{}," * 2**20 + b"{}]"), "objects and lists"),
+    },
     ("divided", GENERATE): {"divided weights": (shards_elsewhere, ELSEWHERE)},
     ("hf_divided", GENERATE): {"divided safetensors": (shards_elsewhere, ELSEWHERE)},
     ("hf", GENERATE): {
