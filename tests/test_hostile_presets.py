@@ -368,6 +368,16 @@ def test_a_preset_of_the_hub_may_be_pinned_and_is_looked_at_too(bases, hub, tmp_
     assert fixed["sha256 of preset/config.json"] == hashlib.sha256(good["config.json"]).hexdigest()
 
 
+def test_a_name_of_kerashubs_own_is_looked_at_too(bases, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("KAGGLEHUB_CACHE", str(tmp_path))
+    handle = HUB.Backbone.presets["bert_tiny_en_uncased"]["kaggle_handle"].removeprefix("kaggle://")
+    place = shutil.copytree(bases / "mlm", tmp_path / "models" / handle)
+    place.with_name(f"{place.name}.complete").touch()
+    assert command(*FILL[:2], "bert_tiny_en_uncased", FILL[3]) == 0
+    entry("config.json", "hidden_dim", 10**6)(place, tmp_path)
+    assert command(*FILL[:2], "bert_tiny_en_uncased", FILL[3]) == 2 and WIDE in capfd.readouterr().err
+
+
 def test_what_a_run_has_read_is_on_record_and_other_bytes_are_refused(bases, tmp_path):
     inputs = json.loads((bases / "run/results.json").read_text())["inputs"]
     assert inputs.keys() == {f"sha256 of corpus/wiki.{split}.tokens" for split in ("train", "valid", "test")}
