@@ -16,6 +16,7 @@ from keras_replicas import UserError
 from .files import MALFORMED, one_line
 
 SMALL, LOG = 40 * 2**20, 2**30  # bytes, at most, of JSON and vocabularies, and of a run's steps.jsonl
+CONFIG, PARTS = 2**22, 2**20  # bytes, at most, of a config.json; objects and lists of a JSON file
 WEIGHTS = re.compile(r"(model|task|model_\d+)\.weights\.h5|adapters\.lora\.h5|model(-\d+-of-\d+)?\.safetensors")
 CHECKPOINTS = re.compile(r"(ckpt-\d+|end)(_temp|\.index|\.data-\d+-of-\d+)(\.tempstate\d+)?|fit-\d+|\..*")
 RUN = ("best", "checkpoints", "predictions", "preset", "tensorboard", "best.json", "results.json", "steps.jsonl")
@@ -95,14 +96,17 @@ def _files(folder: Path, homes: Sequence[Path] = (), spared: Path | None = None)
 
 
 def _check_bytes(path: Path) -> None:
-    if path.stat().st_size > (most := LOG if path.suffix == ".jsonl" else SMALL):
+    if path.stat().st_size > (most := {"steps.jsonl": LOG, "config.json": CONFIG}.get(path.name, SMALL)):
         raise UserError(f"{path} has more than {most:,} bytes")
 
 
 def _read_json(path: Path) -> Any:
     _check_bytes(path)
-    with one_line(f"{path} is no JSON", ": restore it", (ValueError, RecursionError)):
-        return json.loads(path.read_text(encoding="utf-8"))
+    with one_line(f"cannot read {path}", ": restore it", (ValueError, RecursionError)):
+        text = path.read_text(encoding="utf-8")
+        if text.count("{") + text.count("[") > PARTS:  # each takes far more memory than its bytes
+            raise ValueError(f"it has more than {PARTS:,} objects and lists")
+        return json.loads(text)
 
 
 def _check_json(file: str, content: Any, keras_form: bool, weights: int) -> None:

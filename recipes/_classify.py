@@ -39,10 +39,15 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
         raise UserError("give one text, or two of a pair; or a file of them with --data")
     if bool(data) != bool(text_columns):
         raise UserError("--data and --text-columns, the names of its columns of texts, go together")
-    if os.path.isfile(output):
-        raise UserError(f"{output} already exists; give a new file")
-    if not Path(output).parent.is_dir():
+    if not os.path.isdir(Path(output).parent):
         raise UserError(f"there is no folder {Path(output).parent}: make it, or give another file")
+    unfinished = Path(output).parent / f".{os.getpid()}.unfinished"
+    with one_line(f"cannot write {output}", ": give a new file"):  # now, not when all is done
+        if output and Path(output).exists():
+            raise UserError("it already exists")
+        if output:
+            unfinished.touch()
+            unfinished.unlink()
     classes, number = saved_labels(preset)
     columns = column_names(text_columns) if data else tuple(f"text {i}" for i, _ in enumerate(texts, start=1))
     if len(columns) != number:
@@ -60,8 +65,11 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
     if not output:
         write(sys.stdout, classes, outputs)
         return
-    with one_line(f"cannot write {output}"), Path(output).open("w", encoding="utf-8") as file:
-        write(file, classes, outputs)
+    with one_line(f"cannot write {output}"), contextlib.ExitStack() as at_end:
+        at_end.callback(unfinished.unlink, missing_ok=True)
+        with unfinished.open("w", encoding="utf-8") as file:
+            write(file, classes, outputs)
+        unfinished.rename(output)
     print(f"{output}: {len(outputs)} predictions")
 
 

@@ -25,8 +25,8 @@ def copy_recipe(name: str, folder: str, vendor: bool = False, helpers: str = "co
 
     Raises a `UserError` when a name is wrong, another file is in the way, or nothing can be written.
     """
-    taken = {name, "keras_replicas", *keyword.kwlist, *sys.stdlib_module_names, *packages_distributions()}
-    if not helpers.isidentifier() or helpers in taken - {"common"}:
+    taken = {"keras_replicas", *keyword.kwlist, *sys.stdlib_module_names, *packages_distributions()} - {"common"}
+    if not helpers.isidentifier() or helpers in taken | {name, f"test_{name}"}:
         raise UserError(f"--as {helpers}: give a name that Python can import, and that no other module has")
     if not folder:  # such as an unset variable; it would be the current folder
         raise UserError("give the name of a folder, such as my_project")

@@ -69,7 +69,7 @@ def test_a_file_in_the_way_is_named_and_nothing_is_written(name, tmp_path):
 @pytest.mark.parametrize(
     ("folder", "helpers", "told"),
     [("", "common", "give the name of a folder"), ("/proc/mine", "common", "cannot copy to /proc/mine: ")]
-    + [("mine", name, f"--as {name}: give a") for name in ("a/b", "class", "json", "keras", "bert_mlm", "")],
+    + [("mine", name, f"--as {name}: give a") for name in ("a/b", "class", "keras", "bert_mlm", "test_bert_mlm", "")],
 )
 def test_why_it_cannot_be_copied_is_told(folder, helpers, told):
     with pytest.raises(UserError, match=told):

@@ -142,6 +142,14 @@ def test_a_broken_table_is_named(name, content, told, tmp_path):
         documents_of(tmp_path / name)
 
 
+def test_what_is_here_goes_before_a_corpus_of_its_name(tmp_path, monkeypatch, capsys):
+    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "wikitext-2/a.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    assert documents_of("wikitext-2") == ["mine"]
+    assert capsys.readouterr().out.startswith("corpus: wikitext-2 in this folder, not the corpus of that name\n")
+
+
 def test_a_fingerprint_follows_every_byte(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.txt").write_text("two")

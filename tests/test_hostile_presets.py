@@ -211,9 +211,9 @@ CASES = {
         "a switch": (part("task.json", "keras.config", "function", 0, "enable_unsafe_deserialization"), "keras.conf"),
         "a module": (part("task.json", "os", "system", None, {"command": "true"}), "os.system"),
         "TFSMLayer": (part("task.json", KERAS, "TFSMLayer", None, {"filepath": "OUTSIDE"}), "keras.layers.TFSMLayer"),
-        "deep JSON": (named("preprocessor.json", b"[" * 10**6), "is no JSON .maximum recursion depth"),
+        "deep JSON": (named("preprocessor.json", b"[" * 10**6), "cannot read .*preprocessor.json .maximum recursion"),
         "an archive": (named("model.keras", b"PK"), "model.keras does not belong", named("model.txt", b"PK")),
-        "a pickle": (named("w.npy", COMMAND.dumps()), "w.npy is no part", named("w.txt", COMMAND.dumps())),
+        "a pickle": (named("w.npy", COMMAND.dumps()), "w.npy does not belong", named("w.txt", COMMAND.dumps())),
         "a link to a file": (linked(OWN), LINK, linked(OWN, within=True)),
         "a link to a folder": (linked("assets/tokenizer"), LINK),
         "a pipe": (pipe, "vocabulary.json in .* is neither a file nor a folder"),
@@ -235,7 +235,10 @@ CASES = {
         **{kind: (hdf5(kind), HDF5) for kind in KINDS},
         **{f"{kind} in a nested group": (hdf5(kind, "assets/deep/vars/0"), HDF5) for kind in KINDS[-2:]},
     },
-    ("mlm", PRESET): {"long JSON": (named("config.json", size=2**31), LONG)},
+    ("mlm", PRESET): {
+        "long JSON": (named("config.json", size=2**22 + 1), LONG),
+        "JSON of many parts": (named("tokenizer.json", b"[" + b"{}," * 2**20 + b"{}]"), "objects and lists"),
+    },
     ("divided", GENERATE): {"divided weights": (shards_elsewhere, ELSEWHERE)},
     ("hf_divided", GENERATE): {"divided safetensors": (shards_elsewhere, ELSEWHERE)},
     ("hf", GENERATE): {
@@ -361,6 +364,16 @@ def test_a_preset_of_the_hub_may_be_pinned_and_is_looked_at_too(bases, hub, tmp_
     fixed = Config(preset=f"{URI}@{hub.names[0]}", corpus=str(tmp_path / "text.txt")).fixed("bert_mlm")
     assert fixed["commit of preset"] == hub.names[0]
     assert fixed["sha256 of preset/config.json"] == hashlib.sha256(good["config.json"]).hexdigest()
+
+
+def test_a_name_of_kerashubs_own_is_looked_at_too(bases, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("KAGGLEHUB_CACHE", str(tmp_path))
+    handle = HUB.Backbone.presets["bert_tiny_en_uncased"]["kaggle_handle"].removeprefix("kaggle://")
+    place = shutil.copytree(bases / "mlm", tmp_path / "models" / handle)
+    place.with_name(f"{place.name}.complete").touch()
+    assert command(*FILL[:2], "bert_tiny_en_uncased", FILL[3]) == 0
+    entry("config.json", "hidden_dim", 10**6)(place, tmp_path)
+    assert command(*FILL[:2], "bert_tiny_en_uncased", FILL[3]) == 2 and WIDE in capfd.readouterr().err
 
 
 def test_what_a_run_has_read_is_on_record_and_other_bytes_are_refused(bases, tmp_path):

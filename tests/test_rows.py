@@ -6,6 +6,7 @@ import json
 import shutil
 from unittest import mock
 
+import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -336,6 +337,15 @@ def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_p
         shutil.copystat(__file__, path)
         with pytest.raises(TypeError):
             open_folder(str(folder))
+
+
+def test_padding_that_is_a_token_of_text_is_told(tmp_path, capsys, cache):
+    vocabulary, merges = {"!": 0, "a": 1, "<|endoftext|>": 2}, []
+    examples(tmp_path / "data", [[1, 0]] * 10, keras_hub.models.GPT2Tokenizer(vocabulary, merges))
+    model = {"type": "BPE", "vocab": vocabulary, "merges": merges}
+    (tmp_path / "data/tokenizer.json").write_text(json.dumps({"model": model}))
+    assert open_folder(str(tmp_path / "data"))[0]["train"].length == 2
+    assert "bert_train-0.tfrecord has texts that end in '!': it is left out, as padding" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -68,15 +68,17 @@ def open_corpus(corpus: str) -> Corpus:
 
     Raises a `UserError` when it is none of these, or cannot be fetched; by a stream, when it is not UTF-8 text.
     """
-    path = Path(corpus)
-    if corpus == "docstrings":
+    path, is_here = Path(corpus), os.path.exists(corpus)  # Path's raises an error for a long name
+    if is_here and corpus in ("docstrings", *WIKITEXT):
+        print(f"corpus: {corpus} in this folder, not the corpus of that name", flush=True)
+    elif corpus == "docstrings":
         versions = [platform.python_version(), *map(importlib.metadata.version, PACKAGES)]
         file = cached("docstrings.json", [*versions, Path(__file__).read_text(encoding="utf-8")], _write_docstrings)
         texts = json.loads(file.read_text(encoding="utf-8"))
         return Corpus({split: functools.partial(iter, texts[split]) for split in texts}, file.name)
-    if corpus in WIKITEXT or corpus.startswith("hf://"):
+    elif corpus in WIKITEXT or corpus.startswith("hf://"):
         return _from_hub(corpus)
-    if not os.path.exists(path):  # Path's raises an error for a long name
+    elif not is_here:
         names = ", ".join(["docstrings", *WIKITEXT, "hf://user/name"])
         raise UserError(f"the corpus {corpus} is neither {names}, nor an existing file or folder")
     files = {split: path / name for split, name in WIKITEXT_FILES.items() if (path / name).is_file()}

@@ -25,6 +25,7 @@ from keras_replicas import UserError
 from ..files import MALFORMED, cached, one_line, read_json
 from ..untrusted import check_preset
 from .rows import AFTER, BEFORE, LONGEST, Rows, fingerprint, open_rows, write_rows
+from .tables import tell
 from .vocabulary import in_order, load_wordpieces, vectors, wordpieces
 
 NAMES = {"train": "*train*.tfrecord*", "validation": "*valid*.tfrecord*", "test": "*test*.tfrecord*"}
@@ -152,12 +153,15 @@ def _check_records(path: str) -> None:
 
 
 def _texts(files: list[str], tokenizer: keras_hub.models.Tokenizer) -> Iterator[np.ndarray]:
+    pad = tokenizer.pad_token_id
     for records in tf.data.TFRecordDataset(files, "GZIP" if files[0].endswith(".gz") else None).batch(256):
         ids_of = tf.io.parse_example(records, FEATURES)
         if tf.reduce_any(tf.reduce_all([ids_of[name].row_lengths() > 0 for name in FEATURES], axis=0)):
             raise UserError(f"{files[0]} has examples with both {' and '.join(FEATURES)}: keep one of them")
-        for ids in vectors(tf.concat([ids_of[name] for name in FEATURES], axis=1)):
-            ids = np.trim_zeros(ids - tokenizer.pad_token_id, "b") + tokenizer.pad_token_id
+        for padded in vectors(tf.concat([ids_of[name] for name in FEATURES], axis=1)):
+            ids = np.trim_zeros(padded - pad, "b") + pad
+            if len(ids) < len(padded) and pad not in tokenizer.special_token_ids:
+                tell(f"{files[0]} has texts that end in {tokenizer.id_to_token(pad)!r}: it is left out, as padding")
             ends = [np.sum(ids[:1] == tokenizer.start_token_id), np.sum(ids[-1:] == tokenizer.end_token_id)]
             if len(ids) > sum(ends):
                 yield ids[ends[0] : len(ids) - ends[1]]

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import kagglehub
 import keras
 import keras_hub
 import numpy as np
@@ -20,9 +19,9 @@ from safetensors import safe_open
 from keras_replicas import UserError
 
 from ..data.vocabulary import in_order, wordpieces
-from ..files import fetched, one_line
+from ..files import one_line
 from ..untrusted import check_preset
-from .presets import backbone_from_size, check_positions, from_preset
+from .presets import backbone_from_size, check_positions, from_preset, place_of
 
 DECODER_BIAS = "cls.predictions.bias"  # the decoder's kernel is the token embedding
 # Parts of the names of a BERT's weights: KerasHub's, and those of Hugging Face's form, to be replaced in this order.
@@ -96,10 +95,7 @@ def get_file(preset: str, name: str) -> Path:
     Raises a FileNotFoundError when the preset, a folder or `hf://user/name`, has no such file, and a ValueError,
     OSError or RuntimeError when there is no such preset, or it cannot be fetched.
     """
-    known = keras_hub.models.Backbone.presets | keras_hub.models.Task.presets
-    if preset in known:
-        return Path(kagglehub.model_download(known[preset]["kaggle_handle"].removeprefix("kaggle://"), name))
-    if not Path(folder := fetched(preset)).is_dir():
+    if not Path(folder := place_of(preset)).is_dir():
         raise UserError(f"there is no preset {preset}")
     check_preset(folder)
     if not (path := Path(folder, name)).is_file():

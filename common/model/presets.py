@@ -3,6 +3,7 @@
 
 import errno
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,17 @@ def save_task(model: keras_hub.models.Task, preprocessor: keras_hub.models.Prepr
         model.backbone.save_lora_weights(str(folder / ADAPTERS))
 
 
+def place_of(preset: str) -> str:
+    """Where a preset is, once fetched. A name of KerasHub's own is that of a model on Kaggle, if no folder has it."""
+    known = keras_hub.models.Backbone.presets | keras_hub.models.Task.presets
+    return fetched(known[preset]["kaggle_handle"] if preset in known and not os.path.isdir(preset) else preset)
+
+
 def from_preset(kind: Any, preset: str, **kwargs) -> Any:
     """What `kind.from_preset(preset, **kwargs)` gives; a UserError of one line when it cannot be had."""
     way_out = ". Give a KerasHub name, which needs a network on first use, or a folder made by save_to_preset"
     with one_line(f"cannot load the preset {preset}", way_out):
-        folder = fetched(preset)
+        folder = place_of(preset)
     check_preset(folder)
     with one_line(f"cannot load the preset {preset}", way_out, (*FAILED, TypeError)):
         return kind.from_preset(folder, **kwargs)

@@ -62,7 +62,9 @@ def check_model(preset: str, size: str | None, seq_length: int, lora_rank: int |
     with one_line(f"{preset} is no preset of a language model", "; give a folder made by save_to_preset", MALFORMED):
         config = json.loads(Path(preset, "config.json").read_text(encoding="utf-8"))
         if "model_type" in config:  # Hugging Face's form, where GPT-2 has its own name for it
-            positions = config.get("max_position_embeddings") or config["n_positions"]
+            positions = config.get("max_position_embeddings") or config.get("n_positions")
+            if not positions:
+                raise ValueError("its config.json has neither max_position_embeddings nor n_positions")
         else:  # decoders without position embeddings have no limit there
             positions = config["config"].get("max_sequence_length", math.inf)
         too_long = seq_length > positions
