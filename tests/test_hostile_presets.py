@@ -200,7 +200,7 @@ CASES = {
         "TFSMLayer": (part("task.json", KERAS, "TFSMLayer", None, {"filepath": "OUTSIDE"}), "keras.layers.TFSMLayer"),
         "deep JSON": (named("preprocessor.json", b"[" * 10**6), "is no JSON .maximum recursion depth"),
         "an archive": (named("model.keras", b"PK"), "model.keras does not belong", named("model.txt", b"PK")),
-        "a pickle": (named("w.npy", COMMAND.dumps()), "w.npy is no part", named("w.txt", COMMAND.dumps())),
+        "a pickle": (named("w.npy", COMMAND.dumps()), "w.npy does not belong", named("w.txt", COMMAND.dumps())),
         "a link to a file": (linked(OWN), LINK, linked(OWN, within=True)),
         "a link to a folder": (linked("assets/tokenizer"), LINK),
         "a pipe": (pipe, "vocabulary.json in .* is neither a file nor a folder"),
@@ -233,7 +233,7 @@ CASES = {
     },
     ("rows", ROWS): {
         "a split elsewhere": (split_elsewhere, "has no rows of text, or not all"),
-        "more rows than there are": (entry("manifest.json", "splits", {"train": NONE}), "not 100000000000000 rows"),
+        "more rows than there are": (entry("manifest.json", "splits", {"train": NONE}), "not those of 100000000000000"),
         "endless rows": (entry("manifest.json", "length", 10**9), "rows of 1000000000 tokens"),
         "ids of no token": (lambda folder, outside: write_ids(folder, 300), "an id that is not in their tokenizer"),
         "a Lambda": (part("tokenizer/tokenizer.json", KERAS, "Lambda"), "keras.layers.Lambda"),
