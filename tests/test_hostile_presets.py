@@ -249,7 +249,7 @@ CASES = {
     },
     ("rows", ROWS): {
         "a split elsewhere": (split_elsewhere, "has no rows of text, or not all"),
-        "more rows than there are": (entry("manifest.json", "splits", {"train": NONE}), "not 100000000000000 rows"),
+        "more rows than there are": (entry("manifest.json", "splits", {"train": NONE}), "not those of 100000000000000"),
         "endless rows": (entry("manifest.json", "length", 10**9), "rows of 1000000000 tokens"),
         "ids of no token": (lambda folder, outside: write_ids(folder, 300), "an id that is not in their tokenizer"),
         "a Lambda": (part("tokenizer/tokenizer.json", KERAS, "Lambda"), "keras.layers.Lambda"),
