@@ -95,12 +95,15 @@ def cached(name: str, inputs: list[str], make: Callable[[Path], None]) -> Path:
 
 
 def from_hub(function: str, name: str, *configuration: str, **options: Any) -> Any:
-    """What a function of the `datasets` library returns for a data set on the Hub; a `UserError` without it."""
+    """What a function of the `datasets` library returns for a data set on the Hub, or files; a `UserError` if not."""
     import datasets  # not above: it takes a second
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is told in one line
     way_out = ". Without a network, download its files elsewhere, and give their folder"
-    # The library raises a dozen unrelated types when the hub is out of reach.
-    with one_line(f"cannot fetch {name} from the Hugging Face Hub", way_out, (Exception,)):
+    told = f"cannot fetch {name} from the Hugging Face Hub", way_out
+    if files := options.get("data_files"):
+        told = f"cannot read {shortened(files)}", ""
+    with one_line(*told, (Exception,)):  # it raises a dozen unrelated types, as when the Hub is out of reach
         return getattr(datasets, function)(name, *configuration, **options)
 
 

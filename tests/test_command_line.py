@@ -95,6 +95,17 @@ def test_an_input_must_not_lie_in_the_runs_folder(tmp_path, monkeypatch):
         Config(workdir=workdir, corpus=corpus)
 
 
+def test_a_workdir_that_loops_or_lies_in_a_folder_that_was_deleted_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "gone").mkdir()
+    for folder, workdir in ((tmp_path, "loop"), (tmp_path / "gone", "run")):
+        monkeypatch.chdir(folder)
+        if folder != tmp_path:
+            folder.rmdir()
+        with pytest.raises(UserError, match=f"there is no --workdir {workdir} "):
+            Config(workdir=workdir)
+
+
 def test_a_resumed_run_must_have_all_options_but_the_free_ones():
     free = {"workdir", "replicas", "checkpoint_every", "overwrite", "dry_run", "accumulate", "jit"}
     config = Config(seed=7)

@@ -241,6 +241,9 @@ def test_a_thousandth_of_the_rows_may_be_malformed_and_is_counted(tmp_path, caps
     assert capsys.readouterr().out.startswith(told)
     with pytest.raises(ValueError, match="a.tsv, line 402: 1 fields"):  # where predictions have a row's number
         [*read_rows(tmp_path / "a.tsv", all_rows=True)]
+    train = {"train.tsv": "text\tlabel\nA\t1\nB\t0\n", "dev.tsv": "text\tlabel\nA\t1\n"}
+    write(tmp_path, train | {"test.tsv": (tmp_path / "a.tsv").read_text()})
+    refuses("test.tsv, line 402: 1 fields", tmp_path, "own", str(tmp_path), "text", "label")
 
 
 def test_classes_are_told_with_their_counts_and_what_is_doubtful(tmp_path, capsys):

@@ -177,10 +177,7 @@ def test_a_size_or_a_preset_is_checked_without_loading_it(saved, tmp_path):
         (("", "tiny", 32, 8), "adapters need a preset: name one, or leave out the rank"),
         ((preset, "tiny", 32), "brings its own model: leave out the size tiny"),
         ((preset, None, 513), "513 tokens are more than the 512 positions of the preset"),
-        (
-            (str(tmp_path), None, 32),
-            r"is no preset of a language model \(.*max_pos.*\); give a folder made by save_to_preset",
-        ),
+        ((str(tmp_path), None, 32), r"is no preset of a language model \(.*max_pos.*\); give a folder"),
         (("", "huge", 32), "the size huge is neither nano, .*, nor a JSON file"),
         (("", str(odd), 32), "hidden_dim a multiple of num_heads"),
         (("", str(other), 32), "must have exactly num_layers"),

@@ -340,7 +340,7 @@ def test_shards_of_examples_are_converted_once(kind, name, suffix, corpus, tmp_p
 
 
 def test_padding_that_is_a_token_of_text_is_told(tmp_path, capsys, cache):
-    vocabulary, merges = {"!": 0, "a": 1, "<|endoftext|>": 2}, []
+    vocabulary, merges = {"!": 0, "a": 1, "<|endoftext|>": 2, "aa": 3}, ["a a"]
     examples(tmp_path / "data", [[1, 0]] * 10, keras_hub.models.GPT2Tokenizer(vocabulary, merges))
     model = {"type": "BPE", "vocab": vocabulary, "merges": merges}
     (tmp_path / "data/tokenizer.json").write_text(json.dumps({"model": model}))

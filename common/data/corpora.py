@@ -93,12 +93,8 @@ def open_corpus(corpus: str) -> Corpus:
     if kind == "table":
         read = lambda: _column(corpus, (row for file in found for _, row in read_rows(file)))  # noqa: E731
         return Corpus(_held_out(read), _checksum(found))
-    import datasets  # not above: it takes a second
-
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is told below
-    with one_line(f"cannot read {corpus}", errors=(Exception,)):
-        few: dict[str, Any] = {"batch_size": 16} if kind == "parquet" else {}  # rows at once; else a whole group
-        rows = datasets.load_dataset(kind, data_files=[*map(str, found)], split="train", streaming=True, **few)
+    few = {"batch_size": 16} if kind == "parquet" else {}  # rows at once; else a whole group
+    rows = from_hub("load_dataset", kind, data_files=[*map(str, found)], split="train", streaming=True, **few)
     return Corpus(_held_out(functools.partial(_column, corpus, rows)), _checksum(found))
 
 
