@@ -72,8 +72,6 @@ def export(preset: str, folder: Path, form: str = "huggingface") -> str:
     given, folder = folder, folder.resolve()
     if os.path.exists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} already exists; give a new folder")
-    if form == "onnx" and not importlib.util.find_spec("tf2onnx"):
-        raise UserError("an export to onnx needs tf2onnx: pip install -e '.[export]' in the clone")
     with one_line(f"cannot load {preset} as a model that KerasHub saved"):
         kind = load_json(preset, "task.json")["class_name"]
         task = getattr(HUB, kind, object)
@@ -85,6 +83,8 @@ def export(preset: str, folder: Path, form: str = "huggingface") -> str:
         takes, wanted = kind.startswith(("Bert", "DistilBert", "Roberta")) and kind.endswith(HEADS), "a BERT or RoBERTa"
     if not takes:
         raise UserError(f"cannot export {preset}, a {kind}, to {form}: give {wanted} with its head")
+    if form == "onnx" and not importlib.util.find_spec("tf2onnx"):
+        raise UserError("an export to onnx needs tf2onnx: pip install -e '.[export]' in the clone")
     classes = saved_labels(preset)[0] if kind.endswith("TextClassifier") else None
     model = from_preset(task, preset, dtype="float32", compile=False)
     if classes is not None and len(classes or [0]) != model.num_classes:
