@@ -19,7 +19,6 @@ def steps_per_epoch(num_examples: int, global_batch_size: int) -> int:
     return -(-num_examples // global_batch_size)
 
 
-@tf.autograph.experimental.do_not_convert  # AutoGraph finds nothing to convert, and takes its time
 def locate(positions: tf.Tensor, num_examples: int, global_batch_size: int, shuffle_seed: int | None) -> tuple:
     """The epoch and the example at each position of a run.
 
