@@ -101,19 +101,6 @@ def test_an_interrupted_fit_ends_like_one_that_was_not(tmp_path, data, replicas)
     assert_alike(fit(tmp_path / "killed", **options, seed=8 if data == "arrays" else 7), undisturbed)
 
 
-class Counts(keras.callbacks.Callback):
-    epochs = 0
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.epochs += 1
-
-    def state_dict(self):
-        return {"epochs": self.epochs}
-
-    def load_state_dict(self, state):
-        self.epochs = state["epochs"]
-
-
 class Stopping(keras.callbacks.EarlyStopping):
     """With a state of its own, which is empty at first, and looks like our own notes."""
 
@@ -155,13 +142,12 @@ AVERAGING = {"optimizer": lambda: keras.optimizers.Adam(0.01, use_ema=True)}
 @pytest.mark.parametrize(
     ("make", "die", "options", "epochs"),
     [
-        (Counts, lambda: interrupt_at(8), {}, 3),
         (stopping, lambda: interrupt_at(4), {"epochs": 9}, 2),  # in the first epoch
         (stopping, lambda: interrupt_at(8), {"epochs": 9}, 2),
         (StopAt9, lambda: die_in_epoch_1("end"), {"every": 1}, 2),  # an epoch that was stopped within ends
         (lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True), lambda: die_in_epoch_1("begin"), AVERAGING, 3),
     ],
-    ids=["its own", "EarlyStopping 1", "EarlyStopping 2", "stop", "SwapEMAWeights"],
+    ids=["EarlyStopping 1", "EarlyStopping 2", "stop", "SwapEMAWeights"],
 )
 def test_a_callback_goes_on_with_its_state(make, die, options, epochs, tmp_path):
     undisturbed = fit(tmp_path / "undisturbed", make(), **options)
