@@ -173,18 +173,17 @@ ADVICE = ". Free some space and give the same command again: a run resumes from 
 
 
 @pytest.mark.parametrize(
-    ("file", "status", "told"), [("&-", 0, ""), ("/dev/full", 1, f"error: [Errno 28] {NO_SPACE}{ADVICE}")]
+    ("words", "status", "told"),
+    [
+        ("--help >&-", 0, ""),
+        ("--help >/dev/full", 1, f"error: [Errno 28] {NO_SPACE}{ADVICE}"),
+        ("--nothing 2>&-", 2, ""),
+    ],
 )
-def test_output_that_is_closed_or_full(file, status, told):
-    command = ["bash", "-c", f'"$0" {PAGE} --help >{file}', sys.executable]
-    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (status, told)
-
-
-def test_standard_error_that_is_closed():
-    command = ["bash", "-c", f'"$0" {PAGE} --nothing 2>&-', sys.executable]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
+def test_output_or_standard_error_that_is_closed_or_full(words, status, told):
+    command = ["bash", "-c", f'"$0" {PAGE} {words}', sys.executable]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", told)
 
 
 def test_a_letter_that_the_output_lacks_is_a_question_mark():
