@@ -101,7 +101,7 @@ def test_an_interrupted_fit_ends_like_one_that_was_not(tmp_path, data, replicas)
     assert_alike(fit(tmp_path / "killed", **options, seed=8 if data == "arrays" else 7), undisturbed)
 
 
-class Stopping(keras.callbacks.EarlyStopping):
+class Counts(keras.callbacks.Callback):
     """With a state of its own, which is empty at first, and looks like our own notes."""
 
     epochs = 0
@@ -115,6 +115,10 @@ class Stopping(keras.callbacks.EarlyStopping):
 
     def load_state_dict(self, state):
         self.epochs = state.get("array", 0)
+
+
+class Stopping(Counts, keras.callbacks.EarlyStopping):
+    """Also with one that Keras's class has."""
 
 
 def stopping():
@@ -142,12 +146,13 @@ AVERAGING = {"optimizer": lambda: keras.optimizers.Adam(0.01, use_ema=True)}
 @pytest.mark.parametrize(
     ("make", "die", "options", "epochs"),
     [
+        (Counts, lambda: interrupt_at(8), {}, 3),
         (stopping, lambda: interrupt_at(4), {"epochs": 9}, 2),  # in the first epoch
         (stopping, lambda: interrupt_at(8), {"epochs": 9}, 2),
         (StopAt9, lambda: die_in_epoch_1("end"), {"every": 1}, 2),  # an epoch that was stopped within ends
         (lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True), lambda: die_in_epoch_1("begin"), AVERAGING, 3),
     ],
-    ids=["EarlyStopping 1", "EarlyStopping 2", "stop", "SwapEMAWeights"],
+    ids=["its own", "EarlyStopping 1", "EarlyStopping 2", "stop", "SwapEMAWeights"],
 )
 def test_a_callback_goes_on_with_its_state(make, die, options, epochs, tmp_path):
     undisturbed = fit(tmp_path / "undisturbed", make(), **options)
