@@ -52,8 +52,7 @@ def list_recipes() -> None:
 def last_preset(kind: str, recipe: str) -> str:
     """The preset made last in `runs/` for a kind of model, such as MaskedLM, which `recipe` trains.
 
-    Raises:
-        UserError: when there is none.
+    Raises a `UserError` when there is none.
     """
     tasks = [path for path in Path("runs").glob("*/preset/task.json") if path.is_file()]
     tasks.sort(key=lambda path: path.stat().st_mtime)

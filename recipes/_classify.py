@@ -25,15 +25,8 @@ BATCH_SIZE = 32
 def classify(preset: str, texts: list[str], data: str, text_columns: str, output: str) -> None:
     """Prints the prediction for an example, or for each one in a file, with the probability of each class.
 
-    Args:
-        preset: a folder that a recipe has saved.
-        texts: the one or two texts of an example; none with `data`.
-        data: a .tsv, .csv or .jsonl file of examples.
-        text_columns: names of its one or two columns of texts, separated by a comma.
-        output: a new file for the table, tab-separated; empty for the screen.
-
-    Raises:
-        ValueError: when the preset is not such a classifier, or the texts are missing, too many or unreadable.
+    The arguments are those of the command line. Raises a `UserError` when the preset is not such a classifier, or the
+    texts are missing, too many or unreadable.
     """
     if bool(texts) == bool(data):
         raise UserError("give one text, or two of a pair; or a file of them with --data")

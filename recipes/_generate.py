@@ -15,16 +15,10 @@ from keras_replicas import UserError
 def generate(
     preset: str, prompts: Sequence[str], sampler: str, k: int, p: float, temperature: float, seed: int, tokens: int
 ) -> None:
-    """Prints each prompt with what the model adds to it.
+    """Prints each prompt with what the model adds to it, at most so many tokens.
 
-    Args:
-        preset: KerasHub name, or a folder that a recipe has saved.
-        prompts: texts.
-        sampler, k, p, temperature, seed: of `make_sampler`.
-        tokens: the most tokens to add.
-
-    Raises:
-        UserError: when there is no such preset, a value is out of range, or a prompt is longer than the model takes.
+    The draws are those of `make_sampler`. Raises a `UserError` when there is no such preset, a value is out of range,
+    or a prompt is longer than the model takes.
     """
     if tokens < 1:
         raise UserError(f"the number of tokens to add must be at least 1; got {tokens}")

@@ -14,11 +14,7 @@ def recipes() -> dict[str, Path]:
 
 
 def recipe_path(name: str | None) -> Path:
-    """A recipe's file.
-
-    Raises:
-        UserError: when no name is given, or no recipe has it.
-    """
+    """A recipe's file; a `UserError` when no name is given, or no recipe has it."""
     known = recipes()
     if name is None:
         raise UserError(f"give the name of a recipe first, one of: {' '.join(known)}")

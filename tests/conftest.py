@@ -84,6 +84,11 @@ def assert_same(ours, theirs, rtol=0.0, atol=0.0):
         np.testing.assert_allclose(mine, other, rtol, atol)
 
 
+def slow(*values):
+    """Of a test's parameters, those that are not in the quick tier."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def interrupt_at(step):
     """A callback that ends `fit` after that step, as a kill does."""
     import keras

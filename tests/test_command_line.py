@@ -120,19 +120,14 @@ def test_another_backend_of_keras_is_refused(backend, monkeypatch, capfd):
     assert ended(capfd) == (2, "", told)
 
 
-def options_of(text):
-    """The options of a help, in its order, with what is said of them."""
-    options = re.findall(r"^│ --([a-z-]+)(.*?)(?=^│ -|^╰)", text, re.MULTILINE | re.DOTALL)
-    return {name: re.sub(r"[│\s]+", " ", told) for name, told in options}
-
-
 @pytest.mark.parametrize("page", recipes())
 def test_the_help_of_a_page_has_each_option_once_with_its_default(page, capfd):
     config = importlib.import_module(f"recipes.{page}").Config
     with pytest.raises(SystemExit):
         parse(config, "What it does.", ["--help"])
     out, err = capfd.readouterr()
-    options = options_of(out)
+    shown = re.findall(r"^│ --([a-z-]+)(.*?)(?=^│ -|^╰)", out, re.MULTILINE | re.DOTALL)
+    options = {name: re.sub(r"[│\s]+", " ", told) for name, told in shown}
     assert "What it does." in out and not err
     defaults = {name: re.search(r"\(default: ([^)]*)\)", told)[1] for name, told in options.items()}
     fields = {field.name.replace("_", "-"): field.default for field in dataclasses.fields(config)}
@@ -146,10 +141,9 @@ def test_the_help_of_a_page_has_each_option_once_with_its_default(page, capfd):
 
 
 def test_the_help_and_a_mistake_take_a_second_without_tensorflow(no_tensorflow):
-    environment = no_tensorflow | {"PYTHONPATH": f"{no_tensorflow['PYTHONPATH']}{os.pathsep}{ROOT}"}
     for words, status in ((["--help"], 0), (["--batch-size", "0"], 2)):
         before = os.times()
-        done = python(PAGE, *words, env=environment)
+        done = python(PAGE, *words, env=no_tensorflow)
         after = os.times()
         assert done.returncode == status, done.stderr
         assert sum(after[2:4]) - sum(before[2:4]) < 1  # of the processor, whatever else runs here
@@ -173,18 +167,17 @@ ADVICE = ". Free some space and give the same command again: a run resumes from 
 
 
 @pytest.mark.parametrize(
-    ("file", "status", "told"), [("&-", 0, ""), ("/dev/full", 1, f"error: [Errno 28] {NO_SPACE}{ADVICE}")]
+    ("words", "status", "told"),
+    [
+        ("--help >&-", 0, ""),
+        ("--help >/dev/full", 1, f"error: [Errno 28] {NO_SPACE}{ADVICE}"),
+        ("--nothing 2>&-", 2, ""),
+    ],
 )
-def test_output_that_is_closed_or_full(file, status, told):
-    command = ["bash", "-c", f'"$0" {PAGE} --help >{file}', sys.executable]
-    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (status, told)
-
-
-def test_standard_error_that_is_closed():
-    command = ["bash", "-c", f'"$0" {PAGE} --nothing 2>&-', sys.executable]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
+def test_output_or_standard_error_that_is_closed_or_full(words, status, told):
+    command = ["bash", "-c", f'"$0" {PAGE} {words}', sys.executable]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", told)
 
 
 def test_a_letter_that_the_output_lacks_is_a_question_mark():

@@ -14,10 +14,11 @@ from tokenizers import Tokenizer
 
 from benchmarks import export as benchmark
 from common.data.vocabulary import encode
-from common.model.presets import save_task
 from keras_replicas import UserError
 from recipes._export import export
+from tests.conftest import slow
 from tests.test_examples import tokenizer_of
+from tests.test_huggingface import no_two_alike
 from tests.test_vocabulary import AWKWARD
 
 HUB = keras_hub.models
@@ -38,10 +39,7 @@ def presets(tmp_path_factory):
         preprocessor = getattr(HUB, f"{family}{head}Preprocessor")(tokenizer, sequence_length=length)
         outputs = [len(classes) or 1] if head == "TextClassifier" else []
         model = getattr(HUB, f"{family}{head}")(backbone, *outputs, preprocessor=preprocessor)
-        draw = np.random.default_rng(0)
-        for variable in model.weights:
-            variable.assign(draw.normal(variable.path.endswith("gamma"), 0.2, variable.shape))
-        save_task(model, preprocessor, folder)
+        no_two_alike(model, folder, preprocessor)
         (folder / "labels.json").write_text(json.dumps({"classes": classes, "texts": 1}))
         return str(folder), model
 
@@ -73,10 +71,6 @@ def inputs_of(tokenizer, texts, names):
     rows = tokenizer.encode_batch(texts)
     theirs = {"token_ids": "ids", "padding_mask": "attention_mask", "segment_ids": "type_ids"}
     return {name: np.array([getattr(row, theirs[name]) for row in rows], np.int32) for name in names if name in theirs}
-
-
-def slow(*values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 @pytest.mark.parametrize("form", ["saved_model", "litert", *slow("onnx")])

@@ -24,6 +24,7 @@ from recipes import _export as exporting
 from recipes._export import export
 from recipes._fill_mask import fill_mask, print_filled_masks
 from recipes._generate import make_sampler
+from tests.conftest import assert_same
 from tests.test_vocabulary import AWKWARD
 
 models = keras_hub.models
@@ -73,25 +74,20 @@ def exported(preset, tmp_path_factory):
     return str(folder)
 
 
-def assert_same_weights(model, other):
-    for weight, value, expected in zip(model.weights, model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_array_equal(value, expected, err_msg=weight.path)
-
-
 def as_it_is(tokenizer):
     return tokenizer.get_vocabulary(), tokenizer.lowercase, tokenizer.strip_accents
 
 
 def test_what_is_written_is_read_back_to_the_bit(preset, exported, tokenizer, tmp_path):
     before, after = (masked_lm_from_preset(folder, dropout=0.3) for folder in (preset, exported))
-    assert_same_weights(after, before)
+    assert_same(after.get_weights(), before.get_weights())
     assert after.backbone.dropout == 0.3
     assert as_it_is(preset_tokenizer(exported)) == as_it_is(preset_tokenizer(preset)) == as_it_is(tokenizer)
     check_model(exported, None, 512)
     with pytest.raises(ValueError, match="513 tokens are more than the 512 positions of the preset"):
         check_model(exported, None, 513)
     by_keras_hub = models.BertTextClassifier.from_preset(exported, num_classes=2)  # by its own converter
-    assert_same_weights(by_keras_hub.backbone, before.backbone)
+    assert_same(by_keras_hub.backbone.get_weights(), before.backbone.get_weights())
     assert by_keras_hub.preprocessor.tokenizer.get_vocabulary() == tokenizer.get_vocabulary()
     modes = {path.stat().st_mode & 0o777 for path in Path(exported).iterdir()}
     assert len(modes) == 1 and modes.pop() & 0o400
@@ -120,7 +116,7 @@ def test_checkpoints_of_others_are_read(preset, exported, tokenizer, tmp_path, m
     before, after = masked_lm_from_preset(preset), masked_lm_from_preset("hf://user/name")
     for model in (before, after):
         model.backbone.pooled_dense.set_weights([np.zeros((128, 128)), np.zeros(128)])
-    assert_same_weights(after, before)
+    assert_same(after.get_weights(), before.get_weights())
     assert as_it_is(preset_tokenizer("hf://user/name")) == as_it_is(tokenizer)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
@@ -285,7 +281,7 @@ def test_keras_hub_reads_an_exported_gpt2(gpt2, tmp_path):
     hf = f"{tmp_path}/hf"
     own = models.GPT2Backbone.from_preset(gpt2)
     again = causal_lm.make_causal_lm(hf, "", causal_lm.make_preprocessor(hf, None, 64), 0.0)
-    assert_same_weights(again.backbone, own)
+    assert_same(again.backbone.get_weights(), own.get_weights())
     check_model(hf, None, 512)
     with pytest.raises(ValueError, match="513 tokens are more than the 512 positions"):
         check_model(hf, None, 513)

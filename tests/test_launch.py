@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import pty
-import re
 import signal
 import socket
 import subprocess
@@ -285,38 +284,6 @@ def test_ctrl_c_on_a_terminal_lets_all_save(folder):
     os.close(screen)
     assert launcher.wait() == 143 and all(map(is_over, workers))
     assert b"\x1b[1m2/3\x1b[0m\r\x1b[1m3/3" in shown and b"saved" in shown
-
-
-# A worker of two, whose data or weights are its own; it prints what refuses them.
-DIFFERENT = """
-import sys, keras, numpy as np
-from keras_replicas import Checkpoints, UserError, data_parallel, exchange, make_strategy, worker_index
-
-own = worker_index()
-with make_strategy().scope():
-    model = data_parallel(keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]))
-    model.compile("sgd", "mse")
-for refused in (
-    lambda: model.fit(np.full([4, 2], own), np.ones([4, 1]), verbose=0),
-    lambda: Checkpoints(sys.argv[1], model=model).restore(),
-):
-    model.set_weights([weight * 0 + own for weight in model.get_weights()])
-    try:
-        refused()
-    except UserError as error:
-        print(error)
-exchange({})  # before one leaves
-"""
-
-
-@pytest.mark.slow
-def test_workers_with_other_data_or_weights_are_refused_by_all(folder):
-    (folder / "different.py").write_text(DIFFERENT)
-    status, output, _ = launched(folder, "--workers", 2, "different.py", folder / "saved")
-    data, weights = (line for line in output.splitlines() if line.startswith("worker 1"))
-    assert status == 0 and all(f"{line}\n" in log(folder, 1) for line in (data, weights))
-    assert data.startswith("worker 1 has other data than the chief: give every worker the same whole batches")
-    assert re.search(r"worker 1 starts from different weights .*: checksum of the weights \d+, not \d+$", weights)
 
 
 @pytest.mark.slow

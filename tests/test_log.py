@@ -114,15 +114,10 @@ CLASSIFIER = RUN | {"val_loss": 0.5, "val_accuracy": 0.812, "val_f1": 0.75, "val
 CLASSIFIER |= {"val_majority_accuracy": 0.684, "val_majority_f1": 0.812}
 
 
-def test_the_report_tells_what_the_model_did_not_see():
-    """tests/test_pages.py has the other lines, as docs/recipes.md shows them."""
-    told = "unknown tokens       1.23%\ntexts                12 of 600 texts are cut to 128 tokens\n"
-    assert told in report(LANGUAGE_MODEL, told_of)
-
-
-def test_the_report_tells_the_memory_of_gpus():
-    told = report(RUN | {"peak_gpu_memory_mb": [1000, 1200]}, told_of)
+def test_the_report_tells_the_memory_of_gpus_and_what_the_model_did_not_see():
+    told = report(LANGUAGE_MODEL | {"peak_gpu_memory_mb": [1000, 1200]}, told_of)
     assert "peak memory          1,188 MiB of host memory, 1,200 MiB of a GPU's\n" in told
+    assert "unknown tokens       1.23%\ntexts                12 of 600 texts are cut to 128 tokens\n" in told
 
 
 def test_the_report_of_a_classifier():

@@ -22,6 +22,7 @@ from keras_replicas import UserError
 from keras_replicas.cluster import worker_config
 from recipes._fill_mask import fill_mask, print_filled_masks
 from recipes._generate import make_sampler
+from tests.conftest import assert_same
 
 TEXT = "Some words, and some more of the same words."
 models = keras_hub.models
@@ -55,10 +56,6 @@ def gpt2(tmp_path_factory):
     return str(folder)
 
 
-def same_weights(model, other):
-    return [np.array_equal(mine, theirs) for mine, theirs in zip(model.get_weights(), other.get_weights(), strict=True)]
-
-
 def test_a_size_is_a_model_of_the_tokenizers_kind(saved):
     model, preprocessor, _, kind = saved
     assert type(model) is kind and not model.compiled
@@ -75,7 +72,8 @@ def test_a_preset_gives_the_model_and_its_tokenizer_again(saved):
     model, preprocessor, folder, kind = saved
     again = masked_lm_from_preset(str(folder), dropout=0.1, dtype="mixed_bfloat16")
     assert type(again) is kind and not again.compiled and again.backbone.dropout == 0.1
-    assert again.masked_lm_head.compute_dtype == "bfloat16" and all(same_weights(again, model))
+    assert again.masked_lm_head.compute_dtype == "bfloat16"
+    assert_same(again.get_weights(), model.get_weights())
     assert masked_lm_from_preset(str(folder)).backbone.dropout == 0
     assert len(again.trainable_variables) == len(model.trainable_variables)
     plain = kind.from_preset(str(folder))
@@ -252,7 +250,7 @@ def test_a_classifier_begins_at_the_mean_with_a_new_head(saved, gpt2, tmp_path, 
     regressor = classifier.make_classifier(str(preset), "", data(preprocessor, [], [2.0, 3.0]), dropout=0.3)
     assert type(regressor).__name__ == kind.__name__.replace("MaskedLM", "TextClassifier") and not regressor.compiled
     assert regressor.backbone.dropout == regressor.dropout == 0.3
-    assert all(same_weights(regressor.backbone, model.backbone))
+    assert_same(regressor.backbone.get_weights(), model.backbone.get_weights())
     assert np.array(regressor(preprocessor([TEXT]))).item() == pytest.approx(2.5, abs=1)
     adapted = classifier.make_classifier(str(preset), "", data(preprocessor, ["a", "b", "c"]), lora_rank=2)
     trained_layers = {v.path.split("/")[-2 if "dense" in v.path else -1] for v in adapted.trainable_variables}

@@ -36,10 +36,6 @@ def rows_of(text: str) -> list[Row]:
 ROWS = rows_of(private.__doc__)
 
 
-def is_private(module: str) -> bool:
-    return any(f"{module}.".startswith(f"{name}.") for name in PRIVATE)
-
-
 def private_modules(code: str) -> list[str]:
     found = [*imported(code)]
     for node in ast.walk(ast.parse(code)):
@@ -48,7 +44,7 @@ def private_modules(code: str) -> list[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # for `importlib` or `getattr`
             found.append(node.value)
             found += [f"{package}.{node.value}" for package in ("keras", "keras_hub") if node.value == "src"]
-    return [name for name in found if is_private(name)]
+    return [name for name in found if any(f"{name}.".startswith(f"{package}.") for package in PRIVATE)]
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path != SEAM], ids=lambda path: str(path.relative_to(ROOT)))

@@ -22,9 +22,8 @@ from common.model.publish import Publish
 from common.model.sizes import check_push_to
 from keras_replicas import Batches, UserError, data_parallel, make_strategy
 from keras_replicas.cluster import worker_config
-from tests.conftest import files_in, python
+from tests.conftest import assert_same, files_in, python, wait_until
 from tests.hub import URI, StandIn
-from tests.test_launch import wait_until
 
 TOKENIZER = keras_hub.models.BertTokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(95))])
 PREPROCESSOR = keras_hub.models.BertMaskedLMPreprocessor(TOKENIZER, sequence_length=16)
@@ -88,8 +87,7 @@ def test_each_epochs_model_arrives_with_its_card(hub, tmp_path):
         assert figures(text) == pytest.approx({"in training, after epoch": number} | logs)
     assert arrived[0][0]["model.weights.h5"] != arrived[1][0]["model.weights.h5"]
     loaded = keras_hub.models.BertMaskedLM.from_preset(URI, compile=False)
-    for ours, theirs in zip(model.weights, loaded.weights, strict=True):
-        np.testing.assert_array_equal(np.array(ours), np.array(theirs), err_msg=ours.path)
+    assert_same(model.get_weights(), loaded.get_weights())
 
 
 @pytest.mark.parametrize("public", [False, True])

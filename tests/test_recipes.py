@@ -23,7 +23,7 @@ from common.model.causal_lm import END
 from common.model.masked_lm import masked_lm_from_size
 from keras_replicas import UserError
 from recipes import __main__
-from tests.conftest import ROOT
+from tests.conftest import ROOT, slow
 from tests.test_log import board, lines_of
 from tests.test_rows import examples
 
@@ -57,11 +57,6 @@ def options(pairs, wikitext):
         return small | {"task": "own", "data": str(pairs)} | columns | changes
 
     return of
-
-
-def slow(*names):
-    """Of tests of which a few are enough in the quick tier: each is a run or two."""
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def train(name, of):

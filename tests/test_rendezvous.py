@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 
 import pytest
@@ -49,29 +50,33 @@ def test_a_worker_at_loopback_listens_to_its_own_machine_alone(host, meets_at):
     assert done.stdout.splitlines() == [str((meets_at, "")), str(("::", "lo"))]
 
 
-# One of two workers, and what it was told.
+# One of two workers, whose data and weights are its own, and what it was told.
 OF_TWO = """
-import json
-import tensorflow as tf
+import json, sys
+import keras, numpy as np
 from tensorflow.python.eager.context import context
-from keras_replicas.cluster import worker_index
-from keras_replicas.errors import UserError
-from keras_replicas.workers import agree, exchange, join
+from keras_replicas import Checkpoints, UserError, agree, data_parallel, exchange, make_strategy, worker_index
 
-def refused(function, *arguments):
+def refused(function, *arguments, **options):
     try:
-        function(*arguments)
+        function(*arguments, **options)
     except UserError as error:
         return str(error)
 
-join(tf.distribute.experimental.CommunicationOptions())
-own, times = worker_index(), context()._coordination_service_config
+own = worker_index()
+with make_strategy().scope():
+    model = data_parallel(keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]))
+    model.compile("sgd", "mse")
+    model.set_weights([np.full([2, 1], own), np.zeros(1)])
+times = context()._coordination_service_config
 told = [
     exchange({"worker": own}),
     refused(exchange, {"error": "lost" if own == 1 else None}),
     refused(agree, {"seed": 1}, "is another"),
     refused(agree, {"seed": own, "same": 1, **({"more": 2} if own else {})}, "is another"),
     [times.heartbeat_timeout_in_ms, times.cluster_register_timeout_in_ms],
+    refused(Checkpoints(sys.argv[1], model=model).restore),
+    refused(model.fit, np.full([4, 2], own), np.ones([4, 1]), verbose=0),
 ]
 print(json.dumps(told), flush=True)
 exchange({})  # before one leaves
@@ -79,14 +84,16 @@ exchange({})  # before one leaves
 
 
 @pytest.mark.slow
-def test_two_workers_tell_each_other(tmp_path):
+def test_two_workers_tell_each_other_and_both_refuse_other_data_or_weights(tmp_path):
     (tmp_path / "tell.py").write_text(OF_TWO)
-    words = ["launch", "--workers", 2, "--log-dir", tmp_path, tmp_path / "tell.py"]
-    done = python("-m", "keras_replicas", *words, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100)
+    words = ["launch", "--workers", 2, "--log-dir", tmp_path, tmp_path / "tell.py", tmp_path / "saved"]
+    done = python("-m", "keras_replicas", *words, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300)
     different = "worker 1 is another: seed 1, not 0, more 2, not None"
     for printed in (done.stdout, (tmp_path / "worker-1.log").read_text()):
-        told = json.loads(next(line for line in printed.splitlines() if line.startswith("[[")))
+        *told, weights, data = json.loads(next(line for line in printed.splitlines() if line.startswith("[[")))
         assert told == [[{"worker": 0}, {"worker": 1}], "lost", None, different, [15_000, 300_000]]
+        assert re.search(r"worker 1 starts from different weights .*: checksum of the weights \d+, not \d+$", weights)
+        assert data.startswith("worker 1 has other data than the chief: give every worker the same whole batches")
 
 
 def test_a_port_in_use_is_named(monkeypatch):

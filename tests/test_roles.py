@@ -5,10 +5,8 @@ from collections import Counter
 
 import keras_hub
 import numpy as np
-import pytest
 
 from common.classification_scores import classifier_results
-from common.data import labelled
 from common.data.examples import EncodedTexts
 from common.data.labelled import Examples, LabelledTexts, role_pairs
 
@@ -49,9 +47,3 @@ def test_words_tell_nothing():
     results = classifier_results(data, {"validation": np.zeros((1000, 2))})
     # To the last pair: those of an event are the same to such a classifier, and one of them is right.
     assert [results[f"val_{name}_accuracy"] for name in ("majority", "bag_of_words")] == [0.5] * 2
-
-
-def test_the_order_of_the_second_sentence_alone_tells_what_the_module_says():
-    usual = set(labelled.MOSTLY_ACT.split())
-    right = [(words(second)[-1] in usual) == label for _, second, label in PAIRS["train"]]
-    assert sum(right) / len(right) == pytest.approx(labelled.AS_EXPECTED, abs=0.01)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from common import language_model
 from common.language_model import matrix_axes, muon
 from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
+from tests.conftest import assert_same
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
@@ -107,8 +108,7 @@ def numbers(shape):
 def test_adamw_is_that_of_keras_and_weight_decay_spares_biases_and_norms(name, decay):
     schedule, values = keras.optimizers.schedules.PolynomialDecay(0.1, 5), [numbers((3, 2)), numbers((2,))]
     theirs = keras.optimizers.AdamW(schedule, weight_decay=decay, beta_2=0.98, epsilon=1e-6)
-    for ours, other in zip(stepped(adamw(schedule, 0.3), values, name), stepped(theirs, values), strict=True):
-        np.testing.assert_allclose(ours, other, rtol=1e-6, atol=1e-6)
+    assert_same(stepped(adamw(schedule, 0.3), values, name), stepped(theirs, values), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("limit", [2**23, 50, 1])
@@ -116,8 +116,7 @@ def test_muon_takes_dense_kernels_as_kerass_does_in_stacks_of_any_size(limit, mo
     monkeypatch.setattr(language_model, "STACK", limit)
     values = [numbers(shape) * (i + 1) for i, shape in enumerate([(4, 12), (12, 4), (4, 12), (5, 3), (4, 12)])]
     theirs = stepped(keras.optimizers.Muon(0.01, weight_decay=0.1), values)
-    for ours, other in zip(stepped(muon(0.01, 0.1, clip_norm=None), values), theirs, strict=True):
-        np.testing.assert_allclose(ours, other, rtol=1e-6, atol=1e-7)
+    assert_same(stepped(muon(0.01, 0.1, clip_norm=None), values), theirs, rtol=1e-6, atol=1e-7)
 
 
 # The kernel's shape as KerasHub has it, and the axis of its heads: a query's, an output's, Gemma's query's, one of a

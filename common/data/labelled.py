@@ -140,7 +140,7 @@ def open_examples(
         tables = _from_hub(facts, task)
     classes = [*facts.classes]
     if task == "own" and not regression:
-        classes = _classes([_class_name(where, _value(where, row, label_column)) for where, row in tables["train"]])
+        classes = _classes(tables["train"], label_column)
     if "validation" not in tables:
         rows, tables = tables["train"], {"train": [], "validation": []}
         for number, (where, row) in enumerate(rows):
@@ -232,11 +232,17 @@ def _from_hub(task: Task, name: str) -> dict[str, list[Row]]:
     return tables
 
 
-def _classes(labels: list[str]) -> list[str]:
-    """The distinct labels; prints them with their counts, and which of them are doubtful."""
-    counts = collections.Counter(labels)
-    if len(counts) > max(FEW, len(labels) / 2):
-        raise UserError(f"{len(counts)} of {len(labels)} labels differ: name the column of classes, or use regression")
+def _classes(rows: list[Row], column: str) -> list[str]:
+    """The distinct labels in a column; prints them with their counts, and which of them are doubtful."""
+    counts: collections.Counter[str] = collections.Counter()
+    for where, row in rows:
+        label = _value(where, row, column)
+        if not isinstance(label, int | str) or len(str(label).splitlines()) != 1 or "\t" in str(label):
+            got = f"{shortened([json.dumps(label)])}. Numbers to predict are for regression"
+            raise UserError(f"{where}: a label must be a text of one line without tabs, or an integer; got {got}")
+        counts[str(label)] += 1
+    if len(counts) > max(FEW, len(rows) / 2):
+        raise UserError(f"{len(counts)} of {len(rows)} labels differ: name the column of classes, or use regression")
     classes = sorted(counts)
     with contextlib.suppress(ValueError):
         classes = sorted(classes, key=lambda name: (math.isnan(float(name)), float(name)))
@@ -247,13 +253,6 @@ def _classes(labels: list[str]) -> list[str]:
     if twins := [name for name in classes if folded[name.strip().casefold()] > 1]:
         print(f"{shortened(map(repr, twins))} differ in spaces or capitals alone: are they one class?", flush=True)
     return classes
-
-
-def _class_name(where: str, label: Any) -> str:
-    if not isinstance(label, int | str) or len(str(label).splitlines()) != 1 or "\t" in str(label):
-        got = f"{shortened([json.dumps(label)])}. Numbers to predict are for regression"
-        raise UserError(f"{where}: a label must be a text of one line without tabs, or an integer; got {got}")
-    return str(label)
 
 
 def _label(where: str, label: Any, classes: Sequence[str]) -> int | float:

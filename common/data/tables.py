@@ -92,7 +92,9 @@ def _table(
     """The rows of a table; for one that is malformed, what is wrong."""
     first, is_csv = next(filter(str.strip, lines()), ""), path.suffix.lower() == ".csv"
     delimiter = max(",;\t", key=first.count) if is_csv else "\t"
-    is_quoted = is_csv or not glue and _is_quoted(lines())
+    fields_of_tsv = itertools.chain.from_iterable(line.rstrip("\n").split("\t") for line in lines())
+    all_quoted = (QUOTED.fullmatch(field) for field in fields_of_tsv if field.startswith('"'))
+    is_quoted = is_csv or not glue and all(all_quoted)
     form: dict[str, Any] = {"delimiter": delimiter, "quoting": csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE}
     table = _records(csv.reader(lines(), strict=True, **form), path)
     names = [name.strip() for name in columns or next(table, [])]
@@ -122,8 +124,3 @@ def _records(table: Any, path: Path) -> Iterator[list[str]]:
         length, begin = max(long)
         told = f"{length} in the one from line {begin}: is a quotation mark there not closed?"
         tell(f"{path}: {len(long)} row(s) have several lines, {told}")
-
-
-def _is_quoted(lines: Iterator[str]) -> bool:
-    fields = itertools.chain.from_iterable(line.rstrip("\n").split("\t") for line in lines)
-    return all(QUOTED.fullmatch(field) for field in fields if field.startswith('"'))
