@@ -128,16 +128,19 @@ def check(
         found, why = "REFUSED", f"{type(ours).__name__}: {' '.join(str(ours).split())[:400]}"
     compared = [] if found else zip(plain, ours, _distances(plain, ours), noise, strict=False)
     largest = math.inf if found else 0.0
+    different = []
     for (kind, step, name, value), (*_, other), by, may in compared:
         size = np.linalg.norm(value)
         if not by <= max(may, LIMIT * size + ROUNDING):
-            figures = f": {value.item():.7g} on one device, {other.item():.7g} on {several}" if value.size == 1 else ""
-            largest = by / (size or 1)
-            found = f"DIFFERENT, first the {name}, by {largest:.0e}{figures}"
-            why = likely_reason(model, data[0], batch_size // 2 or 1, kind, step in (each, 2 * each))
-            break
-        if may <= LIMIT * size:  # else it is rounding alone
+            different.append((kind, step, name, value, other, by / (size or 1)))
+        elif may <= LIMIT * size:  # else it is rounding alone
             largest = max(largest, by / (size + ROUNDING / LIMIT))
+    if different:
+        kind, step, name, value, other, largest = different[0]
+        figures = f": {value.item():.7g} on one device, {other.item():.7g} on {several}" if value.size == 1 else ""
+        found = f"DIFFERENT, first the {name}, by {largest:.0e}{figures}"
+        learned = not {of for of, when, *_ in different if when == step} & {*KINDS}
+        why = likely_reason(model, data[0], batch_size // 2 or 1, kind, step in (each, 2 * each), learned)
     head = f"{type(model).__name__} on {several}, plain on one device: {model.dtype}, {2 * each} steps of {batch_size}"
     same = f"THE SAME to {largest:.0e}: losses, metrics, weights, state, predictions"
     said = f"{found}\nwhy: {why}" if found else same
@@ -174,7 +177,8 @@ def _train(build, data, parts, batch_size, seed, start=None, strategy=None, othe
         made = build()
         model = made[0] if isinstance(made, tuple) else made
         if not isinstance(model, keras.Model) or not model.compiled:
-            raise UserError(f"the function must return a compiled model, or (model, x, y); it returned {made!r}")
+            given = ", ".join(type(each).__name__ for each in (made if isinstance(made, tuple) else [made]))
+            raise UserError(f"the function must return a compiled model, or (model, x, y), not ({given})")
         if strategy and not isinstance(model, Trainer):
             data_parallel(model)
     if {layer.compute_dtype for layer in model._flatten_layers()} & {"float16", "bfloat16"}:
@@ -199,7 +203,8 @@ def _train(build, data, parts, batch_size, seed, start=None, strategy=None, othe
         model.fit(x, y, sample_weight=weight, shuffle=False, callbacks=[watch], **how)
     x, y, weight = rows_of(data, parts[0])
     with contextlib.suppress(NotImplementedError):  # it has no call
-        watch.note("evaluate", model.evaluate(x, y, sample_weight=weight, return_dict=True, **how))
+        if model._compile_loss or model.losses or has_own(model, "test_step") or has_own(model, "compute_loss"):
+            watch.note("evaluate", model.evaluate(x, y, sample_weight=weight, return_dict=True, **how))
         outputs = keras.tree.flatten(model.predict(x, **how))
         watch.note("predict", {f"output {index}": output for index, output in enumerate(outputs)})
     return model, watch.start, watch.values
@@ -223,12 +228,12 @@ def command(options: argparse.Namespace) -> int:
     tf.get_logger().setLevel("ERROR")  # else it warns of the many functions that are traced
     file, _, name = options.function.rpartition(":")
     if not Path(file).is_file():
-        raise UserError(f"there is no file {file!r}: give FILE:FUNCTION, as in train.py:sample")
+        raise UserError(f"there is no file {file or name!r}: give FILE:FUNCTION, as in models.py:sample")
     make_strategy(options.replicas)  # before the file uses a device
     sys.path.insert(0, str(Path(file).resolve().parent))
     function = runpy.run_path(file, run_name=Path(file).stem).get(name)
     if not callable(function):
-        raise UserError(f"{file} has no function {name!r}: give FILE:FUNCTION, as in train.py:sample")
+        raise UserError(f"{file} has no function {name!r}: give FILE:FUNCTION, as in models.py:sample")
     result = check(function, batch_size=options.batch_size, replicas=options.replicas, steps=options.steps)
     print(result)
     return 0 if result else 1

@@ -15,8 +15,8 @@ import tensorflow as tf
 from keras_replicas.loop import has_own
 
 
-def likely_reason(model, x, size: int, kind: str, is_uneven: bool) -> str:
-    """The likely one."""
+def likely_reason(model, x, size: int, kind: str, is_uneven: bool, learned: bool) -> str:
+    """The likely one; `learned`: up to there, state and weights are the same."""
     if layer := _looks_at_others(model, x, size):
         return f"from {layer} on, call uses other examples, which a replica does not have; compute_loss has them"
     step = {"evaluate": "test_step", "predict": "predict_step"}.get(kind, "train_step")
@@ -30,6 +30,8 @@ def likely_reason(model, x, size: int, kind: str, is_uneven: bool) -> str:
     mean = f"a mean of means: {type(model).__name__}.{step} has one replica's examples, and some replicas have fewer"
     if is_uneven or step != "train_step":
         return f"{mean}. compute_loss has the whole batch"
+    if learned:
+        return f"{step} returns a share, as compute_loss does: multiply it by the number of replicas."
     return f"gradients are added up: divide a mean by the number of replicas. In uneven batches it is then {mean}"
 
 

@@ -67,11 +67,11 @@ class ToLongest(layers.Layer):
 
 
 class Own(keras.Model):
-    """A `train_step` of its own, in Keras's way: the mean is divided by the number of replicas."""
+    """A `train_step` of its own, in Keras's way: the mean is divided by the number of replicas, and returned."""
 
-    def __init__(self, divided):
+    def __init__(self, divided, returned):
         super().__init__()
-        self.dense, self.divided = layers.Dense(3), divided
+        self.dense, self.divided, self.returned = layers.Dense(3), divided, returned
 
     def call(self, x):
         return self.dense(x)
@@ -83,13 +83,13 @@ class Own(keras.Model):
             mean = ops.mean(keras.losses.sparse_categorical_crossentropy(y, self(x, training=True), from_logits=True))
             loss = mean / replicas if self.divided else mean
         self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
-        return {"loss": mean}
+        return {"loss": mean if self.returned == "mean" else loss}
 
 
-def own(divided):
+def own(divided, returned="mean", loss=LOSS):
     def build():
-        model = Own(divided)
-        model.compile("adam", LOSS)
+        model = Own(divided, returned)
+        model.compile("adam", loss)
         return model
 
     return build
@@ -105,6 +105,7 @@ def fault(name, build, first, why, x=X, marks=()):
 UNDIVIDED = "divide a mean by the number of replicas"
 FAULTS = [
     fault("mean of means", own(True), "mean loss after step 2", "a mean of means: Own.train_step"),
+    fault("share", own(True, "share", loss=None), "mean loss after step 1", "train_step returns a share"),
     fault("undivided", own(False), "optimizer state", UNDIVIDED, marks=SLOW),
     fault("counter", model_of(counter), "layer state", "after step 1, by 5e-01: 4 on one"),
     fault("centred", model_of(Centre), "mean loss after step 1", "from centre on, call uses other examples"),
@@ -219,7 +220,11 @@ def test_the_command_line_is_the_same(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [("nothing.py:f", "there is no file 'nothing.py'"), ("{file}:g", "has no function 'g'"), ("{file}", "no file ''")],
+    [
+        ("nothing.py:f", "there is no file 'nothing.py'"),
+        ("{file}:g", "has no function 'g'"),
+        ("{file}", "there is no file"),
+    ],
 )
 def test_a_wrong_command_line_is_said_in_one_line(words, told, tmp_path, monkeypatch):
     file = tmp_path / "train.py"
