@@ -172,8 +172,8 @@ def line(results: dict[str, Any]) -> str:
     """What the README says of the results."""
     passed = results["trainer"]
     return (
-        f"Of Keras's tests of its own trainer, copied as a user's file, {passed[PLAIN]} pass without a strategy; "
-        f"{passed['keras, 2 replicas']} of them with two replicas, {passed[TWO]} with ours."
+        f"Of {passed[PLAIN]} tests of Keras's own trainer that pass without a strategy, "
+        f"{passed['keras, 2 replicas']} pass on two replicas by Keras, {passed[TWO]} by ours."
     )
 
 

@@ -126,8 +126,8 @@ def _words(ids: list[list[int]]) -> list[tuple[int, int]]:
 def told_of(split: str, of: Scores) -> Told:
     """For `report`: a split's metrics, and those of its baselines.
 
-    It warns of a model that does not beat, by its main metric, those that ignore word order, nor, in regression, by its
-    loss, the mean of the training labels.
+    It warns of a model that does not beat, by its main metric, those that ignore word order, unless both are perfect;
+    and in regression, by its loss, the mean of the training labels.
     """
     metric, title = next((metric, title) for metric, title in METRICS.items() if metric in of)
 
@@ -141,5 +141,5 @@ def told_of(split: str, of: Scores) -> Told:
     baselines = [each for each in BASELINES if f"{each}_{metric}" in of]
     simple = [(f"  {BASELINES[each]} baseline", shown(f"{each}_")) for each in baselines]
     best = max((of[f"{each}_{metric}"] for each in baselines), default=-np.inf)
-    learned = of["loss"] < of.get("mean_loss", np.inf) and of[metric] > best + MARGIN
+    learned = of["loss"] < of.get("mean_loss", np.inf) and of[metric] > min(best, 1 - 2 * MARGIN) + MARGIN
     return [(f"{split} loss", f"{of['loss']:.3f}"), *means, (f"{split} {title}", shown()), *simple], learned

@@ -25,6 +25,7 @@ from .run_folder import PACKAGES
 LOOKED_AT = 100  # batches whose tokens and padding are counted
 BAR = 40  # columns of the highest learning rate
 TRAINED = 3  # steps whose memory is measured
+FEW_STEPS = 300  # in which little is learned from random weights
 
 
 class RunLog(StepLog):
@@ -163,8 +164,10 @@ def report(results: dict[str, Any], told_of: Callable[[str, Scores], Told]) -> s
             of_split, learned = told_of(split, scores)
             lines += of_split
             if split == "validation" and not learned:
-                longer, slower = "show it longer sequences", "try a third of the learning rate, or more epochs"
-                advice = longer if "cut_texts" in results else slower
+                advice = "try a third of the learning rate, or more epochs"
+                advice = "show it longer sequences" if "cut_texts" in results else advice
+                few = f"{results['steps']} steps are few: give more epochs"
+                advice = few if results["steps"] < FEW_STEPS else advice
                 lines.append(("warning", f"the model does not beat its baseline on the validation split: {advice}"))
     lines.append(("work directory", results["config"]["workdir"]))
     width = max(20, *(len(title) for title, _ in lines))

@@ -149,6 +149,7 @@ def test_a_file_of_results_gives_the_same_report(tmp_path):
         (CLASSIFIER, {"test_loss": 0.5, "test_accuracy": 0.1, "test_majority_accuracy": 0.7}, False),
         (CLASSIFIER, {"val_accuracy": 0.705}, True),  # no more than chance above the bag of words
         (CLASSIFIER, {"val_accuracy": math.nan}, True),
+        (CLASSIFIER, {"val_accuracy": 1.0, "val_bag_of_words_accuracy": 1.0}, False),  # nothing could be better
         (CLASSIFIER, {"val_mean_loss": 0.4}, True),
         (RUN, {}, False),
     ],
@@ -158,3 +159,4 @@ def test_a_model_that_does_not_beat_its_baseline_is_warned_of(results, changes, 
     assert warned == ("warning" in (told := report(whole, of))) == ("show it longer sequences" in told)
     del whole["cut_texts"]
     assert warned == ("warning" in (told := report(whole, of))) == ("try a third of the learning rate" in told)
+    assert warned == ("45 steps are few: give more epochs" in report(whole | {"steps": 45}, of))
