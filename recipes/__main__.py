@@ -50,11 +50,7 @@ def list_recipes() -> None:
 
 
 def last_preset(kind: str, recipe: str) -> str:
-    """The preset made last in `runs/` for a kind of model, such as MaskedLM, which `recipe` trains.
-
-    Raises:
-        UserError: when there is none.
-    """
+    """The preset made last in `runs/` for a kind of model, which `recipe` trains; a UserError when there is none."""
     tasks = [path for path in Path("runs").glob("*/preset/task.json") if path.is_file()]
     tasks.sort(key=lambda path: path.stat().st_mtime)
     presets = [task for task in tasks if kind in task.read_text(encoding="utf-8", errors="replace")]
@@ -96,9 +92,7 @@ def main() -> None:
     add("--temperature", type=float, default=1.0, metavar="T", help="below 1, likely tokens become likelier")
     add("--seed", type=int, default=0, metavar="N", help="seed of the draws: the same seed gives the same text")
     add("--tokens", type=int, default=40, metavar="N", help="tokens to add, at most")
-    add = commands.add_parser(
-        "export", help="export a model to transformers, ONNX, a SavedModel or LiteRT"
-    ).add_argument
+    add = commands.add_parser("export", help="export a model to transformers, ONNX, and others").add_argument
     add("--format", default="huggingface", choices=["huggingface", "onnx", "saved_model", "litert"])
     add("preset", help="KerasHub name or folder, such as runs/bert_mlm/preset")
     add("destination", type=Path, help="folder, which must be empty or not exist")

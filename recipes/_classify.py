@@ -32,8 +32,7 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
         text_columns: names of its one or two columns of texts, separated by a comma.
         output: a new file for the table, tab-separated; empty for the screen.
 
-    Raises:
-        ValueError: when the preset is not such a classifier, or the texts are missing, too many or unreadable.
+    Raises a UserError when the preset is not such a classifier, or the texts are missing, too many or unreadable.
     """
     if bool(texts) == bool(data):
         raise UserError("give one text, or two of a pair; or a file of them with --data")
