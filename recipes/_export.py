@@ -95,7 +95,7 @@ def export(preset: str, folder: Path, form: str = "huggingface") -> str:
     model = from_preset(task, preset, dtype="float32", compile=False)
     if classes is not None and len(classes or [0]) != model.num_classes:
         raise UserError(f"the labels of {preset} are not those of its {model.num_classes} outputs")
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")  # another may be of one that was killed
     with one_line(f"cannot write {folder}"):
         unfinished.mkdir(parents=True)
     try:

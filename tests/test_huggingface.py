@@ -171,14 +171,14 @@ def test_a_folder_is_complete_or_absent(preset, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="cannot write .*Not a directory"):
         (tmp_path / "file").write_text("")
         export(preset, tmp_path / "file/under")
-    (tmp_path / ".hf.unfinished/mine").mkdir(parents=True)
+    (tmp_path / ".hf.unfinished/mine").mkdir(parents=True)  # as of an export that was killed
 
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(exporting, "save_file", full_disk)
     for name in ("hf", "other"):
-        with pytest.raises(ValueError, match="No space left on device|File exists"):
+        with pytest.raises(ValueError, match="No space left on device"):
             export(preset, tmp_path / name)
     assert {path.name for path in tmp_path.rglob("*")} == {"file", ".hf.unfinished", "mine"}
 
