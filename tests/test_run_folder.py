@@ -132,7 +132,7 @@ def test_a_folder_of_a_long_name_or_of_a_link_alone(folder):
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("results.json", '{"st', "cannot read .*/results.json .*: restore it"),
+        ("results.json", '{"st', "cannot read .*/results.json .*: restore or remove it"),
         ("config.json", '{"kept": [], "options": {}}', "holds files, but no run"),
         ("config.json", '{"kept": {}, "options": []}', "holds files, but no run"),
         ("steps.jsonl/x", "", "steps.jsonl is a folder: move it elsewhere"),

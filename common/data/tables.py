@@ -51,8 +51,9 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False, al
             file.seek(0)
             if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 text = io.BytesIO(file.read(LONGEST).decode("utf-16").encode())
-            elif b"\r" in first.rstrip(b"\r\n"):  # lines end as on an old Mac
-                text = io.BytesIO(file.read(LONGEST).replace(b"\r", b"\n"))
+                first = text.getvalue().partition(b"\n")[0]
+            if b"\r" in first.rstrip(b"\r\n"):  # lines end as on an old Mac
+                text = io.BytesIO(text.read(LONGEST).replace(b"\r", b"\n"))
             if text is not file and file.read(1):
                 raise ValueError("too long a file in this form: save it in UTF-8, with the line ends of Unix")
             for number, line in enumerate(iter(lambda: text.readline(LONGEST), b""), 1):
@@ -92,9 +93,8 @@ def _table(
     """The rows of a table; for one that is malformed, what is wrong."""
     first, is_csv = next(filter(str.strip, lines()), ""), path.suffix.lower() == ".csv"
     delimiter = max(",;\t", key=first.count) if is_csv else "\t"
-    is_quoted = is_csv or not glue and _is_quoted(lines())
-    form: dict[str, Any] = {"delimiter": delimiter, "quoting": csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE}
-    table = _records(csv.reader(lines(), strict=True, **form), path)
+    quoting = csv.QUOTE_MINIMAL if is_csv or not glue and _is_quoted(lines()) else csv.QUOTE_NONE
+    table = _records(csv.reader(lines(), strict=True, delimiter=delimiter, quoting=quoting), path)
     names = [name.strip() for name in columns or next(table, [])]
     named, shown = [name for name in names if name], shortened(map(repr, names))
     if len({*named}) < len(named):
