@@ -93,7 +93,7 @@ def _table(
     """The rows of a table; for one that is malformed, what is wrong."""
     first, is_csv = next(filter(str.strip, lines()), ""), path.suffix.lower() == ".csv"
     delimiter = max(",;\t", key=first.count) if is_csv else "\t"
-    quoting = csv.QUOTE_MINIMAL if is_csv or not glue and _is_quoted(lines()) else csv.QUOTE_NONE
+    quoting: Any = csv.QUOTE_MINIMAL if is_csv or not glue and _is_quoted(lines()) else csv.QUOTE_NONE
     table = _records(csv.reader(lines(), strict=True, delimiter=delimiter, quoting=quoting), path)
     names = [name.strip() for name in columns or next(table, [])]
     named, shown = [name for name in names if name], shortened(map(repr, names))
