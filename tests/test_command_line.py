@@ -102,7 +102,7 @@ def test_a_workdir_that_loops_or_lies_in_a_folder_that_was_deleted_is_refused(tm
         monkeypatch.chdir(folder)
         if folder != tmp_path:
             folder.rmdir()
-        with pytest.raises(UserError, match=f"there is no --workdir {workdir} "):
+        with pytest.raises(UserError, match=f"cannot use --workdir {workdir} "):
             Config(workdir=workdir)
 
 
