@@ -5,6 +5,7 @@ Stopped and started again, it goes on with what is still stale. All takes hours,
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Tells, and measures."""
-    given = {name: getattr(arguments, name) for name in DATA}
+    given = {name: os.path.abspath(value) if (value := getattr(arguments, name)) else "" for name in DATA}
     for name, command in COMMANDS.items():
         why = stale(name)
         if arguments.only not in name or not why:
@@ -59,10 +60,15 @@ def main(arguments: argparse.Namespace) -> None:
             continue
         if missing:
             print(f"{name}: left out, for it needs --{' --'.join(missing)}", flush=True)
-        elif subprocess.run([sys.executable, "-m", *command.format(**given).split()], cwd=ROOT).returncode:
+        elif subprocess.run([sys.executable, "-m", *words(command, given)], cwd=ROOT).returncode:
             raise UserError(f"{name} failed; the same command goes on from there")
     if arguments.measure:
         subprocess.run([sys.executable, "-m", "benchmarks.readme"], cwd=ROOT, check=True)
+
+
+def words(command: str, given: dict[str, str]) -> list[str]:
+    """A command's words, with what is given: a path with a space is one."""
+    return [word.format(**given) for word in command.split()]
 
 
 def stale(name: str) -> str:

@@ -102,7 +102,7 @@ def _check_bytes(path: Path) -> None:
 
 def _read_json(path: Path) -> Any:
     _check_bytes(path)
-    with one_line(f"cannot read {path}", ": restore it", (ValueError, RecursionError)):
+    with one_line(f"cannot read {path}", ": restore or remove it", (ValueError, RecursionError)):
         text = path.read_text(encoding="utf-8")
         if text.count("{") + text.count("[") > PARTS:  # each takes far more memory than its bytes
             raise ValueError(f"it has more than {PARTS:,} objects and lists")

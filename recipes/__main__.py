@@ -95,9 +95,7 @@ def main() -> None:
     add("--temperature", type=float, default=1.0, metavar="T", help="below 1, likely tokens become likelier")
     add("--seed", type=int, default=0, metavar="N", help="seed of the draws: the same seed gives the same text")
     add("--tokens", type=int, default=40, metavar="N", help="tokens to add, at most")
-    add = commands.add_parser(
-        "export", help="export a model to transformers, ONNX, a SavedModel or LiteRT"
-    ).add_argument
+    add = commands.add_parser("export", help="export a model to transformers, ONNX, and others").add_argument
     add("--format", default="huggingface", choices=["huggingface", "onnx", "saved_model", "litert"])
     add("preset", help="KerasHub name or folder, such as runs/bert_mlm/preset")
     add("destination", type=Path, help="folder, which must be empty or not exist")

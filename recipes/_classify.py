@@ -32,8 +32,8 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
         raise UserError("give one text, or two of a pair; or a file of them with --data")
     if bool(data) != bool(text_columns):
         raise UserError("--data and --text-columns, the names of its columns of texts, go together")
-    if not os.path.isdir(Path(output).parent):
-        raise UserError(f"there is no folder {Path(output).parent}: make it, or give another file")
+    if not os.path.isdir(parent := os.path.dirname(output) or "."):  # of `no/`, this is `no`
+        raise UserError(f"there is no folder {parent}: make it, or give another file")
     unfinished = Path(output).parent / f".{os.getpid()}.unfinished"
     with one_line(f"cannot write {output}", ": give a new file"):  # now, not when all is done
         if output and Path(output).exists():

@@ -3,8 +3,8 @@
 
 KerasHub exports causal models itself, and Keras graphs. What both lack is here: BERT's weights for transformers, and
 `tokenizer.json`, which splits a text as KerasHub's tokenizer does. Transformers' own differ: GPT-2's begins a text with
-an end token, and BERT's changes characters by Unicode's NFKC. Two long texts of a pair are cut as in training, but for
-one token where the room for them is odd and the second is not the shorter one.
+an end token, and BERT's folds case without NFKC. Ours differs in words of over 100 bytes in several scripts, and some
+rare letters, as Cherokee's; and of two long texts by one token, if their room is odd and the second not the shorter.
 
 KerasHub's BERT has the tanh form of gelu in its encoder. In a masked language model, the head has the exact one, and a
 norm with an epsilon of 1e-5, all others 1e-12. A `config.json` has one of each: ours are the encoder's. Its logits are
@@ -28,17 +28,23 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.data.byte_pairs import SPLIT
-from common.data.vocabulary import UNKNOWN
+from common.data.vocabulary import NO_PIECE, UNKNOWN
 from common.files import one_line, write_json
 from common.model.masked_lm import get_file, huggingface_weights, load_json
 from common.model.presets import from_preset
 from keras_replicas import UserError
 from recipes._classify import saved_labels
 
-# What KerasHub's BertTokenizer splits at, and what of that is a word by itself: punctuation and Chinese characters.
+# What KerasHub's BertTokenizer splits at, and what of that is a word by itself: punctuation and Chinese characters. It
+# splits first, then folds case, which makes "..." of an ellipsis, and nothing of a variation selector.
 SPACE = r"[ \t\n\r\f]|\p{Cc}|\p{Cf}"
 HAN = r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2CEAF}\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
 ALONE = rf"[!-/:-@\[-`{{-~{HAN}]|\p{{P}}"
+SPLITS = rf"{SPACE}|(?<=.)(?={ALONE})|(?<={ALONE})"  # at a text's very start, `Replace` cannot insert
+MARK = "\ufdd0"  # a noncharacter, where a text is split
+IGNORED = r"[\p{Default_Ignorable_Code_Point}&&[^\p{Cf}]]"
+# Words of more than 100 bytes, which are unknown, but some that mix scripts.
+LONG = rf"(?<![^{MARK}])[^{MARK}]*([\x{{800}}-\x{{10FFFF}}&&[^{MARK}]]{{34}}|[^\x00-\x7F{MARK}]{{51}})[^{MARK}]*"
 HUB = keras_hub.models
 HEADS = ("MaskedLM", "TextClassifier")
 SPECIAL = ("pad_token", "mask_token", "cls_token", "sep_token")  # beside `[UNK]`
@@ -89,7 +95,7 @@ def export(preset: str, folder: Path, form: str = "huggingface") -> str:
     model = from_preset(task, preset, dtype="float32", compile=False)
     if classes is not None and len(classes or [0]) != model.num_classes:
         raise UserError(f"the labels of {preset} are not those of its {model.num_classes} outputs")
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")  # another may be of one that was killed
     with one_line(f"cannot write {folder}"):
         unfinished.mkdir(parents=True)
     try:
@@ -126,7 +132,7 @@ def _write_graph(model: Any, folder: Path, form: str) -> None:
 
         onnx.checker.check_model(folder / file)  # tf2onnx keeps an operation that it does not know
     tokenizer, classifier = preprocessor.tokenizer, isinstance(model, HUB.TextClassifier)
-    own = _byte_pairs(tokenizer) if isinstance(tokenizer, HUB.RobertaTokenizer) else _word_pieces(tokenizer, classifier)
+    own = (_byte_pairs if isinstance(tokenizer, HUB.RobertaTokenizer) else _word_pieces)(tokenizer, classifier)
     own.enable_truncation(preprocessor.sequence_length if classifier else model.backbone.max_sequence_length)
     own.enable_padding(pad_id=tokenizer.pad_token_id, pad_token=tokenizer.pad_token)
     own.save(str(folder / "tokenizer.json"))
@@ -193,12 +199,13 @@ def _word_pieces(tokenizer: Any, plain: bool = False) -> Tokenizer:
     ids = {piece: number for number, piece in enumerate(tokenizer.get_vocabulary())}
     own = Tokenizer(models.WordPiece(ids, unk_token=UNKNOWN))
     steps: list = [normalizers.NFD(), normalizers.Replace(Regex(r"\p{Mn}"), "")] if tokenizer.strip_accents else []
-    if tokenizer.lowercase:  # Unicode's case folding
-        steps += [normalizers.NFC(), normalizers.Lowercase()]
-        steps += [normalizers.Replace("ß", "ss"), normalizers.Replace("ς", "σ")]
-    own.normalizer = normalizers.Sequence(steps)
-    splits = [pre_tokenizers.Split(Regex(SPACE), "removed"), pre_tokenizers.Split(Regex(ALONE), "isolated")]
-    own.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    steps.append(normalizers.Replace(Regex(SPLITS), MARK))
+    if tokenizer.lowercase:  # Unicode's case folding, with NFKC
+        steps += [normalizers.Replace(Regex(IGNORED), ""), normalizers.NFKD(), normalizers.Lowercase()]
+        pairs = ("ß", "ss"), ("ς", "σ"), ("\u0345", "ι")
+        steps += [*(normalizers.Replace(*pair) for pair in pairs), normalizers.NFC()]
+    own.normalizer = normalizers.Sequence([*steps, normalizers.Replace(Regex(LONG), NO_PIECE)])
+    own.pre_tokenizer = pre_tokenizers.Split(MARK, "removed")
     own.decoder = decoders.WordPiece()
     own.add_special_tokens([UNKNOWN] if plain else [*(getattr(tokenizer, name) for name in SPECIAL), UNKNOWN])
     sep, cls = ((token, ids[token]) for token in (tokenizer.sep_token, tokenizer.cls_token))
@@ -206,8 +213,8 @@ def _word_pieces(tokenizer: Any, plain: bool = False) -> Tokenizer:
     return own
 
 
-def _byte_pairs(tokenizer: Any) -> Tokenizer:
-    """GPT-2's or RoBERTa's."""
+def _byte_pairs(tokenizer: Any, plain: bool = False) -> Tokenizer:
+    """GPT-2's or RoBERTa's; unless `plain`, a mask brings the space before it, as a masked word does."""
     merges = [tuple(merge.split(" ")) for merge in tokenizer.merges if not merge.startswith("#version")]
     own, end = Tokenizer(models.BPE(dict(tokenizer.vocabulary), merges)), tokenizer.end_token
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -217,7 +224,7 @@ def _byte_pairs(tokenizer: Any) -> Tokenizer:
         own.add_special_tokens([end])
         own.post_processor = processors.TemplateProcessing(f"{end} $0", special_tokens=[(end, tokenizer.end_token_id)])
         return own
-    start, mask = tokenizer.start_token, AddedToken(tokenizer.mask_token, lstrip=True)  # it brings the space before it
+    start, mask = tokenizer.start_token, AddedToken(tokenizer.mask_token, lstrip=not plain)
     own.add_special_tokens([start, tokenizer.pad_token, end, mask])
     ends = (end, tokenizer.end_token_id), (start, tokenizer.start_token_id)
     own.post_processor = processors.RobertaProcessing(*ends, trim_offsets=False, add_prefix_space=False)

@@ -5,7 +5,7 @@ import re
 import datasets
 import pytest
 
-from common.data import corpora
+from common.data import corpora, tables
 from common.data.corpora import DOCUMENT_LIMIT, open_corpus
 from common.files import HELD_OUT
 from keras_replicas import UserError
@@ -222,3 +222,12 @@ def test_the_hub_out_of_reach_says_what_to_do():
             open_corpus(name)
     with pytest.raises(UserError, match="the corpus hf://name must be hf://user/name or hf://user/name/configuration"):
         open_corpus("hf://name")
+
+
+def test_a_text_or_a_file_that_is_read_at_once_has_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "MOST_OF_A_LINE", 20)
+    monkeypatch.setattr(tables, "LONGEST", 50)
+    for content, told in ("text\n" + "a " * 15, "has 30 characters: divide it"), ("text\r" * 11, "too long a file"):
+        (tmp_path / "long.csv").write_text(content)
+        with pytest.raises(UserError, match=told):
+            [*open_corpus(str(tmp_path / "long.csv")).splits["train"]()]

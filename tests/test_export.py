@@ -1,8 +1,10 @@
 """From a CSV to a service: what is exported computes what Keras does, of the same texts, without Keras."""
 
+import itertools
 import json
 import shutil
 import sys
+import unicodedata
 from pathlib import Path
 
 import keras
@@ -15,9 +17,9 @@ from tokenizers import Tokenizer
 from benchmarks import export as benchmark
 from common.data.vocabulary import encode
 from keras_replicas import UserError
-from recipes._export import export
+from recipes._export import _byte_pairs, _word_pieces, export
 from tests.conftest import slow
-from tests.test_examples import tokenizer_of
+from tests.test_examples import PIECES, tokenizer_of
 from tests.test_huggingface import no_two_alike
 from tests.test_vocabulary import AWKWARD
 
@@ -71,6 +73,25 @@ def inputs_of(tokenizer, texts, names):
     rows = tokenizer.encode_batch(texts)
     theirs = {"token_ids": "ids", "padding_mask": "attention_mask", "segment_ids": "type_ids"}
     return {name: np.array([getattr(row, theirs[name]) for row in rows], np.int32) for name in names if name in theirs}
+
+
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "Roberta"])
+def test_a_text_is_split_as_in_training_whatever_its_characters(family):
+    texts = [*AWKWARD, "a[UNK]b [UNK]. [unk] [MASK] \0b", "a <mask> b<mask>\n <mask> <s>"]
+    own = [tokenizer_of(family)]
+    if family != "Roberta":
+        seen = "".join(texts)
+        characters = sorted({*seen, *seen.casefold(), *unicodedata.normalize("NFKD", seen.casefold()), "ι"})
+        pieces = [
+            *PIECES[:5],
+            *(piece for part in characters if part.isprintable() and part != " " for piece in (part, f"##{part}")),
+        ]
+        forms = itertools.product([True, False], repeat=2)
+        own = [type(own[0])(pieces, lowercase=lower, strip_accents=strip) for lower, strip in forms]
+    for tokenizer in own:
+        split = (_byte_pairs if family == "Roberta" else _word_pieces)(tokenizer, True)
+        for text, ids in zip(texts, encode(texts, tokenizer), strict=True):
+            assert split.encode(text, add_special_tokens=False).ids == ids.tolist(), ascii(text)
 
 
 @pytest.mark.parametrize("form", ["saved_model", "litert", *slow("onnx")])

@@ -167,14 +167,14 @@ def test_a_folder_is_complete_or_absent(preset, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="cannot write .*Not a directory"):
         (tmp_path / "file").write_text("")
         export(preset, tmp_path / "file/under")
-    (tmp_path / ".hf.unfinished/mine").mkdir(parents=True)
+    (tmp_path / ".hf.unfinished/mine").mkdir(parents=True)  # as of an export that was killed
 
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(exporting, "save_file", full_disk)
     for name in ("hf", "other"):
-        with pytest.raises(ValueError, match="No space left on device|File exists"):
+        with pytest.raises(ValueError, match="No space left on device"):
             export(preset, tmp_path / name)
     assert {path.name for path in tmp_path.rglob("*")} == {"file", ".hf.unfinished", "mine"}
 
@@ -202,7 +202,7 @@ def test_a_random_head_is_neither_exported_nor_used(preset, exported, byte_pairs
 
 
 @pytest.mark.slow
-def test_transformers_computes_the_same(preset, exported, tokenizer, tmp_path):
+def test_transformers_computes_the_same(preset, exported, tokenizer):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model, other = masked_lm_from_preset(preset), transformers.BertForMaskedLM.from_pretrained(exported).eval()
     of_theirs = transformers.AutoTokenizer.from_pretrained(exported)
@@ -230,16 +230,11 @@ def test_transformers_computes_the_same(preset, exported, tokenizer, tmp_path):
     model.masked_lm_head._intermediate_layer_norm.epsilon = 1e-12
     assert gap() < 1e-4
 
-    for lowercase, strip_accents in ((True, True), (False, False), (True, False), (False, True)):
-        cased = models.BertTokenizer(tokenizer.get_vocabulary(), lowercase=lowercase, strip_accents=strip_accents)
-        folder = tmp_path / f"{lowercase}{strip_accents}"
-        export(random_preset(cased, tmp_path / "preset"), folder)
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        texts = [*AWKWARD, "an [UNK] word"]
-        for text, ids in zip(texts, encode(texts, cased), strict=True):
-            assert theirs(text)["input_ids"] == [cased.cls_token_id, *ids, cased.sep_token_id]
-        assert theirs.mask_token == "[MASK]" and len(set(theirs.all_special_tokens)) == 5
-        assert theirs.model_max_length == 512
+    texts = [*AWKWARD, "an [UNK] word"]
+    for text, ids in zip(texts, encode(texts, tokenizer), strict=True):
+        assert of_theirs(text)["input_ids"] == [tokenizer.cls_token_id, *ids, tokenizer.sep_token_id]
+    assert of_theirs.mask_token == "[MASK]" and len(set(of_theirs.all_special_tokens)) == 5
+    assert of_theirs.model_max_length == 512
 
 
 @pytest.fixture(scope="module")

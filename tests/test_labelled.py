@@ -220,7 +220,7 @@ TABLES = [("text, label,\nGröße, 1,\n", " 1"), ("text;label;\nGröße;1;;\n", 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 @pytest.mark.parametrize(("content", "label"), TABLES)
 def test_tables_as_programs_write_them(content, label, encoding, tmp_path):
-    for end in ["\n", "\r\n", "\r"][: 2 if encoding == "utf-16" else 3]:
+    for end in ["\n", "\r\n", "\r"]:
         (tmp_path / "train.CSV").write_bytes(content.replace("\n", end).encode(encoding))
         assert [row for _, row in read_rows(tmp_path / "train.CSV")] == [{"text": "Größe", "label": label}]
 

@@ -123,7 +123,7 @@ def test_the_logs_that_a_launcher_is_writing_stay(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("results.json", '{"st', "cannot read .*/results.json .*: restore it"),
+        ("results.json", '{"st', "cannot read .*/results.json .*: restore or remove it"),
         ("config.json", '{"kept": [], "options": {}}', "holds files, but no run"),
         ("config.json", '{"kept": {}, "options": []}', "holds files, but no run"),
         ("steps.jsonl/x", "", "steps.jsonl is a folder: move it elsewhere"),

@@ -23,6 +23,8 @@ AWKWARD = [
     "x" * 100 + " " + "y" * 101 + " Donaudampfschifffahrtsgesellschaftskapitän",
     "don't self.attr __init__ a-b 1,000.5 $x += y**2; \u200bzero\u00a0width\u3000wide\x07 bell \ufffd",
     "an UNSEEN word",
+    "ﬁne ＡＢＣ Ⅳ ½ 5² ㈱ ㎏ a…b … x⒫y !? ᾳδω ΣΑΣ ẞ É ❤\ufe0f a❤\ufe0fb 👩\u200d👩 so\u00adft 今\u3000日 ´x é",
+    *(letter * count for letter, count in [("é", 51), ("ก", 33), ("ก", 34)]),
 ]
 
 

@@ -51,8 +51,9 @@ def read_rows(path: Path, columns: Sequence[str] = (), *, glue: bool = False, al
             file.seek(0)
             if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 text = io.BytesIO(file.read(LONGEST).decode("utf-16").encode())
-            elif b"\r" in first.rstrip(b"\r\n"):  # lines end as on an old Mac
-                text = io.BytesIO(file.read(LONGEST).replace(b"\r", b"\n"))
+                first = text.getvalue().partition(b"\n")[0]
+            if b"\r" in first.rstrip(b"\r\n"):  # lines end as on an old Mac
+                text = io.BytesIO(text.read(LONGEST).replace(b"\r", b"\n"))
             if text is not file and file.read(1):
                 raise ValueError("too long a file in this form: save it in UTF-8, with the line ends of Unix")
             for number, line in enumerate(iter(lambda: text.readline(LONGEST), b""), 1):

@@ -133,8 +133,8 @@ def encode(texts: Iterable[str], tokenizer: keras_hub.models.Tokenizer) -> Itera
     """
     is_fast = isinstance(tokenizer, keras_hub.tokenizers.BytePairTokenizer)  # outside of TensorFlow; others are inside
     call = tokenizer if is_fast else _traced(tokenizer)
-    is_bert = isinstance(tokenizer, keras_hub.models.BertTokenizer)
-    texts = (text.replace(UNKNOWN, NO_PIECE) for text in texts) if is_bert else iter(texts)
+    is_pieces = isinstance(tokenizer, keras_hub.tokenizers.WordPieceTokenizer)  # in its graph, NUL would end a text
+    texts = (text.replace(UNKNOWN, f" {NO_PIECE} ").replace("\0", " ") if is_pieces else text for text in texts)
     running: collections.deque[Future] = collections.deque()
     with ThreadPoolExecutor(cores := os.cpu_count() or 1) as threads:
         while (group := [*itertools.islice(texts, TEXTS_AT_ONCE)]) or running:
