@@ -15,6 +15,7 @@ from benchmarks import (
     goodput,
     keras_tests,
     peers,
+    price,
     pretraining,
     quality,
     same_steps,
@@ -23,6 +24,7 @@ from benchmarks import (
     techniques,
     throughput,
     versions,
+    waits,
 )
 from common.language_model import told_of
 from common.log import report
@@ -205,6 +207,8 @@ MEASURED = {
     "export": with_machine(export.table),
     "conformance": with_machine(conformance.table),
     "goodput": with_machine(goodput.tables),
+    "waits": with_machine(waits.table),
+    "price": with_machine(price.table),
     "versions": versions.table,
 }
 

@@ -73,6 +73,8 @@ class RunOptions:
     def __post_init__(self):
         with one_line(f"cannot use --workdir {self.workdir}", errors=(OSError, RuntimeError)):  # type: ignore[attr-defined]
             workdir = Path(self.workdir).resolve()  # type: ignore[attr-defined]
+            if os.path.lexists(workdir):  # a link in a loop, which Python 3.13 resolves to itself
+                os.stat(workdir)
         if "://" in self.workdir:  # type: ignore[attr-defined]
             raise UserError(f"--workdir {self.workdir} must be a folder of this machine")  # type: ignore[attr-defined]
         for name, marks in marks_of(type(self)).items():
