@@ -15,7 +15,6 @@ from benchmarks import (
     goodput,
     keras_tests,
     peers,
-    price,
     pretraining,
     quality,
     same_steps,
@@ -208,7 +207,6 @@ MEASURED = {
     "conformance": with_machine(conformance.table),
     "goodput": with_machine(goodput.tables),
     "waits": with_machine(waits.table),
-    "price": with_machine(price.table),
     "versions": versions.table,
 }
 
