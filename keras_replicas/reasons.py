@@ -31,7 +31,7 @@ def likely_reason(model, x, size: int, kind: str, is_uneven: bool, learned: bool
     if is_uneven or step != "train_step":
         return f"{mean}. compute_loss has the whole batch"
     if learned:
-        return f"{step} returns a share, as compute_loss does: multiply it by the number of replicas."
+        return f"{step} returns a share, as compute_loss does: multiply it by the number of replicas"
     return f"gradients are added up: divide a mean by the number of replicas. In uneven batches it is then {mean}"
 
 

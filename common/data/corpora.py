@@ -91,8 +91,8 @@ def open_corpus(corpus: str) -> Corpus:
     if kind == "text":
         return Corpus(_held_out(lambda: _documents(_lines(found), "")), _checksum(found))
     if kind == "table":
-        read = lambda: _column(corpus, (row for file in found for _, row in read_rows(file)))  # noqa: E731
-        return Corpus(_held_out(read), _checksum(found))
+        texts = _held_out(lambda: _column(corpus, (row for file in found for _, row in read_rows(file))))
+        return Corpus(texts, _checksum(found))
     few = {"batch_size": 16} if kind == "parquet" else {}  # rows at once; else a whole group
     rows = from_hub("load_dataset", kind, data_files=[*map(str, found)], split="train", streaming=True, **few)
     return Corpus(_held_out(functools.partial(_column, corpus, rows)), _checksum(found))
