@@ -66,7 +66,7 @@ from common.log import RunLog, print_plan, report
 from common.model.masked_lm import masked_lm_from_size
 from common.model.publish import Publish
 from common.run_folder import chief_alone, open_run
-from common.training import CrossEntropy, WarmUpPolynomialDecay, scale
+from common.training import Accuracy, CrossEntropy, WarmUpPolynomialDecay, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
@@ -105,7 +105,7 @@ def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=
     """A compiled `BertMaskedLM` or `RobertaMaskedLM`. Call it inside the strategy's scope."""
     model = masked_lm_from_size(config.model, tokenizer, config.dropout, config.seq_length)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
-    model.compile(muon(schedule), loss, weighted_metrics=["accuracy"], jit_compile=config.jit)
+    model.compile(muon(schedule), loss, weighted_metrics=[Accuracy()], jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate, mean_over="labels")
 
 

@@ -63,7 +63,7 @@ from common.log import RunLog, print_plan, report
 from common.model.masked_lm import masked_lm_from_preset, masked_lm_from_size, preset_tokenizer
 from common.model.presets import save_task
 from common.run_folder import open_run
-from common.training import CrossEntropy, WarmUpPolynomialDecay, scale
+from common.training import Accuracy, CrossEntropy, WarmUpPolynomialDecay, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
@@ -103,7 +103,7 @@ def build_model(config: Config, tokenizer: keras_hub.models.Tokenizer, schedule=
     else:
         model = masked_lm_from_size(config.model or "micro", tokenizer, config.dropout, config.seq_length)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
-    model.compile(muon(schedule), loss, weighted_metrics=["accuracy"], jit_compile=config.jit)
+    model.compile(muon(schedule), loss, weighted_metrics=[Accuracy()], jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate, mean_over="labels")
 
 

@@ -67,7 +67,7 @@ from common.log import RunLog, print_plan, report
 from common.model.causal_lm import Samples, causal_rows, make_causal_lm, print_continuations
 from common.model.publish import Publish
 from common.run_folder import open_run
-from common.training import CrossEntropy, WarmUpPolynomialDecay, scale
+from common.training import Accuracy, CrossEntropy, WarmUpPolynomialDecay, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
@@ -96,7 +96,7 @@ def build_model(config: Config, preprocessor: keras_hub.models.CausalLMPreproces
     """A compiled `CausalLM`. Call it inside the strategy's scope."""
     model = make_causal_lm(config.preset, config.model or "micro", preprocessor, config.dropout, config.lora_rank)
     loss = CrossEntropy(reduction="mean_with_sample_weight")  # over all labels of the whole batch
-    model.compile(muon(schedule), loss, weighted_metrics=["accuracy"], jit_compile=config.jit)
+    model.compile(muon(schedule), loss, weighted_metrics=[Accuracy()], jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate, mean_over="labels")
 
 

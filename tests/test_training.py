@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from common import language_model
 from common.language_model import matrix_axes, muon
-from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
+from common.training import Accuracy, CrossEntropy, WarmUpPolynomialDecay, adamw, scale
 from tests.conftest import assert_same
 
 
@@ -88,6 +88,22 @@ def test_the_loss_is_taken_of_bfloat16_in_float32():
     assert value.dtype == tf.float32 and gradient.dtype == tf.bfloat16
     np.testing.assert_array_equal(value, expected[0])
     np.testing.assert_array_equal(gradient, tf.cast(expected[1], tf.bfloat16))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("shape", [(7,), (3, 5)])
+def test_the_accuracy_is_that_of_keras(shape, jit):
+    logits, labels, weights = examples(shape, 1.0, 4)
+    found, expected = Accuracy(), keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+    for metric in (found, expected):
+        tf.function(metric.update_state, jit_compile=jit)(labels, logits, weights)
+    assert found.name == expected.name and float(found.result()) == pytest.approx(float(expected.result()), rel=1e-6)
+
+
+def test_the_accuracy_of_many_classes_is_right_in_bfloat16():
+    accuracy = Accuracy()
+    accuracy.update_state(tf.range(1000), tf.one_hot(tf.range(1, 1001), 1001, dtype=tf.bfloat16))
+    assert float(accuracy.result()) == 0.0  # 0.49 by Keras
 
 
 def stepped(optimizer, values, name="kernel", layer="attention"):
