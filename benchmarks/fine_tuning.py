@@ -92,9 +92,14 @@ def speeds(arguments: argparse.Namespace, task: str, data: str) -> dict[str, Any
     timed = [Timed(f"{module}:trainer", words | own, arguments.seconds) for _, module, own in chosen]
     take_rounds(timed, arguments.rounds, task)
     return {
-        name: {"examples_per_second": each.per_second("examples"), "padding": each.answers[-1]["padding"]}
+        name: {"examples_per_second": each.per_second("examples"), "padding": padding(each.answers)}
         for (name, *_), each in zip(chosen, timed, strict=True)
     }
+
+
+def padding(answers: list[dict[str, Any]]) -> float:
+    """The share of padding in all that was timed."""
+    return 1 - sum(each["tokens"] for each in answers) / sum(each["slots"] for each in answers)
 
 
 def scores(sides: dict[str, tuple[str, dict[str, Any]]], seeds: int) -> dict[str, list[dict[str, Any]]]:

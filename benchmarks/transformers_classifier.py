@@ -117,8 +117,7 @@ def trainer(**arguments: Any) -> Callable[..., dict[str, Any]]:
         return {"examples": len(mask), "tokens": int(mask.sum()), "slots": mask.numel()}
 
     def run(steps: int) -> dict[str, Any]:
-        found = time_steps(tuned.step, batches, steps, count)
-        return found | {"padding": 1 - found["tokens"] / found["slots"]}
+        return time_steps(tuned.step, batches, steps, count)
 
     return run
 
