@@ -19,7 +19,7 @@ CODE = ("keras_replicas", "common", "recipes")  # on which results depend
 COMMANDS = {
     **dict.fromkeys((*RECIPES, "doctor"), "benchmarks defaults"),
     "peers": "benchmarks peers --preset {preset} --mrpc {mrpc}",
-    "throughput": "benchmarks throughput --sizes tiny,small --corpus {wikitext} --vocabulary {vocabulary}",
+    "throughput": "benchmarks throughput --corpus {wikitext} --vocabulary {vocabulary}",
     "causal": "benchmarks causal",
     "scaling": "benchmarks scaling --corpus {wikitext} --vocabulary {vocabulary}",
     "input": "benchmarks input --corpus {wikitext} --vocabulary {vocabulary}",
@@ -50,9 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Tells, and measures."""
     given = {name: os.path.abspath(value) if (value := getattr(arguments, name)) else "" for name in DATA}
-    for name, command in COMMANDS.items():
+    chosen = {name: command for name, command in COMMANDS.items() if arguments.only in name}
+    if not chosen:
+        raise UserError(f"--only {arguments.only}: there are {', '.join(COMMANDS)}")
+    for name, command in chosen.items():
         why = stale(name)
-        if arguments.only not in name or not why:
+        if not why:
             continue
         missing = [word for word in DATA if f"{{{word}}}" in command and not given[word]]
         print(f"{name}: {why}; python -m {command}", flush=True)

@@ -24,26 +24,10 @@ def muon(recipe, **settings) -> None:
     recipe.muon = functools.partial(recipe.muon, **settings)
 
 
-def muon_class(recipe, one_matrix: bool = False, **settings) -> None:
+def muon_class(recipe, **settings) -> None:
     """The recipe's optimizer with settings of its class, which the recipe does not choose."""
     module = sys.modules[recipe.muon.__module__]
-
-    class Muon(module.Muon):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs | settings)
-
-        def _update_kernels(self, grads_and_vars, learning_rate):
-            if not one_matrix:
-                super()._update_kernels(grads_and_vars, learning_rate)
-                return
-            for gradient, variable in grads_and_vars:
-                momentum = self.momentums[self._get_variable_index(variable)]
-                self.assign_add(momentum, gradient + momentum * (self.momentum - 1))
-                matrix = tf.reshape(gradient + momentum * self.momentum, [_inputs(variable.shape), -1])
-                update = self.lr_adjust(learning_rate * self.zeropower_via_newtonschulz5(matrix, self.ns_steps))
-                self.assign_sub(variable, tf.reshape(update, variable.shape))
-
-    module.Muon = Muon
+    module.Muon = functools.partial(module.Muon, **settings)
 
 
 def initial(recipe, positions: float = 0.0, kernels: bool = False) -> None:

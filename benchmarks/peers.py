@@ -23,6 +23,7 @@ OURS = (  # one line per contender: its name, and its own options
     ("fit, one device, jit", {"replicas": 1, "jit": True}),
     ("fit, one device, bfloat16", {"replicas": 1, "precision": "mixed_bfloat16"}),
     ("fit, 2 replicas", {"replicas": 2}),
+    ("fit, 2 replicas, bfloat16", {"replicas": 2, "precision": "mixed_bfloat16"}),
 )
 PEERS = (
     ("transformers", {}),

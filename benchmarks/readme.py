@@ -16,6 +16,7 @@ from benchmarks import (
     keras_tests,
     peers,
     pretraining,
+    price,
     quality,
     same_steps,
     scaling,
@@ -143,7 +144,9 @@ def hardware_line(results: dict) -> str:
     hardware, versions = results["machine"]["hardware"], results["machine"]["versions"]
     features = ", ".join(hardware["features"][-2:])
     packages = ", ".join(f"{name} {versions[name]}" for name in ("tensorflow", "keras", "torch") if name in versions)
-    return f"{hardware['cpu']}, {hardware['cores']} cores ({features}), {hardware['memory_gb']} GiB; {packages}."
+    speeds = [f"{speed} TFLOP/s in {kind}" for kind, speed in results["machine"].get("tflops", {}).items()]
+    peak = f", products at {' and '.join(speeds)}" if speeds else ""
+    return f"{hardware['cpu']}, {hardware['cores']} cores ({features}), {hardware['memory_gb']} GiB{peak}; {packages}."
 
 
 def recipes_table(results: dict[str, dict]) -> str:
@@ -207,6 +210,7 @@ MEASURED = {
     "conformance": with_machine(conformance.table),
     "goodput": with_machine(goodput.tables),
     "waits": with_machine(waits.table),
+    "price": with_machine(price.table),
     "versions": versions.table,
 }
 

@@ -46,7 +46,6 @@ TECHNIQUES = (
     Technique("AdamW, three times the rate", {"learning_rate": RATE / 3.3}, "adamw"),
     Technique("learning rate times 0.7", {"learning_rate": RATE * 0.7}),
     Technique("learning rate times 1.4", {"learning_rate": RATE * 1.4}),
-    Technique("Muon: all attention heads as one matrix", change="muon_class", arguments={"one_matrix": True}),
     Technique("Muon for the head's dense layer too", change="muon_class", arguments={"exclude_layers": ["logits"]}),
     Technique("Muon: momentum 0.9", change="muon_class", arguments={"momentum": 0.9}),
     Technique("Muon: 3 Newton-Schulz iterations", change="muon_class", arguments={"ns_steps": 3}),

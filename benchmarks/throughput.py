@@ -31,7 +31,7 @@ CONTENDERS = (
     ("fit, one device, jit", OURS, {"replicas": 1, "jit": True}),
     ("fit, one device, bfloat16", OURS, {"replicas": 1, "precision": "mixed_bfloat16"}),
     ("fit, one device, Muon", OURS, {"replicas": 1, "optimizer": "muon"}),
-    ("fit, one device, jit, Muon", OURS, {"replicas": 1, "jit": True, "optimizer": "muon"}),
+    ("fit, one device, bfloat16, Muon", OURS, {"replicas": 1, "precision": "mixed_bfloat16", "optimizer": "muon"}),
     ("fit, 2 replicas", OURS, {"replicas": 2}),
     ("fit, 2 replicas, jit", OURS, {"replicas": 2, "jit": True}),
     ("fit, 2 replicas, bfloat16", OURS, {"replicas": 2, "precision": "mixed_bfloat16"}),

@@ -44,8 +44,13 @@ class Muon(keras.optimizers.Muon):
     learning rate, about AdamW's, so that one rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 
     Keras's own leaves kernels of more than two dimensions to AdamW, those of KerasHub's attention among them. Here each
-    head is a matrix of its own, by `matrix_axes`. Under a strategy, it needs `data_parallel` or `apply_summed`.
+    head is a matrix of its own, by `matrix_axes`. Made where layers compute in bfloat16, its iterations do so, too, as
+    Jordan's. Under a strategy, it needs `data_parallel` or `apply_summed`.
     """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.in_bfloat16 = keras.config.dtype_policy().compute_dtype == "bfloat16"  # a replica's thread does not know
 
     def _should_use_adamw(self, variable):
         if not variable.path.endswith("kernel"):  # a bias of attention has two dimensions
@@ -70,9 +75,10 @@ class Muon(keras.optimizers.Muon):
         super()._distributed_tf_update_step(distribution, rest, learning_rate)
         for shape, pairs in stacks.items():
             stack, at_once = tf.concat([matrices for _, matrices in pairs], axis=0), max(1, STACK // math.prod(shape))
+            stack = tf.cast(stack, tf.bfloat16 if self.in_bfloat16 else stack.dtype)
             pieces = [stack[start : start + at_once] for start in range(0, stack.shape[0], at_once)]
             update = tf.concat([self.zeropower_via_newtonschulz5(piece, self.ns_steps) for piece in pieces], axis=0)
-            update *= learning_rate * self.rms_rate * math.sqrt(max(shape))
+            update = tf.cast(update, pairs[0][0].dtype) * (learning_rate * self.rms_rate * math.sqrt(max(shape)))
             updates = tf.split(update, [matrices.shape[0] for _, matrices in pairs])
             for (variable, _), update in zip(pairs, updates, strict=True):
                 axes = matrix_axes(variable.shape)

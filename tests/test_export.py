@@ -172,7 +172,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(presets, tmp_path
         patch.setitem(sys.modules, "tf2onnx", None)
         export(preset, tmp_path / "made", "onnx")
     Path(preset, "labels.json").write_text('{"classes": ["no"], "texts": 1}')
-    with pytest.raises(UserError, match="are not those of its 3 outputs"):
+    with pytest.raises(UserError, match="is not that of its model, which has 3 outputs"):
         export(preset, tmp_path / "made", "saved_model")
     Path(preset, "labels.json").unlink()
     with pytest.raises(UserError, match="is no classifier that a recipe has saved"):

@@ -170,6 +170,21 @@ def test_muon_leaves_all_but_the_kernels_of_hidden_layers_to_adamw(shape, name, 
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+def test_muons_iterations_are_in_bfloat16_where_layers_compute_in_it():
+    values = [np.random.default_rng(0).normal(size=(16, 48)).astype(np.float32)]
+    found = [stepped(muon(0.01, 0.0, clip_norm=None), values)[0]]
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        optimizer = muon(0.01, 0.0, clip_norm=None)
+    finally:
+        keras.config.set_dtype_policy(policy)
+    found += stepped(optimizer, values)  # where the policy is another one, as in a replica's thread
+    steps = [weights - values[0] for weights in found]
+    difference = np.linalg.norm(steps[1] - steps[0]) / np.linalg.norm(steps[0])
+    assert 1e-3 < difference < 0.1
+
+
 def test_muon_takes_a_gradient_that_is_clipped():
     def moved(**options):
         biases = [keras.Variable(np.zeros(2, np.float32), name="bias") for _ in range(2)]
