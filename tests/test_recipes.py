@@ -162,7 +162,13 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(name, options, tmp_path, c
     assert "the first sequence's input:\n    " in said
     assert ("the first sequence's labels:\n    " in said) == (name in LANGUAGE_MODELS)
     assert ("memory in the first 3" in said) == (name in FIT)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists() and "each replica updates" not in said
+
+
+def test_the_plan_says_where_one_replica_of_a_cpu_is_faster(options, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("common.log.MOST_WEIGHTS", 10)
+    train("bert_mlm", options("bert_mlm", dry_run=True, max_steps=1, workdir=str(tmp_path / "run")))
+    assert re.search(r"\neach replica updates all [\d,]{6,} weights: with --replicas 1, .*\n", capsys.readouterr().out)
 
 
 def test_it_goes_on_from_its_own_preset(trained):
