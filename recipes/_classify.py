@@ -52,7 +52,8 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
             raise UserError(f"{data} has no examples")
         model = data_parallel(from_preset(keras_hub.models.TextClassifier, preset, dtype="float32", compile=False))
         encoded = EncodedTexts(LabelledTexts(classes, {"texts": examples}), model.preprocessor)
-    check_outputs(preset, classes, model)
+    if len(classes or [0]) != model.num_classes:
+        raise UserError(f"labels.json of {preset} is not that of its model, which has {model.num_classes} outputs")
     outputs = model.predict(encoded.batches("texts", BATCH_SIZE), verbose=0)
     if not output:
         write(sys.stdout, classes, outputs)
@@ -74,12 +75,6 @@ def saved_labels(preset: str) -> tuple[list[str], int]:
         labels = load_json(preset, "labels.json")
         get_file(preset, "task.weights.h5")  # without it, the head would be random
         return [plain(name) for name in labels["classes"]], labels["texts"]
-
-
-def check_outputs(preset: str, classes: list[str], model: keras_hub.models.TextClassifier) -> None:
-    """Raises a UserError unless the model has an output for each of its preset's classes, or one for regression."""
-    if len(classes or [0]) != model.num_classes:
-        raise UserError(f"labels.json of {preset} is not that of its model, which has {model.num_classes} outputs")
 
 
 def write(file: TextIO, classes: list[str], outputs: np.ndarray) -> None:
