@@ -18,7 +18,7 @@ CODE = ("keras_replicas", "common", "recipes")  # on which results depend
 # For each file of results, what measures it: the words after `python -m`. {preset} and the like are this one's options.
 COMMANDS = {
     **dict.fromkeys((*RECIPES, "doctor"), "benchmarks defaults"),
-    "peers": "benchmarks peers --preset {preset} --mrpc {mrpc}",
+    "peers": "benchmarks peers --preset {preset} --mrpc {mrpc} --corpus {wikitext} --vocabulary {vocabulary}",
     "throughput": "benchmarks throughput --corpus {wikitext} --vocabulary {vocabulary}",
     "causal": "benchmarks causal",
     "scaling": "benchmarks scaling --corpus {wikitext} --vocabulary {vocabulary}",
