@@ -10,6 +10,7 @@ from keras import ops
 NOT_DECAYED = ["bias", "gamma", "beta"]
 # RoBERTa's (Liu et al. 2019, arXiv:1907.11692), stable at high rates.
 BETA_2, EPSILON = 0.98, 1e-6
+ON_CPU = not tf.config.list_physical_devices("GPU")  # where XLA needs no compiler that could be missing
 
 
 def scale(batch_size: int, learning_rate: float, replicas: int, rule: str) -> tuple[int, float]:
@@ -77,12 +78,12 @@ def _cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     return tf.squeeze(highest + tf.math.log(total) - of_label, axis=-1), gradient
 
 
-@tf.function(jit_compile=True)  # one pass over the memory, where TensorFlow has two, and below, five
+@tf.function(jit_compile=ON_CPU)  # one pass over the memory, where TensorFlow has two, and below, five
 def _powers(logits, highest):
     return tf.exp(logits - highest)
 
 
-@tf.function(jit_compile=True)
+@tf.function(jit_compile=ON_CPU)
 def _of_logits(exponentials, total, labels, of_losses):
     is_label = tf.range(tf.shape(exponentials)[-1]) == labels
     return exponentials * (of_losses / total) - tf.where(is_label, of_losses, 0.0)

@@ -36,7 +36,7 @@ def classify(preset: str, texts: list[str], data: str, text_columns: str, output
         raise UserError(f"there is no folder {parent}: make it, or give another file")
     unfinished = Path(output).parent / f".{os.getpid()}.unfinished"
     with one_line(f"cannot write {output}", ": give a new file"):  # now, not when all is done
-        if output and Path(output).exists():
+        if output and (Path(output).exists() or Path(output).is_symlink()):
             raise UserError("it already exists")
         if output:
             unfinished.touch()

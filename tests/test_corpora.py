@@ -104,6 +104,8 @@ def test_tables_are_read_by_their_column_of_text(name, tmp_path, capsys):
 def test_a_row_without_text_is_a_blank_one(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "A."}\n{"text": null}\n{"text": "B."}\n')
     assert sorted(documents_of(tmp_path / "a.jsonl")) == ["A.", "B."]
+    (tmp_path / "b.jsonl").write_text("")
+    assert sorted(documents_of(tmp_path)) == ["A.", "B."] and not [*documents_of(tmp_path / "b.jsonl")]
 
 
 @pytest.mark.parametrize("name", ["a.html", "a.zip", "a.txt.gz", "a.PDF"])

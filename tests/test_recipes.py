@@ -213,6 +213,7 @@ def test_texts_are_classified(trained, recipes, pairs, tmp_path):
     rows = ["\t".join(line.split("\t")[:2]) for line in table.read_text().splitlines()]
     assert rows == (workdir / "predictions/validation.tsv").read_text().splitlines()
     (empty := tmp_path / "empty.csv").write_text("first,second\n")
+    (link := tmp_path / "link").symlink_to(tmp_path / "gone")
     (odd := tmp_path / "odd.csv").write_text(
         "first,second\n" + "a,b\n" * 1000 + "only\n"
     )  # one may be left out elsewhere
@@ -225,6 +226,7 @@ def test_texts_are_classified(trained, recipes, pairs, tmp_path):
         (["--data", empty, *columns], "empty.csv has no examples"),
         (["--data", odd, *columns], "odd.csv, line 1002: 1 fields"),
         (["a", "b", "--output", table], "cannot write .*table.tsv .it already exists.: give a new file"),
+        (["a", "b", "--output", link], "cannot write .*link .it already exists.: give a new file"),
         (["a", "b", "--output", "x" * 300], "cannot write x* .*File name too long.*: give a new file"),
         (["a", "b", "--output", f"{tmp_path}/no/"], "there is no folder .*/no: make it"),
         (["a", "b", "--preset", trained("bert_mlm")[1] / "preset"], "no classifier that a recipe has saved"),
