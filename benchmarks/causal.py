@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.quick:
         arguments.sizes, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
     corpus = absolute(arguments.corpus)
-    results: dict[str, Any] = {"machine": machine(), "dropout": arguments.dropout, "sizes": {}}
+    results: dict[str, Any] = {"machine": machine(arguments.quick), "dropout": arguments.dropout, "sizes": {}}
     for size in arguments.sizes.split(","):
         with temporary_folder() as folder:
             options = {"corpus": corpus, "vocabulary_size": arguments.vocabulary_size, "model": size}

@@ -27,7 +27,8 @@ def muon(recipe, **settings) -> None:
 def muon_class(recipe, **settings) -> None:
     """The recipe's optimizer with settings of its class, which the recipe does not choose."""
     module = sys.modules[recipe.muon.__module__]
-    module.Muon = functools.partial(module.Muon, **settings)
+    ours = module.Muon
+    module.Muon = lambda *args, **kwargs: ours(*args, **kwargs | settings)
 
 
 def initial(recipe, positions: float = 0.0, kernels: bool = False) -> None:

@@ -8,7 +8,7 @@ import argparse
 import statistics
 from typing import Any
 
-from benchmarks.machine import ROOT, checkout, machine
+from benchmarks.machine import ROOT, checkout, commit
 from benchmarks.rounds import Timed, add_round_arguments, take_rounds
 
 # One line per way to train: the recipe, what its name adds, its own arguments, and what is counted.
@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> None:
             sides = [Timed("benchmarks.ours:trainer", words, arguments.seconds, root) for root in (ROOT, before)]
             take_rounds(sides, arguments.rounds, name)
             speeds[name] = [side.per_second(counted) for side in sides]
-    print(f"{arguments.commit} = 1; now: {machine()['commit']}\n\n{table(speeds)}")
+    print(f"{arguments.commit} = 1; now: {commit()}\n\n{table(speeds)}")
 
 
 def table(speeds: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.machine import ROOT, machine, write_results
+from benchmarks.machine import ROOT, commit, machine, write_results
 from benchmarks.waits import RECIPES
 
 
@@ -28,9 +28,9 @@ def main(arguments: argparse.Namespace) -> None:
             found = json.loads(Path(folder, "results.json").read_text())
         found["config"]["workdir"] = f"runs/{recipe}"  # where it was is of no interest
         if not arguments.quick:
-            write_results(recipe, {"machine": machine()} | found)
+            write_results(recipe, {"machine": machine(arguments.quick)} | found)
     if not arguments.only and not arguments.quick:
         doctor = [sys.executable, "-m", "recipes", "doctor", "--json"]
         found = json.loads(subprocess.run(doctor, cwd=ROOT, check=True, capture_output=True).stdout)
-        found["machine"]["commit"] = machine()["commit"]
+        found["machine"]["commit"] = commit()
         write_results("doctor", found)

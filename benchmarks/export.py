@@ -59,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Does what the page says, prints and writes the results."""
     with tempfile.TemporaryDirectory() as folder:
-        results = {"machine": machine(), **chain(Path(folder), 1000 if arguments.quick else arguments.rows)}
+        results = {
+            "machine": machine(arguments.quick),
+            **chain(Path(folder), 1000 if arguments.quick else arguments.rows),
+        }
     print(table(results))
     if not arguments.quick:
         write_results("export", results)

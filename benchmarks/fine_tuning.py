@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.all import stale
 from benchmarks.machine import RESULTS, cores, existing, machine, write_results
 from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
 from benchmarks.workers import Worker, together
@@ -65,10 +66,16 @@ def main(arguments: argparse.Namespace) -> None:
         raise UserError("give a task's folder: --mrpc, --sst2 or --rte")
     path = RESULTS / "fine_tuning.json"
     weights = hashlib.sha256(Path(arguments.preset, "model.safetensors").read_bytes()).hexdigest()
-    results: dict[str, Any] = {"machine": machine(), "weights_sha256": weights, "speed": {}, "scores": {}}
+    results: dict[str, Any] = {
+        "machine": machine(arguments.quick),
+        "weights_sha256": weights,
+        "speed": {},
+        "scores": {},
+    }
     if path.exists() and not arguments.quick:  # what the same command measured before, on other tasks
         before = json.loads(path.read_text())
-        if before["weights_sha256"] == weights and before["machine"] == before["machine"] | results["machine"]:
+        same = [[each["weights_sha256"], each["machine"]["versions"]] for each in (before, results)]
+        if same[0] == same[1] and not stale("fine_tuning"):
             results = before
     for task in [task for task in tasks if task != "rte" and arguments.rounds]:
         results["speed"][task] = speeds(arguments, task, tasks[task])

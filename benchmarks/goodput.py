@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> None:
         runs = folder / "undisturbed", folder / "disturbed"
         lines, others = ((run / "steps.jsonl").read_text().splitlines() for run in runs)
         results = {
-            "machine": machine(),
+            "machine": machine(arguments.quick),
             "steps": steps,
             "import_seconds": round(imports, 1),
             "undisturbed_seconds": round(undisturbed),

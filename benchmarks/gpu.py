@@ -38,7 +38,12 @@ def main(arguments: argparse.Namespace) -> None:
     recipes = RECIPES[-1:] if arguments.quick else RECIPES
     options = ("nano", 4) if arguments.quick else (arguments.model, arguments.steps)
     numbers, every = NUMBERS // (1000 if arguments.quick else 1), len(visible_gpus()) or 2
-    results: dict[str, Any] = {"machine": machine(), "gpus": gpu_names(), "model": options[0], "runs": []}
+    results: dict[str, Any] = {
+        "machine": machine(arguments.quick),
+        "gpus": gpu_names(),
+        "model": options[0],
+        "runs": [],
+    }
     ends = time.monotonic() + 60 * MINUTES
     doctor = [sys.executable, "-m", "keras_replicas", "doctor", "--json"]
     results["doctor"] = output_of(doctor, ends) if not arguments.quick else {}

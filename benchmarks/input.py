@@ -34,7 +34,11 @@ def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     if arguments.quick:
         arguments.model, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
-    results: dict[str, Any] = {"machine": machine(), "model": arguments.model, "batch": arguments.batch_size}
+    results: dict[str, Any] = {
+        "machine": machine(arguments.quick),
+        "model": arguments.model,
+        "batch": arguments.batch_size,
+    }
     with temporary_folder() as folder:
         text = prepare_text(arguments, 128, folder)
         options = {"model": arguments.model, "corpus": text["corpus"], "vocabulary": text["vocabulary"]}

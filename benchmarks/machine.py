@@ -25,8 +25,10 @@ PACKAGES += ("tf2onnx", "onnxruntime", "ai-edge-litert")
 FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # that matmuls use
 
 
-def machine() -> dict[str, Any]:
-    """The machine, the packages' versions, and the commit, with `+` where code differs from it."""
+def machine(quick: bool = False) -> dict[str, Any]:
+    """The machine, its peak speed of matrix products unless `quick`, the packages' versions, and the commit."""
+    from benchmarks.workers import once  # which imports this module
+
     information = _read("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", information)
     flags = re.search(r"flags\s*: (.*)", information)
@@ -41,9 +43,13 @@ def machine() -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES if name in installed},
-        "commit": _git("rev-parse", "--short=12", "HEAD")
-        + ("+" if _git("status", "--porcelain", "--", "*.py") else ""),
-    }
+        "commit": commit(),
+    } | ({} if quick else {"tflops": once("benchmarks.machine:products", {})})
+
+
+def commit() -> str:
+    """The commit of the code, with `+` where the code differs from it."""
+    return _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "--porcelain", "--", "*.py") else "")
 
 
 @contextlib.contextmanager
@@ -78,12 +84,7 @@ def cores() -> list[int]:
 
 
 def write_results(name: str, results: dict[str, Any]) -> None:
-    """Writes `benchmarks/results/NAME.json`, with the machine's fastest products."""
-    from benchmarks.workers import once  # which imports this module
-
-    for part in (results, *results.get("sizes", {}).values()):
-        if "tflops" not in part.get("machine", {"tflops"}):
-            part["machine"]["tflops"] = once("benchmarks.machine:products", {})
+    """Writes `benchmarks/results/NAME.json`."""
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
@@ -97,7 +98,7 @@ def products() -> Callable[[], dict[str, float]]:
             square, seconds = tf.ones([2048, 2048], kind), math.inf
             for _ in range(20):
                 began = time.perf_counter()
-                tf.matmul(square, square)
+                float(tf.matmul(square, square)[0, 0])  # waits for a GPU
                 seconds = min(seconds, time.perf_counter() - began)
             found[kind] = round(2 * 2048**3 / seconds / 1e12, 2)
         return found

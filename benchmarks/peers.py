@@ -49,7 +49,12 @@ def main(arguments: argparse.Namespace) -> None:
     size = SIZE
     if arguments.quick:
         size, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
-    results: dict[str, Any] = {"machine": machine(), "size": size, "recipes": {}}
+    results: dict[str, Any] = {
+        "machine": machine(arguments.quick),
+        "size": size,
+        "corpus": Path(arguments.corpus).name,
+        "recipes": {},
+    }
     with temporary_folder() as folder:
         groups = language_models(arguments, size, folder)
         if arguments.preset:

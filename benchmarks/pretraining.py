@@ -37,7 +37,11 @@ def main(arguments: argparse.Namespace) -> None:
         "from random weights": (OURS, words | {"model": pretraining["config"]["model"] or "tiny"}),
         "from the preset": (OURS, words | {"preset": str(folder / "preset")}),
     }
-    results = {"machine": machine(), "pretraining": pretraining, "scores": {"sst2": scores(sides, arguments.seeds)}}
+    results = {
+        "machine": machine(arguments.quick),
+        "pretraining": pretraining,
+        "scores": {"sst2": scores(sides, arguments.seeds)},
+    }
     if not arguments.quick:
         write_results("pretraining", results)
     print(tables(results))

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     rounds, seconds = (1, 0.2) if arguments.quick else (arguments.rounds, arguments.seconds)
-    results: dict[str, Any] = {"machine": machine(), "milliseconds": {}}
+    results: dict[str, Any] = {"machine": machine(arguments.quick), "milliseconds": {}}
     for model in MODELS[:1] if arguments.quick else MODELS:
         contenders = {way: Timed("benchmarks.price:contender", {"name": model, "way": way}, seconds) for way in WAYS}
         take_rounds([*contenders.values()], rounds, model)

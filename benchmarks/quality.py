@@ -48,7 +48,12 @@ def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     if arguments.quick:
         arguments.model, arguments.minutes, arguments.vocabulary_size = "nano", 0.1, 500
-    results = {"machine": machine(), "model": arguments.model, "corpus": Path(arguments.corpus).name, "runs": []}
+    results = {
+        "machine": machine(arguments.quick),
+        "model": arguments.model,
+        "corpus": Path(arguments.corpus).name,
+        "runs": [],
+    }
     with temporary_folder() as folder:
         text = prepare_text(arguments, 128, folder)
         words = {"model": arguments.model, "corpus": text["corpus"], "vocabulary": text["vocabulary"]}

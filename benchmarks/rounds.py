@@ -47,7 +47,7 @@ class Timed:
             workers.append(self.worker)
         if not self.steps:
             rehearsed = self.worker(steps=2)
-            self.steps = max(3, math.ceil(self.seconds * 2 / rehearsed["seconds"]))
+            self.steps = max(3, math.ceil(self.seconds * rehearsed["steps"] / rehearsed["seconds"]))
         self.answers.append(self.worker(steps=self.steps))
         if not stays:
             self.worker.close()

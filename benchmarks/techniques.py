@@ -123,7 +123,7 @@ def main(arguments: argparse.Namespace) -> None:
             if not arguments.quick:
                 write_results("techniques", results)
 
-    results, writing = {"machine": machine(), "runs": runs}, threading.Lock()
+    results, writing = {"machine": machine(arguments.quick), "runs": runs}, threading.Lock()
     with ThreadPoolExecutor(len(cores())) as pool:
         list(pool.map(measure, jobs))
     print(table(results), flush=True)

@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> None:
     with temporary_folder() as folder:
         text = prepare_text(arguments, SEQ_LENGTH, folder)
         for size in arguments.sizes.split(","):
-            results["sizes"][size] = {"machine": machine()} | measure(size, arguments, text, folder)
+            results["sizes"][size] = {"machine": machine(arguments.quick)} | measure(size, arguments, text, folder)
             print(table(results["sizes"][size]), "\n", flush=True)
             if not arguments.quick and not arguments.only:
                 write_results("throughput", with_sizes_before(results))

@@ -26,7 +26,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import RESULTS, ROOT, machine, write_results
+from benchmarks.machine import RESULTS, ROOT, commit, machine, write_results
 from keras_replicas import UserError
 
 NIGHTLY = "nightly"
@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> None:
                 subprocess.run([interpreters[python], "-m", "venv", place], check=True)
                 install(f"{place}/bin/python", str(wheel), tensorflow, keras)
                 rows[name] = tested(f"{place}/bin/python", files)
-            rows[name] |= {"date": datetime.date.today().isoformat(), "commit": machine()["commit"]}
+            rows[name] |= {"date": datetime.date.today().isoformat(), "commit": commit()}
             rows = {each: rows[each] for each in map(name_of, ENVIRONMENTS) if each in rows}
             print(name, rows[name], flush=True)
             if not arguments.quick:

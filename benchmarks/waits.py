@@ -45,7 +45,11 @@ def main(arguments: argparse.Namespace) -> None:
             for name, seconds in waits_for(recipe).items():
                 waits.setdefault(recipe, {}).setdefault(name, []).append(round(seconds, 2))
             print(recipe, waits[recipe], file=sys.stderr, flush=True)
-    results = {"machine": machine(), "imports": [round(seconds, 2) for seconds in imports], "waits": waits}
+    results = {
+        "machine": machine(arguments.quick),
+        "imports": [round(seconds, 2) for seconds in imports],
+        "waits": waits,
+    }
     if not arguments.quick and not arguments.only:
         write_results("waits", results)
     print(table(results))

@@ -44,13 +44,13 @@ class Muon(keras.optimizers.Muon):
     learning rate, about AdamW's, so that one rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 
     Keras's own leaves kernels of more than two dimensions to AdamW, those of KerasHub's attention among them. Here each
-    head is a matrix of its own, by `matrix_axes`. Made where layers compute in bfloat16, its iterations do so, too, as
-    Jordan's. Under a strategy, it needs `data_parallel` or `apply_summed`.
+    head is a matrix of its own, by `matrix_axes`. Made where layers compute in bfloat16, its iterations use it, too, as
+    Jordan's do. Under a strategy, it needs `data_parallel` or `apply_summed`.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.in_bfloat16 = keras.config.dtype_policy().compute_dtype == "bfloat16"  # a replica's thread does not know
+        self.in_bfloat16 = keras.config.dtype_policy().compute_dtype == "bfloat16"  # which Keras keeps per thread
 
     def _should_use_adamw(self, variable):
         if not variable.path.endswith("kernel"):  # a bias of attention has two dimensions

@@ -10,7 +10,7 @@ from keras import ops
 NOT_DECAYED = ["bias", "gamma", "beta"]
 # RoBERTa's (Liu et al. 2019, arXiv:1907.11692), stable at high rates.
 BETA_2, EPSILON = 0.98, 1e-6
-ON_CPU = not tf.config.list_physical_devices("GPU")  # where XLA needs no compiler that could be missing
+ON_CPU = not tf.config.list_physical_devices("GPU")  # on GPUs, XLA needs tools of CUDA that may be missing
 
 
 def scale(batch_size: int, learning_rate: float, replicas: int, rule: str) -> tuple[int, float]:
@@ -92,18 +92,22 @@ def _of_logits(exponentials, total, labels, of_losses):
 class Accuracy(keras.metrics.MeanMetricWrapper):
     """`keras.metrics.SparseCategoricalAccuracy`, with one pass over the logits where Keras has seven.
 
-    In mixed_bfloat16, Keras 3.15 rounds the labels, too: from 257 classes on, it takes neighbours for right.
+    Keras 3.15 rounds labels to the type of the logits: in bfloat16, from label 257 on, it takes neighbours for right.
     """
 
     adds_up = True  # for `data_parallel`
 
-    def __init__(self):
-        super().__init__(_is_right, name="accuracy")
+    def __init__(self, name: str = "accuracy", dtype: str | None = None):
+        super().__init__(_is_right, name, dtype)
+
+    def get_config(self):
+        """The constructor's arguments."""
+        return {"name": self.name, "dtype": self.dtype}
 
 
 def _is_right(labels, logits):
     of_highest = tf.argmax(tf.cast(logits, tf.float32), axis=-1, output_type=tf.int32)  # cast as for the loss
-    return tf.cast(of_highest == tf.cast(labels, tf.int32), tf.float32)
+    return tf.cast(of_highest == tf.reshape(tf.cast(labels, tf.int32), tf.shape(of_highest)), tf.float32)
 
 
 def adamw(schedule, weight_decay: float = 0.01) -> keras.optimizers.Optimizer:

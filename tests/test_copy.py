@@ -43,7 +43,7 @@ def test_a_copy_is_small_and_its_page_a_script_that_names_what_is_there(name, tm
     assert (tmp_path / "common/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     # What they are now: they may become smaller. The aim is 1,700 lines for bert_mlm, and 2,200 for any.
     sizes = [len(path.read_text().splitlines()) for path in tmp_path.rglob("*.py")]
-    files, lines = (18, 2_716) if name == "bert_mlm" else (21, 3_102)
+    files, lines = (18, 2_719) if name == "bert_mlm" else (21, 3_105)
     assert len(sizes) <= files and sum(sizes) <= lines, (len(sizes), sum(sizes))
 
 

@@ -94,9 +94,8 @@ def open_corpus(corpus: str) -> Corpus:
         texts = _held_out(lambda: _column(corpus, (row for file in found for _, row in read_rows(file))))
         return Corpus(texts, _checksum(found))
     few = {"batch_size": 16} if kind == "parquet" else {}  # rows at once; else a whole group
-    full = [
-        str(file) for file in found if file.stat().st_size
-    ]  # of an empty one, `datasets` makes an error without words
+    # For an empty file of JSON, `datasets` raises an error with no message.
+    full = [str(file) for file in found if file.stat().st_size or kind == "parquet"]
     rows = from_hub("load_dataset", kind, data_files=full, split="train", streaming=True, **few) if full else []
     return Corpus(_held_out(functools.partial(_column, corpus, rows)), _checksum(found))
 
