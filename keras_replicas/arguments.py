@@ -43,11 +43,11 @@ def checkpoints_in(given: Arguments) -> Checkpoints | None:
 
 def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> tuple[int, Arguments]:
     """The step from which `fit` goes on, and its arguments from there."""
-    ours = _begins_anywhere(given) or _is_divided_by_us(model, given.get("x"))
-    if model.steps_by_keras and checkpoints is None and not ours:
+    ours = _is_divided_by_us(model, given.get("x"), given.get("steps_per_epoch"))
+    if model.steps_by_keras and checkpoints is None and not (ours or _begins_anywhere(given)):
         return 0, given
     given = _with_generators(with_validation_data(model, given), "validation_data")
-    if checkpoints is None and not _is_divided_by_us(model, given.get("x")):
+    if checkpoints is None and not ours:
         given = _with_generators(given, "x")
         if _on_workers(model):
             given["callbacks"] = _callback_list(model, given)
@@ -58,7 +58,9 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     callbacks = _callback_list(model, given)
     keep_global_seed(model)
     state = checkpoints.open_fit(callbacks) if checkpoints else {}
-    seeds = state.get("seeds") or {"data": model.global_seed, "noise": model.global_seed}
+    done = int(keras.ops.convert_to_numpy(model.optimizer.iterations)) if model.optimizer else 0
+    order = model.global_seed + done  # another one for each `fit`
+    seeds = state.get("seeds") or {"data": order, "noise": model.global_seed}
     seeds = exchange(seeds)[0] if _on_workers(model) else seeds
     model.global_seed = seeds["noise"]
     shuffle, steps = given.pop("shuffle", True), given.get("steps_per_epoch")
@@ -94,7 +96,7 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
     if validation is None:
         return given
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation)
-    if not _is_divided_by_us(model, x):
+    if not _is_divided_by_us(model, x, given.get("validation_steps")):
         return given
     named = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": given["validation_batch_size"]}
     divided = with_divided_data(model, named | {"steps": given.get("validation_steps")})
@@ -103,7 +105,7 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
 
 def with_divided_data(model: Any, given: Arguments) -> Arguments:
     """Arguments of `evaluate` or `predict`, in which data is divided if need be."""
-    if not _is_divided_by_us(model, given.get("x")):
+    if not _is_divided_by_us(model, given.get("x"), given.get("steps")):
         return given if model.steps_by_keras else _with_generators(given, "x")
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
     batches = begins_anywhere(**data, steps=given.get("steps"))
@@ -118,17 +120,20 @@ def _on_workers(model: Any) -> bool:
     return isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy) and num_workers() > 1
 
 
-def _is_divided_by_us(model: Any, x: Any) -> bool:
+def _is_divided_by_us(model: Any, x: Any, steps: int | None) -> bool:
     """Whether this data is divided by `distribute`.
 
-    Several workers must read the same. Of a `PyDataset` under a strategy, Keras stops the threads after each epoch, and
-    fails where one has already read into the next (`Iterator called after on_epoch_end`); on one replica that may be
-    where the data has no end.
+    Several workers must read the same. Under a strategy, arrays take up to half as long a step as by Keras; not where
+    `steps` are asked for, which may be more than they have. Of a `PyDataset` under a strategy, Keras stops the threads
+    after each epoch, and fails where one has already read into the next (`Iterator called after on_epoch_end`); on one
+    replica that may be where the data has no end.
     """
     if isinstance(x, tf.distribute.DistributedDataset):
         return False
     by_keras = not isinstance(x, keras.utils.PyDataset) or not model._distribute_strategy
     by_keras = by_keras or (model.steps_by_keras and x.num_batches is not None)
+    are_arrays = steps is None and all(hasattr(leaf, "__array__") for leaf in keras.tree.flatten(x))
+    by_keras = by_keras and not (are_arrays and model._distribute_strategy)
     return _on_workers(model) or hasattr(x, "iter_from_step") or not by_keras
 
 

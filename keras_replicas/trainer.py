@@ -76,11 +76,12 @@ class Trainer(Building):
     def fit(self, *args, **kwargs):  # noqa: D102
         given: dict[str, Any] = inspect.signature(super().fit).bind(*args, **kwargs).arguments
         checkpoints = checkpoints_in(given)
+        data = given.get("x")
         step, given = begin_fit(self, given, checkpoints)
         self._counted = None if self.train_function is None else self._counted
         self._steps_done = step - (self._counted.count() if self._counted else 0)
         self._last_step = checkpoints.max_steps if checkpoints else None
-        self._fit_iterator, self._begins_anywhere = None, checkpoints is not None or step > 0
+        self._fit_iterator, self._begins_anywhere = None, given.get("x") is not data
         try:
             with checkpoints.listening() if checkpoints else contextlib.nullcontext():
                 history = super().fit(**given)

@@ -168,3 +168,16 @@ def test_a_metric_counts_as_kerass_by_what_its_class_overrides(module, monkeypat
     ours = Halved(), of_function(squares), of_function(keras.losses.MeanSquaredError())
     assert all(map(metric_adds_up, kerass))
     assert not any(map(metric_adds_up, (*ours, metrics.CosineSimilarity(axis=0))))
+
+
+def test_each_fit_shuffles_arrays_anew_and_takes_each_example_once():
+    model, fits = make_model(), []
+    model.optimizer.learning_rate = 0.0  # so that a step's loss tells which examples it has
+    for _ in range(2):
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda *_, **__: fits[-1].extend(model.step_values["loss"])
+        )
+        fits.append([])
+        model.fit(X, Y, batch_size=4, verbose=0, callbacks=[note])
+    assert fits[0] != fits[1] and len(fits[0]) == 14
+    assert np.mean(fits, axis=1) == pytest.approx([model.evaluate(X, Y, verbose=0)] * 2, rel=1e-5)
