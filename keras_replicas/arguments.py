@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of `fit`, `evaluate` and `predict`, with data that begins where a run goes on, divided over replicas.
 
-Keras divides data itself where it does so rightly: on one machine, from the first step on.
+Keras divides data sets itself where it does so rightly: on one machine, from the first step on.
 """
 
 import copy
