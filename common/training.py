@@ -107,7 +107,7 @@ class Accuracy(keras.metrics.MeanMetricWrapper):
 
 def _is_right(labels, logits):
     of_highest = tf.argmax(tf.cast(logits, tf.float32), axis=-1, output_type=tf.int32)  # cast as for the loss
-    return tf.cast(of_highest == tf.reshape(tf.cast(labels, tf.int32), tf.shape(of_highest)), tf.float32)
+    return tf.cast(tf.equal(of_highest, tf.cast(labels, tf.int32)), tf.float32)
 
 
 def adamw(schedule, weight_decay: float = 0.01) -> keras.optimizers.Optimizer:

@@ -124,15 +124,19 @@ def _is_divided_by_us(model: Any, x: Any, steps: int | None) -> bool:
     """Whether this data is divided by `distribute`.
 
     Several workers must read the same. Under a strategy, arrays take up to half as long a step as by Keras; not where
-    `steps` are asked for, which may be more than they have. Of a `PyDataset` under a strategy, Keras stops the threads
-    after each epoch, and fails where one has already read into the next (`Iterator called after on_epoch_end`); on one
-    replica that may be where the data has no end.
+    `steps` are asked for, which may be more than they have, or several for a call. Of a `PyDataset` under a strategy,
+    Keras stops the threads after each epoch, and fails where one has already read into the next (`Iterator called after
+    on_epoch_end`); on one replica that may be where the data has no end.
     """
     if isinstance(x, tf.distribute.DistributedDataset):
         return False
     by_keras = not isinstance(x, keras.utils.PyDataset) or not model._distribute_strategy
     by_keras = by_keras or (model.steps_by_keras and x.num_batches is not None)
-    are_arrays = steps is None and all(hasattr(leaf, "__array__") for leaf in keras.tree.flatten(x))
+    are_arrays = (
+        steps is None
+        and model.steps_per_execution == 1
+        and all(hasattr(leaf, "__array__") for leaf in keras.tree.flatten(x))
+    )
     by_keras = by_keras and not (are_arrays and model._distribute_strategy)
     return _on_workers(model) or hasattr(x, "iter_from_step") or not by_keras
 
