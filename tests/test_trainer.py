@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_replicas import Batches, Checkpoints, StepLog, checkpoints, make_strategy
+from keras_replicas import Batches, Checkpoints, StepLog, checkpoints, distribute, make_strategy
 from keras_replicas.losses import loss_adds_up, metric_adds_up
 from tests.conftest import assert_same, on_replicas
 
@@ -181,3 +181,20 @@ def test_each_fit_shuffles_arrays_anew_and_takes_each_example_once():
         model.fit(X, Y, batch_size=4, verbose=0, callbacks=[note])
     assert fits[0] != fits[1] and len(fits[0]) == 14
     assert np.mean(fits, axis=1) == pytest.approx([model.evaluate(X, Y, verbose=0)] * 2, rel=1e-5)
+
+
+def test_arrays_under_a_strategy_are_divided_by_the_library(monkeypatch):
+    """Which takes up to half as long a step, unless Keras is to count the steps."""
+    model, divided = make_model(), []
+
+    def note(*given):
+        divided.append(given)
+        return distribute(*given)
+
+    monkeypatch.setattr("keras_replicas.arguments.distribute", note)
+    model.fit(X, Y, batch_size=4, verbose=0)
+    model.evaluate(X, Y, verbose=0)
+    model.predict(X, verbose=0)
+    assert len(divided) == 3
+    model.fit(X, Y, batch_size=4, steps_per_epoch=2, verbose=0)
+    assert len(divided) == 3
