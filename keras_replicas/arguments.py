@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_replicas.batches import Batches, distribute
 from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.cluster import is_chief, num_workers
-from keras_replicas.data import WholeBatches, begins_anywhere, row_by_row
+from keras_replicas.data import WholeBatches, as_batches, row_by_row
 from keras_replicas.errors import UserError
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.private import get_data_adapter, train_validation_split
@@ -44,7 +44,8 @@ def checkpoints_in(given: Arguments) -> Checkpoints | None:
 def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> tuple[int, Arguments]:
     """The step from which `fit` goes on, and its arguments from there."""
     ours = _is_divided_by_us(model, given.get("x"), given.get("steps_per_epoch"))
-    if model.steps_by_keras and checkpoints is None and not (ours or _begins_anywhere(given)):
+    validates_from_step = hasattr(given.get("validation_data"), "iter_from_step")
+    if model.steps_by_keras and checkpoints is None and not (ours or validates_from_step):
         return 0, given
     given = _with_generators(with_validation_data(model, given), "validation_data")
     if checkpoints is None and not ours:
@@ -64,7 +65,7 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     seeds = exchange(seeds)[0] if _on_workers(model) else seeds
     model.global_seed = seeds["noise"]
     shuffle, steps = given.pop("shuffle", True), given.get("steps_per_epoch")
-    batches = begins_anywhere(**data, steps=steps, shuffle=shuffle, seed=seeds["data"])
+    batches = as_batches(**data, steps=steps, shuffle=shuffle, seed=seeds["data"])
     _check_same(model, batches)
     steps, epochs = steps or len(batches), given.get("epochs", 1)
     step, last = given.get("initial_epoch", 0) * steps, checkpoints.max_steps if checkpoints else None
@@ -108,7 +109,7 @@ def with_divided_data(model: Any, given: Arguments) -> Arguments:
     if not _is_divided_by_us(model, given.get("x"), given.get("steps")):
         return given if model.steps_by_keras else _with_generators(given, "x")
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
-    batches = begins_anywhere(**data, steps=given.get("steps"))
+    batches = as_batches(**data, steps=given.get("steps"))
     if isinstance(batches, Batches):  # outputs come in the order of the rows
         batches = copy.copy(batches)
         batches.shuffle = False
@@ -121,28 +122,26 @@ def _on_workers(model: Any) -> bool:
 
 
 def _is_divided_by_us(model: Any, x: Any, steps: int | None) -> bool:
-    """Whether this data is divided by `distribute`.
+    """Whether this data is divided by `distribute`, or by Keras.
 
-    Several workers must read the same. Under a strategy, arrays take up to half as long a step as by Keras; not where
-    `steps` are asked for, which may be more than they have, or several for a call. Of a `PyDataset` under a strategy,
-    Keras stops the threads after each epoch, and fails where one has already read into the next (`Iterator called after
-    on_epoch_end`); on one replica that may be where the data has no end.
+    - Data with `iter_from_step`, and all data on several workers, which must read the same: by `distribute`.
+    - Without a strategy: by Keras.
+    - A `PyDataset`: by `distribute`, for Keras stops its threads after each epoch, and fails where one has already read
+      into the next (`Iterator called after on_epoch_end`). On one replica, that is so only where it has no end.
+    - Arrays: by `distribute`, with which a step takes as little as half as long; but by Keras where `steps` are asked
+      for, which may be more than the arrays have, or several in a call.
+    - Anything else: by Keras.
     """
     if isinstance(x, tf.distribute.DistributedDataset):
         return False
-    by_keras = not isinstance(x, keras.utils.PyDataset) or not model._distribute_strategy
-    by_keras = by_keras or (model.steps_by_keras and x.num_batches is not None)
-    are_arrays = (
-        steps is None
-        and model.steps_per_execution == 1
-        and all(hasattr(leaf, "__array__") for leaf in keras.tree.flatten(x))
-    )
-    by_keras = by_keras and not (are_arrays and model._distribute_strategy)
-    return _on_workers(model) or hasattr(x, "iter_from_step") or not by_keras
-
-
-def _begins_anywhere(given: Arguments) -> bool:
-    return any(hasattr(given.get(name), "iter_from_step") for name in ("x", "validation_data"))
+    if hasattr(x, "iter_from_step") or _on_workers(model):
+        return True
+    if not model._distribute_strategy:
+        return False
+    if isinstance(x, keras.utils.PyDataset):
+        return not model.steps_by_keras or x.num_batches is None
+    are_arrays = all(hasattr(leaf, "__array__") for leaf in keras.tree.flatten(x))
+    return are_arrays and steps is None and model.steps_per_execution == 1
 
 
 def _with_generators(given: Arguments, name: str) -> Arguments:

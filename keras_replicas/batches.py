@@ -42,7 +42,8 @@ class Batches:
         source: a structure of arrays with the same number of rows, such as `(x, y)` or `(x, y, sample_weight)`; or a
             function of two int64 vectors, epochs and examples, in TensorFlow operations, that returns the batch of
             these examples. It is given equally many examples for each replica in each step, so that shapes are known;
-            -1 stands where the last batch of an epoch has no more: what it returns there must have weight 0.
+            -1 stands where the last batch of an epoch has no more: what it returns there must have weight 0, and
+            `predict` has an output for it.
         batch_size: of the whole batch, over all replicas of all workers.
         size: the number of examples, where `source` is a function.
         shuffle: whether the order is random, another in each epoch.

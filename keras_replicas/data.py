@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `fit`, `evaluate` and `predict` take, as data that begins at any step: it has the methods of `batches.py`."""
 
+import math
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -13,11 +14,11 @@ from keras_replicas.batches import Batches, BeginsAnywhere, checksum, parts_of
 from keras_replicas.order import locate
 from keras_replicas.private import get_data_adapter
 
-BATCH_SIZE = 32  # Keras's, where none is given
+BATCH_SIZE = 32  # Keras's, where neither it nor steps are given
 NEEDS_STEPS = "the data has no known end: give steps_per_epoch, validation_steps or steps"
 
 
-def begins_anywhere(
+def as_batches(
     x: Any, y=None, sample_weight=None, *, batch_size=None, steps=None, shuffle=False, seed=0, class_weight=None
 ) -> BeginsAnywhere:
     """The data that these arguments of `fit` give, in an order that is a function of `seed` and the epoch.
@@ -51,7 +52,8 @@ def begins_anywhere(
     if all(hasattr(leaf, "__array__") or isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
         rows = len(leaves[0]) if not isinstance(leaves[0], tf.RaggedTensor) else int(leaves[0].nrows())
         arrays = get_data_adapter(x, y, sample_weight, batch_size=rows, class_weight=class_weight).get_tf_dataset()
-        return Batches(next(iter(arrays)), batch_size or BATCH_SIZE, shuffle=bool(shuffle), seed=seed)
+        batch_size = batch_size or (math.ceil(rows / steps) if steps else BATCH_SIZE)
+        return Batches(next(iter(arrays)), batch_size, shuffle=bool(shuffle), seed=seed)
     adapter = get_data_adapter(x, y, sample_weight, batch_size, class_weight=class_weight)
     once = adapter.num_batches is None
     return WholeBatches(row_by_row(adapter.get_tf_dataset()), steps or adapter.num_batches, once)

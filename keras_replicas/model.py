@@ -39,7 +39,8 @@ def data_parallel(target: Any, *, accumulate: int = 1, mean_over: str = "example
     What is saved or pickled is of the plain class, and so is what loads it: `data_parallel(load_model(file))`, in the
     scope, trains on with the optimizer's state.
 
-    Without a strategy and on one replica, Keras's own step runs, and the result is Keras's to the bit; but an epoch's
+    Without a strategy and on one replica, Keras's own step runs, and the result is Keras's to the bit, for the same
+    order of the data; but an epoch's
     loss, the steps of data without a known end and rows of an `Embedding` that repeat are counted rightly, and
     `accumulate` has its effect.
 

@@ -8,6 +8,7 @@ import pytest
 import scipy.sparse
 
 from keras_replicas.batches import Batches
+from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.model import data_parallel
 from keras_replicas.strategy import make_strategy
 from tests.conftest import assert_same, on_replicas
@@ -70,8 +71,8 @@ class Turned(Numbered):
         return x, y + 100 * self.epochs
 
 
-def labels_seen(dataset, strategy=None, **options):
-    """The label of each batch: the model says 0, and the loss is the distance."""
+def labels_seen(dataset, strategy=None, callbacks=(), **options):
+    """The mean label of each batch: the model says 0, and the loss is the distance."""
     model = make_model(optimizer=lambda: keras.optimizers.SGD(0.0), loss="mae", strategy=strategy)
     losses = []
     keep = keras.callbacks.LambdaCallback(
@@ -79,7 +80,7 @@ def labels_seen(dataset, strategy=None, **options):
     )
     pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))  # as a validation would
     options = {"epochs": 3, "verbose": 0} | options
-    model.fit(dataset, shuffle=False, callbacks=[keep, pause], **options)
+    model.fit(dataset, shuffle=False, callbacks=[keep, pause, *callbacks], **options)
     return losses
 
 
@@ -127,6 +128,13 @@ def test_predictions_of_batches_are_in_the_order_of_the_rows():
     model = on_replicas(keras.layers.Dense(1, kernel_initializer="ones"))
     x = np.arange(20, dtype=np.float32)[:, None]
     np.testing.assert_array_equal(model.predict(Batches(x, 4), verbose=0), x)
+
+
+def test_steps_without_a_batch_size_divide_the_rows_as_in_keras(tmp_path):
+    rows = np.arange(10, dtype=np.float32)[:, None]
+    saved = Checkpoints(tmp_path, every=10)
+    seen = labels_seen(rows, make_strategy(2), [saved], y=rows, steps_per_epoch=5, epochs=1)
+    np.testing.assert_allclose(seen, [0.5, 2.5, 4.5, 6.5, 8.5])
 
 
 @pytest.mark.parametrize("given", ["y", "sample_weight", "class_weight"])
