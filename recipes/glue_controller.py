@@ -49,7 +49,7 @@ from common.data.vocabulary import train_wordpieces
 from common.log import RunLog, print_plan, report
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run_folder import open_run
-from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
+from common.training import WarmUpPolynomialDecay, adamw, scale
 
 
 def make_datasets(config: Config) -> EncodedTexts:
@@ -71,7 +71,9 @@ class GlueTrainer(Trainer):
         super().__init__(strategy, data)
         self.model, self.optimizer = model, optimizer
         # A sum, divided once, by the weights of the whole batch: replicas may have different numbers of examples.
-        self.loss_sum = CrossEntropy(reduction="sum") if classes else keras.losses.MeanSquaredError("sum")
+        self.loss_sum = keras.losses.MeanSquaredError("sum")
+        if classes:
+            self.loss_sum = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
 
     def train_step(self, x, y, weight):
         """One replica's step; returns the batch's loss and the learning rate."""

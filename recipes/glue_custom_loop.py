@@ -51,7 +51,7 @@ from common.data.vocabulary import train_wordpieces
 from common.log import RunLog, print_plan, report
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run_folder import open_run
-from common.training import CrossEntropy, WarmUpPolynomialDecay, adamw, scale
+from common.training import WarmUpPolynomialDecay, adamw, scale
 
 
 def make_datasets(config: Config) -> EncodedTexts:
@@ -92,7 +92,9 @@ def train_and_evaluate(config: Config) -> dict:
         if config.dry_run:
             return print_plan(model, train, schedule, total_steps, data.preprocessor.tokenizer)
         # A sum: a step divides it, once, by the weights of the whole batch.
-        loss_sum = CrossEntropy(reduction="sum") if data.texts.classes else keras.losses.MeanSquaredError("sum")
+        loss_sum = keras.losses.MeanSquaredError("sum")
+        if data.texts.classes:
+            loss_sum = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
 
         @tf.function  # of the iterator: one trace, although batches have many lengths
         def train_step(batches, stop):

@@ -46,7 +46,7 @@ from common.data.vocabulary import train_wordpieces
 from common.log import RunLog, print_plan, report
 from common.model.classifier import make_classifier, make_preprocessor, save_classifier
 from common.run_folder import open_run
-from common.training import Accuracy, CrossEntropy, WarmUpPolynomialDecay, adamw, scale
+from common.training import Accuracy, WarmUpPolynomialDecay, adamw, scale
 from keras_replicas import Checkpoints, data_parallel, make_strategy
 
 
@@ -60,8 +60,10 @@ def make_datasets(config: Config) -> EncodedTexts:
 def build_model(config: Config, data: EncodedTexts, schedule=0.0) -> keras.Model:
     """A compiled text classifier, or for regression one with a single output. Call it inside the strategy's scope."""
     model = make_classifier(config.preset, config.model or "tiny", data, config.dropout, config.lora_rank)
-    loss = CrossEntropy if data.texts.classes else keras.losses.MeanSquaredError
-    loss = loss(reduction="mean_with_sample_weight")  # over all examples of the whole batch
+    reduction = "mean_with_sample_weight"  # over all examples of the whole batch
+    loss = keras.losses.MeanSquaredError(reduction)
+    if data.texts.classes:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
     metrics = [Accuracy()] if data.texts.classes else []
     model.compile(adamw(schedule), loss, metrics=[], weighted_metrics=metrics, jit_compile=config.jit)
     return data_parallel(model, accumulate=config.accumulate)

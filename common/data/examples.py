@@ -20,6 +20,7 @@ from .labelled import LabelledTexts
 from .vocabulary import encode, not_seen, tell, unknown_id
 
 EXAMPLES_AT_ONCE = 4096
+MULTIPLE = 8 if tf.config.list_physical_devices("GPU") else 1  # of tokens: GPUs are faster with 8, CPUs without padding
 GROUP = 64  # batches whose examples are sorted by length together; a quarter of an epoch's, if that is fewer
 
 
@@ -50,8 +51,8 @@ class EncodedTexts:
         With a seed, each epoch has a new random order: a pure function of the seed and the step, for any number of
         replicas. A batch is (x, y, sample_weight), with weight 0 where there is no example. Without a seed, the
         examples come in their own order, and nothing else does, so that `predict` returns a row for each. Of a split
-        without labels, a batch is (x,). x has the `inputs`, int32 [examples, length], of a multiple of 8 tokens that
-        holds the longest text of the whole batch.
+        without labels, a batch is (x,). x has the `inputs`, int32 [examples, length], of as many tokens as the
+        longest text of the whole batch; on GPUs, of a multiple of 8.
         """
         return TextBatches(self, split, batch_size, shuffle_seed)
 
@@ -147,7 +148,7 @@ class TextBatches(Batches):
         if not self.shuffle:
             examples = tf.boolean_mask(examples, examples >= 0)
         rows, exists = tf.maximum(examples, 0), examples >= 0
-        length = tf.minimum(-(-longest // 8) * 8, self._inputs["token_ids"].shape[1])
+        length = tf.minimum(-(-longest // MULTIPLE) * MULTIPLE, self._inputs["token_ids"].shape[1])
         x = {name: tf.cast(tf.gather(values, rows)[:, :length], tf.int32) for name, values in self._inputs.items()}
         x = {name: tf.where(exists[:, None], values, 0) for name, values in x.items()}
         if self._labels is None:
