@@ -79,11 +79,11 @@ def stale(name: str) -> str:
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return "not measured"
-    commits = sorted({*re.findall(r'"commit": "(\w+)\+?"', path.read_text())})
+    commits = sorted({*re.findall(r'"commit": "(\w+\+?)"', path.read_text())})
     if not commits:
         return "it names no commit"
     for commit in commits:
         differs = subprocess.run(["git", "-C", str(ROOT), "diff", "--quiet", commit, "HEAD", "--", *CODE])
-        if differs.returncode:
+        if differs.returncode:  # also where git knows none such, as one with `+`, of code that was not committed
             return f"of {commit}"
     return ""

@@ -142,19 +142,17 @@ def task_table(measured: dict[str, Any]) -> str:
 
 
 def score_table(scores: dict[str, Any]) -> str:
-    """The scores of each task in Markdown: mean and standard error over the seeds; the time is the median."""
-    lines = ["| task, dev split | seeds | | accuracy | F1 | minutes on one core |", "| --- " * 6 + "|"]
+    """The scores of each task in Markdown: mean and standard error over the seeds."""
+    lines = ["| task, dev split | seeds | | accuracy | F1 |", "| --- " * 5 + "|"]
     for task, sides in scores.items():
         ours = [*sides.values()][-1][0]  # it has the baselines too
         names = [name for name in ("accuracy", "f1") if name in ours]
         for side, runs in sides.items():
             shown = [mean_of([run[name] for run in runs]) for name in names] + [""] * (2 - len(names))
-            seconds = [run["seconds"] for run in runs if "seconds" in run]
-            minutes = f"{statistics.median(seconds) / 60:.1f}" if seconds else ""
-            lines.append(f"| {task} | {len(runs)} | {side} | {' | '.join(shown)} | {minutes} |")
+            lines.append(f"| {task} | {len(runs)} | {side} | {' | '.join(shown)} |")
         for baseline in ("bag_of_words", "majority"):
             shown = [f"{ours[f'{baseline}_{name}']:.3f}" for name in names] + [""] * (2 - len(names))
-            lines.append(f"| {task} | | {baseline.replace('_', ' ')} | {' | '.join(shown)} | |")
+            lines.append(f"| {task} | | {baseline.replace('_', ' ')} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

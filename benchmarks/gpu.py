@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmarks.machine import ROOT, machine, write_results
 from benchmarks.waits import RECIPES
-from benchmarks.workers import once
 from keras_replicas.gpus import gpu_names, visible_gpus
 
 MINUTES = 10
@@ -47,7 +46,8 @@ def main(arguments: argparse.Namespace) -> None:
     ends = time.monotonic() + 60 * MINUTES
     doctor = [sys.executable, "-m", "keras_replicas", "doctor", "--json"]
     results["doctor"] = output_of(doctor, ends) if not arguments.quick else {}
-    results["all-reduce"] = once("benchmarks.reducer:reducer", {}, steps=20, count=numbers) | {"bytes": 4 * numbers}
+    reduction = f"import json; from benchmarks.reducer import reducer; print(json.dumps(reducer()(20, {numbers})))"
+    results["all-reduce"] = output_of([sys.executable, "-c", reduction], ends) | {"bytes": 4 * numbers}
     for recipe in recipes:
         for replicas in sorted({1, every}):
             for tf32 in (True, False) if results["gpus"] and recipe == RECIPES[0] else (True,):
@@ -81,8 +81,8 @@ def output_of(command: list[str], ends: float, environment: dict[str, str] | Non
             text=True,
             timeout=max(1, ends - time.monotonic()),
         )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"stopped after {MINUTES} minutes in all"}
+    except subprocess.TimeoutExpired as stopped:
+        return {"failed": f"stopped after {MINUTES} minutes in all: {str(stopped.stderr)[-1000:]}"}
     if done.returncode and not done.stdout.startswith("{"):
         return {"failed": (done.stdout + done.stderr)[-1000:]}
     return json.loads(done.stdout) if done.stdout.startswith("{") else {}

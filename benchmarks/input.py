@@ -17,12 +17,7 @@ from benchmarks.machine import machine, write_results
 from benchmarks.text import add_step_arguments, prepare_text, temporary_folder
 from benchmarks.workers import Worker, together
 
-WAYS = (
-    ("one device", {"replicas": 1}),
-    ("one device, jit", {"replicas": 1, "jit": True}),
-    ("2 replicas", {"replicas": 2}),
-    ("2 replicas, jit", {"replicas": 2, "jit": True}),
-)
+WAYS = (("one device", {"replicas": 1}), ("2 replicas", {"replicas": 2}))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

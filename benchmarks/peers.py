@@ -36,10 +36,8 @@ PEERS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_text_arguments(parser)
-    parser.add_argument(
-        "--preset", type=existing, default="", help="weights to fine-tune, in Hugging Face's format; needs --mrpc"
-    )
-    parser.add_argument("--mrpc", type=existing, default="", help="folder in GLUE's format")
+    parser.add_argument("--preset", type=existing, required=True, help="weights to fine-tune, in Hugging Face's format")
+    parser.add_argument("--mrpc", type=existing, required=True, help="folder in GLUE's format")
     parser.add_argument("--dropout", type=float, default=0.1, help="of every language model")
     add_round_arguments(parser)
 
@@ -57,13 +55,12 @@ def main(arguments: argparse.Namespace) -> None:
     }
     with temporary_folder() as folder:
         groups = language_models(arguments, size, folder)
-        if arguments.preset:
-            words = {"preset": arguments.preset, "task": "mrpc", "data": arguments.mrpc}
-            words |= {"batch_size": fine_tuning.BATCH, "rate": fine_tuning.RATE}
-            sides: dict[bool, list[tuple]] = {True: [], False: []}
-            for name, module, own in fine_tuning.CONTENDERS:
-                sides[name.startswith(PEER)].append((name, f"{module}:trainer", words | own))
-            groups.append(("examples", {"text_classifier": sides[False]}, sides[True]))
+        words = {"preset": arguments.preset, "task": "mrpc", "data": arguments.mrpc}
+        words |= {"batch_size": fine_tuning.BATCH, "rate": fine_tuning.RATE}
+        sides: dict[bool, list[tuple]] = {True: [], False: []}
+        for name, module, own in fine_tuning.CONTENDERS:
+            sides[name.startswith(PEER)].append((name, f"{module}:trainer", words | own))
+        groups.append(("examples", {"text_classifier": sides[False]}, sides[True]))
         for unit, ours, theirs in groups:
             timed = {
                 (recipe, name): Timed(function, words, arguments.seconds)
@@ -75,7 +72,8 @@ def main(arguments: argparse.Namespace) -> None:
             for recipe in ours:
                 speeds = {name: each.per_second(unit) for (of, name), each in timed.items() if of in (recipe, PEER)}
                 results["recipes"][recipe] = {"unit": f"{unit}/s", "speeds": speeds}
-            print(table(results), "\n", flush=True)
+            if not arguments.only:
+                print(table(results), "\n", flush=True)
     if not arguments.quick and not arguments.only:
         write_results("peers", results)
 

@@ -51,7 +51,7 @@ def contender(name: str, way: str) -> Callable[..., dict[str, float]]:
     import keras_replicas as kr
 
     keras.utils.set_random_seed(0)
-    folder = Path(tempfile.mkdtemp())
+    folder = tempfile.TemporaryDirectory()  # until the process ends
     scope = contextlib.nullcontext() if way == KERAS else kr.make_strategy(2 if "replicas" in way else 1).scope()
     with scope:
         model, shape, most = made(name)
@@ -69,7 +69,7 @@ def contender(name: str, way: str) -> Callable[..., dict[str, float]]:
         clock = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: ends.append(time.perf_counter()))
         callbacks: list[keras.callbacks.Callback] = [clock]
         if "StepLog" in way:
-            run = Path(tempfile.mkdtemp(dir=folder))
+            run = Path(tempfile.mkdtemp(dir=folder.name))
             callbacks += [kr.StepLog(run), kr.Checkpoints(run / "checkpoints", every=100)]
         model.fit(x, y, batch_size=BATCH, epochs=1 + epochs, callbacks=callbacks, verbose=0)
         return {"steps": epochs * BATCHES, "seconds": ends[-1] - ends[0]}

@@ -32,7 +32,6 @@ from common.log import report
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SIZES = {"nano": 64, "mini": 256, "small": 512}  # of whose learning rates there are results, with their widths
 # What each recipe of the README's table is, and the options of the run that its row shows.
 RECIPES = {
     "bert_mlm": ("BERT, a masked language model, by Keras `fit`", ""),
@@ -91,21 +90,10 @@ def claims(doctor: dict, faults: list[dict], beside: dict, scores: dict) -> str:
 | one device | [exactness](docs/exactness.md) |
 | survives | {same} of {len(faults)} runs on two workers, killed, stopped or cut off: the same bits \
 | undisturbed runs | [fault tolerance](docs/fault-tolerance.md) |
-| fast | times the tokens a second, on two cores: {", ".join(ratios)} \
+| fast | times the tokens (or examples) a second, small models on two cores: {", ".join(ratios)} \
 | transformers with Accelerate, each at its best | [performance](docs/speed.md) |
 | as good | MRPC accuracy {ours}, {len(mrpc["ours"])} seeds \
 | transformers, same weights: {theirs} | [fine-tuning](docs/fine-tuning.md#measured-on-real-weights) |"""
-
-
-def shards_table(results: dict[str, dict]) -> str:
-    """What `python -m benchmarks.shards` measured, one line per measure and tokenizer."""
-    lines = ["| what | tokens/s | at ten times the corpus | peak memory | at ten times |", "| --- " * 5 + "|"]
-    for what in dict.fromkeys(name.rsplit(", ", 1)[0] for name in results):
-        once, ten = (results[f"{what}, {times} x"] for times in (1, 10))
-        speeds = " | ".join(f"{row['tokens_per_second']:,}" for row in (once, ten))
-        memory = " | ".join(f"{row['peak_memory_mb']:,} MiB" for row in (once, ten))
-        lines.append(f"| {what} | {speeds} | {memory} |")
-    return "\n".join(lines)
 
 
 def wikitext_table(summary: dict) -> str:
@@ -146,7 +134,8 @@ def hardware_line(results: dict) -> str:
     packages = ", ".join(f"{name} {versions[name]}" for name in ("tensorflow", "keras", "torch") if name in versions)
     speeds = [f"{speed} TFLOP/s in {kind}" for kind, speed in results["machine"].get("tflops", {}).items()]
     peak = f", products at {' and '.join(speeds)}" if speeds else ""
-    return f"{hardware['cpu']}, {hardware['cores']} cores ({features}), {hardware['memory_gb']} GiB{peak}; {packages}."
+    machine = f"{hardware['cpu']}, {hardware['cores']} cores ({features}), {hardware['memory_gb']} GiB{peak}"
+    return f"{machine}; {packages}; code of {results['machine']['commit']}."
 
 
 def recipes_table(results: dict[str, dict]) -> str:
@@ -171,18 +160,6 @@ def recipes_table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def learning_rates_table(runs: list[dict]) -> str:
-    """The validation loss of each run, the best of a size in bold."""
-    lines = ["| size (width) | steps | learning rate | validation loss |", "| --- " * 4 + "|"]
-    best = {size: min(run["val_loss"] for run in runs if run["model"] == size) for size in SIZES}
-    for run in sorted(runs, key=lambda run: (SIZES[run["model"]], run["learning_rate"])):
-        loss = f"{run['val_loss']:.3f}"
-        loss = f"**{loss}**" if run["val_loss"] == best[run["model"]] else loss
-        size = f"{run['model']} ({SIZES[run['model']]})"
-        lines.append(f"| {size} | {run['steps']:,} | {run['learning_rate']:g} | {loss} |")
-    return "\n".join(lines)
-
-
 def report_table(results: dict) -> str:
     """The report of a run."""
     return f"```text\n{report(results, told_of)}\n```"
@@ -193,7 +170,6 @@ MEASURED = {
     "bert_mlm": report_table,
     "causal_lm": report_table,
     "doctor": parity_table,
-    "shards": shards_table,
     "keras_tests": keras_tests.line,
     "throughput": throughput_table,
     "scaling": with_machine(scaling.tables),
@@ -201,7 +177,6 @@ MEASURED = {
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),
     "techniques": with_machine(techniques.table),
-    "learning_rates": learning_rates_table,
     "fine_tuning": with_machine(fine_tuning.tables),
     "same_steps": with_machine(same_steps.table),
     "pretraining": with_machine(pretraining.tables),

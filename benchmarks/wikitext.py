@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.machine import machine, write_results
+
 ROOT = Path(__file__).parent.parent
 SENTENCES = (
     "He was born in [MASK] and went to school in the city .",
@@ -33,8 +35,8 @@ def main(run: Path) -> None:
     model, tokenizer = masked_lm_from_preset(str(run / "preset")), preset_tokenizer(str(run / "preset"))
     filled = {sentence: fill_mask(model, tokenizer, sentence)[0] for sentence in SENTENCES}
     splits = json.loads((run / "data/manifest.json").read_text())["splits"]
-    summary = {"results": results, "splits": splits, "filled": filled}
-    (ROOT / "benchmarks/results/wikitext-2.json").write_text(json.dumps(summary, indent=2) + "\n")
+    summary = {"machine": machine(), "results": results, "splits": splits, "filled": filled}
+    write_results("wikitext-2", summary)
     losses = [json.loads(line)["loss"] for line in (run / "steps.jsonl").read_text().splitlines()]
     _draw(np.array(losses), results, ROOT / "docs/wikitext-2.png")
 
