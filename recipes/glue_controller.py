@@ -65,12 +65,11 @@ def build_model(config: Config, data: EncodedTexts) -> keras.Model:
 
 
 class GlueTrainer(Trainer):
-    """A step: the gradient of the batch's mean loss, over all replicas, is applied."""
+    """A step: losses are summed, and divided once: replicas may have different numbers of examples."""
 
     def __init__(self, strategy, data, model: keras.Model, optimizer, classes: list[str]):
         super().__init__(strategy, data)
         self.model, self.optimizer = model, optimizer
-        # A sum, divided once, by the weights of the whole batch: replicas may have different numbers of examples.
         self.loss_sum = keras.losses.MeanSquaredError("sum")
         if classes:
             self.loss_sum = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")

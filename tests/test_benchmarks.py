@@ -8,15 +8,10 @@ import tomllib
 
 import pytest
 
-from benchmarks import compare, keras_tests, versions
+from benchmarks import keras_tests, versions
 from benchmarks import machine as machine_module
 from benchmarks.all import words
 from keras_replicas.private import CHECKED_VERSIONS
-
-
-def test_two_commits_are_compared_round_by_round():
-    table = compare.table({"bert_mlm": [[20.0, 30.0, 10.0], [10.0, 30.0, 20.0]]})
-    assert "| bert_mlm | 20 | 20 | 1.000 | 0.500 to 2.000 |" in table
 
 
 def test_a_commit_is_checked_out_and_gone_again():

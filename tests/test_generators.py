@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from keras_replicas.batches import Batches
-from keras_replicas.checkpoints import Checkpoints
-from keras_replicas.model import data_parallel
-from keras_replicas.strategy import make_strategy
+from keras_replicas import Batches, Checkpoints, data_parallel, make_strategy
 from tests.conftest import assert_same, on_replicas
 
 
@@ -131,8 +128,7 @@ def test_predictions_of_batches_are_in_the_order_of_the_rows():
 
 
 def test_steps_without_a_batch_size_divide_the_rows_as_in_keras(tmp_path):
-    rows = np.arange(10, dtype=np.float32)[:, None]
-    saved = Checkpoints(tmp_path, every=10)
+    rows, saved = np.arange(10, dtype=np.float32)[:, None], Checkpoints(tmp_path, every=10)
     seen = labels_seen(rows, make_strategy(2), [saved], y=rows, steps_per_epoch=5, epochs=1)
     np.testing.assert_allclose(seen, [0.5, 2.5, 4.5, 6.5, 8.5])
 

@@ -49,10 +49,9 @@ class EncodedTexts:
         """A split's batches for `fit`, `evaluate`, `predict` or `distribute`, which begin at any step.
 
         With a seed, each epoch has a new random order: a pure function of the seed and the step, for any number of
-        replicas. A batch is (x, y, sample_weight), with weight 0 where there is no example. Without a seed, the
-        examples come in their own order, and nothing else does, so that `predict` returns a row for each. Of a split
-        without labels, a batch is (x,). x has the `inputs`, int32 [examples, length], of as many tokens as the
-        longest text of the whole batch; on GPUs, of a multiple of 8.
+        replicas. A batch is (x, y, sample_weight), with weight 0 where there is no example; without labels, (x,).
+        Without a seed, the examples come in their own order, and nothing else does: `predict` returns a row for each.
+        x has the `inputs`, int32 [examples, length of the batch's longest text; on GPUs, to a multiple of 8].
         """
         return TextBatches(self, split, batch_size, shuffle_seed)
 
