@@ -17,8 +17,7 @@ from .training import BETA_2, EPSILON, NOT_DECAYED, adam_step
 
 HEADS = ["logits", "mlm_head"]  # in the paths of the output layers of KerasHub's tasks
 STACK = 2**23  # numbers in a stack of matrices, about; a step of Muon takes several times its memory
-# A model must beat its unigram baseline by more nats, or the report warns: one at the baseline ends on either side.
-MARGIN = 0.03
+MARGIN = 0.03  # a model must beat its unigram baseline by more nats, or the report warns
 
 # In a vocabulary of byte pairs, whose alphabet has a letter for each byte, those of white space, and of the bytes of a
 # UTF-8 character after its first; and SentencePiece's letter for a space.
@@ -119,9 +118,7 @@ def language_model_scores(
     else:
         characters = np.array([sum(letter not in NOT_COUNTED for letter in piece) for piece in pieces])
     characters[tokenizer.special_token_ids] = 0  # they are no text
-    entries = {
-        "loss": scores["loss"],
-        "accuracy": scores["accuracy"],
+    entries = scores | {
         "perplexity": math.exp(min(scores["loss"], 700)),
         "bits_per_character": scores["loss"] / math.log(2) / np.mean(characters[targets]),
         "unigram_loss": unigram_loss(train.rows.counts(len(pieces)), targets),

@@ -8,8 +8,7 @@ import tensorflow as tf
 from keras import ops
 
 NOT_DECAYED = ["bias", "gamma", "beta"]
-# RoBERTa's (Liu et al. 2019, arXiv:1907.11692), stable at high rates.
-BETA_2, EPSILON = 0.98, 1e-6
+BETA_2, EPSILON = 0.98, 1e-6  # RoBERTa's (Liu et al. 2019, arXiv:1907.11692), stable at high rates
 ON_CPU = not tf.config.list_physical_devices("GPU")  # on GPUs, XLA needs tools of CUDA that may be missing
 
 
@@ -19,8 +18,7 @@ def scale(batch_size: int, learning_rate: float, replicas: int, rule: str) -> tu
     They take N times the examples of one in each step: a step takes as long, and an epoch has 1/N of the steps. The
     learning rate follows by a rule. `linear`, times N: Goyal et al. 2017, arXiv:1706.02677; for SGD, with a warm-up.
     `sqrt`, times the square root of N: Krizhevsky 2014, arXiv:1404.5997, derived for Adam by Malladi et al. 2022,
-    arXiv:2205.10287: Adam divides by the gradient's size, mostly noise, which N times the examples make √N times
-    smaller. `none`: as given.
+    arXiv:2205.10287. `none`: as given.
     """
     factor = {"linear": float(replicas), "sqrt": math.sqrt(replicas), "none": 1.0}[rule]
     print(f"global batch: {batch_size} examples x {replicas} replica(s) = {batch_size * replicas}")
@@ -61,7 +59,7 @@ class CrossEntropy(keras.losses.Loss):
 
     def call(self, y_true, y_pred):
         """The loss of each label, in nats, in y_true's shape, by logits [..., classes]."""
-        return _cross_entropy(y_pred, tf.cast(y_true, tf.int32))  # Keras has cast the labels to floats
+        return _cross_entropy(y_pred, _as_ids(y_true, y_pred))
 
 
 @tf.custom_gradient
@@ -107,7 +105,12 @@ class Accuracy(keras.metrics.MeanMetricWrapper):
 
 def _is_right(labels, logits):
     of_highest = tf.argmax(tf.cast(logits, tf.float32), axis=-1, output_type=tf.int32)  # cast as for the loss
-    return tf.cast(tf.equal(of_highest, tf.cast(labels, tf.int32)), tf.float32)
+    return tf.cast(tf.equal(of_highest, _as_ids(labels, logits)), tf.float32)
+
+
+def _as_ids(labels, logits):
+    labels = tf.cast(labels, tf.int32)  # Keras has cast them to floats
+    return tf.squeeze(labels, -1) if labels.shape.rank == logits.shape.rank else labels
 
 
 def adamw(schedule, weight_decay: float = 0.01) -> keras.optimizers.Optimizer:

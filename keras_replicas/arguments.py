@@ -44,8 +44,7 @@ def checkpoints_in(given: Arguments) -> Checkpoints | None:
 def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> tuple[int, Arguments]:
     """The step from which `fit` goes on, and its arguments from there."""
     ours = _is_divided_by_us(model, given.get("x"), given.get("steps_per_epoch"))
-    validates_from_step = hasattr(given.get("validation_data"), "iter_from_step")
-    if model.steps_by_keras and checkpoints is None and not (ours or validates_from_step):
+    if model.steps_by_keras and not (ours or checkpoints or hasattr(given.get("validation_data"), "iter_from_step")):
         return 0, given
     given = _with_generators(with_validation_data(model, given), "validation_data")
     if checkpoints is None and not ours:

@@ -53,10 +53,9 @@ def as_batches(
         rows = len(leaves[0]) if not isinstance(leaves[0], tf.RaggedTensor) else int(leaves[0].nrows())
         arrays = get_data_adapter(x, y, sample_weight, batch_size=rows, class_weight=class_weight).get_tf_dataset()
         batch_size = batch_size or (math.ceil(rows / steps) if steps else BATCH_SIZE)
-        return Batches(next(iter(arrays)), batch_size, shuffle=bool(shuffle), seed=seed)
+        return Batches(arrays.get_single_element(), batch_size, shuffle=bool(shuffle), seed=seed)
     adapter = get_data_adapter(x, y, sample_weight, batch_size, class_weight=class_weight)
-    once = adapter.num_batches is None
-    return WholeBatches(row_by_row(adapter.get_tf_dataset()), steps or adapter.num_batches, once)
+    return WholeBatches(row_by_row(adapter.get_tf_dataset()), steps or adapter.num_batches, adapter.num_batches is None)
 
 
 class WholeBatches:

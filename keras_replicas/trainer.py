@@ -120,11 +120,13 @@ class Trainer(Building):
         run_steps = self._on_replicas(training)
 
         def train_function(iterator):
-            left = self._steps_left_of_epoch()
+            left, epochs = self._steps_left_of_epoch(), self._fit_iterator
+            if left is not None and epochs._num_batches:  # data may end first, and Keras has counted this call
+                left = min(left, epochs._num_batches - epochs._steps_seen + self.steps_per_execution)
             steps, logs, self._step_values = run_steps(iterator, left)
             self._steps_done, self._steps_in_call = self._steps_done + steps, steps
             if left is not None:  # Keras counts whole calls: finite data would seem to end too soon
-                self._fit_iterator._steps_seen -= self.steps_per_execution - steps
+                epochs._steps_seen -= self.steps_per_execution - steps
             return logs
 
         def test_function(iterator):

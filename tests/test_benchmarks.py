@@ -10,14 +10,7 @@ import pytest
 
 from benchmarks import keras_tests, versions
 from benchmarks import machine as machine_module
-from benchmarks.all import words
 from keras_replicas.private import CHECKED_VERSIONS
-
-
-def test_a_commit_is_checked_out_and_gone_again():
-    with machine_module.checkout("HEAD") as root:
-        assert (root / "benchmarks/machine.py").is_file()
-    assert not root.exists()
 
 
 @pytest.mark.slow
@@ -81,7 +74,3 @@ def test_the_versions_that_pip_takes_and_that_the_library_knows_are_those_measur
         of_rows = {".".join(row[package].split(".")[:2]) for row in rows}
         assert {*minors} <= of_rows <= {*minors, f"{newest[0]}.{int(newest[1]) + 1}"}
     assert all((machine_module.ROOT / file).is_file() for file in versions.FILES)
-
-
-def test_all_gives_a_path_with_spaces_as_one_word():
-    assert words("peers --preset {preset} --seed 0", {"preset": "/a b"}) == ["peers", "--preset", "/a b", "--seed", "0"]

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import scipy.sparse
+import tensorflow as tf
 
 from keras_replicas import Batches, Checkpoints, data_parallel, make_strategy
 from tests.conftest import assert_same, on_replicas
@@ -110,15 +111,23 @@ def test_a_generator_after_batches_of_ours_is_still_read_once():
     assert labels_seen(((x, x * number) for number in range(6)), strategy, epochs=1) == list(range(6))
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
-def test_the_optimizer_counts_no_step_beyond_the_data(steps_per_execution):
+@pytest.mark.parametrize(("steps_per_execution", "asked", "epochs"), [(1, None, 3), (3, None, 3), (3, 8, 1)])
+def test_the_optimizer_counts_no_step_beyond_the_data(steps_per_execution, asked, epochs):
     """Keras's does, so that schedules and Adam's corrections of bias are ahead."""
     model = make_model(optimizer="adam", steps_per_execution=steps_per_execution)
     x, calls = np.ones((20, 1), np.float32), []
     keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: calls.append(model.steps_in_call))
-    model.fit(x, x, 4, epochs=3, verbose=0, callbacks=[keep])
-    assert calls == ([1] * 15 if steps_per_execution == 1 else [3, 2] * 3)
-    assert model.steps_done == model.optimizer.iterations.numpy() == 15
+    model.fit(x, x, 4, epochs=epochs, verbose=0, callbacks=[keep], steps_per_epoch=asked)
+    assert calls == ([1] * 5 if steps_per_execution == 1 else [3, 2]) * epochs
+    assert model.steps_done == model.optimizer.iterations.numpy() == 5 * epochs
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_arrays_and_data_sets_take_turns(replicas):
+    model, x = make_model(strategy=make_strategy(replicas)), np.ones((8, 1), np.float32)
+    for given in ((x, x, 4), (tf.data.Dataset.from_tensor_slices((x, x)).batch(4),)) * 2:
+        model.fit(*given, verbose=0)
+        model.evaluate(*given, verbose=0)
 
 
 def test_predictions_of_batches_are_in_the_order_of_the_rows():

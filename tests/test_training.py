@@ -1,5 +1,6 @@
 """Scaling, the schedule, the loss and the optimizers."""
 
+import itertools
 import math
 
 import keras
@@ -66,9 +67,10 @@ def test_the_loss_is_the_cross_entropy_of_keras(shape, scale, jit):
             tf.function(lambda *data, loss=loss: loss_and_gradient(loss, *data), jit_compile=jit)
             for loss in (ours, theirs)
         )
-        data = examples(shape, scale)
-        for mine, other, rtol in zip(found(*data), expected(*data), (1e-6, 1e-5), strict=True):
-            np.testing.assert_allclose(mine, other, rtol=rtol, atol=1e-7)
+        logits, labels, weights = examples(shape, scale)
+        for data in ((logits, labels, weights), (logits, labels[..., None], weights)):
+            for mine, other, rtol in zip(found(*data), expected(*data), (1e-6, 1e-5), strict=True):
+                np.testing.assert_allclose(mine, other, rtol=rtol, atol=1e-7)
 
 
 @pytest.mark.parametrize("labels", [0, 3])
@@ -95,8 +97,8 @@ def test_the_loss_is_taken_of_bfloat16_in_float32():
 def test_the_accuracy_is_that_of_keras(shape, jit):
     logits, labels, weights = examples(shape, 1.0, 4)
     found, expected = Accuracy.from_config(Accuracy().get_config()), keras.metrics.SparseCategoricalAccuracy("accuracy")
-    for metric in (found, expected):
-        tf.function(metric.update_state, jit_compile=jit)(labels, logits, weights)
+    for metric, ids in itertools.product((found, expected), (labels, labels[..., None])):
+        tf.function(metric.update_state, jit_compile=jit)(ids, logits, weights)
     assert found.name == expected.name and float(found.result()) == pytest.approx(float(expected.result()), rel=1e-6)
 
 
