@@ -37,7 +37,8 @@ Of what Keras's fit iterates over:
 
 - `_distributed_dataset`: the shapes of the data; read TFEpochIterator in Keras's trainer
 - `_enumerate_iterator`: begins an epoch in its middle; read TFEpochIterator in Keras's trainer, and trainer.py here
-- `_steps_seen`, `_num_batches`: calls of fewer steps than steps_per_execution; read EpochIterator, and trainer.py here
+- `_num_batches`: data that ends within a call; read EpochIterator, and trainer.py here
+- `_steps_seen`: calls of fewer steps than steps_per_execution; read EpochIterator, and trainer.py here
 
 Of a layer BatchNormalization:
 
