@@ -121,10 +121,9 @@ def distribute(
         A `tf.distribute.DistributedDataset` without end.
     """
     do_not_tune_device_copies()
-    options, several = None, strategy.num_replicas_in_sync > 1
-    if several and isinstance(strategy, tf.distribute.MirroredStrategy) and not getattr(data, "one_reader", False):
-        # Each replica reads its own part, and none is held ready on its device: up to a fifth faster on CPUs. Not on
-        # one replica, where Keras's functions would then refuse the iterators of its own data sets.
+    options, one_reader = None, getattr(data, "one_reader", False) and strategy.num_replicas_in_sync > 1
+    if isinstance(strategy, tf.distribute.MirroredStrategy) and not one_reader:
+        # Each replica reads its own part, and none is held ready on its device: up to a fifth faster on CPUs.
         options = tf.distribute.InputOptions(
             experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
             experimental_fetch_to_device=False,
