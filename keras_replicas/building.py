@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_replicas.batchnorm import take_moments_of_whole_batch
 from keras_replicas.device_copies import do_not_tune_device_copies
@@ -19,6 +20,7 @@ class Building(StepLoop):
 
     accumulate = 1
     _begins_anywhere = False  # whether `fit` may go on in the middle of an epoch
+    _divided_by: dict[str, str] = {}  # by the name of the function
     _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
 
     @property
@@ -29,6 +31,16 @@ class Building(StepLoop):
 
     def _scope(self):
         return self.distribute_strategy.scope()
+
+    def _forget_function(self, name, x):
+        """Forgets Keras's function of a step on one replica where data changes between our iterators and Keras's.
+
+        They are of different types, of which its `tf.function`, made with `reduce_retracing`, takes one.
+        """
+        divided_by = "ours" if isinstance(x, tf.distribute.DistributedDataset) else "Keras"
+        if self._divided_by.get(name, divided_by) != divided_by and self.steps_by_keras:
+            setattr(self, name, None)
+        self._divided_by = self._divided_by | {name: divided_by}
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         """Builds from the shapes of the data; without a strategy nothing, as Keras."""

@@ -48,7 +48,6 @@ class Trainer(Building):
     _test_steps_left: int | None = None  # while `evaluate` runs
     plain_class: Any
     predict_function: Any
-    _divided_by: dict[str, str] = {}  # by the name of the function
     _step_values: dict[str, np.ndarray] | None = None
     step_loss: tf.Tensor | None = None  # while a step is traced
     train_function: Any
@@ -110,16 +109,6 @@ class Trainer(Building):
     def predict(self, *args, **kwargs):  # noqa: D102
         given = with_divided_data(self, inspect.signature(super().predict).bind(*args, **kwargs).arguments)
         return super().predict(**given)
-
-    def _forget_function(self, name, x):
-        """Forgets Keras's function of a step on one replica where data changes between our iterators and Keras's.
-
-        They are of different types, of which its `tf.function`, made with `reduce_retracing`, takes one.
-        """
-        divided_by = "ours" if isinstance(x, tf.distribute.DistributedDataset) else "Keras"
-        if self._divided_by.get(name, divided_by) != divided_by and self.steps_by_keras:
-            setattr(self, name, None)
-        self._divided_by = self._divided_by | {name: divided_by}
 
     def _make_function(self, step_function):
         """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""

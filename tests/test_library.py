@@ -79,7 +79,7 @@ def test_the_library_knows_no_recipe():
 
 
 def test_the_library_is_small():
-    assert lines_in(ROOT / "keras_replicas") <= 3211
+    assert lines_in(ROOT / "keras_replicas") <= 3212
     assert {path.name: lines for path in LIBRARY if (lines := len(path.read_text().splitlines())) > 250} == {}
 
 
