@@ -86,10 +86,11 @@ def test_inputs_are_what_the_preprocessor_makes(family, columns):
     np.testing.assert_array_equal(x["token_ids"], theirs["token_ids"])
 
 
-def test_a_part_is_as_long_as_the_batchs_longest_example():
-    data = encoded(["cat " * length for length in (1, 9, 30, 31, 90, 2)], 120, [0] * 6)
-    lengths = [[x["token_ids"].shape[1] for x, _, _ in step] for step in parts(data.batches("train", 2), replicas=2)]
-    assert lengths == [[11, 11], [33, 33], [92, 92]]
+@pytest.mark.parametrize(("multiple", "lengths"), [(1, [11, 33, 92]), (8, [16, 40, 96])])  # on CPUs, on GPUs
+def test_a_part_is_as_long_as_the_batchs_longest_example(multiple, lengths, monkeypatch):
+    monkeypatch.setattr("common.data.examples.MULTIPLE", multiple)
+    steps = parts(encoded(["cat " * n for n in (1, 9, 30, 31, 90, 2)], 120, [0] * 6).batches("train", 2), replicas=2)
+    assert [[x["token_ids"].shape[1] for x, _, _ in step] for step in steps] == [[length] * 2 for length in lengths]
 
 
 def test_a_gap_in_the_mask_is_a_part_of_the_text():
