@@ -124,7 +124,7 @@ def test_the_optimizer_counts_no_step_beyond_the_data(steps_per_execution, asked
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_arrays_and_data_sets_take_turns(replicas):
-    model, x = make_model(strategy=make_strategy(replicas)), np.ones((8, 1), np.float32)
+    model, x = make_model(strategy=make_strategy(replicas)), np.ones((10, 1), np.float32)
     for given in ((x, x, 4), (tf.data.Dataset.from_tensor_slices((x, x)).batch(4),)) * 2:
         model.fit(*given, verbose=0)
         model.evaluate(*given, verbose=0)
