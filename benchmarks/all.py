@@ -10,11 +10,10 @@ import re
 import subprocess
 import sys
 
-from benchmarks.machine import RESULTS, ROOT, existing
+from benchmarks.machine import RESULTS, ROOT, commit, existing, of_this_code
 from benchmarks.waits import RECIPES
 from keras_replicas import UserError
 
-CODE = ("keras_replicas", "common", "recipes")  # on which results depend
 # For each file of results, what measures it: the words after `python -m`. {preset} and the like are this one's options.
 COMMANDS = {
     **dict.fromkeys((*RECIPES, "doctor"), "benchmarks defaults"),
@@ -30,13 +29,22 @@ COMMANDS = {
     "keras_tests": "benchmarks keras_tests",
     "goodput": "benchmarks goodput",
     "quality": "benchmarks quality --corpus {wikitext} --vocabulary {vocabulary}",
-    "fine_tuning": "benchmarks fine_tuning --preset {preset} --mrpc {mrpc} --rte {rte} --sst2 {sst2}",
+    "fine_tuning": "benchmarks fine_tuning --preset {preset} --mrpc {mrpc} --sst2 {sst2}",
+    "fine_tuning_scores": "benchmarks fine_tuning_scores --preset {preset} --mrpc {mrpc} --rte {rte}",
     "same_steps": "benchmarks same_steps --preset {preset} --mrpc {mrpc} --rte {rte}",
     "techniques": "benchmarks techniques",
     "versions": "benchmarks versions",
+    "faults": "benchmarks.faults",
+    "schedules": "benchmarks schedules",
+    "wikitext-2": "recipes run bert_from_scratch --workdir runs/wikitext-2-{commit} --corpus {wikitext} --model tiny "
+    "--vocabulary-size 8192 --seq-length 128 --epochs 22 --max-steps 13304 "
+    "&& python -m benchmarks.wikitext runs/wikitext-2-{commit}",
+    "pretraining": "recipes run bert_from_scratch --workdir runs/simplewiki-{commit} --corpus {simplewiki} "
+    "--vocabulary-size 8192 --max-steps 33408 "
+    "&& python -m benchmarks pretraining --pretrained runs/simplewiki-{commit} --sst2 {sst2}",
 }
 del COMMANDS["bert_from_scratch"]  # of which the pages show a run on WikiText-2
-DATA = ("preset", "mrpc", "rte", "sst2", "wikitext", "vocabulary")
+DATA = ("preset", "mrpc", "rte", "sst2", "wikitext", "simplewiki", "vocabulary")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,27 +71,22 @@ def main(arguments: argparse.Namespace) -> None:
             continue
         if missing:
             print(f"{name}: left out, for it needs --{' --'.join(missing)}", flush=True)
-        elif subprocess.run([sys.executable, "-m", *words(command, given)], cwd=ROOT).returncode:
+        elif any(subprocess.run([sys.executable, "-m", *each], cwd=ROOT).returncode for each in words(command, given)):
             raise UserError(f"{name} failed; the same command goes on from there")
     if arguments.measure:
         subprocess.run([sys.executable, "-m", "benchmarks.readme"], cwd=ROOT, check=True)
 
 
-def words(command: str, given: dict[str, str]) -> list[str]:
-    """A command's words, with what is given: a path with a space is one."""
-    return [word.format(**given) for word in command.split()]
+def words(command: str, given: dict[str, str]) -> list[list[str]]:
+    """The words after `python -m` of each command in a line, with what is given: a path with a space is one."""
+    given = given | {"commit": commit()}
+    return [[word.format(**given) for word in each.split()] for each in command.split(" && python -m ")]
 
 
 def stale(name: str) -> str:
     """Why a file of results is not of this commit's code; empty if it is."""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        return "not measured"
-    commits = sorted({*re.findall(r'"commit": "(\w+\+?)"', path.read_text())})
+    texts = [path.read_text() for path in RESULTS.glob(f"{name}.json*")]  # one, or none
+    commits = sorted({*re.findall(r'"commit": "(\w+\+?)"', "".join(texts))})
     if not commits:
-        return "it names no commit"
-    for commit in commits:
-        differs = subprocess.run(["git", "-C", str(ROOT), "diff", "--quiet", commit, "HEAD", "--", *CODE])
-        if differs.returncode:  # also where git knows none such, as one with `+`, of code that was not committed
-            return f"of {commit}"
-    return ""
+        return "it names no commit" if any(texts) else "not measured"
+    return next((f"of {each}" for each in commits if not of_this_code(each)), "")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does to runs on two workers what clusters do to jobs, and compares each with an undisturbed run.
 
-    python -m benchmarks.faults        # if stopped, resumes where it was; begins again once its results are deleted
+    python -m benchmarks.faults        # if stopped, resumes where it was; begins again once the code has changed
 
 Every trial is a line of `results/faults.jsonl`, from which the table in docs/fault-tolerance.md is made.
 """
@@ -24,9 +24,8 @@ from typing import Any
 import h5py
 
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
+from benchmarks.machine import ROOT, add_row, rows_of_this_code
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results/faults.jsonl"
 CHECKPOINT_EVERY = 20
 STEPS = 384
 OPTIONS = (
@@ -40,14 +39,13 @@ A_RUN = 600  # seconds within which every run has ended, with time to spare
 def main() -> None:
     """Makes the trials that are missing, and ends with status 1 if one of all failed."""
     argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__).parse_args()
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    rows = rows_of_this_code("faults")
     with tempfile.TemporaryDirectory() as folder:
         expected = undisturbed(Path(folder, "undisturbed"))
         for fault, (times, _) in FAULTS.items():
             for number in range(sum(row["fault"] == fault for row in rows), times):
                 rows.append(trial(fault, number, Path(folder, f"{fault} {number}"), expected))
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+                add_row("faults", rows[-1])
                 print(rows[-1], flush=True)
     raise SystemExit(0 if all(row["identical"] and not row["left"] for row in rows) else 1)
 

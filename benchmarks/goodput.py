@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import ROOT, children, same_bits, steps_in, weights_of
-from benchmarks.machine import machine, write_results
+from benchmarks.faults import children, same_bits, steps_in, weights_of
+from benchmarks.machine import ROOT, machine, write_results
 
 OPTIONS = ("--epochs", "1000", "--checkpoint-every", "25")
 TO_CALIBRATE = 300  # steps

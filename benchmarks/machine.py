@@ -20,6 +20,7 @@ from keras_replicas import UserError
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
+CODE = ("keras_replicas", "common", "recipes")  # on which results depend
 PACKAGES = ("tensorflow", "keras", "keras-hub", "tokenizers", "numpy", "torch", "transformers", "accelerate")
 PACKAGES += ("tf2onnx", "onnxruntime", "ai-edge-litert")
 FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # that matmuls use
@@ -50,6 +51,11 @@ def machine(quick: bool = False) -> dict[str, Any]:
 def commit() -> str:
     """The commit of the code, with `+` where the code differs from it."""
     return _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "--porcelain", "--", "*.py") else "")
+
+
+def of_this_code(commit: str) -> bool:
+    """Whether a commit's code is the last one's; false where git knows none such, as one with `+`."""
+    return not subprocess.run(["git", "-C", str(ROOT), "diff", "--quiet", commit, "HEAD", "--", *CODE]).returncode
 
 
 @contextlib.contextmanager
@@ -86,6 +92,21 @@ def cores() -> list[int]:
 def write_results(name: str, results: dict[str, Any]) -> None:
     """Writes `benchmarks/results/NAME.json`."""
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+def rows_of_this_code(name: str) -> list[dict[str, Any]]:
+    """The rows of `benchmarks/results/NAME.jsonl` that are of this code; the others leave the file."""
+    path = RESULTS / f"{name}.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if of_this_code(json.loads(line).get("commit", ""))]
+    path.write_text("".join(kept))
+    return [json.loads(line) for line in kept]
+
+
+def add_row(name: str, row: dict[str, Any]) -> None:
+    """Adds a row, with its commit, to `benchmarks/results/NAME.jsonl`."""
+    with (RESULTS / f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps(row | {"commit": commit()}) + "\n")
 
 
 def products() -> Callable[[], dict[str, float]]:

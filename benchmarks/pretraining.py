@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fine_tuning import OURS, score_table, scores
+from benchmarks.fine_tuning import OURS
+from benchmarks.fine_tuning_scores import score_table, scores
 from benchmarks.machine import existing, machine, write_results
 from common.language_model import told_of
 from common.log import report
@@ -32,6 +33,7 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.seeds, arguments.epochs = 1, 1
     folder = Path(arguments.pretrained)
     pretraining = json.loads((folder / "results.json").read_text())
+    pretraining["config"]["workdir"] = "runs/bert_from_scratch"  # where it was is of no interest
     words = {"task": "sst2", "data": arguments.sst2, "epochs": arguments.epochs, "replicas": 1}
     sides = {
         "from random weights": (OURS, words | {"model": pretraining["config"]["model"] or "tiny"}),

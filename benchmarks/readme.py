@@ -12,6 +12,7 @@ from benchmarks import (
     conformance,
     export,
     fine_tuning,
+    fine_tuning_scores,
     goodput,
     keras_tests,
     peers,
@@ -81,8 +82,8 @@ def claims(doctor: dict, faults: list[dict], beside: dict, scores: dict) -> str:
     for recipe, found in beside["recipes"].items():
         ours, theirs = (statistics.median(found["speeds"][name]) for name in peers.fastest(found["speeds"]))
         ratios.append(f"`{recipe}` {ours / theirs:.1f}")
-    mrpc = scores["mrpc"]
-    ours, theirs = (fine_tuning.mean_of([run["accuracy"] for run in mrpc[side]]) for side in ("ours", "transformers"))
+    mrpc = {side: [run["accuracy"] for run in runs] for side, runs in scores["mrpc"].items()}
+    ours, theirs = (fine_tuning_scores.mean_of(mrpc[side]) for side in ("ours", "transformers"))
     return f"""\
 | | measured | against | more |
 | --- | --- | --- | --- |
@@ -178,6 +179,7 @@ MEASURED = {
     "quality": with_machine(quality.table),
     "techniques": with_machine(techniques.table),
     "fine_tuning": with_machine(fine_tuning.tables),
+    "fine_tuning_scores": with_machine(lambda results: fine_tuning_scores.score_table(results["scores"])),
     "same_steps": with_machine(same_steps.table),
     "pretraining": with_machine(pretraining.tables),
     "causal": with_machine(causal.tables),
@@ -198,7 +200,7 @@ def tables() -> dict[str, Callable[[], str]]:
             | {"bert_from_scratch": _results("wikitext-2")["results"]}
         ),
         "claims": lambda: claims(
-            *(_results("doctor"), _rows("faults"), _results("peers"), _results("fine_tuning")["scores"]),
+            *(_results("doctor"), _rows("faults"), _results("peers"), _results("fine_tuning_scores")["scores"]),
         ),
         "faults": lambda: faults_table(_rows("faults")),
         "schedules": lambda: schedules.table(_rows("schedules")),

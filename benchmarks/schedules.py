@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random schedules of one to three faults, to runs of a small model on two workers, each compared to the bit.
 
-If stopped, it resumes where it was. Every schedule is a line of `results/schedules.jsonl`.
+If stopped, it resumes where it was, and begins again once the code has changed. Every schedule is a line of
+`results/schedules.jsonl`.
 """
 
 import argparse
 import collections
 import contextlib
-import json
 import os
 import random
 import signal
@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.faults import ROOT, children, left_behind, steps_in, until
+from benchmarks.faults import children, left_behind, steps_in, until
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
+from benchmarks.machine import ROOT, add_row, rows_of_this_code
 
-RESULTS = ROOT / "benchmarks/results/schedules.jsonl"
 STEPS, EVERY = 320, 10  # of a run; from a checkpoint to the next
 
 
@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Makes the trials that are missing; ends with status 1 if one of all failed."""
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     if arguments.quick:
-        arguments.schedules, rows = len(FAULTS), []
+        arguments.schedules = len(FAULTS)
+    rows = [] if arguments.quick else rows_of_this_code("schedules")
     with tempfile.TemporaryDirectory() as folder:
         expected = Run(Path(folder, "undisturbed")).weights_at_end()
         for seed in sorted({*range(arguments.schedules)} - {row["seed"] for row in rows}):
@@ -45,8 +45,7 @@ def main(arguments: argparse.Namespace) -> None:
             names = [list(FAULTS)[seed]] if arguments.quick else chance.choices(list(FAULTS), k=chance.randint(1, 3))
             rows.append(trial(seed, chance, names, Path(folder, str(seed)), expected))
             if not arguments.quick:
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+                add_row("schedules", rows[-1])
             print(rows[-1], flush=True)
     print(table(rows))
     raise SystemExit(0 if all(row["identical"] and not row["left"] for row in rows) else 1)

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import ROOT, steps_in
+from benchmarks.faults import steps_in
 from benchmarks.goodput import IMPORT, seconds_of
-from benchmarks.machine import machine, write_results
+from benchmarks.machine import ROOT, machine, write_results
 
 STEPS = 20
 PAUSE = 0.02  # seconds between two looks at a run

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scores of fine-tuning published weights: `text_classifier` beside transformers with Accelerate.
+
+The same weights, tasks, batch, learning rate, weight decay and epochs on both sides; AdamW's other settings are each
+side's own. Each seed's run, in bfloat16 and with batches by length unless named otherwise, has a core to itself.
+"""
+
+import argparse
+import queue
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.fine_tuning import BATCH, OURS, PEERS, RATE, weights_of
+from benchmarks.machine import cores, existing, machine, write_results
+from benchmarks.workers import Worker, together
+
+OUR_RUN = {
+    "batch_size": BATCH,
+    "learning_rate": RATE,
+    "lr_scaling": "none",
+    "replicas": 1,
+    "precision": "mixed_bfloat16",
+}
+PEERS_RUN = {"batch_size": BATCH, "rate": RATE, "by_length": True, "precision": "bf16"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--preset", type=existing, required=True, help="a folder in Hugging Face's format")
+    parser.add_argument("--mrpc", type=existing, required=True, help="folder in GLUE's format")
+    parser.add_argument("--rte", type=existing, required=True, help="the same")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each side")
+    parser.add_argument("--epochs", type=int, default=4, help="of these runs")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes the results."""
+    if arguments.quick:
+        arguments.seeds, arguments.epochs = 1, 1
+    results = {"machine": machine(arguments.quick), "weights_sha256": weights_of(arguments.preset), "scores": {}}
+    for task in ("mrpc", "rte"):
+        words = {"preset": arguments.preset, "task": task, "data": getattr(arguments, task), "epochs": arguments.epochs}
+        sides = {"transformers": (PEERS, words | PEERS_RUN), "ours": (OURS, words | OUR_RUN)}
+        if task == "mrpc":  # one task tells whether batches by length cost quality
+            sides = {"ours, batches at random": (OURS, words | OUR_RUN | {"by_length": False})} | sides
+        results["scores"][task] = scores(sides, arguments.seeds)
+    if not arguments.quick:
+        write_results("fine_tuning_scores", results)
+    print(score_table(results["scores"]))
+
+
+def scores(sides: dict[str, tuple[str, dict[str, Any]]], seeds: int) -> dict[str, list[dict[str, Any]]]:
+    """Each side's scores on the validation split, one run per seed, each on a core of its own.
+
+    Args:
+        sides: by name, the module whose `scorer` does a run, and its arguments.
+        seeds: runs of each side.
+    """
+    free: queue.Queue[int] = queue.Queue()
+    for core in cores():
+        free.put(core)
+
+    def measure(job: tuple[str, int]) -> dict[str, Any]:
+        (module, words), core = sides[job[0]], free.get()
+        try:
+            with together([Worker(f"{module}:scorer", words | {"seed": job[1]}, cores=[core])]) as [worker]:
+                found = worker()
+        finally:
+            free.put(core)
+        print(*job, found, file=sys.stderr, flush=True)
+        return found
+
+    jobs = [(side, seed) for seed in range(seeds) for side in sides]
+    with ThreadPoolExecutor(len(cores())) as pool:
+        found = dict(zip(jobs, pool.map(measure, jobs), strict=True))
+    return {side: [found[side, seed] for seed in range(seeds)] for side in sides}
+
+
+def score_table(scores: dict[str, Any]) -> str:
+    """The scores of each task in Markdown: mean and standard error over the seeds."""
+    lines = ["| task, dev split | seeds | | accuracy | F1 |", "| --- " * 5 + "|"]
+    for task, sides in scores.items():
+        ours = [*sides.values()][-1][0]  # it has the baselines too
+        names = [name for name in ("accuracy", "f1") if name in ours]
+        for side, runs in sides.items():
+            shown = [mean_of([run[name] for run in runs]) for name in names] + [""] * (2 - len(names))
+            lines.append(f"| {task} | {len(runs)} | {side} | {' | '.join(shown)} |")
+        for baseline in ("bag_of_words", "majority"):
+            shown = [f"{ours[f'{baseline}_{name}']:.3f}" for name in names] + [""] * (2 - len(names))
+            lines.append(f"| {task} | | {baseline.replace('_', ' ')} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def mean_of(values: list[float]) -> str:
+    """The mean over seeds, and its standard error."""
+    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{error}"
