@@ -21,6 +21,7 @@ NAMES = {
     "price": "what fit by the library costs, beside the one of Keras, for plain models",
     "gpu": "for whoever has GPUs: all that we cannot measure, in ten minutes, as one file to send us",
     "goodput": "what a kill a minute costs two workers",
+    "faults": "what clusters do to jobs, done to two workers, compared to the bit",
     "schedules": "random schedules of faults to runs on two workers, compared to the bit",
     "versions": "the library's own tests with other versions of Python, TensorFlow and Keras",
     "techniques": "what helps a small model learn: one change at a time to the defaults of bert_mlm",
@@ -43,7 +44,10 @@ def main() -> None:
         module = importlib.import_module(f"benchmarks.{name}")
         command = commands.add_parser(name, help=text, description=module.__doc__)
         module.add_arguments(command)
-        command.add_argument("--quick", action="store_true", help="to try it: few steps, smallest size, nothing kept")
+        if name != "all":
+            command.add_argument(
+                "--quick", action="store_true", help="to try it: few steps, smallest size, nothing kept"
+            )
         command.set_defaults(main=module.main)
     arguments = parser.parse_args()
     for name, value in vars(arguments).items():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says which results are stale, for they are of older code, and measures them again with `--measure`.
 
-Stopped and started again, it goes on with what is still stale. All takes hours, and wants a quiet machine.
+Stopped and started again, it goes on with what is still stale. All takes hours, and wants a quiet machine, the packages
+of `.[bench]` and, for hosts and disks of its own, root.
 """
 
 import argparse
@@ -17,7 +18,8 @@ from keras_replicas import UserError
 # For each file of results, what measures it: the words after `python -m`. {preset} and the like are this one's options.
 COMMANDS = {
     **dict.fromkeys((*RECIPES, "doctor"), "benchmarks defaults"),
-    "peers": "benchmarks peers --preset {preset} --mrpc {mrpc} --corpus {wikitext} --vocabulary {vocabulary}",
+    "peers": "benchmarks peers --rounds 5 --preset {preset} --mrpc {mrpc} --corpus {wikitext} "
+    "--vocabulary {vocabulary}",
     "throughput": "benchmarks throughput --corpus {wikitext} --vocabulary {vocabulary}",
     "causal": "benchmarks causal",
     "scaling": "benchmarks scaling --corpus {wikitext} --vocabulary {vocabulary}",
@@ -34,13 +36,13 @@ COMMANDS = {
     "same_steps": "benchmarks same_steps --preset {preset} --mrpc {mrpc} --rte {rte}",
     "techniques": "benchmarks techniques",
     "versions": "benchmarks versions",
-    "faults": "benchmarks.faults",
+    "faults": "benchmarks faults",
     "schedules": "benchmarks schedules",
     "wikitext-2": "recipes run bert_from_scratch --workdir runs/wikitext-2-{commit} --corpus {wikitext} --model tiny "
     "--vocabulary-size 8192 --seq-length 128 --epochs 22 --max-steps 13304 "
     "&& python -m benchmarks.wikitext runs/wikitext-2-{commit}",
     "pretraining": "recipes run bert_from_scratch --workdir runs/simplewiki-{commit} --corpus {simplewiki} "
-    "--vocabulary-size 8192 --max-steps 33408 "
+    "--model tiny --vocabulary-size 8192 --seq-length 64 --epochs 3 --max-steps 33408 "
     "&& python -m benchmarks pretraining --pretrained runs/simplewiki-{commit} --sst2 {sst2}",
 }
 del COMMANDS["bert_from_scratch"]  # of which the pages show a run on WikiText-2
@@ -57,30 +59,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Tells, and measures."""
-    given = {name: os.path.abspath(value) if (value := getattr(arguments, name)) else "" for name in DATA}
-    chosen = {name: command for name, command in COMMANDS.items() if arguments.only in name}
+    given = {name: os.path.abspath(value) for name in DATA if (value := getattr(arguments, name))}
+    given["commit"] = commit()
+    chosen = [name for name in COMMANDS if arguments.only in name]
     if not chosen:
         raise UserError(f"--only {arguments.only}: there are {', '.join(COMMANDS)}")
-    for name, command in chosen.items():
-        why = stale(name)
-        if not why:
+    failed = []
+    for command in dict.fromkeys(COMMANDS[name] for name in chosen):
+        why = {name: stale(name) for name in chosen if COMMANDS[name] == command}
+        if not any(why.values()):
             continue
-        missing = [word for word in DATA if f"{{{word}}}" in command and not given[word]]
-        print(f"{name}: {why}; python -m {command}", flush=True)
-        if not arguments.measure:
-            continue
+        print(", ".join(f"{name} ({text})" for name, text in why.items() if text), end=": ", flush=True)
+        missing = [word for word in DATA if f"{{{word}}}" in command and word not in given]
         if missing:
-            print(f"{name}: left out, for it needs --{' --'.join(missing)}", flush=True)
-        elif any(subprocess.run([sys.executable, "-m", *each], cwd=ROOT).returncode for each in words(command, given)):
-            raise UserError(f"{name} failed; the same command goes on from there")
+            print(f"needs --{', --'.join(missing)}", flush=True)
+            continue
+        print(f"python -m {command.format(**given)}", flush=True)
+        if arguments.measure:
+            programs = ([sys.executable, "-m", *words(each, given)] for each in command.split(" && python -m "))
+            if any(subprocess.run(program, cwd=ROOT).returncode for program in programs):
+                failed.append(command)
     if arguments.measure:
         subprocess.run([sys.executable, "-m", "benchmarks.readme"], cwd=ROOT, check=True)
+    if failed:
+        raise UserError(f"{len(failed)} failed, and will be measured by the same command: {', '.join(failed)}")
 
 
-def words(command: str, given: dict[str, str]) -> list[list[str]]:
-    """The words after `python -m` of each command in a line, with what is given: a path with a space is one."""
-    given = given | {"commit": commit()}
-    return [[word.format(**given) for word in each.split()] for each in command.split(" && python -m ")]
+def words(command: str, given: dict[str, str]) -> list[str]:
+    """A command's words, with what is given: a path with a space is one."""
+    return [word.format(**given) for word in command.split()]
 
 
 def stale(name: str) -> str:

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What 1, 2 and 4 replicas compute of each feature of Keras, against plain Keras on one device.
 
-    python -m benchmarks conformance
-
-runs all rows of `benchmarks/features.py`. Results go to `benchmarks/results/conformance.json`;
-`python -m benchmarks.readme` makes the table of docs/exactness.md of them.
+It runs all rows of `benchmarks/features.py`.
 """
 
 import argparse
 import itertools
 import json
-from pathlib import Path
 
-from benchmarks.machine import machine
+from benchmarks.machine import machine, write_results
 
-RESULTS = Path(__file__).parent / "results" / "conformance.json"
 REPLICAS = (1, 2, 4)
 
 
@@ -37,7 +32,7 @@ def main(arguments: argparse.Namespace) -> None:
     results = json.loads(json.dumps({"rows": rows, "machine": machine(arguments.quick)}))  # with strings as keys
     print(table(results))
     if not arguments.quick:
-        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+        write_results("conformance", results)
 
 
 def table(results: dict) -> str:

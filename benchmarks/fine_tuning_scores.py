@@ -6,15 +6,13 @@ side's own. Each seed's run, in bfloat16 and with batches by length unless named
 """
 
 import argparse
-import queue
 import statistics
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.fine_tuning import BATCH, OURS, PEERS, RATE, weights_of
-from benchmarks.machine import cores, existing, machine, write_results
-from benchmarks.workers import Worker, together
+from benchmarks.machine import existing, machine, write_results
+from benchmarks.workers import on_a_core_each
 
 OUR_RUN = {
     "batch_size": BATCH,
@@ -58,23 +56,12 @@ def scores(sides: dict[str, tuple[str, dict[str, Any]]], seeds: int) -> dict[str
         sides: by name, the module whose `scorer` does a run, and its arguments.
         seeds: runs of each side.
     """
-    free: queue.Queue[int] = queue.Queue()
-    for core in cores():
-        free.put(core)
-
-    def measure(job: tuple[str, int]) -> dict[str, Any]:
-        (module, words), core = sides[job[0]], free.get()
-        try:
-            with together([Worker(f"{module}:scorer", words | {"seed": job[1]}, cores=[core])]) as [worker]:
-                found = worker()
-        finally:
-            free.put(core)
-        print(*job, found, file=sys.stderr, flush=True)
-        return found
-
     jobs = [(side, seed) for seed in range(seeds) for side in sides]
-    with ThreadPoolExecutor(len(cores())) as pool:
-        found = dict(zip(jobs, pool.map(measure, jobs), strict=True))
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    given = [(f"{sides[side][0]}:scorer", sides[side][1] | {"seed": seed}) for side, seed in jobs]
+    for index, answer in on_a_core_each(given):
+        found[jobs[index]] = answer
+        print(*jobs[index], answer, file=sys.stderr, flush=True)
     return {side: [found[side, seed] for seed in range(seeds)] for side in sides}
 
 

@@ -28,7 +28,7 @@ IMPORT = "import tensorflow, keras, keras_hub"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--minutes", type=float, default=20, help="of the run that loses no worker")
+    parser.add_argument("--minutes", type=float, default=10, help="of the run that loses no worker")
     parser.add_argument("--every", type=float, default=60, help="seconds from one SIGKILL to the next, on average")
     parser.add_argument("--seed", type=int, default=1, help="of the times, and of who is killed")
 

@@ -94,19 +94,24 @@ def write_results(name: str, results: dict[str, Any]) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
-def rows_of_this_code(name: str) -> list[dict[str, Any]]:
-    """The rows of `benchmarks/results/NAME.jsonl` that are of this code; the others leave the file."""
-    path = RESULTS / f"{name}.jsonl"
+def unfinished_rows(name: str) -> list[dict[str, Any]]:
+    """The rows of `benchmarks/results/NAME.jsonl.unfinished` that are of this code; the others leave the file."""
+    path = RESULTS / f"{name}.jsonl.unfinished"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if of_this_code(json.loads(line).get("commit", ""))]
+    kept = [line for line in lines if of_this_code(json.loads(line)["commit"])]
     path.write_text("".join(kept))
     return [json.loads(line) for line in kept]
 
 
 def add_row(name: str, row: dict[str, Any]) -> None:
-    """Adds a row, with its commit, to `benchmarks/results/NAME.jsonl`."""
-    with (RESULTS / f"{name}.jsonl").open("a") as file:
+    """Adds a row, with its commit, to `benchmarks/results/NAME.jsonl.unfinished`."""
+    with (RESULTS / f"{name}.jsonl.unfinished").open("a") as file:
         file.write(json.dumps(row | {"commit": commit()}) + "\n")
+
+
+def finish_rows(name: str) -> None:
+    """Makes the rows, now that all are there, `benchmarks/results/NAME.jsonl`."""
+    (RESULTS / f"{name}.jsonl.unfinished").replace(RESULTS / f"{name}.jsonl")
 
 
 def products() -> Callable[[], dict[str, float]]:

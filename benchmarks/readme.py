@@ -4,7 +4,6 @@
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import benchmarks.input
 from benchmarks import (
@@ -27,11 +26,10 @@ from benchmarks import (
     versions,
     waits,
 )
+from benchmarks.machine import RESULTS, ROOT
 from common.language_model import told_of
 from common.log import report
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # What each recipe of the README's table is, and the options of the run that its row shows.
 RECIPES = {
@@ -50,7 +48,8 @@ RECIPES = {
 def parity_table(doctor: dict) -> str:
     """What `python -m recipes doctor --json` found, one line per check."""
     lines = ["| check | found |", "| --- " * 2 + "|"]
-    return "\n".join(lines + [f"| {row['check']} | {row['found']} |" for row in doctor["checks"]])
+    lines += [f"| {row['check']} | {row['found']} |" for row in doctor["checks"]]
+    return "\n".join([*lines, "", f"Code of {doctor['machine']['commit']}."])
 
 
 def faults_table(rows: list[dict]) -> str:
@@ -168,10 +167,10 @@ def report_table(results: dict) -> str:
 
 # What is made of a file of results, by its name.
 MEASURED = {
-    "bert_mlm": report_table,
-    "causal_lm": report_table,
+    "bert_mlm": with_machine(report_table),
+    "causal_lm": with_machine(report_table),
     "doctor": parity_table,
-    "keras_tests": keras_tests.line,
+    "keras_tests": with_machine(keras_tests.line),
     "throughput": throughput_table,
     "scaling": with_machine(scaling.tables),
     "peers": with_machine(peers.table),

@@ -19,7 +19,7 @@ PEER = "transformers"  # how the names of its contenders begin
 
 def add_round_arguments(parser: argparse.ArgumentParser) -> None:
     """The options for how often, how long and which contenders to time."""
-    parser.add_argument("--rounds", type=int, default=5, help="times that every contender is timed")
+    parser.add_argument("--rounds", type=int, default=3, help="times that every contender is timed")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a contender's steps in a round, about")
     parser.add_argument("--only", default="", help="contenders whose name contains this")
 

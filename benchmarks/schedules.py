@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random schedules of one to three faults, to runs of a small model on two workers, each compared to the bit.
 
-If stopped, it resumes where it was, and begins again once the code has changed. Every schedule is a line of
-`results/schedules.jsonl`.
+If stopped, it resumes where it was. The runs' disk of 4 MB and their two hosts are made by root.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import numpy as np
 
 from benchmarks.faults import children, left_behind, steps_in, until
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
-from benchmarks.machine import ROOT, add_row, rows_of_this_code
+from benchmarks.machine import ROOT, add_row, finish_rows, unfinished_rows
 
 STEPS, EVERY = 320, 10  # of a run; from a checkpoint to the next
 
@@ -37,7 +36,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Makes the trials that are missing; ends with status 1 if one of all failed."""
     if arguments.quick:
         arguments.schedules = len(FAULTS)
-    rows = [] if arguments.quick else rows_of_this_code("schedules")
+    rows = [] if arguments.quick else unfinished_rows("schedules")
     with tempfile.TemporaryDirectory() as folder:
         expected = Run(Path(folder, "undisturbed")).weights_at_end()
         for seed in sorted({*range(arguments.schedules)} - {row["seed"] for row in rows}):
@@ -47,6 +46,8 @@ def main(arguments: argparse.Namespace) -> None:
             if not arguments.quick:
                 add_row("schedules", rows[-1])
             print(rows[-1], flush=True)
+    if not arguments.quick:
+        finish_rows("schedules")
     print(table(rows))
     raise SystemExit(0 if all(row["identical"] and not row["left"] for row in rows) else 1)
 

@@ -22,7 +22,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     add_text_arguments(parser)
     parser.add_argument("--model", default="tiny", help="size")
     parser.add_argument("--batch-size", type=int, default=32, help="sequences of 128 in a step, over all replicas")
-    parser.add_argument("--rounds", type=int, default=5, help="times that everything is timed")
+    parser.add_argument("--rounds", type=int, default=3, help="times that everything is timed")
     parser.add_argument("--seconds", type=float, default=5.0, help="of steps in a round, about")
 
 

@@ -95,14 +95,12 @@ def specification(contender, size: str, arguments: argparse.Namespace, text: dic
     packed, padded = BATCHES[size]
     common = {"model": size, "dropout": arguments.dropout, "batch_size": padded if function == PUBLISHERS else packed}
     words = {"corpus": text["corpus"], "vocabulary": text["vocabulary"]}
-    match function:
-        case "benchmarks.ours:trainer":
-            own = {"recipe": "bert_mlm", "seq_length": SEQ_LENGTH, "mask_rate": MASK_RATE} | words | own
-        case "benchmarks.published:trainer":
-            own = words | own
-        case "benchmarks.transformers_peer:trainer":
-            own = {"folder": folder} | own
-    return function, common | own
+    of_function = {
+        OURS: {"recipe": "bert_mlm", "seq_length": SEQ_LENGTH, "mask_rate": MASK_RATE} | words,
+        PUBLISHERS: words,
+        PEERS: {"folder": folder},
+    }
+    return function, common | of_function[function] | own
 
 
 def table(measured: dict[str, Any]) -> str:

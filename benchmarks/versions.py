@@ -143,4 +143,5 @@ def table(results: dict[str, Any]) -> str:
     for row in rows:
         versions = " | ".join(row[name] for name in ("python", "tensorflow", "keras"))
         lines.append(f"| {versions} | {row['passed']} | {len(row['skipped'])} | {len(row['failed'])} |")
-    return "\n".join([*lines, "", f"Run on {' and '.join(sorted({row['date'] for row in rows}))}."])
+    dates, commits = (" and ".join(sorted({row[name] for row in rows})) for name in ("date", "commit"))
+    return "\n".join([*lines, "", f"Run on {dates}; code of {commits}."])

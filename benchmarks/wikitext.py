@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import machine, write_results
+from benchmarks.machine import ROOT, machine, write_results
 
-ROOT = Path(__file__).parent.parent
 SENTENCES = (
     "He was born in [MASK] and went to school in the city .",
     "The film received [MASK] reviews from critics .",

@@ -12,14 +12,16 @@ import contextlib
 import importlib
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, cores
 
 ENVIRONMENT = {  # quiet, and without a network
     "KERAS_BACKEND": "tensorflow",
@@ -110,6 +112,26 @@ def once(function: str, arguments: dict[str, Any], **question: Any) -> dict[str,
     """The answer of a process that is started for one question."""
     with together([Worker(function, arguments)]) as [worker]:
         return worker(**question)
+
+
+def on_a_core_each(jobs: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Answers to one question each, as they come, with the job's index; a job is a worker's function and arguments."""
+    free: queue.Queue[int] = queue.Queue()
+    for core in cores():
+        free.put(core)
+
+    def work(job: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+        core = free.get()
+        try:
+            with together([Worker(*job, cores=[core])]) as [worker]:
+                return worker()
+        finally:
+            free.put(core)
+
+    with ThreadPoolExecutor(len(cores())) as pool:
+        futures = {pool.submit(work, job): index for index, job in enumerate(jobs)}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
 
 
 def _serve(function: str, arguments: str) -> None:
