@@ -2,7 +2,7 @@
 """Says which results are stale, for they are of older code, and measures them again with `--measure`.
 
 Stopped and started again, it goes on with what is still stale. All takes hours, and wants a quiet machine, the packages
-of `.[bench]` and, for hosts and disks of its own, root.
+of `.[test,bench,export]` and, for hosts and disks of its own, root.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 
-from benchmarks.machine import RESULTS, ROOT, commit, existing, of_this_code
+from benchmarks.machine import RESULTS, ROOT, existing, of_this_code
 from benchmarks.waits import RECIPES
 from keras_replicas import UserError
 
@@ -38,12 +38,12 @@ COMMANDS = {
     "versions": "benchmarks versions",
     "faults": "benchmarks faults",
     "schedules": "benchmarks schedules",
-    "wikitext-2": "recipes run bert_from_scratch --workdir runs/wikitext-2-{commit} --corpus {wikitext} --model tiny "
-    "--vocabulary-size 8192 --seq-length 128 --epochs 22 --max-steps 13304 "
-    "&& python -m benchmarks.wikitext runs/wikitext-2-{commit}",
-    "pretraining": "recipes run bert_from_scratch --workdir runs/simplewiki-{commit} --corpus {simplewiki} "
+    "wikitext-2": "recipes run bert_from_scratch --workdir runs/wikitext-2 --overwrite --corpus {wikitext} "
+    "--model tiny --vocabulary-size 8192 --seq-length 128 --epochs 22 --max-steps 13304 "
+    "&& python -m benchmarks.wikitext runs/wikitext-2",
+    "pretraining": "recipes run bert_from_scratch --workdir runs/simplewiki --overwrite --corpus {simplewiki} "
     "--model tiny --vocabulary-size 8192 --seq-length 64 --epochs 3 --max-steps 33408 "
-    "&& python -m benchmarks pretraining --pretrained runs/simplewiki-{commit} --sst2 {sst2}",
+    "&& python -m benchmarks pretraining --pretrained runs/simplewiki --sst2 {sst2}",
 }
 del COMMANDS["bert_from_scratch"]  # of which the pages show a run on WikiText-2
 DATA = ("preset", "mrpc", "rte", "sst2", "wikitext", "simplewiki", "vocabulary")
@@ -60,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Tells, and measures."""
     given = {name: os.path.abspath(value) for name in DATA if (value := getattr(arguments, name))}
-    given["commit"] = commit()
     chosen = [name for name in COMMANDS if arguments.only in name]
     if not chosen:
         raise UserError(f"--only {arguments.only}: there are {', '.join(COMMANDS)}")
@@ -78,11 +77,11 @@ def main(arguments: argparse.Namespace) -> None:
         if arguments.measure:
             programs = ([sys.executable, "-m", *words(each, given)] for each in command.split(" && python -m "))
             if any(subprocess.run(program, cwd=ROOT).returncode for program in programs):
-                failed.append(command)
-    if arguments.measure:
-        subprocess.run([sys.executable, "-m", "benchmarks.readme"], cwd=ROOT, check=True)
+                failed.append(command.split()[1])
+    if arguments.measure and subprocess.run([sys.executable, "-m", "benchmarks.readme"], cwd=ROOT).returncode:
+        failed.append("readme")
     if failed:
-        raise UserError(f"{len(failed)} failed, and will be measured by the same command: {', '.join(failed)}")
+        raise UserError(f"these failed, as told above: {', '.join(failed)}")
 
 
 def words(command: str, given: dict[str, str]) -> list[str]:
@@ -92,7 +91,8 @@ def words(command: str, given: dict[str, str]) -> list[str]:
 
 def stale(name: str) -> str:
     """Why a file of results is not of this commit's code; empty if it is."""
-    texts = [path.read_text() for path in RESULTS.glob(f"{name}.json*")]  # one, or none
+    paths = (RESULTS / f"{name}.{ending}" for ending in ("json", "jsonl"))
+    texts = [path.read_text() for path in paths if path.exists()]  # one, or none
     commits = sorted({*re.findall(r'"commit": "(\w+\+?)"', "".join(texts))})
     if not commits:
         return "it names no commit" if any(texts) else "not measured"

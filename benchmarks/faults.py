@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does to runs on two workers what clusters do to jobs, and compares each with an undisturbed run.
 
-If stopped, it resumes where it was. A cut is between two network namespaces, which root may make.
+If stopped, it resumes where it was; where a trial fails, all stay in `results/faults.jsonl.unfinished`. A cut is between two network namespaces, which root may make.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 import h5py
 
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
-from benchmarks.machine import ROOT, add_row, finish_rows, unfinished_rows
+from benchmarks.machine import ROOT, add_row, commit, finish_rows, unfinished_rows
 
 CHECKPOINT_EVERY = 20
 STEPS = 384
@@ -40,18 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Makes the trials that are missing, and ends with status 1 if one of all failed."""
-    rows = [] if arguments.quick else unfinished_rows("faults")
+    rows, code = [] if arguments.quick else unfinished_rows("faults"), commit()
     with tempfile.TemporaryDirectory() as folder:
         expected = undisturbed(Path(folder, "undisturbed"))
         for fault, (times, _) in FAULTS.items():
-            for number in range(sum(row["fault"] == fault for row in rows), 1 if arguments.quick else times):
-                rows.append(trial(fault, number, Path(folder, f"{fault} {number}"), expected))
+            done = {row["number"] for row in rows if row["fault"] == fault}
+            for number in sorted({*range(1 if arguments.quick else times)} - done):
+                rows.append(trial(fault, number, Path(folder, f"{fault} {number}"), expected) | {"commit": code})
                 if not arguments.quick:
                     add_row("faults", rows[-1])
                 print(rows[-1], flush=True)
+    if not all(row["identical"] and not row["left"] for row in rows):
+        raise SystemExit(1)
     if not arguments.quick:
         finish_rows("faults")
-    raise SystemExit(0 if all(row["identical"] and not row["left"] for row in rows) else 1)
 
 
 def undisturbed(workdir: Path) -> dict[str, Any]:

@@ -55,7 +55,8 @@ def commit() -> str:
 
 def of_this_code(commit: str) -> bool:
     """Whether a commit's code is the last one's; false where git knows none such, as one with `+`."""
-    return not subprocess.run(["git", "-C", str(ROOT), "diff", "--quiet", commit, "HEAD", "--", *CODE]).returncode
+    words = ["git", "-C", str(ROOT), "diff", "--quiet", commit, "HEAD", "--", *CODE]
+    return not subprocess.run(words, stderr=subprocess.DEVNULL).returncode
 
 
 @contextlib.contextmanager
@@ -104,9 +105,9 @@ def unfinished_rows(name: str) -> list[dict[str, Any]]:
 
 
 def add_row(name: str, row: dict[str, Any]) -> None:
-    """Adds a row, with its commit, to `benchmarks/results/NAME.jsonl.unfinished`."""
+    """Adds a row to `benchmarks/results/NAME.jsonl.unfinished`."""
     with (RESULTS / f"{name}.jsonl.unfinished").open("a") as file:
-        file.write(json.dumps(row | {"commit": commit()}) + "\n")
+        file.write(json.dumps(row) + "\n")
 
 
 def finish_rows(name: str) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random schedules of one to three faults, to runs of a small model on two workers, each compared to the bit.
 
-If stopped, it resumes where it was. The runs' disk of 4 MB and their two hosts are made by root.
+If stopped, it resumes where it was; where a trial fails, all stay in `results/schedules.jsonl.unfinished`. The runs' disk of 4 MB and their two hosts are made by root.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.faults import children, left_behind, steps_in, until
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
-from benchmarks.machine import ROOT, add_row, finish_rows, unfinished_rows
+from benchmarks.machine import ROOT, add_row, commit, finish_rows, unfinished_rows
 
 STEPS, EVERY = 320, 10  # of a run; from a checkpoint to the next
 
@@ -36,20 +36,21 @@ def main(arguments: argparse.Namespace) -> None:
     """Makes the trials that are missing; ends with status 1 if one of all failed."""
     if arguments.quick:
         arguments.schedules = len(FAULTS)
-    rows = [] if arguments.quick else unfinished_rows("schedules")
+    rows, code = [] if arguments.quick else unfinished_rows("schedules"), commit()
     with tempfile.TemporaryDirectory() as folder:
         expected = Run(Path(folder, "undisturbed")).weights_at_end()
         for seed in sorted({*range(arguments.schedules)} - {row["seed"] for row in rows}):
             chance = random.Random(seed)
             names = [list(FAULTS)[seed]] if arguments.quick else chance.choices(list(FAULTS), k=chance.randint(1, 3))
-            rows.append(trial(seed, chance, names, Path(folder, str(seed)), expected))
+            rows.append(trial(seed, chance, names, Path(folder, str(seed)), expected) | {"commit": code})
             if not arguments.quick:
                 add_row("schedules", rows[-1])
             print(rows[-1], flush=True)
+    print(table(rows))
+    if not all(row["identical"] and not row["left"] for row in rows):
+        raise SystemExit(1)
     if not arguments.quick:
         finish_rows("schedules")
-    print(table(rows))
-    raise SystemExit(0 if all(row["identical"] and not row["left"] for row in rows) else 1)
 
 
 def trial(seed: int, chance: random.Random, names: list[str], workdir: Path, expected: list[np.ndarray]) -> dict:

@@ -39,7 +39,6 @@ CONTENDERS = (
 # Sequences per step: of 128 tokens, and of 512 in the published example, whose 64 take too much memory.
 BATCHES = {"nano": (32, 32), "tiny": (32, 64), "small": (32, 16), "base": (16, 4)}
 FRESH = ("small", "base")  # sizes whose contenders do not fit in memory together: each is started again in every round
-FRESH_ROUNDS = 3  # for these, at most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +75,7 @@ def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], fold
     """The rounds of all contenders of a size."""
     contenders = [contender for contender in CONTENDERS if arguments.only in contender[0]]
     rounds = [Timed(*specification(c, size, arguments, text, folder), arguments.seconds) for c in contenders]
-    number = min(arguments.rounds, FRESH_ROUNDS) if size in FRESH else arguments.rounds
-    take_rounds(rounds, number, size, stay=size not in FRESH)
+    take_rounds(rounds, arguments.rounds, size, stay=size not in FRESH)
     rows = {
         name: {
             "batch": timed.arguments["batch_size"],

@@ -128,10 +128,13 @@ def on_a_core_each(jobs: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[int
         finally:
             free.put(core)
 
-    with ThreadPoolExecutor(len(cores())) as pool:
+    pool = ThreadPoolExecutor(len(cores()))
+    try:
         futures = {pool.submit(work, job): index for index, job in enumerate(jobs)}
         for future in as_completed(futures):
             yield futures[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _serve(function: str, arguments: str) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import keras
 import pytest
 
-from benchmarks.conformance import REPLICAS, RESULTS
+from benchmarks.conformance import REPLICAS
 from benchmarks.features import BATCH, ROWS, X, Y, away_from_plain, cross_entropy, difference, functional, outcome
+from benchmarks.machine import RESULTS
 from keras_replicas import data_parallel, exchange, is_chief, make_strategy
 from tests.conftest import assert_same, python
 
@@ -51,7 +52,7 @@ def test_two_workers_compute_what_one_device_does(feature, of_workers):
 
 
 def test_the_page_has_every_row():
-    assert list(json.loads(RESULTS.read_text())["rows"]) == list(ROWS)
+    assert list(json.loads((RESULTS / "conformance.json").read_text())["rows"]) == list(ROWS)
 
 
 def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):
