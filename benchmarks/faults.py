@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does to runs on two workers what clusters do to jobs, and compares each with an undisturbed run.
 
-If stopped, it resumes where it was; where a trial fails, all stay in `results/faults.jsonl.unfinished`. A cut is between two network namespaces, which root may make.
+If stopped, it resumes where it was; where a trial fails, all stay in `results/faults.jsonl.unfinished`. A cut is
+between two network namespaces, which root may make.
 """
 
 import argparse

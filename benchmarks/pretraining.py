@@ -34,10 +34,7 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.seeds, arguments.epochs = 1, 1
     folder = Path(arguments.pretrained)
     pretraining = json.loads((folder / "results.json").read_text())
-    pretraining["config"] |= {
-        "workdir": "runs/bert_from_scratch",
-        "corpus": "simplewiki",
-    }  # where they were is of no interest
+    pretraining["config"] |= {"workdir": "runs/bert_from_scratch", "corpus": "simplewiki"}  # as on the page
     words = {"task": "sst2", "data": arguments.sst2, "epochs": arguments.epochs, "replicas": 1}
     sides = {
         "from random weights": (OURS, words | {"model": pretraining["config"]["model"] or "tiny"}),

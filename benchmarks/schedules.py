@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random schedules of one to three faults, to runs of a small model on two workers, each compared to the bit.
 
-If stopped, it resumes where it was; where a trial fails, all stay in `results/schedules.jsonl.unfinished`. The runs' disk of 4 MB and their two hosts are made by root.
+If stopped, it resumes where it was; where a trial fails, all stay in `results/schedules.jsonl.unfinished`. The runs'
+disk of 4 MB and their two hosts are made by root.
 """
 
 import argparse
