@@ -24,7 +24,6 @@ NAMES = {
     "faults": "what clusters do to jobs, done to two workers, compared to the bit",
     "schedules": "random schedules of faults to runs on two workers, compared to the bit",
     "versions": "the library's own tests with other versions of Python, TensorFlow and Keras",
-    "techniques": "what helps a small model learn: one change at a time to a BERT-tiny",
     "fine_tuning": "speed of fine-tuning, beside transformers with Accelerate",
     "fine_tuning_scores": "scores of fine-tuning, beside transformers with Accelerate",
     "same_steps": "fine-tuning on the same batches from the same weights and head, beside transformers",

@@ -34,7 +34,6 @@ COMMANDS = {
     "fine_tuning": "benchmarks fine_tuning --preset {preset} --mrpc {mrpc} --sst2 {sst2}",
     "fine_tuning_scores": "benchmarks fine_tuning_scores --preset {preset} --mrpc {mrpc} --rte {rte}",
     "same_steps": "benchmarks same_steps --preset {preset} --mrpc {mrpc} --rte {rte}",
-    "techniques": "benchmarks techniques",
     "versions": "benchmarks versions",
     "faults": "benchmarks faults",
     "schedules": "benchmarks schedules",

@@ -21,7 +21,6 @@ from benchmarks import (
     same_steps,
     scaling,
     schedules,
-    techniques,
     throughput,
     versions,
     waits,
@@ -176,7 +175,6 @@ MEASURED = {
     "peers": with_machine(peers.table),
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),
-    "techniques": with_machine(techniques.table),
     "fine_tuning": with_machine(fine_tuning.tables),
     "fine_tuning_scores": with_machine(lambda results: fine_tuning_scores.score_table(results["scores"])),
     "same_steps": with_machine(same_steps.table),
@@ -203,7 +201,7 @@ def tables() -> dict[str, Callable[[], str]]:
         ),
         "faults": lambda: faults_table(_rows("faults")),
         "schedules": lambda: schedules.table(_rows("schedules")),
-        "wikitext": lambda: wikitext_table(_results("wikitext-2")),
+        "wikitext": lambda: with_machine(wikitext_table)(_results("wikitext-2")),
         **{name: lambda name=name: MEASURED[name](_results(name)) for name in MEASURED},
     }
 
