@@ -45,7 +45,7 @@ def test_run_and_the_file_itself_are_the_same(no_tensorflow):
         ("recipes", "rnu bert_mlm", "invalid choice: 'rnu'"),
         ("recipes", "cp bert_mlm", "the following arguments are required: DEST. See python -m recipes cp --help"),
         ("recipes", "fill-mask [MASK]\udcff", r"'[MASK]\udcff' is not UTF-8 text"),
-        ("benchmarks", "fine_tuning --preset . --mrpc none", "no file or folder none"),
+        ("benchmarks", "all --only nothing", "--only nothing: there are bert_mlm"),
         ("benchmarks", "causal --rounds 0", "--rounds is too small: 0"),
         ("benchmarks", "compare nowhere", "no checkout of nowhere"),
     ],
