@@ -74,18 +74,13 @@ def main(arguments: argparse.Namespace) -> None:
             continue
         print(f"python -m {command.format(**given)}", flush=True)
         if arguments.measure:
-            programs = ([sys.executable, "-m", *words(each, given)] for each in command.split(" && python -m "))
-            if any(subprocess.run(program, cwd=ROOT).returncode for program in programs):
+            programs = ([word.format(**given) for word in each.split()] for each in command.split(" && python -m "))
+            if any(subprocess.run([sys.executable, "-m", *words], cwd=ROOT).returncode for words in programs):
                 failed.append(command.split()[1])
     if arguments.measure and subprocess.run([sys.executable, "-m", "benchmarks.readme"], cwd=ROOT).returncode:
         failed.append("readme")
     if failed:
         raise UserError(f"these failed, as told above: {', '.join(failed)}")
-
-
-def words(command: str, given: dict[str, str]) -> list[str]:
-    """A command's words, with what is given: a path with a space is one."""
-    return [word.format(**given) for word in command.split()]
 
 
 def stale(name: str) -> str:

@@ -168,6 +168,7 @@ def report_table(results: dict) -> str:
 MEASURED = {
     "bert_mlm": with_machine(report_table),
     "causal_lm": with_machine(report_table),
+    "wikitext-2": with_machine(wikitext_table),
     "doctor": parity_table,
     "keras_tests": keras_tests.line,
     "throughput": throughput_table,
@@ -201,7 +202,6 @@ def tables() -> dict[str, Callable[[], str]]:
         ),
         "faults": lambda: faults_table(_rows("faults")),
         "schedules": lambda: schedules.table(_rows("schedules")),
-        "wikitext": lambda: with_machine(wikitext_table)(_results("wikitext-2")),
         **{name: lambda name=name: MEASURED[name](_results(name)) for name in MEASURED},
     }
 
