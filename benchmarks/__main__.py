@@ -11,8 +11,6 @@ NAMES = {
     "all": "which results are stale, and all of them measured again",
     "defaults": "the default run of each recipe, and the doctor",
     "throughput": "training speed, beside the published Keras example and transformers with Accelerate",
-    "peers": "training speed of every recipe beside transformers with Accelerate, each at its best",
-    "compare": "speed of each recipe's steps, beside another commit's",
     "scaling": "one device against 2 replicas and 2 workers, and workers over links of several speeds",
     "input": "the input pipeline alone, and how long a step waits for it",
     "keras_tests": "Keras's own tests that train, by its trainer and by ours, on none, one and two replicas",
@@ -29,10 +27,8 @@ NAMES = {
     "same_steps": "fine-tuning on the same batches from the same weights and head, beside transformers",
     "export": "from a CSV to a service: the commands' seconds, and each format's size and speed",
     "causal": "speed and memory of causal_lm and LoRA, beside transformers with Accelerate",
-    "pretraining": "SST-2 from a preset of bert_from_scratch, and from random weights",
     "quality": "validation loss by time, beside the published Keras example",
 }
-MAY_BE_ZERO = ("dropout",)
 
 
 def main() -> None:
@@ -51,7 +47,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name, value in vars(arguments).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and not (value > 0 or (value == 0 and name in MAY_BE_ZERO)):
+        if is_number and value <= 0:
             fail(f"--{name.replace('_', '-')} is too small: {value}")
     try:
         arguments.main(arguments)

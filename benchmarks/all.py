@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says which results are stale, for they are of older code, and measures them again with `--measure`.
+"""Lists the results that are of older code of the library or the recipes; `--measure` measures them again.
 
 Stopped and started again, it goes on with what is still stale. All takes hours, and wants a quiet machine, the packages
 of `.[test,bench,export]` and, for hosts and disks of its own, root.
@@ -18,9 +18,8 @@ from keras_replicas import UserError
 # For each file of results, what measures it: the words after `python -m`. {preset} and the like are this one's options.
 COMMANDS = {
     **dict.fromkeys((*RECIPES, "doctor"), "benchmarks defaults"),
-    "peers": "benchmarks peers --rounds 5 --preset {preset} --mrpc {mrpc} --corpus {wikitext} "
-    "--vocabulary {vocabulary}",
-    "throughput": "benchmarks throughput --corpus {wikitext} --vocabulary {vocabulary}",
+    "throughput": "benchmarks throughput --corpus {wikitext} --vocabulary {vocabulary} --sizes tiny "
+    "&& python -m benchmarks throughput --corpus {wikitext} --vocabulary {vocabulary} --sizes base --rounds 3",
     "causal": "benchmarks causal",
     "scaling": "benchmarks scaling --corpus {wikitext} --vocabulary {vocabulary}",
     "input": "benchmarks input --corpus {wikitext} --vocabulary {vocabulary}",
@@ -40,17 +39,14 @@ COMMANDS = {
     "wikitext-2": "recipes run bert_from_scratch --workdir runs/wikitext-2 --overwrite --corpus {wikitext} "
     "--model tiny --vocabulary-size 8192 --seq-length 128 --epochs 22 --max-steps 13304 "
     "&& python -m benchmarks.wikitext runs/wikitext-2",
-    "pretraining": "recipes run bert_from_scratch --workdir runs/simplewiki --overwrite --corpus {simplewiki} "
-    "--model tiny --vocabulary-size 8192 --seq-length 64 --epochs 3 --max-steps 33408 "
-    "&& python -m benchmarks pretraining --pretrained runs/simplewiki --sst2 {sst2}",
 }
 del COMMANDS["bert_from_scratch"]  # of which the pages show a run on WikiText-2
-DATA = ("preset", "mrpc", "rte", "sst2", "wikitext", "simplewiki", "vocabulary")
+DATA = ("preset", "mrpc", "rte", "sst2", "wikitext", "vocabulary")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--measure", action="store_true", help="what is stale; otherwise it is told alone")
+    parser.add_argument("--measure", action="store_true", help="them; otherwise they are only listed")
     parser.add_argument("--only", default="", help="results whose name contains this")
     for name in DATA:
         parser.add_argument(f"--{name}", type=existing, default="", help="file or folder that some of them need")
@@ -76,7 +72,7 @@ def main(arguments: argparse.Namespace) -> None:
         if arguments.measure:
             programs = ([word.format(**given) for word in each.split()] for each in command.split(" && python -m "))
             if any(subprocess.run([sys.executable, "-m", *words], cwd=ROOT).returncode for words in programs):
-                failed.append(command.split()[1])
+                failed += why
     if arguments.measure and subprocess.run([sys.executable, "-m", "benchmarks.readme"], cwd=ROOT).returncode:
         failed.append("readme")
     if failed:

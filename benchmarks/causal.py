@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training speed of `causal_lm` beside transformers with Accelerate, and LoRA beside training all weights.
+"""Training speed of `causal_lm` beside transformers with Accelerate, all weights or by LoRA.
 
 Every contender trains the same GPT-2 on the same sequences of 128 tokens, in a process of its own, and is timed in
 turn, round after round; only one computes at a time. Memory is the peak of its process in that time.
 """
 
 import argparse
+import tempfile
 from typing import Any
 
 from benchmarks.machine import machine, write_results
 from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
-from benchmarks.text import absolute, temporary_folder
 from benchmarks.workers import once
 
-SEQ_LENGTH, BATCH, RANK = 128, 16, 8
+SEQ_LENGTH, BATCH, RANK, PIECES, DROPOUT = 128, 16, 8, 8192, 0.1
+SIZES, CORPUS = ("tiny", "small"), "docstrings"
 PEERS, OURS = "benchmarks.transformers_causal:trainer", "benchmarks.ours:trainer"
 # One line per contender: its name, what makes it, its own arguments.
 CONTENDERS = (
     ("transformers, Accelerate", PEERS, {}),
     ("transformers, Accelerate, bfloat16", PEERS, {"precision": "bf16"}),
+    ("transformers, Accelerate, bfloat16, compiled", PEERS, {"precision": "bf16", "compiler": "inductor"}),
     ("fit, one device", OURS, {"replicas": 1}),
-    ("fit, one device, jit", OURS, {"replicas": 1, "jit": True}),
     ("fit, one device, bfloat16", OURS, {"replicas": 1, "precision": "mixed_bfloat16"}),
     ("fit, 2 replicas", OURS, {"replicas": 2}),
+    ("fit, 2 replicas, bfloat16", OURS, {"replicas": 2, "precision": "mixed_bfloat16"}),
     ("fit, one device, LoRA", OURS, {"replicas": 1, "lora_rank": RANK}),
     ("fit, one device, bfloat16, LoRA", OURS, {"replicas": 1, "precision": "mixed_bfloat16", "lora_rank": RANK}),
 )
@@ -30,40 +32,31 @@ CONTENDERS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--corpus", default="docstrings", help="as in causal_lm: a name, a file or a folder")
-    parser.add_argument("--vocabulary-size", type=int, default=8192, help="byte pairs, trained on the corpus")
-    parser.add_argument("--sizes", default="tiny,small", help="of models, with commas between")
-    parser.add_argument("--dropout", type=float, default=0.1, help="of every contender")
     add_round_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
+    sizes, pieces = SIZES, PIECES
     if arguments.quick:
-        arguments.sizes, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
-    corpus = absolute(arguments.corpus)
-    results: dict[str, Any] = {"machine": machine(arguments.quick), "dropout": arguments.dropout, "sizes": {}}
-    for size in arguments.sizes.split(","):
-        with temporary_folder() as folder:
-            options = {"corpus": corpus, "vocabulary_size": arguments.vocabulary_size, "model": size}
+        sizes, pieces, arguments.rounds, arguments.seconds = ("nano",), 500, 1, 0.0
+    results: dict[str, Any] = {"machine": machine(arguments.quick), "sizes": {}}
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"corpus": CORPUS, "vocabulary_size": pieces, "model": size}
             once("benchmarks.text:gpt2_writer", {"folder": folder, "seq_length": SEQ_LENGTH} | options)
-            results["sizes"][size] = measure(arguments, size, corpus, folder)
+            results["sizes"][size] = measure(arguments, size, folder)
         print(f"{size}:\n\n{table(results['sizes'][size])}\n", flush=True)
     if not arguments.quick and not arguments.only:
         write_results("causal", results)
 
 
-def measure(arguments: argparse.Namespace, size: str, corpus: str, folder: str) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, size: str, folder: str) -> dict[str, Any]:
     """Each contender's tokens per second in every round, and its peak memory in MiB."""
-    common = {"batch_size": BATCH, "dropout": arguments.dropout}
+    common = {"batch_size": BATCH, "dropout": DROPOUT}
     own = {
         PEERS: {"folder": folder, "model": size},
-        OURS: {
-            "recipe": "causal_lm",
-            "corpus": corpus,
-            "preset": f"{folder}/preset",
-            "seq_length": SEQ_LENGTH,
-        },
+        OURS: {"recipe": "causal_lm", "corpus": CORPUS, "preset": f"{folder}/preset", "seq_length": SEQ_LENGTH},
     }
     chosen = [contender for contender in CONTENDERS if arguments.only in contender[0]]
     timed = [Timed(made_by, common | own[made_by] | words, arguments.seconds) for _, made_by, words in chosen]

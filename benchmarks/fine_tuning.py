@@ -17,9 +17,7 @@ PEERS, OURS = "benchmarks.transformers_classifier", "benchmarks.ours_classifier"
 STEPS = {"recipe": "text_classifier"}  # of `benchmarks.ours`
 # One line per contender: its name, its module, its own arguments.
 CONTENDERS = (
-    ("transformers, Accelerate", PEERS, {}),
     ("transformers, Accelerate, by length", PEERS, {"by_length": True}),
-    ("transformers, Accelerate, bfloat16", PEERS, {"precision": "bf16"}),
     ("transformers, Accelerate, bfloat16, by length", PEERS, {"precision": "bf16", "by_length": True}),
     ("fit, one device", "benchmarks.ours", STEPS | {"replicas": 1}),
     ("fit, one device, bfloat16", "benchmarks.ours", STEPS | {"replicas": 1, "precision": "mixed_bfloat16"}),

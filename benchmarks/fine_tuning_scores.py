@@ -2,7 +2,7 @@
 """The scores of fine-tuning published weights: `text_classifier` beside transformers with Accelerate.
 
 The same weights, tasks, batch, learning rate, weight decay and epochs on both sides; AdamW's other settings are each
-side's own. Each seed's run, in bfloat16 and with batches by length unless named otherwise, has a core to itself.
+side's own. Each seed's run, in bfloat16 and with batches by length, has a core to itself.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from benchmarks.fine_tuning import BATCH, OURS, PEERS, RATE, weights_of
 from benchmarks.machine import existing, machine, write_results
 from benchmarks.workers import on_a_core_each
 
+SEEDS, EPOCHS = 5, 4
 OUR_RUN = {
     "batch_size": BATCH,
     "learning_rate": RATE,
@@ -29,21 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", type=existing, required=True, help="a folder in Hugging Face's format")
     parser.add_argument("--mrpc", type=existing, required=True, help="folder in GLUE's format")
     parser.add_argument("--rte", type=existing, required=True, help="the same")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each side")
-    parser.add_argument("--epochs", type=int, default=4, help="of these runs")
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
-    if arguments.quick:
-        arguments.seeds, arguments.epochs = 1, 1
+    seeds, epochs = (1, 1) if arguments.quick else (SEEDS, EPOCHS)
     results = {"machine": machine(arguments.quick), "weights_sha256": weights_of(arguments.preset), "scores": {}}
     for task in ("mrpc", "rte"):
-        words = {"preset": arguments.preset, "task": task, "data": getattr(arguments, task), "epochs": arguments.epochs}
+        words = {"preset": arguments.preset, "task": task, "data": getattr(arguments, task), "epochs": epochs}
         sides = {"transformers": (PEERS, words | PEERS_RUN), "ours": (OURS, words | OUR_RUN)}
-        if task == "mrpc":  # one task tells whether batches by length cost quality
-            sides = {"ours, batches at random": (OURS, words | OUR_RUN | {"by_length": False})} | sides
-        results["scores"][task] = scores(sides, arguments.seeds)
+        results["scores"][task] = scores(sides, seeds)
     if not arguments.quick:
         write_results("fine_tuning_scores", results)
     print(score_table(results["scores"]))

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
+    ends = time.monotonic() + 60 * MINUTES
     recipes = RECIPES[-1:] if arguments.quick else RECIPES
     options = ("nano", 4) if arguments.quick else (arguments.model, arguments.steps)
     numbers, every = NUMBERS // (1000 if arguments.quick else 1), len(visible_gpus()) or 2
@@ -43,7 +44,6 @@ def main(arguments: argparse.Namespace) -> None:
         "model": options[0],
         "runs": [],
     }
-    ends = time.monotonic() + 60 * MINUTES
     doctor = [sys.executable, "-m", "keras_replicas", "doctor", "--json"]
     results["doctor"] = output_of(doctor, ends) if not arguments.quick else {}
     reduction = f"import json; from benchmarks.reducer import reducer; print(json.dumps(reducer()(20, {numbers})))"
@@ -82,7 +82,8 @@ def output_of(command: list[str], ends: float, environment: dict[str, str] | Non
             timeout=max(1, ends - time.monotonic()),
         )
     except subprocess.TimeoutExpired as stopped:
-        return {"failed": f"stopped after {MINUTES} minutes in all: {str(stopped.stderr)[-1000:]}"}
+        said = (stopped.stderr or b"").decode(errors="replace")  # bytes, whatever `text` says
+        return {"failed": f"stopped after {MINUTES} minutes in all: {said[-1000:]}"}
     if done.returncode and not done.stdout.startswith("{"):
         return {"failed": (done.stdout + done.stderr)[-1000:]}
     return json.loads(done.stdout) if done.stdout.startswith("{") else {}

@@ -6,6 +6,8 @@ import os
 import subprocess
 from collections.abc import Iterator
 
+from keras_replicas import UserError
+
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NOBODY = "02:00:00:00:00:00"  # a hardware address that no host has
 
@@ -15,7 +17,7 @@ def two_hosts() -> Iterator[list[str]]:
     """The names of two hosts, which reach each other at `ADDRESSES` and nothing else; gone after the block.
 
     Raises:
-        PermissionError: when they cannot be made.
+        UserError: when they cannot be made.
     """
     hosts = [f"host{i}-{os.getpid()}" for i in range(2)]
     with contextlib.ExitStack() as after:
@@ -30,7 +32,7 @@ def two_hosts() -> Iterator[list[str]]:
                     _ip("-netns", host, "link", "set", interface, "up")
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
             why = getattr(error, "stderr", error)
-            raise PermissionError(f"needs `ip`, and leave to make network namespaces: {why}") from error
+            raise UserError(f"needs `ip`, and leave to make network namespaces: {why}") from error
         yield hosts
 
 
@@ -58,7 +60,7 @@ def shape(hosts: list[str], megabits: float | None) -> None:
     """Limits what each host sends from now on, in megabits per second, headers included; None for no limit.
 
     Raises:
-        PermissionError: when the kernel cannot hold packets back.
+        UserError: when the kernel cannot hold packets back.
     """
     for host in hosts:
         command = on(host, "tc", "qdisc", "replace", "dev", "cable", "root")
@@ -71,7 +73,7 @@ def shape(hosts: list[str], megabits: float | None) -> None:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
             why = getattr(error, "stderr", error)
-            raise PermissionError(f"needs `tc`, and a kernel with its tbf: {why}") from error
+            raise UserError(f"needs `tc`, and a kernel with its tbf: {why}") from error
 
 
 def bytes_sent(host: str) -> int:

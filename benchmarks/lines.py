@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts lines of code, by folder: `python -m benchmarks.lines`. Docstrings, comments and blank lines do not count."""
+"""Counts lines of code. Docstrings, comments and blank lines do not count."""
 
 import ast
 import io
 import tokenize
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-FOLDERS = ("keras_replicas", "common", "recipes", "guides", "notebooks", "benchmarks", "tests")
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -27,8 +25,3 @@ def count_lines(source: str) -> int:
 def lines_in(folder: Path) -> int:
     """The lines of code of a folder's modules."""
     return sum(count_lines(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py"))
-
-
-if __name__ == "__main__":
-    for name in FOLDERS:
-        print(f"{name:15} {lines_in(ROOT / name):6,}")

@@ -2,7 +2,6 @@
 """What a figure depends on: machine, packages, code."""
 
 import argparse
-import contextlib
 import importlib.metadata
 import json
 import math
@@ -10,13 +9,10 @@ import os
 import platform
 import re
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from keras_replicas import UserError
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -49,33 +45,15 @@ def machine(quick: bool = False) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the code, with `+` where the code differs from it."""
-    return _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "--porcelain", "--", "*.py") else "")
+    """The last commit that changed the code, with `+` where there are changes since that are not committed."""
+    found = _git("log", "-1", "--abbrev=12", "--format=%h", "--", *CODE)
+    return found + ("+" if _git("status", "--porcelain", "--", *CODE) else "")
 
 
 def of_this_code(commit: str) -> bool:
     """Whether a commit's code is the last one's; false where git knows none such, as one with `+`."""
     words = ["git", "-C", str(ROOT), "diff", "--quiet", commit, "HEAD", "--", *CODE]
     return not subprocess.run(words, stderr=subprocess.DEVNULL).returncode
-
-
-@contextlib.contextmanager
-def checkout(commit: str) -> Iterator[Path]:
-    """The folder of the collection as of a commit, or whatever git takes for one; gone after the block.
-
-    Raises:
-        UserError: when git has no such commit.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder, "collection")
-        command = ["git", "-C", str(ROOT), "worktree"]
-        made = subprocess.run([*command, "add", "--detach", str(root), commit], capture_output=True, text=True)
-        if made.returncode:
-            raise UserError(f"no checkout of {commit}: {made.stderr.strip()}")
-        try:
-            yield root
-        finally:
-            subprocess.run([*command, "remove", "--force", str(root)], capture_output=True)
 
 
 def existing(word: str) -> str:

@@ -2,15 +2,14 @@
 """This project's side in whole runs of fine-tuning: `recipes/text_classifier.py`."""
 
 import contextlib
-import importlib
 import io
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from benchmarks.ours import ONE_PART, begin
-from benchmarks.text import temporary_folder
 from recipes import text_classifier
 
 
@@ -45,22 +44,14 @@ def leader(batch_size: int, rate: float, **options: Any) -> Callable[..., dict[s
     return run
 
 
-def scorer(by_length: bool = True, **options: Any) -> Callable[[], dict[str, Any]]:
-    """A function that does one run of the recipe; it returns the validation scores and the seconds of training.
-
-    Args:
-        by_length: whether examples of similar length share a batch; if not, they are drawn at random.
-        options: of `text_classifier`.
-    """
-    if not by_length:
-        importlib.import_module(text_classifier.EncodedTexts.__module__).GROUP = 1  # type: ignore[attr-defined]
+def scorer(**options: Any) -> Callable[[], dict[str, Any]]:
+    """A function that does one run of the recipe with some options; it returns the validation scores."""
 
     def run() -> dict[str, Any]:
-        with temporary_folder() as folder, contextlib.redirect_stdout(io.StringIO()):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             config = text_classifier.Config(workdir=f"{folder}/run", **options)
             results = text_classifier.train_and_evaluate(config)
         names = [f"{whose}{name}" for whose in ("", "bag_of_words_", "majority_") for name in ("accuracy", "f1")]
-        scores = {name: results[f"val_{name}"] for name in names if f"val_{name}" in results}  # RTE has no F1
-        return scores | {"padding": results["padding_fraction"], "seconds": results["seconds"]}
+        return {name: results[f"val_{name}"] for name in names if f"val_{name}" in results}  # RTE has no F1
 
     return run

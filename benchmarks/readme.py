@@ -14,8 +14,6 @@ from benchmarks import (
     fine_tuning_scores,
     goodput,
     keras_tests,
-    peers,
-    pretraining,
     price,
     quality,
     same_steps,
@@ -26,6 +24,7 @@ from benchmarks import (
     waits,
 )
 from benchmarks.machine import RESULTS, ROOT
+from benchmarks.rounds import PEER
 from common.language_model import told_of
 from common.log import report
 
@@ -71,15 +70,16 @@ def faults_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def claims(doctor: dict, faults: list[dict], beside: dict, scores: dict) -> str:
+def claims(doctor: dict, faults: list[dict], beside: dict[str, tuple], scores: dict) -> str:
     """What the README says of the results, one line for each page that has them all."""
     beside_one = [row for row in doctor["checks"] if "replicas" in row["check"]]
     passed = [row["largest_difference"] for row in beside_one if row["passed"]]
     same = sum(row["identical"] for row in faults)
-    ratios = []
-    for recipe, found in beside["recipes"].items():
-        ours, theirs = (statistics.median(found["speeds"][name]) for name in peers.fastest(found["speeds"]))
-        ratios.append(f"`{recipe}` {ours / theirs:.1f}")
+    ratios: dict[str, list[str]] = {}
+    for what, (_, speeds) in beside.items():
+        ours, theirs = (statistics.median(speeds[name]) for name in fastest(speeds))
+        ratios.setdefault(what.partition(",")[0], []).append(f"{ours / theirs:.1f}")
+    shown = ", ".join(f"{recipe} {' and '.join(each)}" for recipe, each in ratios.items())
     mrpc = {side: [run["accuracy"] for run in runs] for side, runs in scores["mrpc"].items()}
     ours, theirs = (fine_tuning_scores.mean_of(mrpc[side]) for side in ("ours", "transformers"))
     return f"""\
@@ -89,10 +89,42 @@ def claims(doctor: dict, faults: list[dict], beside: dict, scores: dict) -> str:
 | one device | [exactness](docs/exactness.md) |
 | survives | {same} of {len(faults)} runs on two workers, killed, stopped or cut off: the same bits \
 | undisturbed runs | [fault tolerance](docs/fault-tolerance.md) |
-| fast | times the tokens (or examples) a second, small models on two cores: {", ".join(ratios)} \
-| transformers with Accelerate, each at its best | [performance](docs/speed.md) |
+| speed | {shown} times the peer's on two cores, two models or tasks each \
+| transformers, tuned, each at its best | [performance](docs/speed.md#every-recipe-beside-its-peer) |
 | as good | MRPC accuracy {ours}, {len(mrpc["ours"])} seeds \
 | transformers, same weights: {theirs} | [fine-tuning](docs/fine-tuning.md#measured-on-real-weights) |"""
+
+
+def beside(throughput: dict, causal: dict, fine_tuning: dict) -> dict[str, tuple[str, dict[str, list[float]]]]:
+    """What is measured beside transformers: of each recipe and model, the unit, and all contenders' speeds."""
+    tokens = {f"`bert_mlm`, {size}": one["contenders"] for size, one in throughput["sizes"].items()}
+    tokens |= {f"`causal_lm`, {size}": rows for size, rows in causal["sizes"].items()}
+    examples = {f"`text_classifier`, {task}": rows for task, rows in fine_tuning["speed"].items()}
+    return {
+        what: (f"{unit}/s", {name: row[f"{unit}_per_second"] for name, row in rows.items()})
+        for unit, group in (("tokens", tokens), ("examples", examples))
+        for what, rows in group.items()
+    }
+
+
+def beside_table(measured: dict[str, tuple[str, dict[str, list[float]]]]) -> str:
+    """The fastest contender of each side by its median, and the range of the rounds' ratios."""
+    lines = ["| recipe, model | ours, at its best | transformers, at its best | ratio | range |", "| --- " * 5 + "|"]
+    for what, (unit, speeds) in measured.items():
+        sides = {name: speeds[name] for name in fastest(speeds)}
+        medians = [statistics.median(rounds) for rounds in sides.values()]
+        ratios = [a / b for a, b in zip(*sides.values(), strict=True)]
+        cells = [f"{median:,.0f} {unit}: {name}" for name, median in zip(sides, medians, strict=True)]
+        ratio, low, high = medians[0] / medians[1], min(ratios), max(ratios)
+        lines.append(f"| {what} | {' | '.join(cells)} | {ratio:.2f} x | {low:.2f} to {high:.2f} |")
+    return "\n".join(lines)
+
+
+def fastest(speeds: dict[str, list[float]]) -> list[str]:
+    """The names of our fastest contender and of transformers', by the medians of their rounds; LoRA trains less."""
+    whole = [name for name in speeds if "LoRA" not in name]
+    sides = [[n for n in whole if n.startswith("fit")], [n for n in whole if n.startswith(PEER)]]
+    return [max(names, key=lambda name: statistics.median(speeds[name])) for names in sides]
 
 
 def wikitext_table(summary: dict) -> str:
@@ -173,13 +205,11 @@ MEASURED = {
     "keras_tests": keras_tests.line,
     "throughput": throughput_table,
     "scaling": with_machine(scaling.tables),
-    "peers": with_machine(peers.table),
     "input": with_machine(benchmarks.input.table),
     "quality": with_machine(quality.table),
     "fine_tuning": with_machine(fine_tuning.tables),
     "fine_tuning_scores": with_machine(lambda results: fine_tuning_scores.score_table(results["scores"])),
     "same_steps": with_machine(same_steps.table),
-    "pretraining": with_machine(pretraining.tables),
     "causal": with_machine(causal.tables),
     "export": with_machine(export.table),
     "conformance": with_machine(conformance.table),
@@ -198,8 +228,9 @@ def tables() -> dict[str, Callable[[], str]]:
             | {"bert_from_scratch": _results("wikitext-2")["results"]}
         ),
         "claims": lambda: claims(
-            *(_results("doctor"), _rows("faults"), _results("peers"), _results("fine_tuning_scores")["scores"]),
+            *(_results("doctor"), _rows("faults"), _beside(), _results("fine_tuning_scores")["scores"]),
         ),
+        "beside": lambda: beside_table(_beside()),
         "faults": lambda: faults_table(_rows("faults")),
         "schedules": lambda: schedules.table(_rows("schedules")),
         **{name: lambda name=name: MEASURED[name](_results(name)) for name in MEASURED},
@@ -213,6 +244,10 @@ def with_tables(page: str) -> str:
         if marker:
             page = f"{before}{marker}{table()}\n{after[after.index('<!-- end -->') :]}"
     return page
+
+
+def _beside() -> dict[str, tuple[str, dict[str, list[float]]]]:
+    return beside(*map(_results, ("throughput", "causal", "fine_tuning")))
 
 
 def _rows(name: str) -> list[dict]:

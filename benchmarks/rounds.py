@@ -8,10 +8,8 @@ import argparse
 import math
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT
 from benchmarks.workers import Worker, together
 
 PEER = "transformers"  # how the names of its contenders begin
@@ -19,7 +17,7 @@ PEER = "transformers"  # how the names of its contenders begin
 
 def add_round_arguments(parser: argparse.ArgumentParser) -> None:
     """The options for how often, how long and which contenders to time."""
-    parser.add_argument("--rounds", type=int, default=3, help="times that every contender is timed")
+    parser.add_argument("--rounds", type=int, default=5, help="times that every contender is timed")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a contender's steps in a round, about")
     parser.add_argument("--only", default="", help="contenders whose name contains this")
 
@@ -30,11 +28,10 @@ class Timed:
     Args:
         function, arguments: see `workers.Worker`.
         seconds: how long a round should last, about.
-        root: see `workers.Worker`.
     """
 
-    def __init__(self, function: str, arguments: dict[str, Any], seconds: float, root: Path = ROOT):
-        self.function, self.arguments, self.seconds, self.root = function, arguments, seconds, root
+    def __init__(self, function: str, arguments: dict[str, Any], seconds: float):
+        self.function, self.arguments, self.seconds = function, arguments, seconds
         self.answers, self.worker, self.steps = [], None, 0
 
     def __str__(self):
@@ -43,7 +40,7 @@ class Timed:
     def round(self, workers: list[Worker], stays: bool) -> None:
         """Takes its turn; starts its process if there is none. The first time, a rehearsal sets the number of steps."""
         if self.worker is None:
-            self.worker = Worker(self.function, self.arguments, root=self.root)
+            self.worker = Worker(self.function, self.arguments)
             workers.append(self.worker)
         if not self.steps:
             rehearsed = self.worker(steps=2)

@@ -13,24 +13,21 @@ import numpy as np
 from benchmarks.fine_tuning import BATCH, OURS, PEERS, RATE
 from benchmarks.machine import existing, machine, write_results
 from benchmarks.workers import once
-from keras_replicas import UserError
+
+EPOCHS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--preset", type=existing, required=True, help="a folder in Hugging Face's format")
-    parser.add_argument("--mrpc", type=existing, default="", help="folder in GLUE's format")
-    parser.add_argument("--rte", type=existing, default="", help="the same")
-    parser.add_argument("--epochs", type=int, default=4, help="of each side")
+    parser.add_argument("--mrpc", type=existing, required=True, help="folder in GLUE's format")
+    parser.add_argument("--rte", type=existing, required=True, help="the same")
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Trains on both sides, prints and writes how far they are apart."""
-    tasks = {name: getattr(arguments, name) for name in ("mrpc", "rte") if getattr(arguments, name)}
-    if not tasks:
-        raise UserError("give a task's folder: --mrpc or --rte")
-    epochs = 1 if arguments.quick else arguments.epochs
-    rows = {task: compare(arguments.preset, task, data, epochs) for task, data in tasks.items()}
+    epochs = 1 if arguments.quick else EPOCHS
+    rows = {task: compare(arguments.preset, task, getattr(arguments, task), epochs) for task in ("mrpc", "rte")}
     results = {"machine": machine(arguments.quick), "tasks": rows}
     print(table(results))
     if not arguments.quick:

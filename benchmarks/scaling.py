@@ -11,12 +11,13 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.hosts import ADDRESSES, bytes_sent, on, shape, two_hosts
 from benchmarks.machine import cores, machine, write_results
-from benchmarks.text import add_step_arguments, prepare_text, temporary_folder
+from benchmarks.text import add_step_arguments, prepare_text
 from benchmarks.workers import Worker, together
 from keras_replicas.cluster import worker_config
 from keras_replicas.launch import free_addresses
@@ -34,12 +35,8 @@ def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     if arguments.quick:
         arguments.model, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
-    results: dict[str, Any] = {
-        "machine": machine(arguments.quick),
-        "model": arguments.model,
-        "batch": arguments.batch_size,
-    }
-    with temporary_folder() as folder:
+    results: dict[str, Any] = {"machine": machine(arguments.quick)}
+    with tempfile.TemporaryDirectory() as folder, two_hosts() as hosts:
         text = prepare_text(arguments, 128, folder)
         options = {"corpus": text["corpus"], "vocabulary": text["vocabulary"], "seq_length": 128}
         options |= {
@@ -48,12 +45,11 @@ def main(arguments: argparse.Namespace) -> None:
             "model": arguments.model,
             "batch_size": arguments.batch_size,
         }
-        results["pieces"] = text["pieces"]
         results["ways"] = {
             name: compare(options | {"jit": jit}, arguments)
             for name, jit in (("float32", False), ("float32, jit", True))
         }
-        results["links"] = measure_links(options, arguments)
+        results["links"] = measure_links(options, arguments, hosts)
     print(tables(results), flush=True)
     if not arguments.quick:
         write_results("scaling", results)
@@ -74,26 +70,22 @@ def compare(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str,
                 answers[name].append(ask(group, steps=steps[name]))
                 print(f"round {number + 1}: {name} {answers[name][-1]}", file=sys.stderr, flush=True)
     return {
-        name: {
-            "tokens_per_second": [round(a["tokens"] / a["seconds"], 1) for a in found],
-            "step_ms": [round(1e3 * a["seconds"] / a["steps"], 2) for a in found],
-        }
+        name: {"tokens_per_second": [round(a["tokens"] / a["seconds"], 1) for a in found]}
         for name, found in answers.items()
     }
 
 
-def measure_links(options: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_links(options: dict[str, Any], arguments: argparse.Namespace, hosts: list[str]) -> list[dict[str, Any]]:
     """Seconds of steps of two workers, each with half the batch and half the cores, by the speed of their link.
 
     Returns:
         For each speed, `megabits` per second, lists of seconds, one per round: `computation`, a step of two processes
-        that do not talk; `reduction`, of as many bytes as the gradients have, alone; and `step`. Then the gradients'
-        `bytes`, and the bytes that a worker `sent` in a step.
+        that do not talk; `reduction`, of as many bytes as the gradients have, alone; and `step`. Then the bytes that
+        a worker `sent` in a step.
     """
     alone = options | {"batch_size": arguments.batch_size // 2, "replicas": 1}
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts())
         groups = {
             "computation": stack.enter_context(together(Worker(OURS, alone, cores=share) for share in halves())),
             "reduction": stack.enter_context(two_workers(REDUCER, {}, hosts)),
@@ -104,8 +96,7 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace) -> lis
             shape(hosts, megabits)
             questions = {name: {"count": reduced // 4} if name == "reduction" else {} for name in groups}
             steps = {name: rehearse(groups[name], arguments.seconds / 2, **questions[name]) for name in groups}
-            row: dict[str, Any] = {"megabits": megabits, "bytes": reduced}
-            row |= {name: [] for name in groups}
+            row: dict[str, Any] = {"megabits": megabits} | {name: [] for name in groups}
             for _ in range(arguments.rounds):
                 for name, group in groups.items():
                     row[name].append(ask(group, steps=steps[name], **questions[name])["seconds"] / steps[name])

@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.faults import children, left_behind, steps_in, until
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
 from benchmarks.machine import ROOT, add_row, commit, finish_rows, unfinished_rows
+from keras_replicas import UserError
 
 STEPS, EVERY = 320, 10  # of a run; from a checkpoint to the next
 
@@ -82,7 +83,8 @@ def trial(seed: int, chance: random.Random, names: list[str], workdir: Path, exp
 def a_disk(folder: Path) -> Iterator[None]:
     """A file system of 4 MB at a folder, which root can mount; gone after the block."""
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], check=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)]).returncode:
+        raise UserError("needs root, who may mount a disk")
     try:
         yield
     finally:

@@ -2,7 +2,6 @@
 """The text of a benchmark: one vocabulary for all contenders, and packed sequences for those without TensorFlow."""
 
 import argparse
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,8 +84,3 @@ def _whole_rows(rows: Any) -> Any:
 
     ids, is_token, _ = rows.read(tf.range(len(rows), dtype=tf.int64))
     return ids.numpy()[is_token.numpy().all(axis=1)]
-
-
-def temporary_folder() -> tempfile.TemporaryDirectory:
-    """A folder for what contenders share, gone at the end."""
-    return tempfile.TemporaryDirectory(prefix="benchmark-")

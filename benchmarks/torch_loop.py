@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the peers on torch share: endless batches, one step with Accelerate, and the timing of steps."""
+"""What the peers on torch share: memory, endless batches, one step with Accelerate, and the timing of steps."""
 
 import collections
+import ctypes
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,10 @@ import torch
 from accelerate import Accelerator
 
 WARM = 2  # as in benchmarks.clock, which needs Keras
+# By default, glibc gives a large tensor's memory back after use, and the kernel clears it for the next: up to half of
+# a step's time. Here it keeps all, as do the allocators that torch's guide to tuning recommends.
+mallopt = ctypes.CDLL(None).mallopt
+assert mallopt(-4, 0) and mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
 
 
 def without_end(loader) -> Iterator[Any]:

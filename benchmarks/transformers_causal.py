@@ -47,7 +47,7 @@ def trainer(
         )
     )
     task.train()
-    optimizer = torch.optim.AdamW(task.parameters(), lr=1e-4, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(task.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     loader = torch.utils.data.DataLoader(sequences, shuffle=True, batch_size=batch_size, drop_last=True)
     task, optimizer, loader, schedule = accelerator.prepare(
         task, optimizer, loader, get_scheduler("constant", optimizer)

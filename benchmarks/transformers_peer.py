@@ -60,7 +60,7 @@ def trainer(
     tokenizer = BertTokenizerFast(vocab={piece: number for number, piece in enumerate(pieces)})
     task = build(model, len(pieces), dropout)
     task.train()
-    optimizer = torch.optim.AdamW(task.parameters(), lr=1e-4, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(task.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     loader = torch.utils.data.DataLoader(
         examples(np.load(Path(folder, "sequences.npy")), tokenizer),
         shuffle=True,

@@ -18,10 +18,10 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT, cores
+from keras_replicas import UserError
 
 ENVIRONMENT = {  # quiet, and without a network
     "KERAS_BACKEND": "tensorflow",
@@ -29,6 +29,9 @@ ENVIRONMENT = {  # quiet, and without a network
     "TOKENIZERS_PARALLELISM": "true",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+REFUSAL = "error"  # what the answer has of a UserError
 
 
 class Worker:
@@ -40,7 +43,6 @@ class Worker:
         cores: numbers of the cores that it may use; by default, all.
         environment: variables on top of this process's own.
         prefix: words before the command, such as those that run it on another host.
-        root: folder of the collection whose code it runs.
     """
 
     def __init__(
@@ -50,13 +52,12 @@ class Worker:
         cores: Iterable[int] | None = None,
         environment: dict[str, str] | None = None,
         prefix: Iterable[str] = (),
-        root: Path = ROOT,
     ):
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "benchmarks.workers", function, json.dumps(arguments)],
-            cwd=root,
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(root)} | (environment or {}),
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | (environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -74,14 +75,18 @@ class Worker:
         """Waits for the end of the work, and returns the result.
 
         Raises:
-            RuntimeError: when it failed, with the end of its log.
+            UserError: when that is what it failed with.
+            RuntimeError: when it failed otherwise, with the end of its log.
         """
         line = self.process.stdout.readline()
         if not line:
             status = self.process.wait()
             self.log.seek(0)
             raise RuntimeError(f"{self.process.args} ended with status {status}:\n{self.log.read()[-3000:]}")
-        return json.loads(line)
+        answer = json.loads(line)
+        if REFUSAL in answer:
+            raise UserError(answer[REFUSAL])
+        return answer
 
     def __call__(self, **question: Any) -> dict[str, Any]:
         """Asks, and waits for the answer."""
@@ -141,9 +146,12 @@ def _serve(function: str, arguments: str) -> None:
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # what libraries print goes to the log
         module, name = function.split(":")
-        work = getattr(importlib.import_module(module), name)(**json.loads(arguments))
-        for line in sys.stdin:
-            print(json.dumps(work(**json.loads(line))), file=answers, flush=True)
+        try:
+            work = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+            for line in sys.stdin:
+                print(json.dumps(work(**json.loads(line))), file=answers, flush=True)
+        except UserError as error:
+            print(json.dumps({REFUSAL: str(error)}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ def test_run_and_the_file_itself_are_the_same(no_tensorflow):
         ("recipes", "fill-mask [MASK]\udcff", r"'[MASK]\udcff' is not UTF-8 text"),
         ("benchmarks", "all --only nothing", "--only nothing: there are bert_mlm"),
         ("benchmarks", "causal --rounds 0", "--rounds is too small: 0"),
-        ("benchmarks", "compare nowhere", "no checkout of nowhere"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(program, words, message, monkeypatch, capfd):

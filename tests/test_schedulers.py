@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.faults import steps_in
 from benchmarks.hosts import ADDRESSES, on, two_hosts
+from keras_replicas import UserError
 from keras_replicas.cluster import PORT
 from tests.conftest import ROOT, python, wait_until
 
@@ -244,7 +245,7 @@ def hosts():
     with contextlib.ExitStack() as after:
         try:
             yield after.enter_context(two_hosts())
-        except PermissionError as error:
+        except UserError as error:
             pytest.skip(str(error))
 
 
