@@ -25,7 +25,6 @@ def test_a_run_ends_as_if_nothing_had_happened(fault, expected, tmp_path):
         row = trial(fault, random.randrange(10**6), tmp_path / "run", expected)
     except UserError as error:
         pytest.skip(str(error))
-    print(row)
     assert row["identical"] and not row["left"]
     assert row["went_on_from"] > 0
     said = (tmp_path / "run.log").read_text()
