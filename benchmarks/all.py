@@ -18,8 +18,7 @@ from keras_replicas import UserError
 # For each file of results, what measures it: the words after `python -m`. {preset} and the like are this one's options.
 COMMANDS = {
     **dict.fromkeys((*RECIPES, "doctor"), "benchmarks defaults"),
-    "throughput": "benchmarks throughput --corpus {wikitext} --vocabulary {vocabulary} --sizes tiny "
-    "&& python -m benchmarks throughput --corpus {wikitext} --vocabulary {vocabulary} --sizes base --rounds 3",
+    "throughput": "benchmarks throughput --corpus {wikitext} --vocabulary {vocabulary}",
     "causal": "benchmarks causal",
     "scaling": "benchmarks scaling --corpus {wikitext} --vocabulary {vocabulary}",
     "input": "benchmarks input --corpus {wikitext} --vocabulary {vocabulary}",

@@ -28,6 +28,7 @@ from benchmarks.rounds import PEER
 from common.language_model import told_of
 from common.log import report
 
+Beside = dict[tuple[str, str], tuple[str, dict[str, list[float]]]]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # What each recipe of the README's table is, and the options of the run that its row shows.
 RECIPES = {
@@ -70,15 +71,15 @@ def faults_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def claims(doctor: dict, faults: list[dict], beside: dict[str, tuple], scores: dict) -> str:
+def claims(doctor: dict, faults: list[dict], beside: Beside, scores: dict) -> str:
     """What the README says of the results, one line for each page that has them all."""
     beside_one = [row for row in doctor["checks"] if "replicas" in row["check"]]
     passed = [row["largest_difference"] for row in beside_one if row["passed"]]
     same = sum(row["identical"] for row in faults)
     ratios: dict[str, list[str]] = {}
-    for what, (_, speeds) in beside.items():
+    for (recipe, _), (_, speeds) in beside.items():
         ours, theirs = (statistics.median(speeds[name]) for name in fastest(speeds))
-        ratios.setdefault(what.partition(",")[0], []).append(f"{ours / theirs:.1f}")
+        ratios.setdefault(f"`{recipe}`", []).append(f"{ours / theirs:.1f}")
     shown = ", ".join(f"{recipe} {' and '.join(each)}" for recipe, each in ratios.items())
     mrpc = {side: [run["accuracy"] for run in runs] for side, runs in scores["mrpc"].items()}
     ours, theirs = (fine_tuning_scores.mean_of(mrpc[side]) for side in ("ours", "transformers"))
@@ -95,11 +96,11 @@ def claims(doctor: dict, faults: list[dict], beside: dict[str, tuple], scores: d
 | transformers, same weights: {theirs} | [fine-tuning](docs/fine-tuning.md#measured-on-real-weights) |"""
 
 
-def beside(throughput: dict, causal: dict, fine_tuning: dict) -> dict[str, tuple[str, dict[str, list[float]]]]:
-    """What is measured beside transformers: of each recipe and model, the unit, and all contenders' speeds."""
-    tokens = {f"`bert_mlm`, {size}": one["contenders"] for size, one in throughput["sizes"].items()}
-    tokens |= {f"`causal_lm`, {size}": rows for size, rows in causal["sizes"].items()}
-    examples = {f"`text_classifier`, {task}": rows for task, rows in fine_tuning["speed"].items()}
+def beside(throughput: dict, causal: dict, fine_tuning: dict) -> Beside:
+    """What is measured beside transformers: by recipe and model or task, the unit, and all contenders' speeds."""
+    tokens = {("bert_mlm", size): one["contenders"] for size, one in throughput["sizes"].items()}
+    tokens |= {("causal_lm", size): rows for size, rows in causal["sizes"].items()}
+    examples = {("text_classifier", task): rows for task, rows in fine_tuning["speed"].items()}
     return {
         what: (f"{unit}/s", {name: row[f"{unit}_per_second"] for name, row in rows.items()})
         for unit, group in (("tokens", tokens), ("examples", examples))
@@ -107,16 +108,19 @@ def beside(throughput: dict, causal: dict, fine_tuning: dict) -> dict[str, tuple
     }
 
 
-def beside_table(measured: dict[str, tuple[str, dict[str, list[float]]]]) -> str:
+def beside_table(measured: Beside) -> str:
     """The fastest contender of each side by its median, and the range of the rounds' ratios."""
-    lines = ["| recipe, model | ours, at its best | transformers, at its best | ratio | range |", "| --- " * 5 + "|"]
-    for what, (unit, speeds) in measured.items():
+    lines = [
+        "| recipe, model or task | ours, at its best | transformers, at its best | ratio | range |",
+        "| --- " * 5 + "|",
+    ]
+    for (recipe, what), (unit, speeds) in measured.items():
         sides = {name: speeds[name] for name in fastest(speeds)}
         medians = [statistics.median(rounds) for rounds in sides.values()]
         ratios = [a / b for a, b in zip(*sides.values(), strict=True)]
         cells = [f"{median:,.0f} {unit}: {name}" for name, median in zip(sides, medians, strict=True)]
         ratio, low, high = medians[0] / medians[1], min(ratios), max(ratios)
-        lines.append(f"| {what} | {' | '.join(cells)} | {ratio:.2f} x | {low:.2f} to {high:.2f} |")
+        lines.append(f"| `{recipe}`, {what} | {' | '.join(cells)} | {ratio:.2f} x | {low:.2f} to {high:.2f} |")
     return "\n".join(lines)
 
 
@@ -146,9 +150,8 @@ def wikitext_table(summary: dict) -> str:
 
 def throughput_table(results: dict) -> str:
     """What `python -m benchmarks throughput` measured, a table for each size."""
-    sizes = {size: results["sizes"][size] for size in throughput.BATCHES if size in results["sizes"]}
     parts = []
-    for size, one in sizes.items():
+    for size, one in results["sizes"].items():
         parts += [f"BERT-{size}, vocabulary size {one['pieces']:,}:", throughput.table(one), hardware_line(one)]
     return "\n\n".join(parts)
 
@@ -246,7 +249,7 @@ def with_tables(page: str) -> str:
     return page
 
 
-def _beside() -> dict[str, tuple[str, dict[str, list[float]]]]:
+def _beside() -> Beside:
     return beside(*map(_results, ("throughput", "causal", "fine_tuning")))
 
 

@@ -6,14 +6,13 @@ timed in turn, round after round; only one computes at a time. Tokens are counte
 """
 
 import argparse
-import json
 import math
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import RESULTS, machine, write_results
+from benchmarks.machine import machine, write_results
 from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
 from benchmarks.text import add_text_arguments, prepare_text
 
@@ -38,52 +37,44 @@ CONTENDERS = (
 )
 # Sequences per step: of 128 tokens, and of 512 in the published example, whose 64 take too much memory.
 BATCHES = {"nano": (32, 32), "tiny": (32, 64), "base": (16, 4)}
+ROUNDS = {"tiny": 5, "base": 3}  # at most, by size; one of BERT-base takes seven minutes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_text_arguments(parser)
-    parser.add_argument("--sizes", nargs="+", choices=BATCHES, default=["tiny", "base"], help="of models")
     add_round_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
+    most = ROUNDS
     if arguments.quick:
-        arguments.sizes, arguments.rounds, arguments.seconds, arguments.vocabulary_size = ["nano"], 1, 0.0, 500
+        most, arguments.seconds, arguments.vocabulary_size = {"nano": 1}, 0.0, 500
     results = {"corpus": Path(arguments.corpus).name, "sizes": {}}
     with tempfile.TemporaryDirectory() as folder:
         text = prepare_text(arguments, SEQ_LENGTH, folder)
-        for size in arguments.sizes:
-            results["sizes"][size] = {"machine": machine(arguments.quick)} | measure(size, arguments, text, folder)
-            print(table(results["sizes"][size]), "\n", flush=True)
-            if not arguments.quick and not arguments.only:
-                write_results("throughput", with_sizes_before(results))
+        for size in most:
+            found = measure(size, min(most[size], arguments.rounds), arguments, text, folder)
+            results["sizes"][size] = {"machine": machine(arguments.quick)} | found
+            print(table(found), "\n", flush=True)
+    if not arguments.quick and not arguments.only:
+        write_results("throughput", results)
 
 
-def with_sizes_before(results: dict[str, Any]) -> dict[str, Any]:
-    """The results, and those of other sizes that were measured before on the same corpus; each has its machine."""
-    path = RESULTS / "throughput.json"
-    before = json.loads(path.read_text()) if path.exists() else {"sizes": {}}
-    if before.get("corpus") != results["corpus"]:
-        return results
-    sizes = before["sizes"] | results["sizes"]
-    return results | {"sizes": {size: sizes[size] for size in BATCHES if size in sizes}}
-
-
-def measure(size: str, arguments: argparse.Namespace, text: dict[str, Any], folder: str) -> dict[str, Any]:
+def measure(size: str, rounds: int, arguments: argparse.Namespace, text: dict[str, Any], folder: str) -> dict[str, Any]:
     """The rounds of all contenders of a size."""
     contenders = [contender for contender in CONTENDERS if arguments.only in contender[0]]
-    rounds = [Timed(*specification(c, size, arguments, text, folder), arguments.seconds) for c in contenders]
-    take_rounds(rounds, arguments.rounds, size, stay=False)  # in memory together, they slow each other
+    timed = [Timed(*specification(c, size, text, folder), arguments.seconds) for c in contenders]
+    take_rounds(timed, rounds, size, stay=False)  # in memory together, they slow each other
     rows = {
-        name: {"tokens_per_second": timed.per_second("tokens")}
-        for (name, *_), timed in zip(contenders, rounds, strict=True)
+        name: {"tokens_per_second": each.per_second("tokens")}
+        for (name, *_), each in zip(contenders, timed, strict=True)
     }
     return {"pieces": text["pieces"], "contenders": rows}
 
 
-def specification(contender, size: str, arguments: argparse.Namespace, text: dict[str, Any], folder: str):
+def specification(contender, size: str, text: dict[str, Any], folder: str):
     """What makes a contender: the function and its arguments."""
     _, function, own = contender
     packed, padded = BATCHES[size]

@@ -13,9 +13,10 @@ from accelerate import Accelerator
 
 WARM = 2  # as in benchmarks.clock, which needs Keras
 # By default, glibc gives a large tensor's memory back after use, and the kernel clears it for the next: up to half of
-# a step's time. Here it keeps all, as do the allocators that torch's guide to tuning recommends.
-mallopt = ctypes.CDLL(None).mallopt
-assert mallopt(-4, 0) and mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
+# a step's time. Here it keeps all, as do the allocators that torch's guide to tuning recommends, and as
+# `keras_replicas.strategy.keep_freed_memory` has it for workers, which needs TensorFlow.
+for parameter, value in ((-4, 0), (-1, -1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
+    ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def without_end(loader) -> Iterator[Any]:
