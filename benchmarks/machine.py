@@ -93,6 +93,11 @@ def finish_rows(name: str) -> None:
     (RESULTS / f"{name}.jsonl.unfinished").replace(RESULTS / f"{name}.jsonl")
 
 
+def code_of(rows: list[dict[str, Any]]) -> str:
+    """The commits whose code made the rows, as the line below a table."""
+    return f"Code of {' and '.join(sorted({row['commit'] for row in rows}))}."
+
+
 def products() -> Callable[[], dict[str, float]]:
     """A function that multiplies squares of 2,048 numbers a side: the most TFLOP/s, by type of number."""
     import tensorflow as tf

@@ -26,22 +26,21 @@ from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
 from benchmarks.machine import ROOT, add_row, commit, finish_rows, unfinished_rows
 from keras_replicas import UserError
 
+SCHEDULES = 100
 STEPS, EVERY = 320, 10  # of a run; from a checkpoint to the next
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
-    parser.add_argument("--schedules", type=int, default=200, help="how many there are to be in all")
+    """This benchmark has no options of its own."""
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Makes the trials that are missing; ends with status 1 if one of all failed."""
-    if arguments.quick:
-        arguments.schedules = len(FAULTS)
+    schedules = len(FAULTS) if arguments.quick else SCHEDULES
     rows, code = [] if arguments.quick else unfinished_rows("schedules"), commit()
     with tempfile.TemporaryDirectory() as folder:
         expected = Run(Path(folder, "undisturbed")).weights_at_end()
-        for seed in sorted({*range(arguments.schedules)} - {row["seed"] for row in rows}):
+        for seed in sorted({*range(schedules)} - {row["seed"] for row in rows}):
             chance = random.Random(seed)
             names = [list(FAULTS)[seed]] if arguments.quick else chance.choices(list(FAULTS), k=chance.randint(1, 3))
             rows.append(trial(seed, chance, names, Path(folder, str(seed)), expected) | {"commit": code})
@@ -233,7 +232,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     of = collections.Counter(name for row in rows for name in {name for name, _ in row["faults"]})
     lines = ["| fault | times | schedules with it | same to the bit, nothing left |", "| --- | --- | --- | --- |"]
     lines += [f"| {name} | {drawn[name]} | {of[name]} | {held[name]} |" for name in FAULTS]
-    return "\n".join([*lines, f"| all | {sum(drawn.values())} | {len(rows)} | {len(good)} |"])
+    lines += [f"| all | {sum(drawn.values())} | {len(rows)} | {len(good)} |"]
+    return "\n".join(lines)
 
 
 def train(folder: Path) -> None:

@@ -26,7 +26,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import RESULTS, ROOT, commit, machine, write_results
+from benchmarks.machine import RESULTS, ROOT, code_of, commit, machine, write_results
 from keras_replicas import UserError
 
 NIGHTLY = "nightly"
@@ -143,5 +143,5 @@ def table(results: dict[str, Any]) -> str:
     for row in rows:
         versions = " | ".join(row[name] for name in ("python", "tensorflow", "keras"))
         lines.append(f"| {versions} | {row['passed']} | {len(row['skipped'])} | {len(row['failed'])} |")
-    dates, commits = (" and ".join(sorted({row[name] for row in rows})) for name in ("date", "commit"))
-    return "\n".join([*lines, "", f"Run on {dates}; code of {commits}."])
+    dates = " and ".join(sorted({row["date"] for row in rows}))
+    return "\n".join([*lines, "", f"Run on {dates}. {code_of([*rows])}"])
