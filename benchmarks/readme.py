@@ -23,7 +23,7 @@ from benchmarks import (
     versions,
     waits,
 )
-from benchmarks.machine import RESULTS, ROOT
+from benchmarks.machine import RESULTS, ROOT, code_of
 from benchmarks.rounds import PEER
 from common.language_model import told_of
 from common.log import report
@@ -68,7 +68,7 @@ def faults_table(rows: list[dict]) -> str:
             f"| {fault} | {len(runs)} | {same} | {steps} "
             f"| {statistics.median(seconds):.1f} s, at most {max(seconds):.1f} s | {left} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", code_of(rows)])
 
 
 def claims(doctor: dict, faults: list[dict], beside: Beside, scores: dict) -> str:
