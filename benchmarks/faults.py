@@ -26,7 +26,6 @@ from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
 from benchmarks.machine import ROOT, add_row, commit, finish_rows, unfinished_rows
 
 CHECKPOINT_EVERY = 20
-STEPS = 384
 OPTIONS = (
     *("--corpus", "LICENSE", "--model", "nano", "--vocabulary-size", "300", "--seq-length", "16", "--batch-size", "4"),
     *("--dropout", "0.1", "--epochs", "12", "--checkpoint-every", str(CHECKPOINT_EVERY)),
@@ -47,7 +46,8 @@ def main(arguments: argparse.Namespace) -> None:
         for fault, (times, _) in FAULTS.items():
             done = {row["number"] for row in rows if row["fault"] == fault}
             for number in sorted({*range(1 if arguments.quick else times)} - done):
-                rows.append(trial(fault, number, Path(folder, f"{fault} {number}"), expected) | {"commit": code})
+                row = trial(fault, number, Path(folder, f"{fault} {number}"), *expected)
+                rows.append(row | {"commit": code})
                 if not arguments.quick:
                     add_row("faults", rows[-1])
                 print(rows[-1], flush=True)
@@ -57,10 +57,10 @@ def main(arguments: argparse.Namespace) -> None:
         finish_rows("faults")
 
 
-def undisturbed(workdir: Path) -> dict[str, Any]:
-    """The weights at the end of a run that nothing happens to."""
+def undisturbed(workdir: Path) -> tuple[dict[str, Any], int]:
+    """The weights at the end of a run that nothing happens to, and its steps."""
     subprocess.run(commands(workdir)[0], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=A_RUN)
-    return weights_of(workdir)
+    return weights_of(workdir), steps_in(workdir)
 
 
 def weights_of(workdir: Path) -> dict[str, Any]:
@@ -88,55 +88,72 @@ def commands(workdir: Path, hosts: Sequence[str] = ()) -> list[list[str]]:
     return [on(host, *launch("--hosts", addresses, "--node-rank", str(i))) for i, host in enumerate(hosts)]
 
 
-def trial(fault: str, number: int, workdir: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """One run with one fault, at a random step between two checkpoints.
+def trial(fault: str, number: int, workdir: Path, expected: dict[str, Any], steps: int) -> dict[str, Any]:
+    """One run of so many steps with one fault, at a random step between two checkpoints.
 
     Returns:
         A row with the `fault` and its `number`; `at_step`, the last step before it; `went_on_from`, the step that was
         restored; `noticed`, the seconds until all workers had ended; whether the weights are `identical` to the
-        expected ones; and what is `left`: processes, ports and files that should be gone.
+        expected ones; and what is `left`: processes, ports and files that should be gone. Of a run that does not end
+        as it should, `left` is the reason, and it has ended.
     """
     chance = random.Random(f"{fault} {number}")
-    step = chance.randrange(2, STEPS // CHECKPOINT_EVERY - 2) * CHECKPOINT_EVERY + chance.randrange(3, 15)
+    step = chance.randrange(2, steps // CHECKPOINT_EVERY - 2) * CHECKPOINT_EVERY + chance.randrange(3, 15)
     _, do = FAULTS[fault]
     temporary = workdir.with_suffix(".tmp")
     temporary.mkdir()
     log = workdir.with_suffix(".log").open("w+")
+    launchers: list[subprocess.Popen] = []
+    row: dict[str, Any] = {"fault": fault, "number": number}
+
+    def start() -> None:
+        environment = os.environ | {"TMPDIR": str(temporary)}
+        launchers[:] = [
+            subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+            for command in commands(workdir, hosts)
+        ]
+
     with two_hosts() if do is link_cut else contextlib.nullcontext([]) as hosts:
-
-        def start() -> list[subprocess.Popen]:
-            environment = os.environ | {"TMPDIR": str(temporary)}
-            return [
-                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-                for command in commands(workdir, hosts)
-            ]
-
-        launchers = start()
-        until(lambda: steps_in(workdir) >= step)
-        workers = [worker for launcher in launchers for worker in children(launcher.pid)]
-        ports = [int(address.rsplit(":", 1)[1]) for address in addresses_of(workers[0]) if not hosts]  # hosts' end too
-        do(workers, workdir, hosts)
-        at_step, began = steps_in(workdir), time.monotonic()
-        until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
-        noticed = time.monotonic() - began
-        if hosts:
-            mend(hosts)
-        if launchers[0].wait(A_RUN) == 143:  # stopped, after saving; it is started again
-            at_step = steps_in(workdir)
-            launchers = start()
-        statuses = [launcher.wait(A_RUN) for launcher in launchers]
-        if any(statuses):
-            log.seek(0)
-            raise RuntimeError(f"{fault} {number}: the run ended with {statuses}:\n{log.read()}")
-    return {
-        "fault": fault,
-        "number": number,
-        "at_step": at_step,
+        try:
+            start()
+            until(lambda: steps_in(workdir) >= step)
+            workers = [worker for launcher in launchers for worker in children(launcher.pid)]
+            addresses = [] if hosts else addresses_of(workers[0])  # those of hosts end with these
+            do(workers, workdir, hosts)
+            row["at_step"], began = steps_in(workdir), time.monotonic()
+            until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+            noticed = time.monotonic() - began
+            if hosts:
+                mend(hosts)
+            if launchers[0].wait(A_RUN) == 143:  # stopped, after saving; it is started again
+                row["at_step"] = steps_in(workdir)
+                start()
+            statuses = [launcher.wait(A_RUN) for launcher in launchers]
+            if any(statuses):
+                log.seek(0)
+                raise RuntimeError(f"it ended with {statuses}: {log.read()[-2000:]}")
+        except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+            return row | {"identical": False, "left": [repr(error)]}
+        finally:
+            end(launchers)
+    return row | {
         "went_on_from": json.loads((workdir / "results.json").read_text())["resumed_from_step"],
         "noticed": round(noticed, 1),
         "identical": same_bits(weights_of(workdir), expected),
-        "left": left_behind(workdir, temporary, ports),
+        "left": left_behind(workdir, temporary, [int(address.rsplit(":", 1)[1]) for address in addresses]),
     }
+
+
+def end(launchers: list[subprocess.Popen]) -> None:
+    """Kills what is left of a run."""
+    for launcher in launchers:
+        with contextlib.suppress(FileNotFoundError):
+            workers = children(launcher.pid)
+            launcher.kill()
+            for worker in workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+        launcher.wait()
 
 
 def sent(number: signal.Signals, worker: int) -> Fault:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.faults import children, left_behind, steps_in, until
+from benchmarks.faults import children, end, left_behind, steps_in, until
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
 from benchmarks.machine import ROOT, add_row, commit, finish_rows, unfinished_rows
 from keras_replicas import UserError
@@ -60,20 +60,24 @@ def trial(seed: int, chance: random.Random, names: list[str], workdir: Path, exp
     Returns:
         A row with the `seed`; the `faults`, each with the step before it; how often the run was `started` again by
         hand, as after a full disk; the seconds; whether the weights are `identical` to the expected ones; and what is
-        `left` behind.
+        `left` behind, or why the run did not end as it should.
     """
     began, faults = time.monotonic(), []
     with a_disk(workdir), two_hosts() if "one way cut" in names else contextlib.nullcontext([]) as hosts:
         run = Run(workdir, chance, hosts)
-        for name, step in zip(
-            names, sorted(chance.sample(range(3 * EVERY, STEPS - EVERY, 15), len(names))), strict=True
-        ):
-            run.wait_for(lambda step=step: steps_in(workdir) >= step)
-            faults.append([name, steps_in(workdir)])
-            FAULTS[name](run)
-        weights = run.weights_at_end()
-        same = [weight.tobytes() for weight in weights] == [weight.tobytes() for weight in expected]
-        left = left_behind(workdir, run.temporary, [])
+        steps = sorted(chance.sample(range(3 * EVERY, STEPS - EVERY, 15), len(names)))
+        try:
+            for name, step in zip(names, steps, strict=True):
+                run.wait_for(lambda step=step: steps_in(workdir) >= step)
+                faults.append([name, steps_in(workdir)])
+                FAULTS[name](run)
+            weights = run.weights_at_end()
+            same = [weight.tobytes() for weight in weights] == [weight.tobytes() for weight in expected]
+            left = left_behind(workdir, run.temporary, [])
+        except (RuntimeError, TimeoutError) as error:
+            same, left = False, [repr(error)]
+        finally:
+            end(run.launchers)
     row = {"seed": seed, "faults": faults, "started": run.started, "seconds": round(time.monotonic() - began, 1)}
     return row | {"identical": same, "left": left}
 
@@ -142,7 +146,7 @@ class Run:
         """The weights that the run ends with."""
         self.wait_for(lambda: all(launcher.poll() == 0 for launcher in self.launchers))
         if any(launcher.returncode for launcher in self.launchers):
-            raise RuntimeError(Path(f"{self.workdir}.log").read_text())
+            raise RuntimeError(Path(f"{self.workdir}.log").read_text()[-2000:])
         with np.load(self.workdir / "weights.npz") as file:
             return [file[name] for name in file.files]
 

@@ -10,9 +10,9 @@ from keras_replicas import UserError
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    weights = undisturbed(tmp_path_factory.mktemp("undisturbed") / "run")
-    assert len(weights) > 20  # of the backbone, and of the head
-    return weights
+    weights, steps = undisturbed(tmp_path_factory.mktemp("undisturbed") / "run")
+    assert len(weights) > 20 and steps > 300  # weights of the backbone, and of the head
+    return weights, steps
 
 
 SLOW = [pytest.param("SIGKILL of the chief", marks=pytest.mark.slow)]
@@ -22,7 +22,7 @@ LONG = ["SIGKILL while a checkpoint is written", "SIGSTOP of a worker", "network
 @pytest.mark.parametrize("fault", SLOW + [pytest.param(fault, marks=pytest.mark.long) for fault in LONG])
 def test_a_run_ends_as_if_nothing_had_happened(fault, expected, tmp_path):
     try:
-        row = trial(fault, random.randrange(10**6), tmp_path / "run", expected)
+        row = trial(fault, random.randrange(10**6), tmp_path / "run", *expected)
     except UserError as error:
         pytest.skip(str(error))
     assert row["identical"] and not row["left"]
