@@ -20,12 +20,10 @@ from typing import Any
 
 import pytest
 
-PLAIN = "keras, no strategy"
-METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-ALL_COUNT = "trainers/trainer_test.py"  # of the others, tests that compile a model or call one of the methods
+from benchmarks.keras_tests import AGAIN, ALL_COUNT, METHODS, PLAIN, read, record_name
+
 SECONDS = 600  # for a test
 MEMORY_GIB = 5  # that the process may hold before the next test
-AGAIN = 75  # its exit code when it holds more
 
 
 class Outcomes:
@@ -120,18 +118,6 @@ def run_files(files: list[str], way: str, folder: Path, chosen: dict[str, list[s
         code = pytest.main([*options, str(copy)], plugins=[outcomes])
         known = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
         outcomes.note(finished=file, **({} if code in known else {"broken": int(code)}))
-
-
-def record_name(file: str) -> str:
-    """The name of the file where the outcomes of a test file's tests are kept."""
-    return file.replace("/", "__").replace(".py", ".jsonl")
-
-
-def read(record: Path) -> list[dict[str, Any]]:
-    """The lines of a record."""
-    if not record.exists():
-        return []
-    return [json.loads(line) for line in record.read_text().splitlines()]
 
 
 def _chooser(file: str, way: str, chosen: list[str]) -> Callable[[str, str], bool]:

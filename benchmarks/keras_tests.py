@@ -13,15 +13,13 @@ What counts are all tests of the trainer's own file, and those of the other file
 these methods when plain Keras runs them. Each begins with the same seed. One that takes longer than ten minutes fails,
 and so does one that ends its process. A process that holds much memory is followed by another.
 
-`pip install -e '.[test]'` has the packages that most tests want, JAX and Grain; some want PyTorch or Orbax. With
-`--folder`, the outcomes are kept there as they come, and the same command goes on where it was. Results go to
-`benchmarks/results/keras_tests.json`.
+`pip install -e '.[test]'` has the packages that most tests want, JAX and Grain; some want PyTorch or Orbax. Results go
+to `benchmarks/results/keras_tests.json`.
 """
 
 import argparse
 import ast
 import collections
-import contextlib
 import importlib.util
 import json
 import subprocess
@@ -32,13 +30,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.keras_process import AGAIN, ALL_COUNT, METHODS, PLAIN, read, record_name
 from benchmarks.machine import ROOT, cores, machine, write_results
 
 OTHER_BACKENDS = ("backend/jax/", "backend/torch/", "backend/numpy/", "backend/openvino/")
+PLAIN = "keras, no strategy"
+METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+ALL_COUNT = "trainers/trainer_test.py"  # of the others, tests that compile a model or call one of the methods
 STRATEGIES = ("no strategy", "1 replica", "2 replicas")
 WAYS = tuple(f"{whose}, {strategy}" for whose in ("keras", "ours") for strategy in STRATEGIES)
 TWO = WAYS[-1]
+AGAIN = 75  # exit code of a process that holds much memory
 CHUNKS = 5  # of the files of each way, but for those that have a process each
 # Why tests that Keras's trainer passes do not pass with ours, by parts of their names.
 REASONS = {
@@ -109,6 +110,18 @@ def outcomes(way: str, folder: Path) -> dict[str, dict[str, Any]]:
     return {line["test"]: line for line in lines if "outcome" in line}
 
 
+def record_name(file: str) -> str:
+    """The name of the file where the outcomes of a test file's tests are kept."""
+    return file.replace("/", "__").replace(".py", ".jsonl")
+
+
+def read(record: Path) -> list[dict[str, Any]]:
+    """The lines of a record."""
+    if not record.exists():
+        return []
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
 def _run_chunk(way: str, files: dict[str, list[str]], folder: Path, only: str) -> None:
     """Runs the files in a process, and what is left in another one if it ends before."""
     records = folder.resolve() / way
@@ -118,9 +131,12 @@ def _run_chunk(way: str, files: dict[str, list[str]], folder: Path, only: str) -
         while True:
             done = subprocess.run(command, cwd=ROOT, input=json.dumps(files), text=True, stdout=log, stderr=log)
             if done.returncode == 0:
-                return
+                break
             if done.returncode != AGAIN and not _note_crash(records, files, done.returncode):
-                raise SystemExit(f"a process failed before its first test: see {log.name}")
+                raise SystemExit(f"a process failed before its first test:\n{Path(log.name).read_text()[-3000:]}")
+    broken = [file for file in files if "broken" in read(records / record_name(file))[-1]]
+    if broken and way != PLAIN:  # plain Keras's process has shown that what these files import is there
+        raise SystemExit(f"pytest itself failed in {', '.join(broken)}:\n{Path(log.name).read_text()[-3000:]}")
 
 
 def _note_crash(records: Path, files: dict[str, list[str]], code: int) -> bool:
@@ -180,7 +196,6 @@ def line(results: dict[str, Any]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--only", default="", metavar="REGEX", help="only tests whose name matches; nothing is kept")
-    parser.add_argument("--folder", type=Path, help="where outcomes are kept; the same command goes on")
     parser.add_argument("--processes", type=int, default=len(cores()), help="at a time")
 
 
@@ -189,8 +204,8 @@ def main(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     only = arguments.only or ("TestTrainer::test_fit_flow" if arguments.quick else "")
     files = {file: tests for file, tests in find_files().items() if file == ALL_COUNT or not arguments.quick}
-    with contextlib.ExitStack() as stack:
-        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         run((PLAIN,), files, folder, only, arguments.processes)
         run(WAYS[1:], files, folder, only, arguments.processes)
         found = report({way: outcomes(way, folder) for way in WAYS})

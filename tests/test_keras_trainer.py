@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks.keras_process import ALL_COUNT
-from benchmarks.keras_tests import REASONS, TWO, outcomes, run
+from benchmarks.keras_tests import ALL_COUNT, REASONS, TWO, outcomes, run
 
 QUICKER = r"^(?!.*steps_per_execution.*(eager|non_jit))"  # those with XLA are like these 22, and quick
 
