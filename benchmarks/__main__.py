@@ -3,7 +3,9 @@
 
 import argparse
 import importlib
+import subprocess
 
+from benchmarks.workers import INSTALL
 from common.command_line import fail
 from keras_replicas import UserError
 
@@ -38,20 +40,18 @@ def main() -> None:
     for name, text in NAMES.items():
         module = importlib.import_module(f"benchmarks.{name}")
         command = commands.add_parser(name, help=text, description=module.__doc__)
-        module.add_arguments(command)
+        getattr(module, "add_arguments", lambda _: None)(command)
         if name != "all":
             command.add_argument(
                 "--quick", action="store_true", help="to try it: few steps, smallest size, nothing kept"
             )
         command.set_defaults(main=module.main)
     arguments = parser.parse_args()
-    for name, value in vars(arguments).items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and value <= 0:
-            fail(f"--{name.replace('_', '-')} is too small: {value}")
     try:
         arguments.main(arguments)
-    except UserError as error:
+    except ModuleNotFoundError as error:
+        fail(f"{error}: {INSTALL}")
+    except (UserError, subprocess.CalledProcessError) as error:
         fail(error)
 
 

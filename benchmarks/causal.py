@@ -10,7 +10,7 @@ import tempfile
 from typing import Any
 
 from benchmarks.machine import machine, write_results
-from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
+from benchmarks.rounds import ROUNDS, SECONDS, Timed, add_only_argument, speed_table, take_rounds
 from benchmarks.workers import once
 
 SEQ_LENGTH, BATCH, RANK, PIECES, DROPOUT = 128, 16, 8, 8192, 0.1
@@ -32,14 +32,12 @@ CONTENDERS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    add_round_arguments(parser)
+    add_only_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
-    sizes, pieces = SIZES, PIECES
-    if arguments.quick:
-        sizes, pieces, arguments.rounds, arguments.seconds = ("nano",), 500, 1, 0.0
+    sizes, pieces = (("nano",), 500) if arguments.quick else (SIZES, PIECES)
     results: dict[str, Any] = {"machine": machine(arguments.quick), "sizes": {}}
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
@@ -59,8 +57,9 @@ def measure(arguments: argparse.Namespace, size: str, folder: str) -> dict[str, 
         OURS: {"recipe": "causal_lm", "corpus": CORPUS, "preset": f"{folder}/preset", "seq_length": SEQ_LENGTH},
     }
     chosen = [contender for contender in CONTENDERS if arguments.only in contender[0]]
-    timed = [Timed(made_by, common | own[made_by] | words, arguments.seconds) for _, made_by, words in chosen]
-    take_rounds(timed, arguments.rounds, size)
+    rounds, seconds = (1, 0.0) if arguments.quick else (ROUNDS, SECONDS)
+    timed = [Timed(made_by, common | own[made_by] | words, seconds) for _, made_by, words in chosen]
+    take_rounds(timed, rounds, size)
     return {
         name: {"tokens_per_second": each.per_second("tokens"), "peak_memory_mb": each.answers[-1]["peak_memory_mb"]}
         for (name, *_), each in zip(chosen, timed, strict=True)

@@ -13,10 +13,6 @@ from benchmarks.machine import machine, write_results
 REPLICAS = (1, 2, 4)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This benchmark has no options of its own."""
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Runs all, prints the table, and writes the file."""
     from tests.conftest import divide_the_cpu

@@ -34,10 +34,6 @@ Fault = Callable[[list[int], Path, Sequence[str]], None]  # takes the workers' p
 A_RUN = 600  # seconds within which every run has ended, with time to spare
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This benchmark has no options of its own."""
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Makes the trials that are missing, and ends with status 1 if one of all failed."""
     rows, code = [] if arguments.quick else unfinished_rows("faults"), commit()

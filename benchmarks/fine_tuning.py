@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import existing, machine, write_results
-from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
+from benchmarks.rounds import ROUNDS, SECONDS, Timed, add_only_argument, speed_table, take_rounds
+from keras_replicas import UserError
 
 PEERS, OURS = "benchmarks.transformers_classifier", "benchmarks.ours_classifier"
 STEPS = {"recipe": "text_classifier"}  # of `benchmarks.ours`
 # One line per contender: its name, its module, its own arguments.
 CONTENDERS = (
-    ("transformers, Accelerate, by length", PEERS, {"by_length": True}),
-    ("transformers, Accelerate, bfloat16, by length", PEERS, {"precision": "bf16", "by_length": True}),
+    ("transformers, Accelerate, by length", PEERS, {}),
+    ("transformers, Accelerate, bfloat16, by length", PEERS, {"precision": "bf16"}),
     ("fit, one device", "benchmarks.ours", STEPS | {"replicas": 1}),
     ("fit, one device, bfloat16", "benchmarks.ours", STEPS | {"replicas": 1, "precision": "mixed_bfloat16"}),
     ("fit, 2 replicas", "benchmarks.ours", STEPS | {"replicas": 2}),
@@ -32,13 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", type=existing, required=True, help="a folder in Hugging Face's format")
     parser.add_argument("--mrpc", type=existing, required=True, help="folder in GLUE's format")
     parser.add_argument("--sst2", type=existing, required=True, help="the same")
-    add_round_arguments(parser)
+    add_only_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
-    if arguments.quick:
-        arguments.rounds, arguments.seconds = 1, 0.0
     results = {"machine": machine(arguments.quick), "weights_sha256": weights_of(arguments.preset)}
     results["speed"] = {task: speeds(arguments, task, getattr(arguments, task)) for task in ("mrpc", "sst2")}
     if not arguments.quick and not arguments.only:
@@ -47,16 +46,24 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def weights_of(preset: str) -> str:
-    """The SHA-256 of a preset's weights."""
-    return hashlib.sha256(Path(preset, "model.safetensors").read_bytes()).hexdigest()
+    """The SHA-256 of a preset's weights.
+
+    Raises:
+        UserError: when the folder has none.
+    """
+    weights = Path(preset, "model.safetensors")
+    if not weights.is_file():
+        raise UserError(f"--preset {preset} has no model.safetensors")
+    return hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
 def speeds(arguments: argparse.Namespace, task: str, data: str) -> dict[str, Any]:
     """Each contender's examples per second in every round, and its share of padding."""
     words = {"preset": arguments.preset, "task": task, "data": data, "batch_size": BATCH, "rate": RATE}
     chosen = [contender for contender in CONTENDERS if arguments.only in contender[0]]
-    timed = [Timed(f"{module}:trainer", words | own, arguments.seconds) for _, module, own in chosen]
-    take_rounds(timed, arguments.rounds, task)
+    rounds, seconds = (1, 0.0) if arguments.quick else (ROUNDS, SECONDS)
+    timed = [Timed(f"{module}:trainer", words | own, seconds) for _, module, own in chosen]
+    take_rounds(timed, rounds, task)
     return {
         name: {"examples_per_second": each.per_second("examples"), "padding": padding(each.answers)}
         for (name, *_), each in zip(chosen, timed, strict=True)

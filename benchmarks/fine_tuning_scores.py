@@ -22,7 +22,7 @@ OUR_RUN = {
     "replicas": 1,
     "precision": "mixed_bfloat16",
 }
-PEERS_RUN = {"batch_size": BATCH, "rate": RATE, "by_length": True, "precision": "bf16"}
+PEERS_RUN = {"batch_size": BATCH, "rate": RATE, "precision": "bf16"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import children, same_bits, steps_in, weights_of
+from benchmarks.faults import children, same_bits, steps_in, until, weights_of
 from benchmarks.machine import ROOT, machine, write_results
 
 OPTIONS = ("--epochs", "1000", "--checkpoint-every", "25")
@@ -25,10 +25,6 @@ TO_CALIBRATE = 300  # steps
 MINUTES, EVERY = 10.0, 60.0  # of the run that loses no worker; seconds to the next SIGKILL, on average
 PAUSE = 0.05  # seconds between two looks at a run
 IMPORT = "import tensorflow, keras, keras_hub"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This benchmark has no options of its own."""
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -65,7 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
 def run(workdir: Path, steps: int, chance: random.Random | None = None, every: float = 0.0) -> tuple[float, list[dict]]:
     """Does a run whose workers are killed by `chance`, if that is given: its seconds, and its kills.
 
-    A kill has the `step` that was done before it, the `worker`, and the seconds until that step was `reached` again.
+    A kill has the last `step` that was done before, the `worker`, and the seconds until that step was `reached` again.
     """
     words = ["launch", "--workers", "2", "--max-restarts", "1000", "--log-dir", f"{workdir}-logs", "bert_mlm", *OPTIONS]
     command = [sys.executable, "-m", "recipes", *words, "--max-steps", str(steps), "--workdir", str(workdir)]
@@ -80,17 +76,18 @@ def run(workdir: Path, steps: int, chance: random.Random | None = None, every: f
             time.sleep(PAUSE)
             now, done = time.monotonic(), steps_in(workdir)
             for kill in kills:
-                if kill["reached"] is None and done > kill["step"] and now - kill["at"] > 1:
+                if kill["reached"] is None and done > kill["step"]:
                     kill["reached"] = round(now - kill["at"], 1)
             if chance and now >= due:
                 due = now + chance.expovariate(1 / every)
                 workers = children(launcher.pid)
                 if len(workers) == 2:  # else they are being started
                     worker = chance.randrange(2)
-                    kills.append({"at": now, "step": done, "worker": worker, "reached": None})
                     os.kill(workers[worker], signal.SIGKILL)
+                    until(lambda gone=workers: not any(Path(f"/proc/{each}").exists() for each in gone))
+                    kills.append({"at": now, "step": steps_in(workdir), "worker": worker, "reached": None})
     if launcher.returncode:
-        raise RuntimeError(f"the run ended with {launcher.returncode}: see {workdir}.log")
+        raise RuntimeError(f"the run ended with {launcher.returncode}: {Path(f'{workdir}.log').read_text()[-2000:]}")
     for kill in kills:
         kill["at"] = round(kill["at"] - began, 1)
     return time.monotonic() - began, kills

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that we cannot measure without GPUs, in ten minutes at most: please send us `benchmarks/results/gpu.json`.
 
-It is the doctor's verdict, tokens a second and memory of every recipe on one GPU and on all, with TF32 and without, and
-the time of an all-reduce by NCCL. What does not work is in it too, with the end of what it printed. Without a GPU,
-logical devices of the CPU stand for them.
+It is the doctor's verdict, tokens a second and memory of every recipe on one GPU and on all, of the first without TF32
+too, and the time of an all-reduce by NCCL. What does not work is in it too, with the end of what it printed. Without a
+GPU, logical devices of the CPU stand for them.
 """
 
 import argparse
@@ -26,17 +26,11 @@ NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # to CUDA's libraries, see docs.nvidia.
 SHOWN = ("tokens_per_second", "peak_gpu_memory_mb", "peak_memory_mb", "train_loss")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
-    parser.add_argument("--model", default="small", help="size of every recipe's model")
-    parser.add_argument("--steps", type=int, default=100, help="of every run")
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     ends = time.monotonic() + 60 * MINUTES
     recipes = RECIPES[-1:] if arguments.quick else RECIPES
-    options = ("nano", 4) if arguments.quick else (arguments.model, arguments.steps)
+    options = ("nano", 4) if arguments.quick else ("small", 100)
     numbers, every = NUMBERS // (1000 if arguments.quick else 1), len(visible_gpus()) or 2
     results: dict[str, Any] = {
         "machine": machine(arguments.quick),

@@ -11,10 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine, write_results
-from benchmarks.text import add_step_arguments, prepare_text
+from benchmarks.text import add_text_arguments, prepare_text
 from benchmarks.workers import Worker, together
 
 WAYS = (("one device", {"replicas": 1}), ("2 replicas", {"replicas": 2}))
@@ -22,29 +23,28 @@ WAYS = (("one device", {"replicas": 1}), ("2 replicas", {"replicas": 2}))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    add_step_arguments(parser)
+    add_text_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
-    if arguments.quick:
-        arguments.model, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
-    results: dict[str, Any] = {"machine": machine(arguments.quick)}
+    model, rounds, seconds = ("nano", 1, 0.0) if arguments.quick else ("tiny", 3, 5.0)
+    results: dict[str, Any] = {"machine": machine(arguments.quick), "corpus": Path(arguments.corpus).name}
     with tempfile.TemporaryDirectory() as folder:
         text = prepare_text(arguments, 128, folder)
-        options = {"model": arguments.model, "corpus": text["corpus"], "vocabulary": text["vocabulary"]}
-        options |= {"recipe": "bert_mlm", "batch_size": arguments.batch_size, "seq_length": 128, "mask_rate": 0.15}
+        options = {"model": model, "corpus": text["corpus"], "vocabulary": text["vocabulary"]}
+        options |= {"recipe": "bert_mlm", "batch_size": 32, "seq_length": 128, "mask_rate": 0.15}
         makers = [
             ("benchmarks.input:pipeline", options),
             *(("benchmarks.input:waiter", options | own) for _, own in WAYS),
         ]
         with together(Worker(*maker) for maker in makers) as workers:
-            steps = [_steps(worker, arguments.seconds) for worker in workers]
-            rounds = []
-            for number in range(arguments.rounds):
-                rounds.append([worker(steps=n) for worker, n in zip(workers, steps, strict=True)])
-                print(f"round {number + 1}: {rounds[-1]}", file=sys.stderr, flush=True)
-    alone, *waiting = zip(*rounds, strict=True)
+            steps = [_steps(worker, seconds) for worker in workers]
+            answers = []
+            for number in range(rounds):
+                answers.append([worker(steps=n) for worker, n in zip(workers, steps, strict=True)])
+                print(f"round {number + 1}: {answers[-1]}", file=sys.stderr, flush=True)
+    alone, *waiting = zip(*answers, strict=True)
     results["pipeline"] = {"tokens_per_second": [round(answer["tokens"] / answer["seconds"]) for answer in alone]}
     results["waiting"] = {name: list(answers) for (name, _), answers in zip(WAYS, waiting, strict=True)}
     print(table(results), flush=True)

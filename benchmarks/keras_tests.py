@@ -196,7 +196,6 @@ def line(results: dict[str, Any]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--only", default="", metavar="REGEX", help="only tests whose name matches; nothing is kept")
-    parser.add_argument("--processes", type=int, default=len(cores()), help="at a time")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -206,8 +205,8 @@ def main(arguments: argparse.Namespace) -> None:
     files = {file: tests for file, tests in find_files().items() if file == ALL_COUNT or not arguments.quick}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run((PLAIN,), files, folder, only, arguments.processes)
-        run(WAYS[1:], files, folder, only, arguments.processes)
+        run((PLAIN,), files, folder, only, len(cores()))
+        run(WAYS[1:], files, folder, only, len(cores()))
         found = report({way: outcomes(way, folder) for way in WAYS})
     print(f"{found['tests']} tests in {found['files']} files; passed, of those of the trainer and of all:")
     for way in WAYS:

@@ -19,15 +19,9 @@ KERAS = "Keras's fit"
 WAYS = (KERAS, "ours", "ours, with StepLog and Checkpoints", "ours, on 2 replicas")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
-    parser.add_argument("--rounds", type=int, default=7, help="times that everything is timed")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of steps in a round, about")
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
-    rounds, seconds = (1, 0.2) if arguments.quick else (arguments.rounds, arguments.seconds)
+    rounds, seconds = (1, 0.2) if arguments.quick else (7, 4.0)
     results: dict[str, Any] = {"machine": machine(arguments.quick), "milliseconds": {}}
     for model in MODELS[:1] if arguments.quick else MODELS:
         contenders = {way: Timed("benchmarks.price:contender", {"name": model, "way": way}, seconds) for way in WAYS}

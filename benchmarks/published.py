@@ -33,9 +33,8 @@ def lines(corpus: str, batch_size: int) -> tf.data.Dataset:
     return shuffled.batch(batch_size).cache().prefetch(tf.data.AUTOTUNE)
 
 
-def build(model: str, vocabulary: str, dropout: float, rate: float, precision: str) -> keras_hub.models.BertMaskedLM:
+def build(model: str, vocabulary: str, dropout: float, rate: float) -> keras_hub.models.BertMaskedLM:
     """The example's model, with random weights and a constant learning rate."""
-    keras.config.set_dtype_policy(precision)
     tokenizer = load_wordpieces(vocabulary)
     backbone = keras_hub.models.BertBackbone(
         vocabulary_size=tokenizer.vocabulary_size(),
@@ -57,11 +56,9 @@ def build(model: str, vocabulary: str, dropout: float, rate: float, precision: s
     return task
 
 
-def trainer(
-    model: str, corpus: str, vocabulary: str, dropout: float, batch_size: int, precision: str = "float32"
-) -> Callable[..., dict[str, Any]]:
+def trainer(model: str, corpus: str, vocabulary: str, dropout: float, batch_size: int) -> Callable[..., dict[str, Any]]:
     """A function that trains some steps and times them; see `benchmarks.workers`."""
-    task, data = build(model, vocabulary, dropout, 2e-4, precision), lines(corpus, batch_size)
+    task, data = build(model, vocabulary, dropout, 2e-4), lines(corpus, batch_size)
     batches, done = list(data), 0
 
     @functools.cache

@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
-    model, minutes = MODEL, MINUTES
-    if arguments.quick:
-        model, minutes, arguments.vocabulary_size = "nano", 0.1, 500
+    model, minutes = ("nano", 0.1) if arguments.quick else (MODEL, MINUTES)
+    import matplotlib  # noqa: F401 - that it is missing should not be found at the end
+
     results = {
         "machine": machine(arguments.quick),
         "model": model,
@@ -95,7 +95,7 @@ def initial(folder: str, model: str, vocabulary: str) -> Callable[[], dict]:
 
     def write() -> dict:
         keras.utils.set_random_seed(0)
-        task = published.build(model, vocabulary, 0.0, 0.0, "float32")
+        task = published.build(model, vocabulary, 0.0, 0.0)
         np.savez(Path(folder, "weights.npz"), *task.get_weights())
         return {}
 
@@ -124,7 +124,7 @@ def trainer(
         schedule = WarmUpPolynomialDecay(rate, steps) if steps else rate
         strategy, model, train = ours.set_up(**ours_by(words | own | {"dropout": dropout, "rate": schedule}))
     else:
-        model = published.build(words["model"], words["vocabulary"], dropout, rate, "float32")
+        model = published.build(words["model"], words["vocabulary"], dropout, rate)
         data = published.lines(words["corpus"], own.get("batch_size", BATCHES[PUBLISHED]))
     if own != MUON:
         with np.load(Path(folder, "weights.npz")) as weights:

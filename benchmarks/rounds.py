@@ -12,14 +12,13 @@ from typing import Any
 
 from benchmarks.workers import Worker, together
 
+ROUNDS, SECONDS = 5, 8.0  # that every contender is timed, and of its steps in a round, about
 PEER = "transformers"  # how the names of its contenders begin
 
 
-def add_round_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options for how often, how long and which contenders to time."""
-    parser.add_argument("--rounds", type=int, default=5, help="times that every contender is timed")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a contender's steps in a round, about")
-    parser.add_argument("--only", default="", help="contenders whose name contains this")
+def add_only_argument(parser: argparse.ArgumentParser) -> None:
+    """The option for which contenders to time."""
+    parser.add_argument("--only", default="", help="contenders whose name contains this; nothing is kept")
 
 
 class Timed:

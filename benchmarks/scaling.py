@@ -13,49 +13,50 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import ADDRESSES, bytes_sent, on, shape, two_hosts
 from benchmarks.machine import cores, machine, write_results
-from benchmarks.text import add_step_arguments, prepare_text
+from benchmarks.text import add_text_arguments, prepare_text
 from benchmarks.workers import Worker, together
 from keras_replicas.cluster import worker_config
 from keras_replicas.launch import free_addresses
 
 OURS, REDUCER = "benchmarks.ours:trainer", "benchmarks.reducer:reducer"
+BATCH = 32  # sequences of 128 tokens in a step, over all replicas
 SPEEDS = (None, 1600, 800, 400, 200, 100)  # megabits a second; None: as fast as the kernel copies
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    add_step_arguments(parser)
+    add_text_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
-    if arguments.quick:
-        arguments.model, arguments.rounds, arguments.seconds, arguments.vocabulary_size = "nano", 1, 0.0, 500
-    results: dict[str, Any] = {"machine": machine(arguments.quick)}
+    model, rounds, seconds = ("nano", 1, 0.0) if arguments.quick else ("tiny", 3, 5.0)
+    results: dict[str, Any] = {"machine": machine(arguments.quick), "corpus": Path(arguments.corpus).name}
     with tempfile.TemporaryDirectory() as folder, two_hosts() as hosts:
         text = prepare_text(arguments, 128, folder)
         options = {"corpus": text["corpus"], "vocabulary": text["vocabulary"], "seq_length": 128}
         options |= {
             "recipe": "bert_mlm",
             "mask_rate": 0.15,
-            "model": arguments.model,
-            "batch_size": arguments.batch_size,
+            "model": model,
+            "batch_size": BATCH,
         }
         results["ways"] = {
-            name: compare(options | {"jit": jit}, arguments)
+            name: compare(options | {"jit": jit}, rounds, seconds)
             for name, jit in (("float32", False), ("float32, jit", True))
         }
-        results["links"] = measure_links(options, arguments, hosts)
+        results["links"] = measure_links(options, (None, 400) if arguments.quick else SPEEDS, rounds, seconds, hosts)
     print(tables(results), flush=True)
     if not arguments.quick:
         write_results("scaling", results)
 
 
-def compare(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def compare(options: dict[str, Any], rounds: int, seconds: float) -> dict[str, dict[str, Any]]:
     """One device, 2 replicas and 2 workers with half the cores each, in turn."""
     with contextlib.ExitStack() as stack:
         groups = {
@@ -63,9 +64,9 @@ def compare(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str,
             "2 replicas": stack.enter_context(together([Worker(OURS, options | {"replicas": 2})])),
             "2 workers": stack.enter_context(two_workers(OURS, options)),
         }
-        steps = {name: rehearse(group, arguments.seconds) for name, group in groups.items()}
+        steps = {name: rehearse(group, seconds) for name, group in groups.items()}
         answers: dict[str, list[dict[str, Any]]] = {name: [] for name in groups}
-        for number in range(arguments.rounds):
+        for number in range(rounds):
             for name, group in groups.items():
                 answers[name].append(ask(group, steps=steps[name]))
                 print(f"round {number + 1}: {name} {answers[name][-1]}", file=sys.stderr, flush=True)
@@ -75,7 +76,9 @@ def compare(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str,
     }
 
 
-def measure_links(options: dict[str, Any], arguments: argparse.Namespace, hosts: list[str]) -> list[dict[str, Any]]:
+def measure_links(
+    options: dict[str, Any], speeds: Sequence[int | None], rounds: int, seconds: float, hosts: list[str]
+) -> list[dict[str, Any]]:
     """Seconds of steps of two workers, each with half the batch and half the cores, by the speed of their link.
 
     Returns:
@@ -83,7 +86,7 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace, hosts:
         that do not talk; `reduction`, of as many bytes as the gradients have, alone; and `step`. Then the bytes that
         a worker `sent` in a step.
     """
-    alone = options | {"batch_size": arguments.batch_size // 2, "replicas": 1}
+    alone = options | {"batch_size": BATCH // 2, "replicas": 1}
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         groups = {
@@ -92,12 +95,12 @@ def measure_links(options: dict[str, Any], arguments: argparse.Namespace, hosts:
             "step": stack.enter_context(two_workers(OURS, options, hosts, 1)),
         }
         reduced = ask(groups["computation"], steps=2)["bytes_reduced"]
-        for megabits in (None, 400) if arguments.quick else SPEEDS:
+        for megabits in speeds:
             shape(hosts, megabits)
             questions = {name: {"count": reduced // 4} if name == "reduction" else {} for name in groups}
-            steps = {name: rehearse(groups[name], arguments.seconds / 2, **questions[name]) for name in groups}
+            steps = {name: rehearse(groups[name], seconds / 2, **questions[name]) for name in groups}
             row: dict[str, Any] = {"megabits": megabits} | {name: [] for name in groups}
-            for _ in range(arguments.rounds):
+            for _ in range(rounds):
                 for name, group in groups.items():
                     row[name].append(ask(group, steps=steps[name], **questions[name])["seconds"] / steps[name])
             counts = [bytes_sent(hosts[0])]

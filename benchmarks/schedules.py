@@ -30,10 +30,6 @@ SCHEDULES = 100
 STEPS, EVERY = 320, 10  # of a run; from a checkpoint to the next
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This benchmark has no options of its own."""
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Makes the trials that are missing; ends with status 1 if one of all failed."""
     schedules = len(FAULTS) if arguments.quick else SCHEDULES

@@ -13,16 +13,6 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a benchmark's text."""
     parser.add_argument("--corpus", default="docstrings", help="as in bert_mlm: a name, a file or a folder")
     parser.add_argument("--vocabulary", default="", help="WordPiece file; else one is trained on the corpus")
-    parser.add_argument("--vocabulary-size", type=int, default=30_522, help="word pieces in a trained vocabulary")
-
-
-def add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a benchmark of one model's steps, and of its text."""
-    add_text_arguments(parser)
-    parser.add_argument("--model", default="tiny", help="size")
-    parser.add_argument("--batch-size", type=int, default=32, help="sequences of 128 in a step, over all replicas")
-    parser.add_argument("--rounds", type=int, default=3, help="times that everything is timed")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of steps in a round, about")
 
 
 def prepare_text(arguments: argparse.Namespace, seq_length: int, folder: str) -> dict[str, Any]:
@@ -32,7 +22,8 @@ def prepare_text(arguments: argparse.Namespace, seq_length: int, folder: str) ->
         `corpus` and `vocabulary`, options of `bert_mlm`; and `pieces`, the size of the vocabulary.
     """
     options = {"corpus": absolute(arguments.corpus), "vocabulary": absolute(arguments.vocabulary)}
-    given = options | {"vocabulary_size": arguments.vocabulary_size, "seq_length": seq_length, "folder": folder}
+    most = 500 if arguments.quick else 30_522  # word pieces, of a vocabulary that is trained
+    given = options | {"vocabulary_size": most, "seq_length": seq_length, "folder": folder}
     return options | {"vocabulary": str(Path(folder, "vocab.txt"))} | once("benchmarks.text:bert_writer", given)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine, write_results
-from benchmarks.rounds import Timed, add_round_arguments, speed_table, take_rounds
+from benchmarks.rounds import ROUNDS, SECONDS, Timed, add_only_argument, speed_table, take_rounds
 from benchmarks.text import add_text_arguments, prepare_text
 
 SEQ_LENGTH, MASK_RATE, DROPOUT = 128, 0.15, 0.1
@@ -37,41 +37,31 @@ CONTENDERS = (
 )
 # Sequences per step: of 128 tokens, and of 512 in the published example, whose 64 take too much memory.
 BATCHES = {"nano": (32, 32), "tiny": (32, 64), "base": (16, 4)}
-ROUNDS = {"tiny": 5, "base": 3}  # at most, by size; one of BERT-base takes seven minutes
+ROUNDS_OF = {"tiny": ROUNDS, "base": 3}  # by size; one of BERT-base takes seven minutes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_text_arguments(parser)
-    add_round_arguments(parser)
+    add_only_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
-    most = ROUNDS
-    if arguments.quick:
-        most, arguments.seconds, arguments.vocabulary_size = {"nano": 1}, 0.0, 500
+    rounds_of, seconds = ({"nano": 1}, 0.0) if arguments.quick else (ROUNDS_OF, SECONDS)
     results = {"corpus": Path(arguments.corpus).name, "sizes": {}}
     with tempfile.TemporaryDirectory() as folder:
         text = prepare_text(arguments, SEQ_LENGTH, folder)
-        for size in most:
-            found = measure(size, min(most[size], arguments.rounds), arguments, text, folder)
+        for size, rounds in rounds_of.items():
+            contenders = [contender for contender in CONTENDERS if arguments.only in contender[0]]
+            timed = {c[0]: Timed(*specification(c, size, text, folder), seconds) for c in contenders}
+            take_rounds([*timed.values()], rounds, size, stay=False)  # in memory together, they slow each other
+            rows = {name: {"tokens_per_second": each.per_second("tokens")} for name, each in timed.items()}
+            found = {"pieces": text["pieces"], "contenders": rows}
             results["sizes"][size] = {"machine": machine(arguments.quick)} | found
             print(table(found), "\n", flush=True)
     if not arguments.quick and not arguments.only:
         write_results("throughput", results)
-
-
-def measure(size: str, rounds: int, arguments: argparse.Namespace, text: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The rounds of all contenders of a size."""
-    contenders = [contender for contender in CONTENDERS if arguments.only in contender[0]]
-    timed = [Timed(*specification(c, size, text, folder), arguments.seconds) for c in contenders]
-    take_rounds(timed, rounds, size, stay=False)  # in memory together, they slow each other
-    rows = {
-        name: {"tokens_per_second": each.per_second("tokens")}
-        for (name, *_), each in zip(contenders, timed, strict=True)
-    }
-    return {"pieces": text["pieces"], "contenders": rows}
 
 
 def specification(contender, size: str, text: dict[str, Any], folder: str):

@@ -2,7 +2,7 @@
 """The peer in fine-tuning: Hugging Face transformers' `AutoModelForSequenceClassification` on torch, with Accelerate.
 
 It follows transformers' `examples/pytorch/text-classification/run_glue_no_trainer.py`: each batch is padded to its
-longest example; with `by_length`, transformers' `LengthGroupedSampler` draws the batches.
+longest example, and transformers' `LengthGroupedSampler` draws the batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +23,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from benchmarks.torch_loop import time_steps, train_step, without_end
 from common.classification_scores import scores_of
 from common.data.labelled import open_examples
+
+LENGTH = 128  # tokens to which an example is cut
 
 
 class ShuffledBatches(torch.utils.data.Sampler):
@@ -48,11 +50,9 @@ class FineTuning:
         task, data: as in `text_classifier`.
         batch_size: examples in a step.
         precision: Accelerate's `mixed_precision`: `no` or `bf16`.
-        by_length: whether examples of similar length share a batch.
         rate: the learning rate's peak.
         epochs: the rate rises over a tenth of their steps, and decays over the rest; 0 for a constant rate.
         seed: of the head, the order and the dropout.
-        length: tokens to which an example is cut.
     """
 
     def __init__(
@@ -62,11 +62,9 @@ class FineTuning:
         data: str,
         batch_size: int,
         precision: str = "no",
-        by_length: bool = False,
         rate: float = 5e-5,
         epochs: int = 0,
         seed: int = 0,
-        length: int = 128,
     ):
         set_seed(seed)
         self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=precision)
@@ -75,13 +73,10 @@ class FineTuning:
         self.splits: dict[str, list[dict[str, Any]]] = {}
         for split in ("train", "validation"):
             examples = texts.splits[split]
-            encoded = [tokenizer(*parts, truncation=True, max_length=length) for parts in examples.texts]
+            encoded = [tokenizer(*parts, truncation=True, max_length=LENGTH) for parts in examples.texts]
             self.splits[split] = [dict(x) | {"labels": y} for x, y in zip(encoded, examples.labels, strict=True)]
         train, collate = self.splits["train"], DataCollatorWithPadding(tokenizer)
-        lengths = [len(x["input_ids"]) for x in train]
-        sampler = (
-            LengthGroupedSampler(batch_size, lengths=lengths) if by_length else torch.utils.data.RandomSampler(train)
-        )
+        sampler = LengthGroupedSampler(batch_size, lengths=[len(x["input_ids"]) for x in train])
         batches = ShuffledBatches(sampler, batch_size)
         loader = torch.utils.data.DataLoader(train, batch_sampler=batches, collate_fn=collate)
         evaluation = torch.utils.data.DataLoader(self.splits["validation"], batch_size=32, collate_fn=collate)

@@ -19,7 +19,7 @@ from benchmarks.faults import steps_in
 from benchmarks.goodput import IMPORT, seconds_of
 from benchmarks.machine import ROOT, machine, write_results
 
-STEPS = 20
+ROUNDS, STEPS = 3, 20
 PAUSE = 0.02  # seconds between two looks at a run
 QUESTIONS = {  # by the recipe whose model answers
     "bert_mlm": ["fill-mask", "A [MASK] of ints."],
@@ -31,15 +31,14 @@ RECIPES = ("bert_mlm", "bert_from_scratch", "causal_lm", "text_classifier", "glu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--rounds", type=int, default=3, help="times that every recipe is run")
-    parser.add_argument("--only", default="", help="recipes whose name contains this")
+    parser.add_argument("--only", default="", help="recipes whose name contains this; nothing is kept")
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     imports: list[float] = []
     waits: dict[str, dict[str, list[float]]] = {}
-    for _ in range(1 if arguments.quick else arguments.rounds):
+    for _ in range(1 if arguments.quick else ROUNDS):
         imports.append(seconds_of([sys.executable, "-c", IMPORT]))
         for recipe in (name for name in RECIPES if arguments.only in name):
             for name, seconds in waits_for(recipe).items():

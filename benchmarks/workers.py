@@ -32,6 +32,7 @@ ENVIRONMENT = {  # quiet, and without a network
 
 
 REFUSAL = "error"  # what the answer has of a UserError
+INSTALL = "pip install -e '.[test,bench,export]'"
 
 
 class Worker:
@@ -150,6 +151,8 @@ def _serve(function: str, arguments: str) -> None:
             work = getattr(importlib.import_module(module), name)(**json.loads(arguments))
             for line in sys.stdin:
                 print(json.dumps(work(**json.loads(line))), file=answers, flush=True)
+        except ModuleNotFoundError as error:
+            print(json.dumps({REFUSAL: f"{error}: {INSTALL}"}), file=answers, flush=True)
         except UserError as error:
             print(json.dumps({REFUSAL: str(error)}), file=answers, flush=True)
 

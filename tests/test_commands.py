@@ -46,7 +46,6 @@ def test_run_and_the_file_itself_are_the_same(no_tensorflow):
         ("recipes", "cp bert_mlm", "the following arguments are required: DEST. See python -m recipes cp --help"),
         ("recipes", "fill-mask [MASK]\udcff", r"'[MASK]\udcff' is not UTF-8 text"),
         ("benchmarks", "input --quick --corpus nowhere", "the corpus nowhere is neither docstrings"),
-        ("benchmarks", "causal --rounds 0", "--rounds is too small: 0"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(program, words, message, monkeypatch, capfd):
