@@ -10,7 +10,7 @@ from common.command_line import fail
 from keras_replicas import UserError
 
 NAMES = {
-    "all": "which results are stale, and all of them measured again",
+    "all": "which results are stale; with --measure, those are measured again",
     "defaults": "the default run of each recipe, and the doctor",
     "throughput": "training speed, beside the published Keras example and transformers with Accelerate",
     "scaling": "one device against 2 replicas and 2 workers, and workers over links of several speeds",
@@ -30,6 +30,7 @@ NAMES = {
     "export": "from a CSV to a service: the commands' seconds, and each format's size and speed",
     "causal": "speed and memory of causal_lm and LoRA, beside transformers with Accelerate",
     "quality": "validation loss by time, beside the published Keras example",
+    "wikitext": "what a run of bert_from_scratch on WikiText-2 learned",
 }
 
 
@@ -41,7 +42,7 @@ def main() -> None:
         module = importlib.import_module(f"benchmarks.{name}")
         command = commands.add_parser(name, help=text, description=module.__doc__)
         getattr(module, "add_arguments", lambda _: None)(command)
-        if name != "all":
+        if name not in ("all", "wikitext"):
             command.add_argument(
                 "--quick", action="store_true", help="to try it: few steps, smallest size, nothing kept"
             )

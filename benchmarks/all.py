@@ -11,7 +11,8 @@ import re
 import subprocess
 import sys
 
-from benchmarks.machine import RESULTS, ROOT, existing, of_this_code
+from benchmarks import wikitext
+from benchmarks.machine import RESULTS, ROOT, existing, of_this_code, with_word
 from benchmarks.waits import RECIPES
 from keras_replicas import UserError
 
@@ -36,8 +37,7 @@ COMMANDS = {
     "faults": "benchmarks faults",
     "schedules": "benchmarks schedules",
     "wikitext-2": "recipes run bert_from_scratch --workdir runs/wikitext-2 --overwrite --corpus {wikitext} "
-    "--model tiny --vocabulary-size 8192 --seq-length 128 --epochs 22 --max-steps 13304 "
-    "&& python -m benchmarks.wikitext runs/wikitext-2",
+    f"{wikitext.OPTIONS} && python -m benchmarks wikitext runs/wikitext-2",
 }
 del COMMANDS["bert_from_scratch"]  # of which the pages show a run on WikiText-2
 DATA = ("preset", "mrpc", "rte", "sst2", "wikitext", "vocabulary")
@@ -54,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Tells, and measures."""
     given = {name: os.path.abspath(value) for name in DATA if (value := getattr(arguments, name))}
-    chosen = [name for name in COMMANDS if arguments.only in name]
-    if not chosen:
-        raise UserError(f"--only {arguments.only}: there are {', '.join(COMMANDS)}")
+    chosen = with_word(arguments.only, COMMANDS)
     failed = []
     for command in dict.fromkeys(COMMANDS[name] for name in chosen):
         why = {name: stale(name) for name in chosen if COMMANDS[name] == command}
@@ -71,7 +69,7 @@ def main(arguments: argparse.Namespace) -> None:
         if arguments.measure:
             programs = ([word.format(**given) for word in each.split()] for each in command.split(" && python -m "))
             if any(subprocess.run([sys.executable, "-m", *words], cwd=ROOT).returncode for words in programs):
-                failed += why
+                failed += [name for name, text in why.items() if text]
     if arguments.measure and subprocess.run([sys.executable, "-m", "benchmarks.readme"], cwd=ROOT).returncode:
         failed.append("readme")
     if failed:

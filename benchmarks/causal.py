@@ -2,14 +2,14 @@
 """Training speed of `causal_lm` beside transformers with Accelerate, all weights or by LoRA.
 
 Every contender trains the same GPT-2 on the same sequences of 128 tokens, in a process of its own, and is timed in
-turn, round after round; only one computes at a time. Memory is the peak of its process in that time.
+turn, round after round; only one computes at a time. Memory is the peak of its process since that began.
 """
 
 import argparse
 import tempfile
 from typing import Any
 
-from benchmarks.machine import machine, write_results
+from benchmarks.machine import machine, with_word, write_results
 from benchmarks.rounds import ROUNDS, SECONDS, Timed, add_only_argument, speed_table, take_rounds
 from benchmarks.workers import once
 
@@ -56,7 +56,8 @@ def measure(arguments: argparse.Namespace, size: str, folder: str) -> dict[str, 
         PEERS: {"folder": folder, "model": size},
         OURS: {"recipe": "causal_lm", "corpus": CORPUS, "preset": f"{folder}/preset", "seq_length": SEQ_LENGTH},
     }
-    chosen = [contender for contender in CONTENDERS if arguments.only in contender[0]]
+    names = with_word(arguments.only, [name for name, *_ in CONTENDERS])
+    chosen = [contender for contender in CONTENDERS if contender[0] in names]
     rounds, seconds = (1, 0.0) if arguments.quick else (ROUNDS, SECONDS)
     timed = [Timed(made_by, common | own[made_by] | words, seconds) for _, made_by, words in chosen]
     take_rounds(timed, rounds, size)

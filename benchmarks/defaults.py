@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.machine import ROOT, commit, machine, write_results
+from benchmarks.machine import ROOT, machine, with_word, write_results
 from benchmarks.waits import RECIPES
 
 
@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Runs, and writes the results; each recipe prints its own report."""
     shown = [name for name in RECIPES if name != "bert_from_scratch"]  # of which the pages show a run on WikiText-2
-    for recipe in (name for name in shown if arguments.only in name):
+    of = machine(arguments.quick)
+    for recipe in with_word(arguments.only, shown):
         with tempfile.TemporaryDirectory() as folder:
             options = ["--max-steps", "4", "--model", "nano"] if arguments.quick else []
             command = [sys.executable, "-m", "recipes", "run", recipe, "--workdir", folder, *options]
@@ -28,9 +29,9 @@ def main(arguments: argparse.Namespace) -> None:
             found = json.loads(Path(folder, "results.json").read_text())
         found["config"]["workdir"] = f"runs/{recipe}"  # where it was is of no interest
         if not arguments.quick:
-            write_results(recipe, {"machine": machine(arguments.quick)} | found)
+            write_results(recipe, {"machine": of} | found)
     if not arguments.only and not arguments.quick:
         doctor = [sys.executable, "-m", "recipes", "doctor", "--json"]
         found = json.loads(subprocess.run(doctor, cwd=ROOT, check=True, capture_output=True).stdout)
-        found["machine"]["commit"] = commit()
+        found["machine"]["commit"] = of["commit"]
         write_results("doctor", found)

@@ -10,20 +10,20 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import existing, machine, write_results
+from benchmarks.machine import existing, machine, with_word, write_results
 from benchmarks.rounds import ROUNDS, SECONDS, Timed, add_only_argument, speed_table, take_rounds
 from keras_replicas import UserError
 
 PEERS, OURS = "benchmarks.transformers_classifier", "benchmarks.ours_classifier"
-STEPS = {"recipe": "text_classifier"}  # of `benchmarks.ours`
+RECIPE = {"recipe": "text_classifier"}  # of `benchmarks.ours`
 # One line per contender: its name, its module, its own arguments.
 CONTENDERS = (
     ("transformers, Accelerate, by length", PEERS, {}),
     ("transformers, Accelerate, bfloat16, by length", PEERS, {"precision": "bf16"}),
-    ("fit, one device", "benchmarks.ours", STEPS | {"replicas": 1}),
-    ("fit, one device, bfloat16", "benchmarks.ours", STEPS | {"replicas": 1, "precision": "mixed_bfloat16"}),
-    ("fit, 2 replicas", "benchmarks.ours", STEPS | {"replicas": 2}),
-    ("fit, 2 replicas, bfloat16", "benchmarks.ours", STEPS | {"replicas": 2, "precision": "mixed_bfloat16"}),
+    ("fit, one device", "benchmarks.ours", RECIPE | {"replicas": 1}),
+    ("fit, one device, bfloat16", "benchmarks.ours", RECIPE | {"replicas": 1, "precision": "mixed_bfloat16"}),
+    ("fit, 2 replicas", "benchmarks.ours", RECIPE | {"replicas": 2}),
+    ("fit, 2 replicas, bfloat16", "benchmarks.ours", RECIPE | {"replicas": 2, "precision": "mixed_bfloat16"}),
 )
 BATCH, RATE = 16, 5e-5
 
@@ -60,7 +60,8 @@ def weights_of(preset: str) -> str:
 def speeds(arguments: argparse.Namespace, task: str, data: str) -> dict[str, Any]:
     """Each contender's examples per second in every round, and its share of padding."""
     words = {"preset": arguments.preset, "task": task, "data": data, "batch_size": BATCH, "rate": RATE}
-    chosen = [contender for contender in CONTENDERS if arguments.only in contender[0]]
+    names = with_word(arguments.only, [name for name, *_ in CONTENDERS])
+    chosen = [contender for contender in CONTENDERS if contender[0] in names]
     rounds, seconds = (1, 0.0) if arguments.quick else (ROUNDS, SECONDS)
     timed = [Timed(f"{module}:trainer", words | own, seconds) for _, module, own in chosen]
     take_rounds(timed, rounds, task)

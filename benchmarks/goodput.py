@@ -30,6 +30,7 @@ IMPORT = "import tensorflow, keras, keras_hub"
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     minutes, every = (0.3, 20.0) if arguments.quick else (MINUTES, EVERY)
+    of = machine(arguments.quick)
     imports = statistics.median(seconds_of([sys.executable, "-c", IMPORT]) for _ in range(3))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -41,7 +42,7 @@ def main(arguments: argparse.Namespace) -> None:
         runs = folder / "undisturbed", folder / "disturbed"
         lines, others = ((run / "steps.jsonl").read_text().splitlines() for run in runs)
         results = {
-            "machine": machine(arguments.quick),
+            "machine": of,
             "steps": steps,
             "import_seconds": round(imports, 1),
             "undisturbed_seconds": round(undisturbed),

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.machine import ROOT, machine, write_results
 from benchmarks.waits import RECIPES
+from keras_replicas import UserError
 from keras_replicas.gpus import gpu_names, visible_gpus
 
 MINUTES = 10
@@ -29,6 +30,9 @@ SHOWN = ("tokens_per_second", "peak_gpu_memory_mb", "peak_memory_mb", "train_los
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     ends = time.monotonic() + 60 * MINUTES
+    seen = "import json, tensorflow; print(json.dumps({'gpus': len(tensorflow.config.list_physical_devices('GPU'))}))"
+    if visible_gpus() and not output_of([sys.executable, "-c", seen], ends).get("gpus"):
+        raise UserError("TensorFlow does not see this machine's GPUs: pip install -e '.[recipes,gpu]'")
     recipes = RECIPES[-1:] if arguments.quick else RECIPES
     options = ("nano", 4) if arguments.quick else ("small", 100)
     numbers, every = NUMBERS // (1000 if arguments.quick else 1), len(visible_gpus()) or 2
@@ -60,7 +64,7 @@ def run(recipe: str, replicas: int, tf32: bool, options: tuple[str, int], ends: 
         command = [sys.executable, "-m", "recipes", "run", recipe, *(str(word) for pair in words for word in pair)]
         failure = output_of(command, ends, {} if tf32 else NO_TF32)
         file = Path(folder, "results.json")
-        found = json.loads(file.read_text()) if file.exists() else failure
+        found = failure | (json.loads(file.read_text()) if file.exists() else {})
         return {name: found[name] for name in (*SHOWN, "failed") if name in found}
 
 

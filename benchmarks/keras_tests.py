@@ -200,7 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Runs all, prints the counts and what ours loses, and writes the file."""
-    began = time.perf_counter()
+    of, began = machine(), time.perf_counter()
     only = arguments.only or ("TestTrainer::test_fit_flow" if arguments.quick else "")
     files = {file: tests for file, tests in find_files().items() if file == ALL_COUNT or not arguments.quick}
     with tempfile.TemporaryDirectory() as name:
@@ -220,4 +220,4 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"  {name}: {why}")
     if not only:
         minutes = round((time.perf_counter() - began) / 60)
-        write_results("keras_tests", {"machine": machine(), "minutes": minutes, **found})
+        write_results("keras_tests", {"machine": of, "minutes": minutes, **found})

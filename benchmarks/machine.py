@@ -10,9 +10,11 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from keras_replicas import UserError
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -61,6 +63,18 @@ def existing(word: str) -> str:
     if word and not Path(word).exists():
         raise argparse.ArgumentTypeError(f"no file or folder {word}")
     return word
+
+
+def with_word(word: str, names: Iterable[str]) -> list[str]:
+    """The names that contain a word, of `--only`.
+
+    Raises:
+        UserError: when none does.
+    """
+    chosen = [name for name in names if word in name]
+    if not chosen:
+        raise UserError(f"--only {word}: there are {'; '.join(names)}")
+    return chosen
 
 
 def cores() -> list[int]:

@@ -22,6 +22,7 @@ from benchmarks import (
     throughput,
     versions,
     waits,
+    wikitext,
 )
 from benchmarks.machine import RESULTS, ROOT, code_of
 from benchmarks.rounds import PEER
@@ -35,7 +36,7 @@ RECIPES = {
     "bert_mlm": ("BERT, a masked language model, by Keras `fit`", ""),
     "bert_from_scratch": (
         "from raw text: tokenizer, TFRecord shards, BERT or RoBERTa, publishing",
-        "--corpus wikitext-2 --model tiny --vocabulary-size 8192 --seq-length 128 --epochs 22 --max-steps 13304",
+        f"--corpus wikitext-2 {wikitext.OPTIONS}",
     ),
     "causal_lm": ("GPT-2 from scratch, or any causal preset, whole or by LoRA", ""),
     "text_classifier": ("fine-tuning by `fit`, any family of encoders, LoRA", ""),
@@ -86,7 +87,7 @@ def claims(doctor: dict, faults: list[dict], beside: Beside, scores: dict) -> st
     return f"""\
 | | measured | against | more |
 | --- | --- | --- | --- |
-| exact | {len(passed)} of {len(beside_one)} small runs on replicas the same to {max(passed):.0e}, in float64 \
+| exact | {len(passed)} of {len(beside_one)} small runs on replicas the same to {rounded_up(max(passed))}, in float64 \
 | one device | [exactness](docs/exactness.md) |
 | survives | {same} of {len(faults)} runs on two workers, killed, stopped or cut off: the same bits \
 | undisturbed runs | [fault tolerance](docs/fault-tolerance.md) |
@@ -94,6 +95,12 @@ def claims(doctor: dict, faults: list[dict], beside: Beside, scores: dict) -> st
 | transformers, tuned, each at its best | [performance](docs/speed.md#every-recipe-beside-its-peer) |
 | as good | MRPC accuracy {ours}, {len(mrpc["ours"])} seeds \
 | transformers, same weights: {theirs} | [fine-tuning](docs/fine-tuning.md#measured-on-real-weights) |"""
+
+
+def rounded_up(bound: float) -> str:
+    """One digit of a bound, which the number does not exceed."""
+    digit = f"{bound:.0e}"
+    return digit if float(digit) >= bound else f"{float(digit) + float(f'1{digit[1:]}'):.0e}"
 
 
 def beside(throughput: dict, causal: dict, fine_tuning: dict) -> Beside:
@@ -132,7 +139,7 @@ def fastest(speeds: dict[str, list[float]]) -> list[str]:
 
 
 def wikitext_table(summary: dict) -> str:
-    """What `python -m benchmarks.wikitext` read of a run: its report, and the sentences it fills."""
+    """What `python -m benchmarks wikitext` read of a run: its report, and the sentences it fills."""
     guesses = [
         f"| {sentence} | " + ", ".join(f"{guess['token_str']} {guess['score']:.2f}" for guess in found) + " |"
         for sentence, found in summary["filled"].items()

@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Trains on both sides, prints and writes how far they are apart."""
-    epochs = 1 if arguments.quick else EPOCHS
+    epochs, of = 1 if arguments.quick else EPOCHS, machine(arguments.quick)
     rows = {task: compare(arguments.preset, task, getattr(arguments, task), epochs) for task in ("mrpc", "rte")}
-    results = {"machine": machine(arguments.quick), "tasks": rows}
+    results = {"machine": of, "tasks": rows}
     print(table(results))
     if not arguments.quick:
         write_results("same_steps", results)

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine, write_results
+from benchmarks.machine import machine, with_word, write_results
 from benchmarks.rounds import ROUNDS, SECONDS, Timed, add_only_argument, speed_table, take_rounds
 from benchmarks.text import add_text_arguments, prepare_text
 
@@ -49,16 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
     rounds_of, seconds = ({"nano": 1}, 0.0) if arguments.quick else (ROUNDS_OF, SECONDS)
+    names = with_word(arguments.only, [name for name, *_ in CONTENDERS])
+    contenders = [contender for contender in CONTENDERS if contender[0] in names]
     results = {"corpus": Path(arguments.corpus).name, "sizes": {}}
     with tempfile.TemporaryDirectory() as folder:
         text = prepare_text(arguments, SEQ_LENGTH, folder)
         for size, rounds in rounds_of.items():
-            contenders = [contender for contender in CONTENDERS if arguments.only in contender[0]]
+            of = machine(arguments.quick)
             timed = {c[0]: Timed(*specification(c, size, text, folder), seconds) for c in contenders}
             take_rounds([*timed.values()], rounds, size, stay=False)  # in memory together, they slow each other
             rows = {name: {"tokens_per_second": each.per_second("tokens")} for name, each in timed.items()}
             found = {"pieces": text["pieces"], "contenders": rows}
-            results["sizes"][size] = {"machine": machine(arguments.quick)} | found
+            results["sizes"][size] = {"machine": of} | found
             print(table(found), "\n", flush=True)
     if not arguments.quick and not arguments.only:
         write_results("throughput", results)

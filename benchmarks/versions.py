@@ -26,7 +26,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import RESULTS, ROOT, code_of, commit, machine, write_results
+from benchmarks.machine import RESULTS, ROOT, code_of, commit, machine, with_word, write_results
 from keras_replicas import UserError
 
 NIGHTLY = "nightly"
@@ -62,12 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Makes the environments, one after the other, writes the row of each to the file, and prints the table."""
     files = ["tests/test_private.py"] if arguments.quick else FILES
-    chosen = {name_of(each): each for each in ENVIRONMENTS if arguments.only in name_of(each)}
+    environments = {name_of(each): each for each in ENVIRONMENTS}
+    chosen = {name: environments[name] for name in with_word(arguments.only, environments)}
     interpreters = {python: interpreter(python) for python, _, _ in chosen.values()}
     path = RESULTS / "versions.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+        of, code = machine(arguments.quick), commit()
         subprocess.run([*pip, "wheel", "--no-deps", "-w", folder, str(ROOT)], check=True)
         (wheel,) = Path(folder).glob("*.whl")
         for name, (python, tensorflow, keras) in itertools.islice(chosen.items(), 1 if arguments.quick else None):
@@ -75,11 +77,11 @@ def main(arguments: argparse.Namespace) -> None:
                 subprocess.run([interpreters[python], "-m", "venv", place], check=True)
                 install(f"{place}/bin/python", str(wheel), tensorflow, keras)
                 rows[name] = tested(f"{place}/bin/python", files)
-            rows[name] |= {"date": datetime.date.today().isoformat(), "commit": commit()}
+            rows[name] |= {"date": datetime.date.today().isoformat(), "commit": code}
             rows = {each: rows[each] for each in map(name_of, ENVIRONMENTS) if each in rows}
             print(name, rows[name], flush=True)
             if not arguments.quick:
-                write_results("versions", {"rows": rows, "machine": machine()})
+                write_results("versions", {"rows": rows, "machine": of})
     print(table({"rows": rows}))
 
 

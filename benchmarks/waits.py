@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.faults import steps_in
 from benchmarks.goodput import IMPORT, seconds_of
-from benchmarks.machine import ROOT, machine, write_results
+from benchmarks.machine import ROOT, machine, with_word, write_results
 
 ROUNDS, STEPS = 3, 20
 PAUSE = 0.02  # seconds between two looks at a run
@@ -36,16 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
+    of = machine(arguments.quick)
     imports: list[float] = []
     waits: dict[str, dict[str, list[float]]] = {}
     for _ in range(1 if arguments.quick else ROUNDS):
         imports.append(seconds_of([sys.executable, "-c", IMPORT]))
-        for recipe in (name for name in RECIPES if arguments.only in name):
+        for recipe in with_word(arguments.only, RECIPES):
             for name, seconds in waits_for(recipe).items():
                 waits.setdefault(recipe, {}).setdefault(name, []).append(round(seconds, 2))
             print(recipe, waits[recipe], file=sys.stderr, flush=True)
     results = {
-        "machine": machine(arguments.quick),
+        "machine": of,
         "imports": [round(seconds, 2) for seconds in imports],
         "waits": waits,
     }

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long run of `bert_from_scratch` on WikiText-2, as the README shows it: `python -m benchmarks.wikitext RUN`.
+"""Reads a complete run of `bert_from_scratch` on WikiText-2, as the README shows it.
 
-RUN is the folder of the complete run. Writes `benchmarks/results/wikitext-2.json` (its results, and what it fills
+Writes `benchmarks/results/wikitext-2.json` (its results, and what it fills
 into five sentences) and the picture of its loss, `docs/wikitext-2.png`. It needs matplotlib.
 """
 
+import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import ROOT, machine, write_results
+from benchmarks.machine import ROOT, existing, machine, write_results
+from keras_replicas import UserError
 
+OPTIONS = "--model tiny --vocabulary-size 8192 --seq-length 128 --epochs 22 --max-steps 13304"  # of the run
 SENTENCES = (
     "He was born in [MASK] and went to school in the city .",
     "The film received [MASK] reviews from critics .",
@@ -24,14 +26,21 @@ SENTENCES = (
 SMOOTHED = 100  # steps over which the picture averages the loss
 
 
-def main(run: Path) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("run", type=existing, help="folder of the run")
+
+
+def main(arguments: argparse.Namespace) -> None:
     """Reads the run and writes both files."""
+    os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
     from common.model.masked_lm import masked_lm_from_preset, preset_tokenizer
     from recipes._fill_mask import fill_mask
 
+    run = Path(arguments.run)
     results = json.loads((run / "results.json").read_text())
     if results["resumed_from_step"]:
-        raise SystemExit(f"{run} was interrupted, so its seconds are those of a part: remove it, and run it again")
+        raise UserError(f"{run} was interrupted, so its seconds are those of a part: remove it, and run it again")
     results["config"] |= {"workdir": "runs/wikitext-2", "corpus": "wikitext-2"}  # where they were is of no interest
     model, tokenizer = masked_lm_from_preset(str(run / "preset")), preset_tokenizer(str(run / "preset"))
     filled = {sentence: fill_mask(model, tokenizer, sentence)[0] for sentence in SENTENCES}
@@ -53,8 +62,3 @@ def _draw(losses: np.ndarray, results: dict, path: Path) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-
-
-if __name__ == "__main__":
-    os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    main(Path(sys.argv[1]))
