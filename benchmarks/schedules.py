@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.faults import children, end, left_behind, steps_in, until
 from benchmarks.hosts import ADDRESSES, cut, mend, on, two_hosts
-from benchmarks.machine import ROOT, add_row, commit, finish_rows, unfinished_rows
+from benchmarks.machine import ROOT, add_row, code_of, commit, finish_rows, unfinished_rows
 from keras_replicas import UserError
 
 SCHEDULES = 60
@@ -233,7 +233,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| fault | times | schedules with it | same to the bit, nothing left |", "| --- | --- | --- | --- |"]
     lines += [f"| {name} | {drawn[name]} | {of[name]} | {held[name]} |" for name in FAULTS]
     lines += [f"| all | {sum(drawn.values())} | {len(rows)} | {len(good)} |"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", code_of(rows)])
 
 
 def train(folder: Path) -> None:
