@@ -73,7 +73,17 @@ def score_table(scores: dict[str, Any]) -> str:
         for baseline in ("bag_of_words", "majority"):
             shown = [f"{ours[f'{baseline}_{name}']:.3f}" for name in names] + [""] * (2 - len(names))
             lines.append(f"| {task} | | {baseline.replace('_', ' ')} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+    gaps = ", ".join(f"{task} {gap_of(sides):+.1f}" for task, sides in scores.items() if len(sides["ours"]) > 1)
+    return "\n".join(
+        [*lines, "", f"Accuracy of ours less transformers', in standard errors of the difference: {gaps}."]
+    )
+
+
+def gap_of(sides: dict[str, list[dict[str, float]]]) -> float:
+    """How many standard errors of the difference our mean accuracy is above the peer's."""
+    ours, theirs = ([run["accuracy"] for run in sides[side]] for side in ("ours", "transformers"))
+    error = sum(statistics.variance(each) / len(each) for each in (ours, theirs)) ** 0.5
+    return (statistics.mean(ours) - statistics.mean(theirs)) / error
 
 
 def mean_of(values: list[float]) -> str:
