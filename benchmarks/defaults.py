@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Runs, and writes the results; each recipe prints its own report."""
     shown = [name for name in RECIPES if name != "bert_from_scratch"]  # of which the pages show a run on WikiText-2
-    of = machine(arguments.quick)
-    for recipe in with_word(arguments.only, shown):
+    chosen, of = with_word(arguments.only, shown), machine(arguments.quick)
+    for recipe in chosen:
         with tempfile.TemporaryDirectory() as folder:
             options = ["--max-steps", "4", "--model", "nano"] if arguments.quick else []
             command = [sys.executable, "-m", "recipes", "run", recipe, "--workdir", folder, *options]

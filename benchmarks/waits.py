@@ -36,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes the results."""
-    of = machine(arguments.quick)
+    chosen, of = with_word(arguments.only, RECIPES), machine(arguments.quick)
     imports: list[float] = []
     waits: dict[str, dict[str, list[float]]] = {}
     for _ in range(1 if arguments.quick else ROUNDS):
         imports.append(seconds_of([sys.executable, "-c", IMPORT]))
-        for recipe in with_word(arguments.only, RECIPES):
+        for recipe in chosen:
             for name, seconds in waits_for(recipe).items():
                 waits.setdefault(recipe, {}).setdefault(name, []).append(round(seconds, 2))
             print(recipe, waits[recipe], file=sys.stderr, flush=True)

@@ -45,6 +45,7 @@ def test_run_and_the_file_itself_are_the_same(no_tensorflow):
         ("recipes", "rnu bert_mlm", "invalid choice: 'rnu'"),
         ("recipes", "cp bert_mlm", "the following arguments are required: DEST. See python -m recipes cp --help"),
         ("recipes", "fill-mask [MASK]\udcff", r"'[MASK]\udcff' is not UTF-8 text"),
+        ("benchmarks", "all --only zz", "--only zz: there are bert_mlm; causal_lm; text_classifier; "),
         ("benchmarks", "input --quick --corpus nowhere", "the corpus nowhere is neither docstrings"),
     ],
 )
