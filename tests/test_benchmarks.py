@@ -1,5 +1,6 @@
 """The arithmetic of the benchmarks, and that they run; their figures are measured by hand, on a quiet machine."""
 
+import argparse
 import ast
 import json
 import subprocess
@@ -8,8 +9,9 @@ import tomllib
 
 import pytest
 
-from benchmarks import keras_tests, versions
+from benchmarks import gpu, keras_tests, versions
 from benchmarks import machine as machine_module
+from keras_replicas import UserError
 from keras_replicas.private import CHECKED_VERSIONS
 
 
@@ -19,6 +21,13 @@ def test_what_a_reader_with_gpus_is_asked_for_runs_on_cpus():
     found = json.loads(subprocess.run(command, cwd=machine_module.ROOT, capture_output=True, check=True).stdout)
     assert [run["replicas"] for run in found["runs"]] == [1, 2] and found["all-reduce"]["seconds"] > 0
     assert all(run["tokens_per_second"] > 0 and run["peak_memory_mb"] > 100 for run in found["runs"])
+
+
+@pytest.mark.slow
+def test_gpus_that_tensorflow_does_not_see_are_refused(nvidia_smi):
+    nvidia_smi("GPU 0: NVIDIA H100")
+    with pytest.raises(UserError, match="TensorFlow does not see this machine's GPUs"):
+        gpu.main(argparse.Namespace(quick=True))
 
 
 def test_a_recipe_is_timed_on_the_batches_that_it_trains_on():

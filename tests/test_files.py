@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -52,12 +51,11 @@ def test_of_processes_that_want_the_same_folder_one_makes_it(cache):
 
 
 def test_a_folder_whose_making_is_killed_is_made_again(cache):
-    killed = process(60)
+    killed = process(600)
     assert killed.stdout.readline() == "making\n"
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
-    began = time.monotonic()
-    assert process(0).communicate(timeout=60)[0] == "making\nwhole\n" and time.monotonic() - began < 30
+    assert process(0).communicate(timeout=60)[0] == "making\nwhole\n"
     assert {path.name for path in cache.glob("[!.]*")} == {cached("folder", ["a"], None).name}
 
 

@@ -238,3 +238,4 @@ def test_the_figures_of_the_pages_are_those_of_the_results():
         assert readme.with_tables(page) == page, name
     tables = re.findall(r"^<!-- (?!end )([\w-]+) -->$", "\n".join(pages.values()), re.MULTILINE)
     assert sorted(tables) == sorted(readme.tables())
+    assert [*map(readme.rounded_up, (1.2e-15, 2e-15, 9.3e-5))] == ["2e-15", "2e-15", "1e-04"]  # bounds that hold
