@@ -96,13 +96,13 @@ def made(name: str) -> tuple[Any, tuple[int, ...], int]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results in Markdown: a step's time, and how much more it is than by Keras on one device."""
+    """The results in Markdown: a step's time, its range over the rounds, and how much more than by Keras it takes."""
     lines = [f"| model | {' | '.join(WAYS)} |", "| --- " * (len(WAYS) + 1) + "|"]
     for model, measured in results["milliseconds"].items():
         medians = {way: statistics.median(rounds) for way, rounds in measured.items()}
-        cells = [f"{medians[KERAS]:.2f} ms"]
-        for way in WAYS[1:]:
+        cells = [f"{medians[way]:.2f} ms, {min(measured[way]):.2f} to {max(measured[way]):.2f}" for way in WAYS]
+        for column, way in enumerate(WAYS[1:], 1):
             more = medians[way] - medians[KERAS]
-            cells.append(f"{medians[way]:.2f} ms ({1000 * more:+,.0f} µs, {more / medians[KERAS]:+.1%})")
+            cells[column] += f" ({1000 * more:+,.0f} µs, {more / medians[KERAS]:+.0%})"
         lines.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(lines)
