@@ -125,7 +125,7 @@ def test_what_is_neither_text_nor_table_is_refused(name, tmp_path):
     [
         ("a.jsonl", '{"text": "a"}\n{"text": "b"\n', "JSON parse error"),
         ("a.jsonl", '{"text": "a"}\n{"text": 1}\n', "row 2 of column 'text' is 1, which is no text"),
-        ("a.csv", "text\na, b\nc, d\n", ".*a.csv, line 2: 2 fields, divided by ',', for 1 .*: quote texts"),
+        ("a.csv", "text\na, b\nc, d\n", ".*line 2: 2 fields, divided by ',', for 1 columns, 'text': quote texts"),
         ("a.csv", 'text\na\n"b\n', ".*a.csv, line 3: unexpected end of data, in the row that begins in line 3"),
         ("a.parquet", "PAR1", "Parquet file size is 4 bytes"),
     ],
