@@ -121,7 +121,7 @@ def test_another_backend_of_keras_is_refused(backend, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("page", recipes())
-def test_the_help_of_a_page_has_each_option_once_with_its_default(page, capfd):
+def test_help_shows_each_option_once_with_its_default(page, capfd):
     config = importlib.import_module(f"recipes.{page}").Config
     with pytest.raises(SystemExit):
         parse(config, "What it does.", ["--help"])
@@ -134,7 +134,7 @@ def test_the_help_of_a_page_has_each_option_once_with_its_default(page, capfd):
     assert defaults == {name: "''" if value == "" else str(value) for name, value in fields.items()}
     first = {name.replace("_", "-") for name, marks in marks_of(config).items() if FIRST in marks}
     assert {*[*options][: len(first)]} == first
-    assert len(options) == len(fields) <= 26 and 8 <= len(first) <= 13
+    assert len(options) == len(fields)
     # An option without a comment of its own would be shown with that of the one before it.
     said = [re.sub(r"^ \{.*?\}| \(default.*| [A-Z|{}a-z]*(INT|STR|FLOAT) ", "", told) for told in options.values()]
     assert all(said) and len({*said}) == len(said)

@@ -30,7 +30,7 @@ def test_all_recipes_can_be_in_one_folder_and_what_they_import_is_there(tmp_path
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_a_copy_is_small_and_its_page_a_script_that_names_what_is_there(name, tmp_path):
+def test_a_copied_recipe_names_its_packages_and_commands(name, tmp_path):
     copy_recipe(name, str(tmp_path))
     page = (tmp_path / f"{name}.py").read_text()
     (head,) = re.findall(r"(?m)^# /// script\n((?:#(?:| .*)\n)+?)# ///$", page)  # as in PEP 723
@@ -41,10 +41,6 @@ def test_a_copy_is_small_and_its_page_a_script_that_names_what_is_there(name, tm
     assert f"\nimport {name} as recipe\n" in (tmp_path / f"test_{name}.py").read_text()
     assert not [path for path, text in files_in(tmp_path).items() if b"-m recipes" in text or b"recipes/" in text]
     assert (tmp_path / "common/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    # What they are now: they may become smaller. The aim is 1,700 lines for bert_mlm, and 2,200 for any.
-    sizes = [len(path.read_text().splitlines()) for path in tmp_path.rglob("*.py")]
-    files, lines = (18, 2_719) if name == "bert_mlm" else (21, 3_105)
-    assert len(sizes) <= files and sum(sizes) <= lines, (len(sizes), sum(sizes))
 
 
 def test_a_vendored_copy_holds_the_library_and_lists_all_packages(tmp_path, capsys):

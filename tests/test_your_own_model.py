@@ -10,9 +10,8 @@ PAGE = (ROOT / "docs/your-own-model.md").read_text()
 
 
 @pytest.mark.slow
-def test_its_program_learns_and_its_file_loads_without_the_library(tmp_path):
+def test_the_program_learns_and_plain_keras_loads_it(tmp_path):
     program = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0]
-    assert len([line for line in program.splitlines() if line]) <= 25
     done = python("-c", f"import sys; sys.path.append({str(ROOT)!r})\n{program}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r" loss: ([\d.]+)", done.stdout)]
