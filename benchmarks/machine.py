@@ -48,8 +48,8 @@ def machine(quick: bool = False) -> dict[str, Any]:
 
 def commit() -> str:
     """The last commit that changed the code, with `+` where there are changes since that are not committed."""
-    found = _git("log", "-1", "--abbrev=12", "--format=%h", "--", *CODE)
-    return found + ("+" if _git("status", "--porcelain", "--", *CODE) else "")
+    found = git("log", "-1", "--abbrev=12", "--format=%h", "--", *CODE)
+    return found + ("+" if git("status", "--porcelain", "--", *CODE) else "")
 
 
 def of_this_code(commit: str) -> bool:
@@ -135,9 +135,11 @@ def peak_memory_mb() -> int:
     return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) // 2**10
 
 
-def _git(*words: str) -> str:
+def git(*words: str, root: Path = ROOT) -> str:
+    """Returns what a git command prints; an empty string where it fails or git is missing."""
+    command = ["git", "-C", str(root), *words]
     try:
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
 

@@ -12,6 +12,7 @@ from benchmarks import (
     export,
     fine_tuning,
     fine_tuning_scores,
+    first_steps,
     goodput,
     keras_tests,
     price,
@@ -179,6 +180,13 @@ def hardware_line(results: dict) -> str:
     return f"{machine}; {packages}; code of {results['machine']['commit']}."
 
 
+def first_steps_table(results: dict | None) -> str:
+    """Returns the table of `benchmarks waits --table first_steps`, where that was measured."""
+    if results is None:
+        return "Not measured yet."
+    return with_machine(first_steps.table)(results)
+
+
 def recipes_table(results: dict[str, dict]) -> str:
     """What each recipe is, how long the run of its command trained, and its result.
 
@@ -243,6 +251,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "beside": lambda: beside_table(_beside()),
         "faults": lambda: faults_table(_rows("faults")),
         "schedules": lambda: schedules.table(_rows("schedules")),
+        "first_steps": lambda: first_steps_table(_results("waits").get("first_steps")),
         **{name: lambda name=name: MEASURED[name](_results(name)) for name in MEASURED},
     }
 

@@ -3,16 +3,19 @@
 import argparse
 import ast
 import json
+import math
+import os
 import subprocess
 import sys
 import tomllib
 
 import pytest
 
-from benchmarks import gpu, keras_tests, versions
+from benchmarks import compare, first_steps, gpu, keras_tests, readme, versions
 from benchmarks import machine as machine_module
 from keras_replicas import UserError
 from keras_replicas.private import CHECKED_VERSIONS
+from tests.conftest import ROOT, files_in, python
 
 
 @pytest.mark.slow
@@ -83,3 +86,92 @@ def test_the_versions_that_pip_takes_and_that_the_library_knows_are_those_measur
         of_rows = {".".join(row[package].split(".")[:2]) for row in rows}
         assert {*minors} <= of_rows <= {*minors, f"{newest[0]}.{int(newest[1]) + 1}"}
     assert all((machine_module.ROOT / file).is_file() for file in versions.FILES)
+
+
+@pytest.mark.parametrize(
+    ("count", "interval"),
+    [(5, (-math.inf, math.inf)), (6, (1, 6)), (10, (2, 9)), (20, (6, 15))],
+)
+def test_a_median_has_its_interval_by_order_statistics(count, interval):
+    values = [*range(count, 0, -1)]
+    assert compare.median_interval(values) == interval
+
+
+def test_sides_take_turns_in_alternating_order():
+    assert compare.turns(0) == compare.turns(2) == ("before", "after")
+    assert compare.turns(1) == ("after", "before")
+
+
+def test_a_row_is_slower_below_its_bound():
+    fewer_steps = [compare.Pair(before=10.0, after=9.0)] * 9
+    more_seconds = [compare.Pair(before=9.0, after=10.0)] * 9
+    unchanged = [compare.Pair(before=1.0, after=1.0)]
+    pairs = {
+        "bert_mlm, training": fewer_steps + unchanged,
+        "bert_mlm, first step": more_seconds + unchanged,
+        "causal_lm, training": fewer_steps[2:] + 3 * unchanged,  # whose interval ends at 1
+        "causal_lm, first step": fewer_steps + unchanged,  # faster
+    }
+    speedups = {row: compare.speedup_of(row, pairs[row]) for row in pairs}
+    assert [speedup.is_slower for speedup in speedups.values()] == [True, True, False, False]
+    assert speedups["causal_lm, first step"].median == 10 / 9
+    shown = compare.table(pairs, speedups).splitlines()
+    assert shown[3].startswith("| bert_mlm, first step | 9.00 s | 10.00 s |")
+    assert shown[3].endswith("| 0.90 x | 0.90 to 0.90 | slower |")
+    assert shown[4].endswith("| 0.90 x | 0.90 to 1.00 |  |")
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A git repository with one commit, and changes since."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+
+    def git(*words):
+        identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.com"]
+        subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
+
+    git("init")
+    (folder / ".gitignore").write_text("ignored\n")
+    (folder / "changed").write_text("before")
+    (folder / "deleted").write_text("before")
+    git("add", "--all")
+    git("commit", "--message", "all")
+    (folder / "changed").write_text("after")
+    (folder / "deleted").unlink()
+    (folder / "package").mkdir()
+    (folder / "package/new").write_text("after")
+    (folder / "ignored").write_text("after")
+    return folder
+
+
+def test_compare_refuses_what_git_does_not_know(clone, tmp_path):
+    assert len(compare.resolve_commit(clone, "HEAD")) == 40
+    with pytest.raises(UserError, match="^there is no commit none: "):
+        compare.resolve_commit(clone, "none")
+    for folder in (tmp_path, clone / "package"):  # the second is only inside a clone
+        with pytest.raises(UserError, match="is not a git clone: "):
+            compare.resolve_commit(folder, "HEAD")
+
+
+def test_compare_copies_the_commit_and_the_changes(clone, tmp_path):
+    compare.copy_commit(clone, "HEAD", tmp_path / "before")
+    compare.copy_working_tree(clone, tmp_path / "after")
+    before, after = files_in(tmp_path / "before"), files_in(tmp_path / "after")
+    ignores = {".gitignore": b"ignored\n"}
+    assert before == ignores | {"changed": b"before", "deleted": b"before"}
+    assert after == ignores | {"changed": b"after", "package/new": b"after"}
+
+
+def test_a_side_must_import_its_own_code(tmp_path):
+    done = python("-c", compare.START, tmp_path, "ls", env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and f"not in {tmp_path}" in done.stderr
+    assert python("-c", compare.START, ROOT, "ls").stdout.startswith("bert_from_scratch")
+
+
+def test_first_steps_are_compared_with_keras():
+    rounds = ([3.0, 9.0, 2.0], [2.0], [1.0])
+    seconds = dict(zip(first_steps.WAYS, rounds, strict=True))
+    shown = first_steps.table({"seconds": {"dense": seconds}})
+    assert shown.splitlines()[-1] == "| dense | 3.0 s | 2.0 s | 1.0 s | 1.50 x |"
+    assert readme.first_steps_table(None) == "Not measured yet."
