@@ -19,6 +19,7 @@ from keras_replicas.data import WholeBatches, as_batches, row_by_row
 from keras_replicas.errors import UserError
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.private import get_data_adapter, train_validation_split
+from keras_replicas.step_plans import first_rows
 from keras_replicas.workers import agree, exchange
 
 Arguments = dict[str, Any]  # by name, of one call
@@ -67,6 +68,8 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     batches = as_batches(**data, steps=steps, shuffle=shuffle, seed=seeds["data"])
     _check_same(model, batches)
     steps, epochs = steps or len(batches), given.get("epochs", 1)
+    if model.custom_step_function("train_step"):
+        _prepare_custom_step(model, "train_step", batches, checkpoints)
     step, last = given.get("initial_epoch", 0) * steps, checkpoints.max_steps if checkpoints else None
     callbacks.set_params(callbacks.params | {"steps": min(steps, last or steps)})  # which a progress bar shows
     if checkpoints:
@@ -99,12 +102,12 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
     if not _is_divided_by_us(model, x, given.get("validation_steps")):
         return given
     named = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": given["validation_batch_size"]}
-    divided = with_divided_data(model, named | {"steps": given.get("validation_steps")})
+    divided = with_divided_data(model, named | {"steps": given.get("validation_steps")}, "test_step")
     return given | {"validation_data": divided["x"], "validation_steps": divided["steps"]}
 
 
-def with_divided_data(model: Any, given: Arguments) -> Arguments:
-    """Arguments of `evaluate` or `predict`, in which data is divided if need be."""
+def with_divided_data(model: Any, given: Arguments, step: str = "") -> Arguments:
+    """Arguments of `evaluate` or `predict`, in which data is divided if need be; `step` is what runs on it."""
     if not _is_divided_by_us(model, given.get("x"), given.get("steps")):
         return given if model.steps_by_keras else _with_generators(given, "x")
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
@@ -113,7 +116,22 @@ def with_divided_data(model: Any, given: Arguments) -> Arguments:
         batches = copy.copy(batches)
         batches.shuffle = False
     _check_same(model, batches)
+    if step and not model.steps_by_keras and model.custom_step_function(step):
+        _prepare_custom_step(model, step, batches)
     return given | {"x": distribute(model.distribute_strategy, batches), "steps": given.get("steps") or len(batches)}
+
+
+def _prepare_custom_step(model: Any, name: str, batches: Any, checkpoints: Checkpoints | None = None) -> None:
+    """Builds the model, and finds how its custom step's results combine, by the first batch of the data."""
+    if model.steps_by_keras and not checkpoints:
+        return
+    model.build_for(batches.iter_from_step(0, tf.distribute.InputContext()).element_spec)
+    if checkpoints and getattr(batches, "is_read_once", False):
+        raise UserError(
+            f"Checkpoints beside a custom {name} need data that can be read twice, to find what the step's optimizers "
+            "are: give arrays, a PyDataset or a tf.data.Dataset, not a generator"
+        )
+    model.prepare_custom_step(name, first_rows(batches), needs_optimizers=checkpoints is not None)
 
 
 def _on_workers(model: Any) -> bool:

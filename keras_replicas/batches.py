@@ -160,12 +160,7 @@ def parts_of(dataset: tf.data.Dataset, context: tf.distribute.InputContext) -> t
         rows = tf.cast(count_rows(leaf), tf.int64)
         size = -(-rows // replicas)
         start, end = tf.minimum(replica * size, rows), tf.minimum((replica + 1) * size, rows)
-        if isinstance(leaf, tf.SparseTensor):
-            shape = leaf.dense_shape
-            return tf.sparse.slice(
-                leaf, tf.concat([[start], tf.zeros_like(shape[1:])], 0), tf.concat([[end - start], shape[1:]], 0)
-            )
-        part = leaf[start:end]
+        part = slice_rows(leaf, start, end)
         if isinstance(leaf, tf.Tensor) and leaf.shape[0] and leaf.shape[0] % replicas == 0:
             part = tf.ensure_shape(part, [leaf.shape[0] // replicas, *leaf.shape[1:]])
         return part
@@ -176,6 +171,16 @@ def parts_of(dataset: tf.data.Dataset, context: tf.distribute.InputContext) -> t
         return here_alone.map(lambda replica: tf.nest.map_structure(lambda leaf: part_of(leaf, replica), batch))
 
     return dataset.flat_map(parts).prefetch(2 * here)
+
+
+def slice_rows(leaf: Any, start: Any, end: Any) -> Any:
+    """The rows from `start` to `end`, without it, of a dense, ragged or sparse tensor."""
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:end]
+    start, end = tf.cast(start, tf.int64), tf.cast(end, tf.int64)
+    shape = leaf.dense_shape
+    begin = tf.concat([[start], tf.zeros_like(shape[1:])], axis=0)
+    return tf.sparse.slice(leaf, begin, tf.concat([[end - start], shape[1:]], axis=0))
 
 
 def count_rows(leaf: Any) -> Any:

@@ -1,16 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BatchNormalization` by the moments of the whole batch."""
+"""`BatchNormalization` by the moments of the global batch."""
 
+import contextlib
 import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_replicas.custom_step import running
 from keras_replicas.empty import sum_of_examples
-from keras_replicas.replicas import replicas, sum_over_replicas
+from keras_replicas.replicas import reduce_without_gradient, replica_context, replicas, sum_over_replicas
+
+# For a backward pass through moments, what its gradients are to be multiplied by before they are summed over replicas.
+Weight = Callable[[str], tf.Tensor | None]
 
 
-def take_moments_of_whole_batch(layer: keras.layers.BatchNormalization, model: keras.Model) -> None:
+class _Thread(threading.local):
+    """In the probe of a custom step, a function of (layer, inputs) that gives fixed moments."""
+
+    fixed: Callable | None = None
+
+
+_thread = _Thread()
+
+
+def take_moments_of_global_batch(layer: keras.layers.BatchNormalization, model: keras.Model) -> None:
     """Makes a layer of a `data_parallel` model normalise by the mean and variance over all replicas' examples.
 
     Keras's are those of each replica; with `synchronized=True` they are the mean of the replicas', which is wrong
@@ -21,18 +38,175 @@ def take_moments_of_whole_batch(layer: keras.layers.BatchNormalization, model: k
 
 def _moments(layer, model, inputs, mask):
     """Mean and variance for each channel, each [channels], as the layer takes them on one device."""
+    if _thread.fixed is not None:
+        return _thread.fixed(layer, inputs)
     if tf.distribute.in_cross_replica_context() or (replicas() == 1 and model.accumulate == 1):
         return type(layer)._moments(layer, inputs, mask)
     model._needs_all_replicas("a model without BatchNormalization")
-    axes = layer._reduction_axes
+    step = running()
+    weight = no_weight if step is None else step.weight_of_moments(layer.path)
+    axes = tuple(layer._reduction_axes)
     if mask is None:
-        weights, epsilon = tf.ones_like(inputs), 0.0
+        return moments_of_global_batch(inputs, axes, weight)
+    masked = tf.cast(mask[..., None], inputs.dtype) * tf.ones_like(inputs)
+    return moments_of_global_batch(tf.where(masked > 0, inputs, 0.0), axes, weight, masked)
+
+
+def no_weight(order: str) -> None:
+    """The weight of gradients that are those of sums over examples: they add up as they are."""
+
+
+def moments_of_global_batch(
+    inputs: tf.Tensor, axes: tuple[int, ...], weight: Weight = no_weight, mask: tf.Tensor | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance over all replicas' examples, with a gradient of every order.
+
+    Without a mask, the first gradient is the closed form: by all replicas' gradients `g` of mean and variance, that of
+    an input x is (g_mean + 2 (x - mean) g_variance) / count. It takes one reduction, and a few operations where a
+    traced gradient of the moments takes many, in every layer. Other gradients are traced.
+
+    Args:
+        inputs: this replica's, of any shape.
+        axes: all but that of the channels.
+        weight: of this replica's gradients, for a "first" and a "second" gradient: where a replica takes the gradient
+            of a mean over its own examples, its share of all examples.
+        mask: in the shape of `inputs`, 1 where an input counts.
+
+    Returns:
+        Two tensors [channels].
+    """
+
+    @tf.custom_gradient
+    def moments(inputs):
+        local = _local_moments(tf.stop_gradient(inputs), axes, mask)
+        mean, variance, count = _combined(_all_moments(local, reduce_without_gradient), mask)
+
+        def gradient(*upstream):
+            share = weight("first")
+
+            @tf.custom_gradient
+            def gradient_of_inputs(inputs, *upstream):
+                if mask is None:
+                    weighted = _weighted([tf.stop_gradient(each) for each in upstream], share)
+                    slopes = reduce_without_gradient(tf.stack(weighted)) / count
+                    found = _closed_form(tf.stop_gradient(inputs), axes, mean, *tf.unstack(slopes))
+                    found = _unweighted(found, share)
+                else:
+                    found = _traced_gradient(inputs, axes, mask, upstream, share)
+
+                def second_gradient(upstream_of_gradient):
+                    of_second = weight("second")
+                    sources = [inputs, *upstream]
+                    with tf.GradientTape() as tape:
+                        tape.watch(sources)
+                        first = _traced_gradient(inputs, axes, mask, upstream, share)
+                    (given,) = _weighted([upstream_of_gradient], of_second)
+                    found = tape.gradient(first, sources, given, unconnected_gradients="zero")
+                    return tuple(_unweighted(each, of_second) for each in found)
+
+                return tf.stop_gradient(found), second_gradient
+
+            return gradient_of_inputs(inputs, *upstream)
+
+        return (mean, variance), gradient
+
+    return moments(inputs)
+
+
+def _closed_form(inputs, axes, mean, of_mean, of_variance):
+    shape = [1 if axis in axes else size for axis, size in enumerate(inputs.shape)]
+    centred = inputs - tf.reshape(mean, shape)
+    return centred * tf.reshape(2.0 * of_variance, shape) + tf.reshape(of_mean, shape)
+
+
+def _traced_gradient(inputs, axes, mask, upstream, share):
+    """The gradient by `inputs`, which can be differentiated again."""
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        mean, variance, _ = _combined(_all_moments(_local_moments(inputs, axes, mask)), mask)
+    return _unweighted(tape.gradient([mean, variance], inputs, _weighted(upstream, share)), share)
+
+
+def _weighted(gradients, share):
+    return list(gradients) if share is None else [each * tf.cast(share, each.dtype) for each in gradients]
+
+
+def _unweighted(gradient, share):
+    return gradient if share is None else tf.math.divide_no_nan(gradient, tf.cast(share, gradient.dtype))
+
+
+def _local_moments(inputs, axes, mask):
+    """This replica's count, mean and sum of centred squares, [3, channels]; zeros if it has no examples."""
+    total = tf.reduce_sum(inputs, axes, keepdims=True)
+    if mask is None:
+        count = tf.cast(tf.size(inputs) // tf.maximum(tf.size(total), 1), inputs.dtype) * tf.ones_like(total)
+        mean = tf.math.divide_no_nan(total, count)
+        squares = tf.reduce_sum(tf.math.squared_difference(inputs, mean), axes, keepdims=True)
     else:
-        weights, epsilon = tf.cast(mask[..., None], inputs.dtype) * tf.ones_like(inputs), keras.config.epsilon()
-        inputs = tf.where(weights > 0, inputs, 0.0)
-    sums = [sum_of_examples(tf.reduce_sum(each, axes, keepdims=True)) for each in (inputs, weights)]
-    total, count = sum_over_replicas(sums)
-    mean = total / (count + epsilon)
-    squares = sum_of_examples(tf.reduce_sum(weights * tf.square(inputs - mean), axes, keepdims=True))
-    variance = sum_over_replicas(squares) / (count + epsilon)
-    return tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
+        count = tf.reduce_sum(mask, axes, keepdims=True)
+        mean = tf.math.divide_no_nan(total, count)
+        squares = tf.reduce_sum(mask * tf.math.squared_difference(inputs, mean), axes, keepdims=True)
+    return sum_of_examples(tf.reshape(tf.stack([count, mean, squares]), [3, -1]))
+
+
+def _all_moments(local, reduce=sum_over_replicas):
+    """The moments of each replica, [replicas, 3, channels], by one sum: each replica adds zeros to the others' rows."""
+    number = tf.cast(replica_context().replica_id_in_sync_group, tf.int32)
+    mine = tf.one_hot(number, replicas(), dtype=local.dtype)
+    return tf.reshape(reduce(mine[:, None, None] * local), [replicas(), 3, local.shape[1]])
+
+
+def _combined(moments, mask):
+    """Mean, variance and count of all examples, of the replicas' moments [replicas, 3, channels].
+
+    Nothing cancels, whatever the mean is: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances" (1979). Where there is a mask, Keras adds an epsilon to the count.
+    """
+    counts, means, squares = tf.unstack(moments, axis=1)
+    count = tf.reduce_sum(counts, axis=0) + (0.0 if mask is None else keras.config.epsilon())
+    mean = tf.reduce_sum(counts * means, axis=0) / count
+    between = counts * tf.math.squared_difference(means, mean)
+    return mean, tf.reduce_sum(squares + between, axis=0) / count, count
+
+
+@contextlib.contextmanager
+def fixed_moments(noted: Callable[[keras.Layer], Callable[[str, list], None]]) -> Iterator[None]:
+    """Context in which this thread's layers normalise by their moving averages, as if those were the moments.
+
+    Args:
+        noted: is called with the layer when it takes moments, and returns a function that is given, for each backward
+            pass, "first" or "second", and the gradients: of the moments, or of their gradient by the inputs.
+    """
+
+    def moments(layer, inputs):
+        values = [tf.cast(each, inputs.dtype) for each in (layer.moving_mean, layer.moving_variance)]
+        return _with_noted_gradient(inputs, values, noted(layer))
+
+    before, _thread.fixed = _thread.fixed, moments
+    try:
+        yield
+    finally:
+        _thread.fixed = before
+
+
+def _with_noted_gradient(inputs: tf.Tensor, values: list[tf.Tensor], note: Callable[[str, list], Any]) -> Any:
+    """The values, which seem to depend on `inputs`: what their gradients are, and the gradients of those, is noted."""
+
+    @tf.custom_gradient
+    def fixed(inputs):
+        def gradient(*upstream):
+            note("first", [*upstream])
+
+            @tf.custom_gradient
+            def gradient_of_inputs(inputs, *upstream):
+                def second_gradient(of_gradient):
+                    note("second", [of_gradient])
+                    return tuple(tf.zeros_like(each) for each in (inputs, *upstream))
+
+                return tf.zeros_like(inputs), second_gradient
+
+            return gradient_of_inputs(inputs, *upstream)
+
+        return tuple(tf.stop_gradient(value) for value in values), gradient
+
+    return fixed(inputs)

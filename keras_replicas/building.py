@@ -2,23 +2,44 @@
 """Builds a model, its losses, metrics and optimizer before its first step, from the shapes of the data."""
 
 import contextlib
+import threading
 import warnings
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_replicas.batchnorm import take_moments_of_whole_batch
+from keras_replicas.batchnorm import take_moments_of_global_batch
 from keras_replicas.device_copies import do_not_tune_device_copies
 from keras_replicas.loop import StepLoop, has_own
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.private import ACTIVITIES_ADD_UP
+from keras_replicas.step_plans import StepPlans
+
+
+class LossIds(threading.local):
+    """The identities of the losses that a layer's `call` has added, for each thread: replicas clear their own alone."""
+
+    def __init__(self):
+        self._ids: set[int] = set()
+
+    def add(self, identity: int) -> None:
+        """Adds one."""
+        self._ids.add(identity)
+
+    def clear(self) -> None:
+        """Removes those of this thread."""
+        self._ids.clear()
+
+    def __contains__(self, identity: int) -> bool:
+        return identity in self._ids
 
 
 class Building(StepLoop):
     """For the trainer in `trainer.py`."""
 
     accumulate = 1
+    custom_step: str | None = None
     _begins_anywhere = False  # whether `fit` may go on in the middle of an epoch
     _divided_by: dict[str, str] = {}  # by the name of the function
     _fit_iterator: Any = False  # Keras's, over epochs; None from when `fit` begins until it is known
@@ -70,11 +91,14 @@ class Building(StepLoop):
 
     @contextlib.contextmanager
     def _as_its_step_allows(self):
-        """Does without building where a `train_step` may give the model something else than the data."""
+        """Does without building where a custom step may give the model something else than the data.
+
+        The step then builds it, before it is first traced: see `probe.py`.
+        """
         try:
             yield
         except Exception:
-            if not (has_own(self, "train_step") and all(layer.built for layer in self._flatten_layers(False))):
+            if not has_own(self, "train_step"):
                 raise
 
     def _call_symbolically(self, batch):
@@ -89,11 +113,15 @@ class Building(StepLoop):
 
     def _prepare(self):
         if self.steps_by_keras:
+            if self.compiled:
+                self._make_step_plans()
             return
         keep_global_seed(self)
         for layer in self._flatten_layers():
             if isinstance(layer, keras.layers.BatchNormalization):
-                take_moments_of_whole_batch(layer, self)
+                take_moments_of_global_batch(layer, self)
+            if not isinstance(layer._loss_ids, LossIds):
+                layer._loss_ids = LossIds()
             if getattr(layer, "stateful", False) and self.distribute_strategy.num_replicas_in_sync > 1:
                 raise ValueError(
                     f"the layer {layer.name} has stateful=True, so it needs the same rows in every batch, and replicas "
@@ -109,15 +137,19 @@ class Building(StepLoop):
             return
         if has_own(self, "train_step") and self.accumulate > 1:
             raise ValueError(f"accumulate has no effect: {type(self).__name__} has its own train_step. Leave it out")
-        overridden = [name for name in ("train_step", "test_step") if has_own(self, name)]
-        if overridden and self.distribute_strategy.num_replicas_in_sync > 1:
+        self._make_step_plans()
+        has_custom_step = any(self.custom_step_function(name) for name in ("train_step", "test_step"))
+        if has_custom_step and self.jit_compile and self.distribute_strategy.num_replicas_in_sync > 1:
             warnings.warn(
-                f"{type(self).__name__}.{overridden[0]} runs on each replica, with a part of the batch. Gradients are "
-                "summed over replicas: divide a mean that it takes itself by the number of replicas, as Keras's losses "
-                "are. The values that it returns are averaged. For exact results, override compute_loss instead",
-                stacklevel=1,  # one place, so that it is said once
+                f"jit_compile has no effect on {type(self).__name__}, which has a train_step or test_step of its own: "
+                "on several replicas, those run without XLA",
+                stacklevel=2,
             )
         self._build_optimizer()
+
+    def _make_step_plans(self):
+        if self.step_plans is None:  # assigned as usual, they would be tracked
+            object.__setattr__(self, "step_plans", StepPlans(self, self.custom_step))
 
     def _build_optimizer(self):
         layers = self._flatten_layers(include_self=self._has_call)

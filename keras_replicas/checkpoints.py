@@ -182,7 +182,8 @@ class Checkpoints(keras.callbacks.Callback):
         """
         model = self.model
         variables = fit_state.variables_of(model, self._trained_only)
-        self._objects = {"fit": variables, "optimizer": model.optimizer.variables if model.optimizer else []}
+        of_optimizers = [each for optimizer in fit_state.optimizers_of(model) for each in optimizer.variables]
+        self._objects = {"fit": variables, "optimizer": of_optimizers}
         self._state_variable = tf.Variable(b"")
         self._checkpoint = tf.train.Checkpoint(**self._objects, state=self._state_variable)
         facts |= fit_state.facts_of(model, self._trained_only) | {"steps of fits before": self._steps_before()}

@@ -70,7 +70,7 @@ class WholeBatches:
     one_reader = True
 
     def __init__(self, dataset: tf.data.Dataset, steps: int | None, once: bool = False):
-        self._dataset, self._once = dataset, once
+        self._dataset, self.is_read_once = dataset, once
         size = int(dataset.cardinality())
         if size == tf.data.UNKNOWN_CARDINALITY and not once and not steps:
             size = int(dataset.reduce(np.int64(0), lambda count, *_: count + 1))
@@ -84,7 +84,7 @@ class WholeBatches:
 
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """The parts of the batches from that step on, for the replicas of one input pipeline."""
-        if self._once:
+        if self.is_read_once:
             return parts_of(self._dataset.skip(step), context)
         if self._size and not varies(self._dataset):
             return parts_of(self._dataset.skip(step % self._size).concatenate(self._dataset.repeat()), context)
@@ -104,7 +104,7 @@ class WholeBatches:
 
     def fingerprint(self) -> dict[str, Any]:
         """Facts that must be the same on all workers; none of data that can be read only once."""
-        return {} if self._once else {"checksum of the first batch": checksum([next(iter(self._dataset))])}
+        return {} if self.is_read_once else {"checksum of the first batch": checksum([next(iter(self._dataset))])}
 
 
 class Numbered(keras.utils.PyDataset):

@@ -6,6 +6,8 @@ count.
 """
 
 import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -42,12 +44,32 @@ def forward_pass(has_examples: tf.Tensor | None) -> contextlib.AbstractContextMa
     return strategy_seen(OneReplica(context.strategy, has_examples), context)
 
 
+class _Thread(threading.local):
+    """Whether this thread's replica has examples, in a custom step; None where that is known."""
+
+    has_examples: tf.Tensor | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def examples_known(has_examples: tf.Tensor | None) -> Iterator[None]:
+    """Context of a custom step, in which `sum_of_examples` knows whether this replica has examples."""
+    before, _thread.has_examples = _thread.has_examples, has_examples
+    try:
+        yield
+    finally:
+        _thread.has_examples = before
+
+
 def sum_of_examples(total: tf.Tensor) -> tf.Tensor:
-    """A sum over examples in a `forward_pass`; zeros where there are none."""
+    """A sum over examples in a `forward_pass` or a custom step; zeros where there are none."""
     strategy = tf.distribute.get_strategy()
-    if not isinstance(strategy, OneReplica) or strategy.has_examples is None:
+    has_examples = strategy.has_examples if isinstance(strategy, OneReplica) else _thread.has_examples
+    if has_examples is None:
         return total
-    return tf.where(strategy.has_examples, total, tf.zeros_like(total))
+    return tf.where(has_examples, total, tf.zeros_like(total))
 
 
 def count_examples(x) -> tf.Tensor:

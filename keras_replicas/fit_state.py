@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_replicas.batches import checksum
 from keras_replicas.cluster import is_chief
+from keras_replicas.custom_step import variables_of_tensorflow
 from keras_replicas.errors import UserError
 from keras_replicas.replicas import assign_sum
 
@@ -84,13 +85,23 @@ def variables_of(model: Any, trained_only: bool) -> list[keras.Variable]:
     """
     left_out = {id(variable) for variable in model._metric_variables()}
     left_out |= {id(weight) for weight in model.weights if trained_only and not weight.trainable}
-    return [*(v for v in model.variables if id(v) not in left_out), model.global_seed_generator.state]
+    kept = [variable for variable in model.variables if id(variable) not in left_out]
+    of_custom_steps = [model.step_plans.counter] if model.step_plans else []
+    if model.custom_step_function("train_step"):
+        of_custom_steps += variables_of_tensorflow(model).values()
+    return [*kept, model.global_seed_generator.state, *of_custom_steps]
+
+
+def optimizers_of(model: Any) -> list[keras.Optimizer]:
+    """The model's compiled optimizer, and those that its custom steps call."""
+    found = [model.optimizer, *(model.step_plans.optimizers if model.step_plans else [])]
+    return list({id(each): each for each in found if each is not None}.values())
 
 
 def facts_of(model: Any, trained_only: bool) -> dict[str, Any]:
     """What else must be as it was when the `fit` began."""
     facts = {
-        "optimizer": type(model.optimizer).__name__,
+        "optimizer": ", ".join(type(each).__name__ for each in optimizers_of(model)) or "none",
         "variables of the model": len(model.variables),
         "variables of the metrics": len(model._metric_variables()),
         "checksum of their shapes": zlib.crc32(str([variable.shape for variable in model.variables]).encode()),

@@ -7,7 +7,7 @@ from keras_replicas.empty import count_examples, forward_pass, without_added_exa
 from keras_replicas.losses import BatchLoss
 from keras_replicas.noise import noise_seeds, use_global_seed
 from keras_replicas.replicas import is_first_replica, is_shared, local_value, replicas
-from keras_replicas.state import OwnState, aggregation_of, part_of_state
+from keras_replicas.state import OwnState, aggregation_of, part_of_state, same_everywhere
 
 
 class Forward(BatchLoss):
@@ -39,7 +39,7 @@ class Forward(BatchLoss):
         return {id(variable): local_value(variable) for variable in self._model_variables()}
 
     def _own_state(self, copies, number, metrics):
-        """The scope of a pass, with the seeds of its noise; and the values of this replica's copies before."""
+        """The scope of a pass, with the seeds of its noise."""
         use_global_seed(self)
         for variable, seed in noise_seeds(self, number):
             if is_shared(variable):
@@ -47,20 +47,28 @@ class Forward(BatchLoss):
                 metrics = [*metrics, (variable, seed)]
             else:
                 copies[id(variable)].assign(seed)
-        before = {each: tf.convert_to_tensor(copy) for each, copy in copies.items()}
-        return OwnState(metrics, copies, collect_losses=True), before
+        left_out = {id(variable) for variable in self.trainable_variables} | self._same_everywhere()
+        before = {each: tf.convert_to_tensor(copy) for each, copy in copies.items() if each not in left_out}
+        return OwnState(metrics, copies, before, collect_losses=True)
 
-    def _state_sums(self, scope, before, examples, number):
+    def _same_everywhere(self):
+        """The variables, by `id`, whose new value on each replica stays as it is."""
+        return same_everywhere(self) if self.accumulate == 1 else set()
+
+    def _state_sums(self, scope, examples, number):
         """What this replica has of the variables that layers have updated, whose old values it puts back."""
         alone = replicas() == self.accumulate == 1  # then the new values are right
         indices = {id(variable): index for index, variable in enumerate(self._model_variables())}
         is_first, state = is_first_replica() & tf.equal(number % self.accumulate, 0), {}
-        for variable in scope.changed:
-            copy, old = scope.copies[id(variable)], before[id(variable)]
+        same = self._same_everywhere()
+        for key, variable in scope.changed.items():
+            if key in same:
+                continue
+            copy, old = scope.copies[key], scope.before[key]
             is_seed = variable.name == "seed_generator_state"  # whose old value counts calls
             if not alone and not is_seed:
                 new, aggregation = tf.convert_to_tensor(copy), aggregation_of(variable, self)
-                state[indices[id(variable)]] = part_of_state(aggregation, new, old, examples, is_first)
+                state[indices[key]] = part_of_state(aggregation, new, old, examples, is_first)
             if not alone or is_seed:
                 copy.assign(old)
         return state

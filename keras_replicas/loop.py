@@ -1,35 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on all replicas, several in one call, for `trainer.py`."""
 
+import contextlib
 import inspect
 import types
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_replicas.custom_step import run_custom_step, running, without_borrowed_example
 from keras_replicas.empty import count_examples, first_input, others_example, with_example
+from keras_replicas.optimizer_calls import applied_by
 from keras_replicas.optimizers import each_row_once
 from keras_replicas.outputs import a_row_each, in_words
+from keras_replicas.probe import local_batch
 from keras_replicas.replicas import first_replica, map_given, own_copies, replicas, sum_over_replicas, waiting_for
-from keras_replicas.step import ReplicaStep, flat
+from keras_replicas.step import ReplicaStep
 
 
 class StepLoop(ReplicaStep):
     """Training and evaluation steps, including a class's own `train_step` and `test_step`."""
 
     told_to_stop = all_told_to_stop = False
+    step_plans: Any = None  # `StepPlans`, once the model is compiled
 
     def train_step(self, data):
         """One replica's part of a training step; returns a dict of the epoch's values so far."""
+        if "is_probed" in vars(self):
+            with applied_by(lambda *_: None):  # our own step is right, whatever its gradients add up to
+                return super().train_step(data)
+        if step := running():
+            return self._step_in_custom_step(step, data, training=True)
         if self.steps_by_keras:
             with each_row_once(self.optimizer, dense=self.jit_compile):
                 return super().train_step(data)
         return _split(self._step(data, training=True))[0]
 
+    def _step_in_custom_step(self, step, data, training):
+        """Our own step, called by a custom one, as by `super().train_step(data)`."""
+        data = without_borrowed_example(step, data)
+        with step.suspended():
+            return _split(self._step(data, training=training))[0]
+
     def test_step(self, data):
         """One replica's part of an evaluation step."""
+        if "is_probed" in vars(self):
+            return super().test_step(data)
+        if step := running():
+            return self._step_in_custom_step(step, data, training=False)
         if self.steps_by_keras:
             with waiting_for(() if self.jit_compile else data):
                 return super().test_step(data)
@@ -37,6 +58,8 @@ class StepLoop(ReplicaStep):
 
     def predict_step(self, data):
         """One replica's part of a batch of predictions."""
+        if running():
+            return super().predict_step(data)
         if self.steps_by_keras:
             with own_copies(self.non_trainable_variables):
                 return super().predict_step(data)
@@ -45,10 +68,10 @@ class StepLoop(ReplicaStep):
         filled = None if example is None else with_example(x, example)
         number, examples = self._step_number(0), count_examples(x)
         metrics = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self._metric_variables()]
-        scope, before = self._own_state(self._copies(), None, metrics)
+        scope = self._own_state(self._copies(), None, metrics)
         with scope:  # which keeps nothing of metrics that a call updates
             y_pred = self._predicted(x, filled, training=False)
-        state = self._state_sums(scope, before, examples, number)
+        state = self._state_sums(scope, examples, number)
         if state:
             self._update_state(*sum_over_replicas((state, examples)))
         return a_row_each(y_pred, examples) if replicas() > 1 and not self.jit_compile else y_pred
@@ -61,21 +84,18 @@ class StepLoop(ReplicaStep):
         """
         strategy = self.distribute_strategy
         name = "train_step" if training else "test_step"
-        step = getattr(self, name) if getattr(type(self), name) is not getattr(StepLoop, name) else None
-        step = without_tf_function(step)
+        step = self.custom_step_function(name)
 
         def replica_step(data, stop):
             data = _copied(data)
             if step is None:
                 return self._step(data, stop, training)
-            data = with_example(data, others_example(data, self._rows_known))
-            logs = {name: _as_log(value) for name, value in flat(step(data)).items()}
-            logs, stop = sum_over_replicas((logs, stop))
-            return {name: value / strategy.num_replicas_in_sync for name, value in logs.items()} | {"stop": stop}
+            return run_custom_step(self, name, step, data, stop)
 
         def step_on_data(data, stop, even=True):
             self._rows_known = even and not tf.executing_eagerly()
-            return first_replica(strategy, strategy.run(replica_step, args=(data, stop)))
+            with contextlib.nullcontext() if step is None else self.step_plans.surrounding(name):
+                return first_replica(strategy, strategy.run(replica_step, args=(data, stop)))
 
         def one_step(iterator, stop):
             return step_on_data(next(iterator), stop)
@@ -88,7 +108,8 @@ class StepLoop(ReplicaStep):
         def run_steps(iterator, left):
             count = self.steps_per_execution if left is None else min(self.steps_per_execution, left)
             stop = tf.constant(float(self.told_to_stop))
-            if left is not None and not self.run_eagerly:
+            is_unknown = step is not None and not self.step_plans.is_prepared(name)
+            if left is not None and not self.run_eagerly and not is_unknown:
                 values = do_steps(iterator, count, self.told_to_stop)
             else:
                 rows = []
@@ -96,10 +117,13 @@ class StepLoop(ReplicaStep):
                     try:
                         if isinstance(iterator, types.GeneratorType):
                             batch = next(iterator)
+                            self.prepare_custom_step(name, batch)
                             even = len(first_input(batch)) % strategy.num_replicas_in_sync == 0
                             rows.append(_as_row(step_on_batch(self._divided(batch), stop, even)))
-                        elif self.run_eagerly:
-                            rows.append(_as_row(one_step(iterator, stop)))
+                        elif self.run_eagerly or is_unknown:
+                            batch = next(iterator)
+                            self.prepare_custom_step(name, local_batch(strategy, batch))
+                            rows.append(_as_row(step_on_batch(batch, stop)))
                         else:
                             rows.append(do_steps(iterator, 1, self.told_to_stop))
                     except (StopIteration, tf.errors.OutOfRangeError):
@@ -107,12 +131,27 @@ class StepLoop(ReplicaStep):
                             raise
                         break
                 values = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+            if step is not None:
+                self.step_plans.warn(name)
             stops = values.pop("stop")
             self.all_told_to_stop = bool(stops[-1])
             logs, of_steps = _split(values)
             return len(stops), {name: value[-1] for name, value in logs.items()}, of_steps
 
         return run_steps
+
+    def custom_step_function(self, name):
+        """The model's own "train_step", "test_step" or "predict_step", to be called with data; None if it is ours."""
+        method = getattr(type(self), name)
+        if method is getattr(StepLoop, name):
+            return None
+        return without_tf_function(method.__get__(self))
+
+    def prepare_custom_step(self, name, batch, needs_optimizers=False):
+        """Finds how the results of a custom step combine over replicas, if it has one, from some examples."""
+        step = self.custom_step_function(name)
+        if step is not None and batch is not None:
+            self.step_plans.prepare(name, step, batch, needs_optimizers)
 
     def _divided(self, batch):
         """Each replica's part of a batch, in the replicas' order; the last ones may have fewer examples, or none."""

@@ -23,7 +23,9 @@ import tensorflow as tf
 from keras_replicas.trainer import Trainer
 
 
-def data_parallel(target: Any, *, accumulate: int = 1, mean_over: str = "examples") -> Any:
+def data_parallel(
+    target: Any, *, accumulate: int = 1, mean_over: str = "examples", custom_step: str | None = None
+) -> Any:
     """Makes a Keras model, or a class of them, compute on N replicas what one device would.
 
     Call it inside the strategy's scope, in which the model was made, before or after `compile`::
@@ -65,9 +67,10 @@ def data_parallel(target: Any, *, accumulate: int = 1, mean_over: str = "example
     - Dropout's noise is a function of the seed, the step and the replica.
     - `jit_compile` compiles the forward and backward pass of each replica, if there is a single loss, and it and all
       metrics are Keras's own, without `add_loss`, regulariser or `BatchNormalization`. `accumulate` needs the same.
-    - A class's own `train_step` or `test_step` runs on each replica, as under Keras: gradients are added up, so a loss
-      must be divided by the number of replicas, as Keras divides its own, and the values that it returns are averaged.
-      It warns, unless it calls Keras's. A `compute_loss` needs no such care.
+    - A custom `train_step` or `test_step` runs on each replica's shard of the batch, as it is written for one device:
+      nothing in it is to be divided by the number of replicas. Optimizers get the gradients of the global batch.
+      Whether those are the mean of the shards' gradients or their sum is measured on a few examples when `fit` begins;
+      where they are neither, one warning says so. See "A custom train_step" in docs/your-own-model.md.
 
     `batch_size`, and the batches of a data set, are those of all replicas together. Several workers are given the same
     data, each all of it, and take their parts; what was divided by hand is refused. `predict` returns all rows on every
@@ -93,28 +96,34 @@ def data_parallel(target: Any, *, accumulate: int = 1, mean_over: str = "example
     Raises:
         TypeError: when `target` is neither a model nor a class of models.
         ValueError: when a model was made outside the scope in which it is given, `accumulate` is below 1, or
-            `mean_over` is another word.
+            `mean_over` or `custom_step` is another word.
     """
     if not isinstance(accumulate, int | np.integer) or accumulate < 1:  # type: ignore[redundant-expr]
         raise ValueError(f"accumulate must be a number of parts, 1 or more, not {accumulate!r}")
     if mean_over not in ("examples", "labels"):
         raise ValueError(f"mean_over must be 'examples' or 'labels', not {mean_over!r}")
+    if custom_step not in (None, "mean", "sum"):
+        raise ValueError(f"custom_step must be 'mean', 'sum' or None, not {custom_step!r}")
+    options = {"accumulate": int(accumulate), "mean_over": mean_over, "custom_step": custom_step}
     if inspect.isclass(target) and issubclass(target, keras.Model):
-        return _with_trainer(target, int(accumulate), mean_over)  # type: ignore[arg-type]
+        return _with_trainer(target, **options)  # type: ignore[arg-type]
     if not isinstance(target, keras.Model):
         raise TypeError(f"data_parallel takes a Keras model, or a subclass of keras.Model; got {target!r}")
     if tf.distribute.has_strategy() and target._distribute_strategy is not tf.distribute.get_strategy():
         raise ValueError("the model was made outside this strategy's scope: make or load it in the scope")
-    target.__class__ = _with_trainer(target.__class__)
-    target.become_data_parallel(int(accumulate), mean_over)
+    target.__class__ = _with_trainer(target.__class__, **options)
+    target.become_data_parallel()
     return target
 
 
+DEFAULTS = {"accumulate": 1, "mean_over": "examples", "custom_step": None}
+
+
 @functools.cache
-def _with_trainer(model_class: Any, accumulate: int = 1, mean_over: str = "examples") -> type[keras.Model]:
+def _with_trainer(model_class: Any, **options: Any) -> type[keras.Model]:
     """The subclass of `model_class` with our trainer; itself if it is one already, and nothing else is asked for."""
     is_ours = issubclass(model_class, Trainer)
-    if is_ours and accumulate == 1 and mean_over == "examples":
+    if is_ours and options == DEFAULTS:
         return model_class
     names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}  # to be saved by
     bases = (model_class,) if is_ours else (model_class, Trainer)
@@ -123,8 +132,7 @@ def _with_trainer(model_class: Any, accumulate: int = 1, mean_over: str = "examp
 
         bases, names["make_data_parallel"] = (HubTask, *bases), staticmethod(data_parallel)
     plain_class = getattr(model_class, "plain_class", model_class)
-    ours = type(model_class.__name__, bases, names | {"plain_class": plain_class})
-    ours.accumulate, ours.mean_over = accumulate, mean_over  # type: ignore[attr-defined]
+    ours = type(model_class.__name__, bases, names | {"plain_class": plain_class} | options)
     registered = keras.saving.get_registered_name(plain_class)
     if ">" in registered:  # by `keras.saving.register_keras_serializable`
         for each in (ours, keras.saving.get_registered_object(registered)):  # the last one is what loading a file makes

@@ -15,6 +15,7 @@ from keras_replicas.private import GLOBAL_SEED_GENERATOR, global_seed_generator,
 from keras_replicas.replicas import replica_context
 
 DRAWS = 2**16  # more than the random numbers that one layer draws in a step
+DRAWS_OF_TENSORFLOW = 2**15  # from here on, of TensorFlow's functions with a state, in a custom step
 REPLICAS_APART = 2**32  # between two replicas' seeds; more than a layer's own seed
 
 
@@ -77,3 +78,17 @@ def noise_seeds(model: keras.Model, count: tf.Tensor | None) -> Iterator[tuple[k
     for variable, seed in seeds:
         number = variable.value[1] // DRAWS + 1 if count is None else count
         yield variable, tf.stack([seed + replica * REPLICAS_APART, tf.cast(number, tf.int64) * DRAWS])
+
+
+def seed_of_draws(model: keras.Model, step: tf.Tensor, draw: int, seed: int | None) -> tf.Tensor:
+    """The seed of a random function of TensorFlow with a state, which in a step has none.
+
+    Args:
+        model: whose global seed it begins with.
+        step: the step's number.
+        draw: the draw's number in the step.
+        seed: what the caller gave; None for nothing.
+    """
+    replica = tf.cast(replica_context().replica_id_in_sync_group, tf.int64)
+    first = tf.constant(vars(model).get("global_seed", 0), tf.int64) + tf.cast(seed or 0, tf.int64)
+    return tf.stack([first + replica * REPLICAS_APART, tf.cast(step, tf.int64) * DRAWS + draw])

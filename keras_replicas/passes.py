@@ -137,7 +137,7 @@ class Passes(Gradients):
         x, y, sample_weight = data
         metric_variables = self._metric_variables()
         metrics = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metric_variables]
-        scope, before = self._own_state(copies, number, metrics)
+        scope = self._own_state(copies, number, metrics)
         weights = [copies[id(variable)] for variable in self.trainable_variables] if training else []
         examples = count_examples(x)
         after: list[tf.Tensor] = []
@@ -176,7 +176,7 @@ class Passes(Gradients):
             examples,
             self._metric_sums(scope.given, scope.state_mapping),
             [],
-            self._state_sums(scope, before, examples, number),
+            self._state_sums(scope, examples, number),
             tf.constant(0.0),
         )
         return sums, after, batch

@@ -20,6 +20,10 @@ Of a model:
 - `_maybe_symbolic_build`: overridden, to build from shapes, not from a batch; read fit in Keras's trainer
 - `_unpickle_model`: an unpickled model is of the plain class; read KerasSaveable.__reduce__
 
+Of a layer:
+
+- `_loss_ids`: replaced by a set of each thread's own; read Layer.add_loss and Layer._clear_losses
+
 Of a compiled model's losses:
 
 - `_flat_losses`: the compiled losses, one of them steps aside while Keras finds its part of y; read CompileLoss
@@ -57,14 +61,20 @@ Of an optimizer:
 
 - `_distribution_strategy`: none in an update; read keras/src/backend/tensorflow/optimizer.py
 - `_iterations`: counts steps, where iterations counts updates; read Optimizer.iterations
+- `_trainable_variables`: those of `apply` without variables; read Optimizer.apply
 
 Of a mirrored variable:
 
 - `_get`: this replica's copy; read DistributedValues in TensorFlow's values.py
+- `_aggregation`: none in a custom step, in which replicas assign their own copies; read DistributedVariable there
 
 Of a mirrored strategy, by its attribute extended:
 
 - `_input_workers_devices`: put back after an option has changed it; read _input_workers_with_options
+
+Of any strategy, by its attribute extended:
+
+- `_num_replicas_in_sync`: the number that is seen as 1 in a custom step; read Strategy.num_replicas_in_sync
 
 Of a distributed data set's spec:
 
@@ -119,7 +129,7 @@ if keras.config.backend() != "tensorflow":
         "set the environment variable KERAS_BACKEND=tensorflow before Keras is imported"
     )
 
-from keras.src.backend.common.global_state import set_global_attribute
+from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask  # the mask that travels with a tensor
 from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.losses.loss import reduce_weighted_values
@@ -138,6 +148,17 @@ from tensorflow.python.eager.context import context as eager_context  # holds th
 
 TensorFlowTrainer = getattr(_trainer, "TensorFlowTrainer", None) or _trainer.Trainer  # its name from Keras 3.16 on
 ACTIVITIES_ADD_UP = minor(keras.__version__) < [3, 14]  # an activity_regularizer is a sum over examples, not a mean
+
+
+@contextlib.contextmanager
+def no_stateless_scope() -> Iterator[None]:
+    """While it lasts, Keras's variables are assigned as outside of any `keras.StatelessScope`, in this thread."""
+    scope = get_global_attribute("stateless_scope")
+    set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        set_global_attribute("stateless_scope", scope)
 
 
 @contextlib.contextmanager

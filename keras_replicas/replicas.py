@@ -2,12 +2,14 @@
 """Sums and gathers over replicas. Call them in a replica's step, that is, in what `strategy.run` runs."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_replicas.origins import SAME_ON_REPLICAS
 from keras_replicas.private import get_keras_mask, set_keras_mask, strategy_seen
 
 # Workers add up tensors of about this many bytes at once, and begin while gradients of earlier layers are computed.
@@ -24,8 +26,46 @@ def map_given(function: Callable, *structures: Any) -> Any:
 
 def replicas() -> int:
     """The number of replicas of all workers."""
-    # Not that of the strategy: in a replica's pass, `empty.OneReplica` makes that 1.
-    return (tf.distribute.get_replica_context() or tf.distribute.get_strategy()).num_replicas_in_sync
+    # Not the strategy's public number, which is 1 where a model is to compute as on one device (`one_replica_seen`).
+    return tf.distribute.get_strategy().extended._num_replicas_in_sync
+
+
+class _Seen(threading.local):
+    """What this thread is shown."""
+
+    one_replica = False
+
+
+_seen = _Seen()
+
+
+@contextlib.contextmanager
+def one_replica_seen(hidden: bool = True) -> Iterator[None]:
+    """Context in which this thread sees a strategy of one replica, if `hide_replicas` was called for the strategy.
+
+    Keras and users divide by `num_replicas_in_sync` what is summed over replicas. Here nothing is to be divided.
+
+    Args:
+        hidden: False shows the true number again, for the reductions inside such a context.
+    """
+    before, _seen.one_replica = _seen.one_replica, hidden
+    try:
+        yield
+    finally:
+        _seen.one_replica = before
+
+
+def hide_replicas(strategy: tf.distribute.Strategy) -> None:
+    """Lets `one_replica_seen` act on a strategy, on its replica contexts, and on every reference to it."""
+    kind: Any = type(strategy)
+    if hasattr(kind, "hides_replicas"):
+        return
+
+    def num_replicas_in_sync(self):
+        return 1 if _seen.one_replica else kind.num_replicas_in_sync.fget(self)
+
+    attributes = {"hides_replicas": True, "num_replicas_in_sync": property(num_replicas_in_sync)}
+    strategy.__class__ = type(kind.__name__, (kind,), attributes | {"__module__": kind.__module__})
 
 
 def replica_context() -> tf.distribute.ReplicaContext:
@@ -53,22 +93,53 @@ def sum_over_replicas(values: Any) -> Any:
     Raises:
         RuntimeError: outside of a replica's step.
     """
-    context = replica_context()
+    replica_context()  # raises outside of a replica's step
     # Collectives need dense tensors on this replica's device.
     values = tf.nest.map_structure(lambda value: tf.identity(tf.convert_to_tensor(value)), values)
     tensors = tf.nest.flatten(values)
     if replicas() == 1 or not tensors:
         return values
-    # TensorFlow keeps int32 in host memory, from which it does not reduce; and it packs tensors of one dtype, and of
-    # known shapes, only.
+    # TensorFlow keeps int32 in host memory, from which it does not reduce.
     sent = [tf.cast(tensor, tf.int64) if tensor.dtype == tf.int32 else tensor for tensor in tensors]
-    kinds = [(str(tensor.dtype), tensor.shape.is_fully_defined()) for tensor in sent]
+    with tf.name_scope(SAME_ON_REPLICAS):
+        totals = [tf.cast(total, tensor.dtype) for total, tensor in zip(_all_reduce(*sent), tensors, strict=True)]
+    return tf.nest.pack_sequence_as(values, totals)
+
+
+@tf.custom_gradient
+def _all_reduce(*tensors: tf.Tensor) -> tuple[Any, Callable]:
+    """Sums tensors over replicas; the gradient is the sum of the replicas' gradients, and has a gradient itself."""
+
+    def gradient(*upstream):
+        return _all_reduce(*upstream)
+
+    return tuple(_reduce([tf.stop_gradient(tensor) for tensor in tensors])), gradient
+
+
+def reduce_without_gradient(tensor: tf.Tensor) -> tf.Tensor:
+    """Sums a tensor over replicas, for an operation that defines its own gradient."""
+    return _reduce([tf.stop_gradient(tensor)])[0]
+
+
+def _reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums tensors over replicas; each must come from `tf.stop_gradient`.
+
+    TensorFlow's `all_reduce` searches the graph backwards from its results for variables, through the reduction into
+    the other replicas' graphs. With a reduction in each layer, that takes time that grows with the square of the
+    number of layers. The search ends at `tf.stop_gradient`.
+    """
+    context = replica_context()
+    totals = list(tensors)
+    # TensorFlow packs tensors of one dtype, and of known shapes, only.
+    kinds = [(str(tensor.dtype), tensor.shape.is_fully_defined()) for tensor in tensors]
     for kind in sorted({*kinds}):
-        chosen, options = [index for index, of in enumerate(kinds) if of == kind], PACKS if kind[1] else None
-        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [sent[index] for index in chosen], options)
+        chosen = [index for index, of in enumerate(kinds) if of == kind]
+        options = PACKS if kind[1] else None
+        with one_replica_seen(False):
+            reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[index] for index in chosen], options)
         for index, total in zip(chosen, reduced, strict=True):
-            sent[index] = tf.cast(total, tensors[index].dtype)
-    return tf.nest.pack_sequence_as(values, sent)
+            totals[index] = total
+    return totals
 
 
 def gather_over_replicas(values: Any) -> Any:
@@ -89,8 +160,9 @@ def gather_over_replicas(values: Any) -> Any:
     def gathered(tensor):
         if tensor.dtype == tf.string:
             return _gathered_strings(tensor)
-        sent = tf.stop_gradient(tf.cast(tensor, CARRIED_BY.get(tensor.dtype, tensor.dtype)))
-        return tf.cast(context.all_gather(tf.identity(sent), axis=0), tensor.dtype)
+        sent = tf.identity(tf.stop_gradient(tf.cast(tensor, CARRIED_BY.get(tensor.dtype, tensor.dtype))))
+        with tf.name_scope(SAME_ON_REPLICAS), one_replica_seen(False):
+            return tf.identity(tf.cast(context.all_gather(sent, axis=0), tensor.dtype))
 
     return tf.nest.map_structure(gathered, values)
 
@@ -130,6 +202,33 @@ def sum_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
         return rows
     values, indices = gather_over_replicas((rows.values, rows.indices))
     return unique_rows(tf.IndexedSlices(tf.cast(values, rows.dtype), indices, rows.dense_shape))
+
+
+def is_reduced_apart(gradient: Any, variable: keras.Variable) -> bool:
+    """Whether a gradient is no dense tensor that is summed with the others: rows of a table, or a weight's value."""
+    return isinstance(gradient, tf.IndexedSlices) or variable.overwrite_with_gradient
+
+
+def reduce_gradients(gradients: dict[int, Any], variables: Sequence[keras.Variable]) -> dict[int, Any]:
+    """Sums gradients over all replicas.
+
+    Dense tensors are summed in one reduction. For the rows of a table, the replicas gather rows. A weight that its
+    gradient overwrites, such as float8's largest value, gets the largest of all.
+
+    Args:
+        gradients: by the variable's index, tensors or `tf.IndexedSlices`; the same indices on every replica.
+        variables: the Keras variables.
+    """
+    dense, reduced = {}, {}
+    for index, gradient in gradients.items():
+        if variables[index].overwrite_with_gradient:
+            values = gather_over_replicas(gradient[None]) if replicas() > 1 else gradient[None]
+            reduced[index] = tf.reduce_max(values, axis=0)
+        elif isinstance(gradient, tf.IndexedSlices):
+            reduced[index] = sum_rows(gradient)
+        else:
+            dense[index] = gradient
+    return reduced | sum_over_replicas(dense)
 
 
 def unique_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -25,15 +25,23 @@ class OwnState(keras.StatelessScope):
 
     Seeds and the variables of metrics have the values that are given, as in `keras.StatelessScope`.
 
+    Args:
+        mapping: values of variables, as of `keras.StatelessScope`.
+        copies: of a model's variables, by `id`.
+        before: values of copies that may be updated in a branch of a `tf.cond`, by `id`; others are added.
+
     Attributes:
         given: the values at the beginning, by `id`.
-        copies: of a model's variables, by `id`.
-        changed: the variables that were updated.
+        copies, before: as given.
+        changed: the variables that were updated, by `id`.
     """
 
-    def __init__(self, mapping, copies, **kwargs):
+    def __init__(self, mapping, copies, before=None, **kwargs):
         super().__init__(mapping, **kwargs)
-        self.given, self.copies, self.changed = dict(self.state_mapping), copies, []
+        self.given, self.copies = dict(self.state_mapping), copies
+        self.before = {} if before is None else before
+        self.changed: dict[int, keras.Variable] = {}
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def add_update(self, update):
         """Keeps an update in this replica's copy, as a `tf.cond` or a loop may do it; without a copy, in the scope."""
@@ -42,9 +50,14 @@ class OwnState(keras.StatelessScope):
         if copy is None:
             super().add_update(update)
             return
+        if id(variable) not in self.before:
+            if self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph:
+                raise ValueError(
+                    f"{variable.path} is trained, and call updates it in a tf.cond or a loop: do it outside"
+                )
+            self.before[id(variable)] = tf.convert_to_tensor(copy)
         copy.assign(value)
-        if not any(variable is each for each in self.changed):
-            self.changed.append(variable)
+        self.changed[id(variable)] = variable
 
     def get_current_value(self, variable):
         """The value of this replica's copy; without a copy, the scope's."""
@@ -58,17 +71,30 @@ def aggregation_of(variable: keras.Variable, model: keras.Model) -> str:
     Raises:
         ValueError: when it says nothing, and nothing is known of it.
     """
-    for layer in model._flatten_layers():
-        for kind, names in SAME_EVERYWHERE.items():
-            if isinstance(layer, kind) and any(variable is getattr(layer, name, None) for name in names):
-                return "only_first_replica"
+    if id(variable) in same_everywhere(model):
+        return "only_first_replica"
     if variable.aggregation != "none":
         return variable.aggregation
-    raise ValueError(
+    raise ValueError(aggregation_needed(variable))
+
+
+def aggregation_needed(variable: keras.Variable) -> str:
+    """What to do where nobody knows how replicas combine a variable."""
+    return (
         f"{variable.path} is updated in each step, from one replica's examples: say how replicas combine it, by "
         "add_weight(..., aggregation='sum') for a counter, 'mean' for a moving average, or 'only_first_replica'; or "
         "use one replica"
     )
+
+
+def same_everywhere(model: keras.Model) -> set[int]:
+    """The variables, by `id`, to which all replicas give the same value: of the global moments, or of weights alone."""
+    found = set()
+    for layer in model._flatten_layers():
+        for kind, names in SAME_EVERYWHERE.items():
+            if isinstance(layer, kind):
+                found |= {id(getattr(layer, name, None)) for name in names}
+    return found
 
 
 def part_of_state(aggregation: str, new: tf.Tensor, old: tf.Tensor, examples: tf.Tensor, is_first: tf.Tensor) -> Any:
@@ -83,7 +109,11 @@ def part_of_state(aggregation: str, new: tf.Tensor, old: tf.Tensor, examples: tf
 
 def assign_state(aggregation: str, variable: keras.Variable, total: tf.Tensor, examples: tf.Tensor) -> None:
     """Gives this replica's copy of a variable what all replicas' parts add up to."""
-    copy = local_value(variable)
+    assign_copy(aggregation, local_value(variable), total, examples)
+
+
+def assign_copy(aggregation: str, copy: tf.Variable, total: tf.Tensor, examples: tf.Tensor) -> None:
+    """Gives a replica's copy of a variable what all replicas' parts add up to."""
     if aggregation == "sum":
         copy.assign_add(total)
     elif aggregation == "mean":

@@ -13,11 +13,10 @@ from keras_replicas.optimizers import apply_summed
 from keras_replicas.passes import Passes, Sums
 from keras_replicas.replicas import (
     assign_sum,
-    gather_over_replicas,
+    is_reduced_apart,
     no_strategy,
-    replicas,
+    reduce_gradients,
     sum_over_replicas,
-    sum_rows,
     waiting_for,
 )
 from keras_replicas.state import aggregation_of, assign_state
@@ -92,21 +91,12 @@ def own_metrics(model: Any, added: Iterable[tuple[keras.Variable, tf.Tensor]]) -
 
 
 def add_up(sums: Sums, variables: list[keras.Variable]) -> Sums:
-    """Over all replicas, in one reduction.
-
-    Of a table, the replicas gather rows instead. A weight that is overwritten, such as float8's largest value, is the
-    largest of all.
-    """
-    rows = {index: each for index, each in sums.gradients.items() if isinstance(each, tf.IndexedSlices)}
-    values = {index: each for index, each in sums.gradients.items() if variables[index].overwrite_with_gradient}
-    dense = {index: each for index, each in sums.gradients.items() if index not in rows | values}
+    """Over all replicas, in one reduction; of a table, the replicas gather rows instead."""
+    apart = {index for index, each in sums.gradients.items() if is_reduced_apart(each, variables[index])}
+    dense = {index: each for index, each in sums.gradients.items() if index not in apart}
     total = sum_over_replicas(sums._replace(gradients=dense))
-    gradients = total.gradients | {index: sum_rows(each) for index, each in rows.items()}
-    largest = {
-        index: tf.reduce_max(gather_over_replicas(each[None]), axis=0) if replicas() > 1 else each
-        for index, each in values.items()
-    }
-    return total._replace(gradients=gradients | largest)
+    others = {index: each for index, each in sums.gradients.items() if index in apart}
+    return total._replace(gradients=total.gradients | reduce_gradients(others, variables))
 
 
 def learning_rate(optimizer: keras.Optimizer) -> dict[str, tf.Tensor]:

@@ -30,6 +30,7 @@ import tensorflow as tf
 from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_data
 from keras_replicas.building import Building
 from keras_replicas.counted import CountedSteps
+from keras_replicas.custom_step import run_custom_prediction
 from keras_replicas.loop import StepLoop, without_tf_function
 from keras_replicas.optimizers import without_strategy
 from keras_replicas.outputs import in_words
@@ -56,6 +57,7 @@ class Trainer(Building):
     def compile(self, *args, **kwargs):  # noqa: D102
         with self._scope():
             super().compile(*args, **kwargs)
+            self._forget_step_plans()
             self._prepare()
 
     def compile_from_config(self, config):
@@ -97,7 +99,7 @@ class Trainer(Building):
         given = inspect.signature(super().evaluate).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         if not given.get("_use_cached_eval_dataset"):
-            given = with_divided_data(self, given)
+            given = with_divided_data(self, given, "test_step")
         self._forget_function("test_function", given.get("x"))
         self._test_steps_left = given.get("steps")
         try:
@@ -163,6 +165,9 @@ class Trainer(Building):
         """Makes Keras's function for predictions; a model that is not built yet is built first, for XLA."""
         if self.predict_function is not None and not force:
             return
+        step = self.custom_step_function("predict_step")
+        if step is not None and not self.steps_by_keras:
+            object.__setattr__(self, "predict_step", functools.partial(self._custom_prediction, step))
         super().make_predict_function(force)
         if self.steps_by_keras:
             return
@@ -179,6 +184,12 @@ class Trainer(Building):
                 return predict(data)
 
         self.predict_function = predict_function
+
+    def _custom_prediction(self, step, data):
+        """A custom `predict_step` on one replica."""
+        if self.step_plans is None:
+            raise ValueError("predict with a custom predict_step on several replicas needs a compiled model")
+        return run_custom_prediction(self, step, data, has_rows_unknown=not self.jit_compile)
 
     def predict_on_batch(self, x):
         """Predicts for a batch, of which each replica takes a part."""
@@ -214,13 +225,16 @@ class Trainer(Building):
         self.step_loss = loss
         return loss
 
-    def become_data_parallel(self, accumulate: int, mean_over: str) -> None:
+    def become_data_parallel(self) -> None:
         """Makes a model of the plain class, whose class has been changed, ready; it may be compiled already."""
-        self.accumulate, self.mean_over = accumulate, mean_over
         if self.compiled:
             self.train_function = self.test_function = self.predict_function = None
+            self._forget_step_plans()
             with self._scope():
                 self._prepare()
+
+    def _forget_step_plans(self):
+        object.__setattr__(self, "step_plans", None)  # assigned as usual, they would be tracked
 
     def _steps_left_of_epoch(self):
         """Steps until `fit` evaluates; None if it was not told how many an epoch has."""

@@ -104,6 +104,8 @@ OWNERS = {
     "a loss of a function": keras.losses.MeanSquaredError,
     "a metric of a function": keras.metrics.MeanSquaredError,
     "a layer BatchNormalization": lambda: compiled()[0].layers[1],
+    "a layer": lambda: keras.layers.Dense(1),
+    "any strategy, by its attribute extended": lambda: make_strategy(2).extended,
     "a layer Dense": lambda: compiled()[0].layers[0],
     "a Keras variable": lambda: compiled()[0].layers[0].kernel,
     "an output of softmax or sigmoid": lambda: keras.ops.softmax(np.ones([1, 2], np.float32)),

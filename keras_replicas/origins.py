@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tensor of a replica's step depends on: found by walking its graph backwards."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+SAME_ON_REPLICAS = "same_on_replicas"  # in the names of operations whose results are the same on all replicas
+EXAMPLES, DRAWS = "examples", "draws"
+
+READS = ("ReadVariableOp", "ResourceGather", "VariableShape", "Identity")
+
+
+class Origins:
+    """Finds whether tensors depend on a replica's examples or on random draws.
+
+    What comes of weights alone, or of sums over replicas, is the same on every replica.
+
+    Args:
+        examples: the tensors of the replica's examples.
+    """
+
+    def __init__(self, examples: Iterable[tf.Tensor]):
+        self._graph: Any = tf.compat.v1.get_default_graph()
+        self._examples = {tensor.name for tensor in examples}
+        self._outside: dict[int, dict[str, tf.Tensor]] = {}  # by a nested graph's id, what it captures, by name
+
+    def of(self, tensor: tf.Tensor, also: Iterable[tf.Tensor] = ()) -> set[str]:
+        """Which of `EXAMPLES`, `DRAWS` and the names of `also` a tensor depends on."""
+        ends = {each.name for each in also}
+        found, seen, waiting = set(), set(), [tensor]
+        while waiting:
+            tensor = waiting.pop()
+            graph, operation = tensor.graph, tensor.op
+            key = (id(graph), tensor.name)
+            if key in seen:
+                continue
+            seen.add(key)
+            if graph is self._graph and tensor.name in ends:
+                found.add(tensor.name)
+            elif graph is self._graph and tensor.name in self._examples:
+                found.add(EXAMPLES)
+            elif SAME_ON_REPLICAS in operation.name:
+                continue
+            elif "Random" in operation.type:
+                found.add(DRAWS)
+            elif operation.type == "Placeholder" and graph is not self._graph:
+                outside = self._captured(graph).get(tensor.name)
+                if outside is None:  # a loop's own: it may be anything
+                    found.add(EXAMPLES)
+                else:
+                    waiting.append(outside)
+            else:
+                waiting += operation.inputs
+        return found
+
+    def _captured(self, graph: Any) -> dict[str, tf.Tensor]:
+        if id(graph) not in self._outside:
+            self._outside[id(graph)] = {inside.name: outside for outside, inside in graph.captures}
+        return self._outside[id(graph)]
+
+
+def assigned_values(graph: Any, handle: tf.Tensor) -> list[tf.Tensor]:
+    """What the operations of a graph assign to a variable, so far, or give to a function that may assign it."""
+    inside = {internal.name for external, internal in graph.captures if external is handle}
+    outer = getattr(graph, "outer_graph", None)
+    while not inside and outer is not None and hasattr(outer, "captures"):
+        outside = {internal.name for external, internal in outer.captures if external is handle}
+        inside = {internal.name for external, internal in graph.captures if external.name in outside}
+        outer = getattr(outer, "outer_graph", None)
+    found = []
+    for operation in graph.get_operations():
+        names = [tensor.name for tensor in operation.inputs]
+        if inside.isdisjoint(names) or operation.type in READS:
+            continue
+        found += [tensor for tensor in operation.inputs if tensor.name not in inside]
+    return found

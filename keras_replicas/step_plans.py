@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plans of a model's custom steps, each made before the step first runs on several replicas."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_replicas.cluster import num_workers
+from keras_replicas.custom_step import StepPlan, assigned_locally, variables_of_tensorflow
+from keras_replicas.draws import draws_replaceable
+from keras_replicas.optimizer_calls import all_optimizers, calls_replaceable
+from keras_replicas.probe import Findings, probe_step
+from keras_replicas.replicas import hide_replicas
+from keras_replicas.workers import exchange
+
+log = logging.getLogger("keras_replicas")
+_noticed: set[str] = set()
+
+
+class StepPlans:
+    """How the custom steps of a model combine over replicas, and which optimizers they call.
+
+    Args:
+        model: of `data_parallel`, compiled.
+        custom_step: "mean" or "sum" where the user has decided, else None.
+
+    Attributes:
+        counter: a variable that counts training steps; random draws are a function of it.
+        optimizers: that the steps call, as far as they have run.
+    """
+
+    def __init__(self, model: Any, custom_step: str | None):
+        self._model, self._custom_step = model, custom_step
+        self._plans: dict[str, StepPlan] = {}
+        self._warnings: dict[str, list[str]] = {}
+        self.optimizers: list[keras.Optimizer] = []
+        with model.distribute_strategy.scope():
+            self.counter = keras.Variable(0, dtype="int64", trainable=False, name="custom_steps")
+        if model.distribute_strategy.num_replicas_in_sync > 1:
+            hide_replicas(model.distribute_strategy)
+
+    def prepare(self, name: str, step: Callable, batch: Any, needs_optimizers: bool = False) -> None:
+        """Makes the plan of a step, once, from some examples as the step gets them.
+
+        Args:
+            name: of the step.
+            step: what runs.
+            batch: the examples.
+            needs_optimizers: whether the step is run to find its optimizers, even if nothing is to be measured.
+        """
+        if name in self._plans:
+            return
+        found = self._probe(name, step, batch, needs_optimizers)
+        self._plans[name] = found.plan
+        known = {id(each) for each in self.optimizers}
+        self.optimizers += [each for each in found.optimizers if id(each) not in known]
+        self.note_warnings(name, found.warnings)
+        self._notice(name)
+
+    def _probe(self, name: str, step: Callable, batch: Any, needs_optimizers: bool) -> Findings:
+        """What the probe finds; on several workers, with the chief's plan."""
+        is_alone = self._model.distribute_strategy.num_replicas_in_sync == 1
+        custom_step = "mean" if is_alone else self._custom_step
+        if num_workers() == 1:
+            return probe_step(self._model, name, step, batch, custom_step, needs_optimizers)
+        try:
+            found = probe_step(self._model, name, step, batch, custom_step, needs_optimizers)
+        except ValueError as refusal:
+            exchange({"error": str(refusal)})  # raises it on all workers
+            raise
+        chiefs = exchange({"plan": found.plan._asdict()})[0]["plan"]
+        plan = StepPlan(**chiefs | {"gradients": tuple(chiefs["gradients"])})
+        return found._replace(plan=plan)
+
+    def is_prepared(self, name: str) -> bool:
+        """Whether the step has a plan."""
+        return name in self._plans
+
+    def plan_of(self, name: str) -> StepPlan:
+        """The plan of a step, "train_step" or "test_step"."""
+        return self._plans.get(name) or StepPlan(otherwise=self._custom_step or "mean")
+
+    @contextlib.contextmanager
+    def surrounding(self, name: str) -> Iterator[None]:
+        """Context of all replicas' runs of a step, in which `CustomStep` can take the place of what the step calls."""
+        measured = self.plan_of(name).was_measured
+        optimizers = self.optimizers if measured else all_optimizers()
+        variables = variables_of_tensorflow(self._model).values()
+        with draws_replaceable(), calls_replaceable(optimizers), assigned_locally(variables):
+            yield
+
+    def note_warnings(self, name: str, texts: Iterable[str]) -> None:
+        """Keeps warnings for `warn`."""
+        known = self._warnings.setdefault(name, [])
+        for text in texts:
+            if text not in known:
+                known.append(text)
+
+    def warn(self, name: str) -> None:
+        """Gives one warning with all that was kept of a step, once."""
+        texts = self._warnings.get(name)
+        if not texts:
+            return
+        self._warnings[name] = []
+        warnings.warn(
+            f"{type(self._model).__name__}.{name} is not the same on several replicas as on one device: "
+            f"{'; '.join(texts)}. For exact results, compute the loss in compute_loss, which gets the global batch; "
+            "to accept it without this warning, data_parallel(model, custom_step='mean') or 'sum'",
+            stacklevel=2,
+        )
+
+    def _notice(self, name: str) -> None:
+        where = f"{type(self._model).__name__}.{name}"
+        if self._model.distribute_strategy.num_replicas_in_sync > 1 and where not in _noticed:
+            _noticed.add(where)
+            log.warning("%s runs as on one device: nothing in it is to be divided by the number of replicas.", where)
+
+
+def first_rows(batches: Any) -> Any:
+    """The first batch of data that begins at any step; None where reading it would lose it."""
+    if getattr(batches, "is_read_once", False):
+        return None
+    return next(iter(batches.iter_from_step(0, tf.distribute.InputContext())))
