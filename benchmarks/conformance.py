@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What 1, 2 and 4 replicas compute of each feature of Keras, against plain Keras on one device.
 
-It runs all rows of `benchmarks/features.py`.
+It runs all rows of `benchmarks/features.py`, and the programs of `benchmarks/published_steps.py`.
 """
 
 import argparse
@@ -19,6 +19,7 @@ def main(arguments: argparse.Namespace) -> None:
 
     divide_the_cpu()  # before its first use
     from benchmarks.features import ROWS, difference
+    from benchmarks.published_steps import PUBLISHED_STEPS
 
     of = machine(quick=True)
     chosen = itertools.islice(ROWS, 3 if arguments.quick else None)
@@ -26,10 +27,48 @@ def main(arguments: argparse.Namespace) -> None:
     for feature in chosen:
         rows[feature] = {replicas: difference(feature, replicas) for replicas in REPLICAS}
         print(feature, *rows[feature].values(), flush=True)
-    results = json.loads(json.dumps({"rows": rows, "machine": of}))  # with strings as keys
-    print(table(results))
+    published = {
+        name: published_row(name) for name in itertools.islice(PUBLISHED_STEPS, 2 if arguments.quick else None)
+    }
+    found = {"rows": rows, "published_steps": published, "machine": of}
+    results = json.loads(json.dumps(found))  # with strings as keys
+    print(table(results), published_table(results), sep="\n\n")
     if not arguments.quick:
         write_results("conformance", results)
+
+
+def published_row(name: str) -> dict[int, dict]:
+    """What a published program gives on each number of replicas: a difference or a refusal, and whether it warned."""
+    from benchmarks.published_steps import compare
+
+    row = {}
+    for replicas in REPLICAS:
+        found = compare(name, replicas)
+        row[replicas] = {
+            "difference": found.difference,
+            "refusal": found.refusal,
+            "is_warned": bool(found.warnings),
+        }
+    print(name, *row.values(), flush=True)
+    return row
+
+
+def published_table(results: dict) -> str:
+    """One line per published program with a `train_step`."""
+    lines = [
+        "| program | " + " | ".join(f"{n} replica{'s' * (n > 1)}" for n in REPLICAS) + " |",
+        "| --- " * (1 + len(REPLICAS)) + "|",
+    ]
+    for name, row in results["published_steps"].items():
+        lines.append(f"| {name} | {' | '.join(map(published_cell, row.values()))} |")
+    return "\n".join(lines)
+
+
+def published_cell(found: dict) -> str:
+    """The difference, unless a warning says that there is one, or "refused"."""
+    if found["refusal"]:
+        return "refused"
+    return "warned" if found["is_warned"] else f"{found['difference']:.1e}"
 
 
 def table(results: dict) -> str:

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_replicas.custom_step import running
-from keras_replicas.empty import sum_of_examples
+from keras_replicas.empty import has_examples_here, sum_of_examples
 from keras_replicas.replicas import reduce_without_gradient, replica_context, replicas, sum_over_replicas
 
 # For a backward pass through moments, what its gradients are to be multiplied by before they are summed over replicas.
@@ -76,97 +76,113 @@ def moments_of_global_batch(
         Two tensors [channels].
     """
 
-    @tf.custom_gradient
-    def moments(inputs):
-        local = _local_moments(tf.stop_gradient(inputs), axes, mask)
-        mean, variance, count = _combined(_all_moments(local, reduce_without_gradient), mask)
-
-        def gradient(*upstream):
-            share = weight("first")
-
-            @tf.custom_gradient
-            def gradient_of_inputs(inputs, *upstream):
-                if mask is None:
-                    weighted = _weighted([tf.stop_gradient(each) for each in upstream], share)
-                    slopes = reduce_without_gradient(tf.stack(weighted)) / count
-                    found = _closed_form(tf.stop_gradient(inputs), axes, mean, *tf.unstack(slopes))
-                    found = _unweighted(found, share)
-                else:
-                    found = _traced_gradient(inputs, axes, mask, upstream, share)
-
-                def second_gradient(upstream_of_gradient):
-                    of_second = weight("second")
-                    sources = [inputs, *upstream]
-                    with tf.GradientTape() as tape:
-                        tape.watch(sources)
-                        first = _traced_gradient(inputs, axes, mask, upstream, share)
-                    (given,) = _weighted([upstream_of_gradient], of_second)
-                    found = tape.gradient(first, sources, given, unconnected_gradients="zero")
-                    return tuple(_unweighted(each, of_second) for each in found)
-
-                return tf.stop_gradient(found), second_gradient
-
-            return gradient_of_inputs(inputs, *upstream)
-
-        return (mean, variance), gradient
-
-    return moments(inputs)
+    return _GlobalMoments(axes, weight, mask).of(inputs)
 
 
-def _closed_form(inputs, axes, mean, of_mean, of_variance):
-    shape = [1 if axis in axes else size for axis, size in enumerate(inputs.shape)]
-    centred = inputs - tf.reshape(mean, shape)
-    return centred * tf.reshape(2.0 * of_variance, shape) + tf.reshape(of_mean, shape)
+class _GlobalMoments:
+    """The operation that `moments_of_global_batch` adds to a replica's graph, with its gradients."""
 
+    def __init__(self, axes, weight, mask):
+        self._axes, self._weight, self._mask = axes, weight, mask
+        self._has_examples = has_examples_here()
 
-def _traced_gradient(inputs, axes, mask, upstream, share):
-    """The gradient by `inputs`, which can be differentiated again."""
-    with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        mean, variance, _ = _combined(_all_moments(_local_moments(inputs, axes, mask)), mask)
-    return _unweighted(tape.gradient([mean, variance], inputs, _weighted(upstream, share)), share)
+    def of(self, inputs):
+        """Mean and variance; their gradient is `_gradient`."""
 
+        @tf.custom_gradient
+        def moments(inputs):
+            mean, variance, count = self._combined(tf.stop_gradient(inputs), reduce_without_gradient)
 
-def _weighted(gradients, share):
-    return list(gradients) if share is None else [each * tf.cast(share, each.dtype) for each in gradients]
+            def gradient(*upstream):
+                return self._gradient(inputs, upstream, mean, count)
+
+            return (mean, variance), gradient
+
+        return moments(inputs)
+
+    def _gradient(self, inputs, upstream, mean, count):
+        """The gradient by the inputs; its own gradient is `_second_gradient`."""
+        share = self._weight("first")
+
+        @tf.custom_gradient
+        def gradient_of_inputs(inputs, *upstream):
+            if self._mask is None:
+                slopes = [tf.stop_gradient(each) for each in self._weighted(upstream, share)]
+                of_mean, of_variance = tf.unstack(reduce_without_gradient(tf.stack(slopes)) / count)
+                found = self._closed_form(tf.stop_gradient(inputs), mean, of_mean, of_variance)
+                found = _unweighted(found, share)
+            else:
+                found = self._traced_gradient(inputs, upstream, share)
+
+            def second_gradient(of_gradient):
+                return self._second_gradient(inputs, upstream, share, of_gradient)
+
+            return tf.stop_gradient(found), second_gradient
+
+        return gradient_of_inputs(inputs, *upstream)
+
+    def _second_gradient(self, inputs, upstream, share, of_gradient):
+        of_second = self._weight("second")
+        sources = [inputs, *upstream]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            first = self._traced_gradient(inputs, upstream, share)
+        (given,) = self._weighted([of_gradient], of_second)
+        found = tape.gradient(first, sources, given, unconnected_gradients="zero")
+        return tuple(_unweighted(each, of_second) for each in found)
+
+    def _closed_form(self, inputs, mean, of_mean, of_variance):
+        shape = [1 if axis in self._axes else size for axis, size in enumerate(inputs.shape)]
+        centred = inputs - tf.reshape(mean, shape)
+        return centred * tf.reshape(2.0 * of_variance, shape) + tf.reshape(of_mean, shape)
+
+    def _traced_gradient(self, inputs, upstream, share):
+        """The gradient by the inputs, which can be differentiated again."""
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            mean, variance, _ = self._combined(inputs, sum_over_replicas)
+        return _unweighted(tape.gradient([mean, variance], inputs, self._weighted(upstream, share)), share)
+
+    def _weighted(self, gradients, share):
+        """Gradients that can be summed over replicas; zeros of a replica without examples."""
+        selected = [sum_of_examples(each, self._has_examples) for each in gradients]
+        return selected if share is None else [each * tf.cast(share, each.dtype) for each in selected]
+
+    def _combined(self, inputs, reduce):
+        """Mean, variance and count of all examples, each [channels].
+
+        Nothing cancels, whatever the mean is: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
+        Computing Sample Variances" (1979). Where there is a mask, Keras adds an epsilon to the count.
+        """
+        counts, means, squares = tf.unstack(self._of_each_replica(inputs, reduce), axis=1)
+        count = tf.reduce_sum(counts, axis=0) + (0.0 if self._mask is None else keras.config.epsilon())
+        mean = tf.reduce_sum(counts * means, axis=0) / count
+        between = counts * tf.math.squared_difference(means, mean)
+        return mean, tf.reduce_sum(squares + between, axis=0) / count, count
+
+    def _of_each_replica(self, inputs, reduce):
+        """The replicas' moments, [replicas, 3, channels], by one sum: each adds zeros to the others' rows."""
+        local = sum_of_examples(self._local(inputs), self._has_examples)
+        number = tf.cast(replica_context().replica_id_in_sync_group, tf.int32)
+        mine = tf.one_hot(number, replicas(), dtype=local.dtype)
+        return tf.reshape(reduce(mine[:, None, None] * local), [replicas(), 3, local.shape[1]])
+
+    def _local(self, inputs):
+        """This replica's count, mean and sum of centred squares, [3, channels]."""
+        total = tf.reduce_sum(inputs, self._axes, keepdims=True)
+        if self._mask is None:
+            count = tf.cast(tf.size(inputs) // tf.maximum(tf.size(total), 1), inputs.dtype) * tf.ones_like(total)
+        else:
+            count = tf.reduce_sum(self._mask, self._axes, keepdims=True)
+        mean = tf.math.divide_no_nan(total, count)
+        squares = tf.math.squared_difference(inputs, mean)
+        squares = squares if self._mask is None else self._mask * squares
+        sums = [count, mean, tf.reduce_sum(squares, self._axes, keepdims=True)]
+        return tf.reshape(tf.stack(sums), [3, -1])
 
 
 def _unweighted(gradient, share):
     return gradient if share is None else tf.math.divide_no_nan(gradient, tf.cast(share, gradient.dtype))
-
-
-def _local_moments(inputs, axes, mask):
-    """This replica's count, mean and sum of centred squares, [3, channels]; zeros if it has no examples."""
-    total = tf.reduce_sum(inputs, axes, keepdims=True)
-    if mask is None:
-        count = tf.cast(tf.size(inputs) // tf.maximum(tf.size(total), 1), inputs.dtype) * tf.ones_like(total)
-        mean = tf.math.divide_no_nan(total, count)
-        squares = tf.reduce_sum(tf.math.squared_difference(inputs, mean), axes, keepdims=True)
-    else:
-        count = tf.reduce_sum(mask, axes, keepdims=True)
-        mean = tf.math.divide_no_nan(total, count)
-        squares = tf.reduce_sum(mask * tf.math.squared_difference(inputs, mean), axes, keepdims=True)
-    return sum_of_examples(tf.reshape(tf.stack([count, mean, squares]), [3, -1]))
-
-
-def _all_moments(local, reduce=sum_over_replicas):
-    """The moments of each replica, [replicas, 3, channels], by one sum: each replica adds zeros to the others' rows."""
-    number = tf.cast(replica_context().replica_id_in_sync_group, tf.int32)
-    mine = tf.one_hot(number, replicas(), dtype=local.dtype)
-    return tf.reshape(reduce(mine[:, None, None] * local), [replicas(), 3, local.shape[1]])
-
-
-def _combined(moments, mask):
-    """Mean, variance and count of all examples, of the replicas' moments [replicas, 3, channels].
-
-    Nothing cancels, whatever the mean is: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
-    Computing Sample Variances" (1979). Where there is a mask, Keras adds an epsilon to the count.
-    """
-    counts, means, squares = tf.unstack(moments, axis=1)
-    count = tf.reduce_sum(counts, axis=0) + (0.0 if mask is None else keras.config.epsilon())
-    mean = tf.reduce_sum(counts * means, axis=0) / count
-    between = counts * tf.math.squared_difference(means, mean)
-    return mean, tf.reduce_sum(squares + between, axis=0) / count, count
 
 
 @contextlib.contextmanager

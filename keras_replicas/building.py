@@ -3,7 +3,6 @@
 
 import contextlib
 import threading
-import warnings
 from typing import Any
 
 import keras
@@ -138,13 +137,6 @@ class Building(StepLoop):
         if has_own(self, "train_step") and self.accumulate > 1:
             raise ValueError(f"accumulate has no effect: {type(self).__name__} has its own train_step. Leave it out")
         self._make_step_plans()
-        has_custom_step = any(self.custom_step_function(name) for name in ("train_step", "test_step"))
-        if has_custom_step and self.jit_compile and self.distribute_strategy.num_replicas_in_sync > 1:
-            warnings.warn(
-                f"jit_compile has no effect on {type(self).__name__}, which has a train_step or test_step of its own: "
-                "on several replicas, those run without XLA",
-                stacklevel=2,
-            )
         self._build_optimizer()
 
     def _make_step_plans(self):

@@ -37,10 +37,15 @@ def combination_of(
     if any(np.shape(each) != np.shape(one) for shard in shards for one, each in zip(whole, shard, strict=True)):
         return Combination("neither", float("inf"))
     total = sum(examples)
+    with np.errstate(all="ignore"):  # what is not finite on one side is left out
+        return _compared(whole, shards, [size / total for size in examples], tolerance)
+
+
+def _compared(whole, shards, shares, tolerance) -> Combination:
     means, sums = [], []
     for number, _ in enumerate(whole):
         values = [np.asarray(shard[number], np.float64) for shard in shards]
-        weighted = [value * size / total for value, size in zip(values, examples, strict=True)]
+        weighted = [value * share for value, share in zip(values, shares, strict=True)]
         means.append(sum(weighted))
         sums.append(sum(values))
     of_mean = relative_difference(whole, means)
@@ -63,18 +68,19 @@ def relative_difference(expected: Sequence[Any], found: Sequence[Any]) -> float:
     An array that is far smaller than the others is nothing but rounding, as the gradient of a bias before
     BatchNormalization: its differences are relative to `FLOOR` times the largest number of all.
     """
-    sizes = [float(np.max(np.abs(each), initial=0.0)) for each in expected]
+    pairs = [_finite(one, other) for one, other in zip(expected, found, strict=True)]
+    sizes = [float(np.max(np.abs(one), initial=0.0)) for one, _ in pairs]
     floor = FLOOR * max(sizes, default=0.0)
     largest = 0.0
-    for size, one, other in zip(sizes, expected, found, strict=True):
-        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        if one.shape != other.shape:
-            return float("inf")
-        if not one.size:
-            continue
-        difference = float(np.max(np.abs(one - other)))
-        if np.isnan(difference):
-            return float("inf")
+    for size, (one, other) in zip(sizes, pairs, strict=True):
+        difference = float(np.max(np.abs(one - other), initial=0.0))
         if difference:
             largest = max(largest, difference / (max(size, floor) or difference))
     return largest
+
+
+def _finite(one: Any, other: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Two arrays of one shape without what is not finite in one of them."""
+    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    are_finite = np.isfinite(one) & np.isfinite(other)
+    return one[are_finite], other[are_finite]

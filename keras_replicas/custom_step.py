@@ -38,7 +38,7 @@ from keras_replicas.gradients import times
 from keras_replicas.noise import DRAWS_OF_TENSORFLOW, noise_seeds, seed_of_draws, use_global_seed
 from keras_replicas.optimizer_calls import applied_by
 from keras_replicas.optimizers import apply_summed
-from keras_replicas.origins import EXAMPLES, Origins, assigned_values
+from keras_replicas.origins import EXAMPLES, Origins, assigned_values, compares_with_batch
 from keras_replicas.private import no_stateless_scope
 from keras_replicas.replicas import (
     gather_over_replicas,
@@ -123,12 +123,13 @@ class CustomStep(keras.StatelessScope):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.model, self.name, self.plan = model, name, plan
         self.examples, self.total = examples, total
-        self.share = examples / total
+        self.share = tf.cast(examples, tf.float64) / tf.cast(total, tf.float64)
         self.has_examples = examples > 0 if may_be_empty else None
         self.warnings: list[str] = []
         self.is_scalar_update = False
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
+        self._rows = leaves[0].shape[0] if leaves[0].shape.rank else None
         self._origins = Origins(leaves) if self._graph is not None else None
         self._assignments = Occurrences()
         self._moments = Occurrences()
@@ -181,12 +182,7 @@ class CustomStep(keras.StatelessScope):
         """Updates variables by the gradients of the global batch, in place of the optimizer's `apply`."""
         if not gradients:
             return
-        if self._is_nested():
-            raise UserError(
-                f"{self.where} calls {optimizer.name}.apply inside a tf.cond, a loop or another tf.function, where no "
-                f"replica can wait for the others: call it in the step itself; to update every N steps, "
-                f"{COMBINE_GRADIENTS}"
-            )
+        self._refuse_nested(f"calls {optimizer.name}.apply", f"; to update every N steps, {COMBINE_GRADIENTS}")
         kind = self._kind_of_call()
         given = {index: each for index, each in enumerate(gradients) if each is not None}
         if self.has_examples is not None:
@@ -246,11 +242,7 @@ class CustomStep(keras.StatelessScope):
             copy.assign(value)
             return
         aggregation = self._aggregation(variable, value, name) if declared == "none" else declared
-        if self._is_nested():
-            raise UserError(
-                f"{self.where} assigns {variable.path} from one replica's examples inside a tf.cond, a loop or another "
-                "tf.function, where no replica can wait for the others: assign it in the step itself"
-            )
+        self._refuse_nested(f"assigns {variable.path} from one replica's examples")
         old = tf.convert_to_tensor(copy)
         part = part_of_state(aggregation, self._selected(value, old), old, self.examples, is_first_replica())
         assign_state(aggregation, variable, sum_over_replicas(part), self.total)
@@ -269,7 +261,7 @@ class CustomStep(keras.StatelessScope):
             declared = AGGREGATIONS.get(copy.aggregation)  # not the variable's, see `assigned_locally`
             kind = declared or self.plan.assignments.get(name)
             if kind not in ("mean", "sum", "either"):
-                raise UserError(
+                raise self.refused(
                     f"{self.where} assigns {name} from one replica's examples, and replicas do not know how to combine "
                     "it: make it with tf.Variable(..., aggregation=tf.VariableAggregation.MEAN), or SUM for a counter"
                 )
@@ -304,12 +296,12 @@ class CustomStep(keras.StatelessScope):
                 "over replicas: say so by add_weight(..., aggregation='mean')"
             )
             return "mean"
-        raise UserError(aggregation_needed(variable))
+        raise self.refused(aggregation_needed(_name_in(self.model, variable)))
 
     def _add_to_metric(self, variable, value, name):
         copy, before = local_value(variable), self._total(variable)
         if self._origins is not None and not self._origins.of(value, also=[before]):  # it is reset
-            keeps = is_first_replica()
+            keeps = is_first_replica() | is_shared(variable)
             copy.assign(tf.where(keeps, value, tf.zeros_like(value)))
         else:
             added = value - tf.cast(before, value.dtype)
@@ -319,7 +311,11 @@ class CustomStep(keras.StatelessScope):
                 self.warnings.append(f"what {variable.path} gets is no sum over examples, but is summed over replicas")
             if kind == "mean" or (kind == "either" and self.is_scalar_update):
                 added = self._times_share(added)
-            copy.assign_add(added)
+            if is_shared(variable):
+                self._refuse_nested(f"updates {variable.path}")
+                copy.assign(before + sum_over_replicas(added))
+            else:
+                copy.assign_add(added)
         del self._totals[id(variable)]
 
     def _times_share(self, added):
@@ -330,15 +326,12 @@ class CustomStep(keras.StatelessScope):
     def _total(self, variable):
         """What all replicas hold of a variable together; for all metrics of the model at once."""
         if id(variable) not in self._totals:
-            if self._is_nested():
-                raise UserError(
-                    f"{self.where} updates a metric, and reads it again, inside a tf.cond, a loop or another "
-                    "tf.function: read it in the step itself"
-                )
+            self._refuse_nested("updates a metric, and reads it again,")
             variables = [each for each in self.model._metric_variables() if is_summed_on_read(each)]
             stale = {id(each): each for each in (*variables, variable) if id(each) not in self._totals}
             values = {key: tf.convert_to_tensor(local_value(each)) for key, each in stale.items()}
-            self._totals |= sum_over_replicas(values)
+            parts = {key: value for key, value in values.items() if not is_shared(stale[key])}
+            self._totals |= values | sum_over_replicas(parts)
         return self._totals[id(variable)]
 
     def differs(self, value) -> bool:
@@ -352,14 +345,35 @@ class CustomStep(keras.StatelessScope):
         """The value; `otherwise` on a replica without examples."""
         return value if self.has_examples is None else tf.where(self.has_examples, value, otherwise)
 
-    def _is_nested(self) -> bool:
-        """Whether operations go to another graph than the step's, such as a branch of a `tf.cond`."""
-        return self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph
+    def _refuse_nested(self, what: str, advice: str = "") -> None:
+        """Refuses what needs the other replicas where operations go to another graph than the step's.
+
+        Raises:
+            UserError: in a branch of a `tf.cond`, a loop, or a `tf.function` that the step calls.
+        """
+        if self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph:
+            raise self.refused(
+                f"{self.where} {what} inside a tf.cond, a loop or another tf.function, where no replica can wait for "
+                f"the others: do it in the step itself{advice}"
+            )
+
+    def refused(self, message: str) -> UserError:
+        """An error to raise, which `StepPlans` keeps: AutoGraph makes another error of it."""
+        error = UserError(message)
+        self.model.step_plans.refusal = error
+        return error
 
     @property
     def where(self) -> str:
         """The step, for messages."""
         return f"{type(self.model).__name__}.{self.name}"
+
+    def note_comparisons(self) -> None:
+        """Warns of a comparison of examples with a statistic of the batch."""
+        if self._origins is not None and compares_with_batch(self._origins, self._graph, self._rows):
+            self.warnings.append(
+                "it compares examples with a mean, sum or extreme over the batch, which here is the replica's shard"
+            )
 
     # What the step returns.
 
@@ -417,8 +431,8 @@ def assigned_locally(variables: Iterable[Any]) -> Iterator[None]:
 
 
 def is_summed_on_read(variable: keras.Variable) -> bool:
-    """Whether replicas hold parts of a variable that add up, as of a metric."""
-    return not is_shared(variable) and variable._value.synchronization == tf.VariableSynchronization.ON_READ
+    """Whether it is a metric's: replicas hold parts of it that add up, unless it was made outside the scope."""
+    return variable.synchronization == "on_read"
 
 
 def numbers_of(logs: Any, where: str) -> dict[str, tf.Tensor]:
@@ -460,6 +474,8 @@ def run_custom_step(model: Any, name: str, step: Callable, data: Any, stop: tf.T
         with _random_draws(model, run, number), run.surrounding(number):
             logs = step(filled)
             run.combine_variables_of_tensorflow(before)
+            if training and plan.was_measured:
+                run.note_comparisons()
             logs = run.combined_logs(logs)
         if training:
             local_value(model.step_plans.counter).assign(number + 1)
@@ -479,6 +495,17 @@ def run_custom_prediction(model: Any, step: Callable, data: Any, has_rows_unknow
     with _random_draws(model, run, number), run.surrounding(number):
         outputs = step(filled)
     return outputs if example is None else without_added_example(outputs, run.has_examples)
+
+
+def _name_in(model: Any, variable: keras.Variable) -> str:
+    """The variable's path, or the attribute that holds it, where the path tells nothing."""
+    if "/" in variable.path:
+        return variable.path
+    for layer in model._flatten_layers():
+        for attribute, value in vars(layer).items():
+            if value is variable:
+                return f"{layer.name}.{attribute}"
+    return variable.path
 
 
 def _inputs(data: Any) -> Any:

@@ -63,13 +63,20 @@ def examples_known(has_examples: tf.Tensor | None) -> Iterator[None]:
         _thread.has_examples = before
 
 
-def sum_of_examples(total: tf.Tensor) -> tf.Tensor:
-    """A sum over examples in a `forward_pass` or a custom step; zeros where there are none."""
+def has_examples_here() -> tf.Tensor | None:
+    """Whether this replica has examples, in a `forward_pass` or a custom step; None where that is known."""
     strategy = tf.distribute.get_strategy()
-    has_examples = strategy.has_examples if isinstance(strategy, OneReplica) else _thread.has_examples
-    if has_examples is None:
-        return total
-    return tf.where(has_examples, total, tf.zeros_like(total))
+    return strategy.has_examples if isinstance(strategy, OneReplica) else _thread.has_examples
+
+
+def sum_of_examples(total: tf.Tensor, has_examples: tf.Tensor | None) -> tf.Tensor:
+    """A sum over examples; zeros where there are none.
+
+    Args:
+        total: the sum.
+        has_examples: as of `has_examples_here`.
+    """
+    return total if has_examples is None else tf.where(has_examples, total, tf.zeros_like(total))
 
 
 def count_examples(x) -> tf.Tensor:

@@ -105,6 +105,7 @@ class StepLoop(ReplicaStep):
         step_on_batch = step_on_data if self.run_eagerly else in_graph
 
         @in_words()
+        @self.refusal_raised()
         def run_steps(iterator, left):
             count = self.steps_per_execution if left is None else min(self.steps_per_execution, left)
             stop = tf.constant(float(self.told_to_stop))
@@ -140,12 +141,24 @@ class StepLoop(ReplicaStep):
 
         return run_steps
 
+    @contextlib.contextmanager
+    def refusal_raised(self):
+        """Raises the refusal of a custom step as it was, where AutoGraph or Keras has wrapped it."""
+        try:
+            yield
+        except Exception:
+            refusal = self.step_plans.refusal if self.step_plans else None
+            if refusal is None:
+                raise
+            self.step_plans.refusal = None
+            raise refusal from None
+
     def custom_step_function(self, name):
         """The model's own "train_step", "test_step" or "predict_step", to be called with data; None if it is ours."""
         method = getattr(type(self), name)
         if method is getattr(StepLoop, name):
             return None
-        return without_tf_function(method.__get__(self))
+        return without_tf_function(method.__get__(self, type(self)))
 
     def prepare_custom_step(self, name, batch, needs_optimizers=False):
         """Finds how the results of a custom step combine over replicas, if it has one, from some examples."""

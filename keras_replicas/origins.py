@@ -61,6 +61,51 @@ class Origins:
         return self._outside[id(graph)]
 
 
+COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual")
+REDUCTIONS = ("Mean", "Sum", "Max", "Min", "Prod")
+
+
+def compares_with_batch(origins: Origins, graph: Any, rows: int | None) -> bool:
+    """Whether a graph compares examples with a statistic of the batch, such as the mean of its scores.
+
+    No gradient flows through a comparison, so that a few examples can be on the same side of a threshold, whatever the
+    threshold is.
+
+    Args:
+        origins: of the examples.
+        graph: the step's.
+        rows: of the batch, if its shape is known.
+    """
+    return any(
+        _is_statistic(origins, one, rows) and other.shape.rank != 0 and EXAMPLES in origins.of(other)
+        for operation in graph.get_operations()
+        if operation.type in COMPARISONS
+        for one, other in (operation.inputs, reversed(operation.inputs))
+    )
+
+
+def _is_statistic(origins: Origins, tensor: tf.Tensor, rows: int | None) -> bool:
+    """Whether a tensor, on its way from the examples, was reduced over all of them."""
+    seen, waiting = set(), [tensor]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.name in seen or SAME_ON_REPLICAS in tensor.op.name:
+            continue
+        seen.add(tensor.name)
+        if tensor.op.type in REDUCTIONS and _reduces_rows(tensor.op, rows) and EXAMPLES in origins.of(tensor):
+            return True
+        waiting += tensor.op.inputs
+    return False
+
+
+def _reduces_rows(operation: Any, rows: int | None) -> bool:
+    reduced, axes = operation.inputs
+    axes = tf.get_static_value(axes)
+    if axes is None or not reduced.shape.rank or reduced.shape[0] != rows:
+        return False
+    return 0 in [axis % reduced.shape.rank for axis in axes.ravel()]
+
+
 def assigned_values(graph: Any, handle: tf.Tensor) -> list[tf.Tensor]:
     """What the operations of a graph assign to a variable, so far, or give to a function that may assign it."""
     inside = {internal.name for external, internal in graph.captures if external is handle}

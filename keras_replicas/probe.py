@@ -103,10 +103,9 @@ def probe_step(
         runs = needs_optimizers or not all(optimizer.built for optimizer in all_optimizers())
         calls = _calls_of(model, step, examples, where) if runs else []
         return Findings(StepPlan(otherwise=custom_step), _called(calls), [])
-    shards = (slice_of(examples, 0, SHARDS[0]), slice_of(examples, SHARDS[0], sum(SHARDS)))
     replicas = model.distribute_strategy.extended._num_replicas_in_sync
     try:
-        records = [_run(model, step, each, where) for each in (examples, *shards)]
+        records = _run_on_shards(model, step, examples, where)
         if _count_rows(batch) < sum(SHARDS):  # `examples` repeats some, and a replica gets fewer
             _run(model, step, slice_of(_without_optionals(batch), 0, -(-_count_rows(batch) // replicas)), where)
     except UserError:
@@ -118,6 +117,26 @@ def probe_step(
         return Findings(StepPlan(), _called(_calls_of(model, step, batch, where)), [warning])
     _build_optimizers(model, records[0].calls)
     return _findings(model, where, *records)
+
+
+def probe_again(model: Any, name: str, step: Callable, examples: Any) -> list[str]:
+    """What `probe_step` would warn of now: a step may do other things later than in its first run.
+
+    Args:
+        model, name, step: as of `probe_step`.
+        examples: as `few_examples` gives them.
+    """
+    where = f"{type(model).__name__}.{name}"
+    try:
+        return _findings(model, where, *_run_on_shards(model, step, examples, where)).warnings
+    except Exception:  # the step itself will say what is wrong
+        return []
+
+
+def _run_on_shards(model: Any, step: Callable, examples: Any, where: str) -> list[Record]:
+    """Runs a step on all examples, and on the two shards of them."""
+    shards = (slice_of(examples, 0, SHARDS[0]), slice_of(examples, SHARDS[0], sum(SHARDS)))
+    return [_run(model, step, each, where) for each in (examples, *shards)]
 
 
 def _findings(model: Any, where: str, whole: Record, first: Record, second: Record) -> Findings:
@@ -302,7 +321,7 @@ def _as_one_replica(model: Any) -> Iterator[None]:
 def _undone(model: Any) -> Iterator[_Recording]:
     """Context after which variables, Python attributes and random states are as before."""
     attributes = [(vars(layer), dict(vars(layer))) for layer in model._flatten_layers()]
-    containers = [(each, type(each)(each)) for _, old in attributes for each in old.values() if _is_container(each)]
+    containers = [(each, _contents(each)) for _, old in attributes for each in old.values() if _is_container(each)]
     states = random.getstate(), np.random.get_state()
     scope = _Recording(model)
     vars(model)["is_probed"] = True
@@ -315,13 +334,37 @@ def _undone(model: Any) -> Iterator[_Recording]:
         for current, old in attributes:
             current.clear()
             current.update(old)
-        for container, old in containers:
-            container.clear()
-            container.extend(old) if isinstance(container, list) else container.update(old)
+        for container, contents in containers:
+            _put_back_contents(container, contents)
 
 
 def _is_container(value: Any) -> bool:
-    return type(value) in (list, dict, set)
+    return isinstance(value, list | dict | set)
+
+
+def _contents(container: Any) -> list:
+    return list(container.items()) if isinstance(container, dict) else list(container)
+
+
+def _put_back_contents(container: Any, old: list) -> None:
+    """Undoes what was added or removed, if anything was: Keras and TensorFlow track their own kinds of containers."""
+    now = _contents(container)
+    is_unchanged = len(now) == len(old) and all(_is_same(one, other) for one, other in zip(now, old, strict=True))
+    if is_unchanged:
+        return
+    container.clear()
+    if isinstance(container, dict):
+        container.update(dict(old))
+    elif isinstance(container, list):
+        container.extend(old)
+    else:
+        container.update(old)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return all(a is b for a, b in zip(one, other, strict=True))
+    return one is other
 
 
 # Building.

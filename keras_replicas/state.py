@@ -75,13 +75,13 @@ def aggregation_of(variable: keras.Variable, model: keras.Model) -> str:
         return "only_first_replica"
     if variable.aggregation != "none":
         return variable.aggregation
-    raise ValueError(aggregation_needed(variable))
+    raise ValueError(aggregation_needed(variable.path))
 
 
-def aggregation_needed(variable: keras.Variable) -> str:
-    """What to do where nobody knows how replicas combine a variable."""
+def aggregation_needed(name: str) -> str:
+    """What to do where nobody knows how replicas combine a variable of that name."""
     return (
-        f"{variable.path} is updated in each step, from one replica's examples: say how replicas combine it, by "
+        f"{name} is updated in each step, from one replica's examples: say how replicas combine it, by "
         "add_weight(..., aggregation='sum') for a counter, 'mean' for a moving average, or 'only_first_replica'; or "
         "use one replica"
     )

@@ -14,7 +14,7 @@ from keras_replicas.cluster import num_workers
 from keras_replicas.custom_step import StepPlan, assigned_locally, variables_of_tensorflow
 from keras_replicas.draws import draws_replaceable
 from keras_replicas.optimizer_calls import all_optimizers, calls_replaceable
-from keras_replicas.probe import Findings, probe_step
+from keras_replicas.probe import SHARDS, Findings, few_examples, probe_again, probe_step
 from keras_replicas.replicas import hide_replicas
 from keras_replicas.workers import exchange
 
@@ -32,12 +32,17 @@ class StepPlans:
     Attributes:
         counter: a variable that counts training steps; random draws are a function of it.
         optimizers: that the steps call, as far as they have run.
+        refusal: why a step was refused, while it is traced.
     """
 
     def __init__(self, model: Any, custom_step: str | None):
         self._model, self._custom_step = model, custom_step
         self._plans: dict[str, StepPlan] = {}
+        self._measured: dict[str, tuple[Callable, Any]] = {}  # by name, the step and a few examples
+        self._measured_at_step = 0
         self._warnings: dict[str, list[str]] = {}
+        self.refusal: ValueError | None = None
+        self._warned: set[str] = set()
         self.optimizers: list[keras.Optimizer] = []
         with model.distribute_strategy.scope():
             self.counter = keras.Variable(0, dtype="int64", trainable=False, name="custom_steps")
@@ -61,6 +66,8 @@ class StepPlans:
         self.optimizers += [each for each in found.optimizers if id(each) not in known]
         self.note_warnings(name, found.warnings)
         self._notice(name)
+        if found.plan.was_measured:
+            self._measured[name] = (step, few_examples(batch, sum(SHARDS)))
 
     def _probe(self, name: str, step: Callable, batch: Any, needs_optimizers: bool) -> Findings:
         """What the probe finds; on several workers, with the chief's plan."""
@@ -76,6 +83,22 @@ class StepPlans:
         chiefs = exchange({"plan": found.plan._asdict()})[0]["plan"]
         plan = StepPlan(**chiefs | {"gradients": tuple(chiefs["gradients"])})
         return found._replace(plan=plan)
+
+    def measure_again(self) -> None:
+        """Measures the steps again if twice as many steps were done as the last time, and warns of what is new.
+
+        A loss may begin with a weight of 0. Call it between epochs.
+        """
+        if not self._measured:
+            return
+        steps = int(keras.ops.convert_to_numpy(self.counter))
+        if steps < max(1, 2 * self._measured_at_step):
+            return
+        self._measured_at_step = steps
+        for name, (step, examples) in self._measured.items():
+            if name not in self._warned:
+                self.note_warnings(name, probe_again(self._model, name, step, examples))
+                self.warn(name)
 
     def is_prepared(self, name: str) -> bool:
         """Whether the step has a plan."""
@@ -107,6 +130,7 @@ class StepPlans:
         if not texts:
             return
         self._warnings[name] = []
+        self._warned.add(name)
         warnings.warn(
             f"{type(self._model).__name__}.{name} is not the same on several replicas as on one device: "
             f"{'; '.join(texts)}. For exact results, compute the loss in compute_loss, which gets the global batch; "
@@ -116,7 +140,14 @@ class StepPlans:
 
     def _notice(self, name: str) -> None:
         where = f"{type(self._model).__name__}.{name}"
-        if self._model.distribute_strategy.num_replicas_in_sync > 1 and where not in _noticed:
+        if self._model.distribute_strategy.num_replicas_in_sync == 1:
+            return
+        if self._model.jit_compile and len(self._plans) == 1:
+            warnings.warn(
+                f"jit_compile has no effect on {where}: on several replicas, a custom step runs without XLA",
+                stacklevel=2,
+            )
+        if where not in _noticed:
             _noticed.add(where)
             log.warning("%s runs as on one device: nothing in it is to be divided by the number of replicas.", where)
 

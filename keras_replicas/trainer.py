@@ -112,6 +112,12 @@ class Trainer(Building):
         given = with_divided_data(self, inspect.signature(super().predict).bind(*args, **kwargs).arguments)
         return super().predict(**given)
 
+    def reset_metrics(self):
+        """Resets the metrics, as Keras does when an epoch begins."""
+        super().reset_metrics()
+        if self.step_plans is not None:
+            self.step_plans.measure_again()
+
     def _make_function(self, step_function):
         """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""
         training = step_function == self.train_step
