@@ -327,11 +327,12 @@ class CustomStep(keras.StatelessScope):
         """What all replicas hold of a variable together; for all metrics of the model at once."""
         if id(variable) not in self._totals:
             self._refuse_nested("updates a metric, and reads it again,")
-            variables = [each for each in self.model._metric_variables() if is_summed_on_read(each)]
-            stale = {id(each): each for each in (*variables, variable) if id(each) not in self._totals}
-            values = {key: tf.convert_to_tensor(local_value(each)) for key, each in stale.items()}
-            parts = {key: value for key, value in values.items() if not is_shared(stale[key])}
-            self._totals |= values | sum_over_replicas(parts)
+            metrics = [each for each in self.model._metric_variables() if is_summed_on_read(each)]
+            stale = {id(each): each for each in (*metrics, variable) if id(each) not in self._totals}
+            values = [tf.convert_to_tensor(local_value(each)) for each in stale.values()]
+            # In the variables' order: their identities are others on another worker.
+            for (key, each), value, total in zip(stale.items(), values, sum_over_replicas(values), strict=True):
+                self._totals[key] = value if is_shared(each) else total
         return self._totals[id(variable)]
 
     def differs(self, value) -> bool:
