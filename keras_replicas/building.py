@@ -111,9 +111,9 @@ class Building(StepLoop):
         return type(self).call is not keras.Model.call
 
     def _prepare(self):
+        if self.compiled:
+            self._make_step_plans()
         if self.steps_by_keras:
-            if self.compiled:
-                self._make_step_plans()
             return
         keep_global_seed(self)
         for layer in self._flatten_layers():
@@ -136,10 +136,10 @@ class Building(StepLoop):
             return
         if has_own(self, "train_step") and self.accumulate > 1:
             raise ValueError(f"accumulate has no effect: {type(self).__name__} has its own train_step. Leave it out")
-        self._make_step_plans()
         self._build_optimizer()
 
     def _make_step_plans(self):
+        """Makes what custom steps need, once."""
         if self.step_plans is None:  # assigned as usual, they would be tracked
             object.__setattr__(self, "step_plans", StepPlans(self, self.custom_step))
 

@@ -309,7 +309,7 @@ class CustomStep(keras.StatelessScope):
             kind = self.plan.assignments.get(name, "either")
             if kind == "neither":
                 self.warnings.append(f"what {variable.path} gets is no sum over examples, but is summed over replicas")
-            if kind == "mean" or (kind == "either" and self.is_scalar_update):
+            if kind == "mean" or (kind == "either" and self._is_mean(added)):
                 added = self._times_share(added)
             if is_shared(variable):
                 self._refuse_nested(f"updates {variable.path}")
@@ -317,6 +317,12 @@ class CustomStep(keras.StatelessScope):
             else:
                 copy.assign_add(added)
         del self._totals[id(variable)]
+
+    def _is_mean(self, added) -> bool:
+        """Whether what a metric gets, which was not measured, is a mean over examples: of a scalar, as the step is."""
+        if not self.is_scalar_update:
+            return False
+        return self.plan.otherwise == "mean" or not self.differs(added)
 
     def _times_share(self, added):
         if added.dtype.is_floating:
@@ -416,6 +422,33 @@ def _values_in(attribute: Any) -> Iterable[Any]:
 def _is_variable_of_tensorflow(value: Any) -> bool:
     is_variable = isinstance(value, tf.distribute.DistributedValues) and hasattr(value, "assign")
     return is_variable and value.synchronization != tf.VariableSynchronization.ON_READ
+
+
+@contextlib.contextmanager
+def scalars_noted(metrics: Iterable[keras.metrics.Metric]) -> Iterator[None]:
+    """Context in which a running `CustomStep` knows whether a metric is given a scalar, without a weight."""
+    metrics = [each for each in metrics if "update_state" not in vars(each)]
+    for metric in metrics:  # assigned as usual, it would be tracked
+        vars(metric)["update_state"] = functools.partial(_update_state, metric)
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            del vars(metric)["update_state"]
+
+
+def _update_state(metric, *positional, **options):
+    step, update = running(), functools.partial(type(metric).update_state, metric)
+    if step is None or not (positional or options):
+        return update(*positional, **options)
+    values = (*positional, *options.values())
+    shape = tf.TensorShape(getattr(values[0], "shape", ()))
+    is_scalar = len(values) == 1 and shape.rank == 0
+    before, step.is_scalar_update = step.is_scalar_update, is_scalar
+    try:
+        return update(*positional, **options)
+    finally:
+        step.is_scalar_update = before
 
 
 @contextlib.contextmanager

@@ -124,7 +124,7 @@ class StepLoop(ReplicaStep):
                         elif self.run_eagerly or is_unknown:
                             batch = next(iterator)
                             self.prepare_custom_step(name, local_batch(strategy, batch))
-                            rows.append(_as_row(step_on_batch(batch, stop)))
+                            rows.append(_as_row(step_on_batch(batch, stop, even=False)))
                         else:
                             rows.append(do_steps(iterator, 1, self.told_to_stop))
                     except (StopIteration, tf.errors.OutOfRangeError):

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_replicas.cluster import num_workers
-from keras_replicas.custom_step import StepPlan, assigned_locally, variables_of_tensorflow
+from keras_replicas.custom_step import StepPlan, assigned_locally, scalars_noted, variables_of_tensorflow
 from keras_replicas.draws import draws_replaceable
 from keras_replicas.optimizer_calls import all_optimizers, calls_replaceable
 from keras_replicas.probe import SHARDS, Findings, few_examples, probe_again, probe_step
@@ -114,7 +114,8 @@ class StepPlans:
         measured = self.plan_of(name).was_measured
         optimizers = self.optimizers if measured else all_optimizers()
         variables = variables_of_tensorflow(self._model).values()
-        with draws_replaceable(), calls_replaceable(optimizers), assigned_locally(variables):
+        metrics = self._model.metrics
+        with draws_replaceable(), calls_replaceable(optimizers), assigned_locally(variables), scalars_noted(metrics):
             yield
 
     def note_warnings(self, name: str, texts: Iterable[str]) -> None:

@@ -173,6 +173,8 @@ class Trainer(Building):
             return
         step = self.custom_step_function("predict_step")
         if step is not None and not self.steps_by_keras:
+            with self._scope():
+                self._make_step_plans()
             object.__setattr__(self, "predict_step", functools.partial(self._custom_prediction, step))
         super().make_predict_function(force)
         if self.steps_by_keras:
@@ -193,8 +195,6 @@ class Trainer(Building):
 
     def _custom_prediction(self, step, data):
         """A custom `predict_step` on one replica."""
-        if self.step_plans is None:
-            raise ValueError("predict with a custom predict_step on several replicas needs a compiled model")
         return run_custom_prediction(self, step, data, has_rows_unknown=not self.jit_compile)
 
     def predict_on_batch(self, x):

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.conformance import REPLICAS
 from benchmarks.features import BATCH, ROWS, X, Y, away_from_plain, cross_entropy, difference, functional, outcome
 from benchmarks.machine import RESULTS
+from benchmarks.published_steps import BOUNDS, PUBLISHED_STEPS, compare
 from keras_replicas import data_parallel, exchange, is_chief, make_strategy
 from tests.conftest import assert_same, python
 
@@ -51,8 +52,40 @@ def test_two_workers_compute_what_one_device_does(feature, of_workers):
     check(feature, 2, away_from_plain(feature, of_workers[feature]))
 
 
+def published(name):
+    """Two programs in the quick tier, the others in the slow one."""
+    is_quick = name in ("generative/vae", "guides/custom_train_step_in_tensorflow (going lower-level)")
+    return pytest.param(name, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", map(published, PUBLISHED_STEPS))
+def test_published_train_steps_equal_one_device(name):
+    expected, found = PUBLISHED_STEPS[name].expected, compare(name, 2)
+    if expected == "equal":
+        assert found.refusal is None and found.warnings == []
+        assert found.difference < BOUNDS["float32"]
+    elif expected == "warned":
+        assert found.refusal is None and len(found.warnings) >= 1
+    else:
+        assert found.refusal and "\n" not in found.refusal
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, row in PUBLISHED_STEPS.items() if row.expected == "equal"])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_published_train_steps_equal_one_device_in_float64(name, replicas):
+    keras.config.set_floatx("float64")
+    try:
+        found = compare(name, replicas)
+    finally:
+        keras.config.set_floatx("float32")
+    assert found.refusal is None and found.difference < BOUNDS["float64"]
+
+
 def test_the_page_has_every_row():
-    assert list(json.loads((RESULTS / "conformance.json").read_text())["rows"]) == list(ROWS)
+    results = json.loads((RESULTS / "conformance.json").read_text())
+    assert list(results["rows"]) == list(ROWS)
+    assert list(results["published_steps"]) == list(PUBLISHED_STEPS)
 
 
 def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):
