@@ -139,8 +139,7 @@ def check(
         kind, step, name, value, other, largest = different[0]
         figures = f": {value.item():.7g} on one device, {other.item():.7g} on {several}" if value.size == 1 else ""
         found = f"DIFFERENT, first the {name}, by {largest:.0e}{figures}"
-        learned = not {of for of, when, *_ in different if when == step} & {*KINDS}
-        why = likely_reason(model, data[0], batch_size // 2 or 1, kind, step in (each, 2 * each), learned)
+        why = likely_reason(model, data[0], batch_size // 2 or 1, kind)
     head = f"{type(model).__name__} on {several}, plain on one device: {model.dtype}, {2 * each} steps of {batch_size}"
     same = f"THE SAME to {largest:.0e}: losses, metrics, weights, state, predictions"
     said = f"{found}\nwhy: {why}" if found else same
@@ -191,7 +190,7 @@ def _train(build, data, parts, batch_size, seed, start=None, strategy=None, othe
             vars(layer).pop("_moments", None)  # of ours
         with contextlib.suppress(Exception):  # it has no call
             model._symbolic_build(data_batch=tuple(rows_of(data, parts[0])))
-        if model.optimizer is not None and not has_own(model, "train_step"):
+        if model.optimizer is not None:
             apply = model.optimizer.apply
             model.optimizer.apply = lambda gradients, *rest: apply(list(map(_each_row_once, gradients)), *rest)
     model.steps_per_execution, how = 1, {"batch_size": batch_size, "verbose": 0}

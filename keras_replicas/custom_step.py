@@ -213,12 +213,14 @@ class CustomStep(keras.StatelessScope):
 
     # Variables.
 
+    @tf.autograph.experimental.do_not_convert
     def get_current_value(self, variable):
         """The variable's value: of a metric's, the sum over replicas; of any other, as without this scope."""
         if id(variable) in self.state_mapping:
             return self.state_mapping[id(variable)]
         return self._total(variable) if is_summed_on_read(variable) else variable._value
 
+    @tf.autograph.experimental.do_not_convert
     def add_update(self, update):
         """Assigns a variable what it gets on all replicas."""
         variable, value = update
@@ -437,6 +439,7 @@ def scalars_noted(metrics: Iterable[keras.metrics.Metric]) -> Iterator[None]:
             del vars(metric)["update_state"]
 
 
+@tf.autograph.experimental.do_not_convert
 def _update_state(metric, *positional, **options):
     step, update = running(), functools.partial(type(metric).update_state, metric)
     if step is None or not (positional or options):

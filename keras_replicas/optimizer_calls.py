@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import keras
+import tensorflow as tf
 
 METHODS = ("apply", "apply_gradients")
 
@@ -52,6 +53,7 @@ def applied_by(handler: Callable | None) -> Iterator[None]:
         _thread.handler = before
 
 
+@tf.autograph.experimental.do_not_convert
 def _call(optimizer, method, *positional, **options):
     handler = _thread.handler
     if handler is None:

@@ -15,24 +15,22 @@ import tensorflow as tf
 from keras_replicas.loop import has_own
 
 
-def likely_reason(model, x, size: int, kind: str, is_uneven: bool, learned: bool) -> str:
-    """The likely one; `learned`: up to there, state and weights are the same."""
+def likely_reason(model, x, size: int, kind: str) -> str:
+    """The likely reason why something of this kind differs."""
     if layer := _looks_at_others(model, x, size):
         return f"from {layer} on, call uses other examples, which a replica does not have; compute_loss has them"
     step = {"evaluate": "test_step", "predict": "predict_step"}.get(kind, "train_step")
+    if has_own(model, step):
+        return (
+            f"{type(model).__name__}.{step} is neither a mean nor a sum over examples, or compares them: a replica has "
+            "one shard of the batch; compute_loss has the whole batch"
+        )
     if kind != "layer state" and model.losses:
         return "add_loss or a regulariser adds a number, which counts as a mean: for a sum, add a value per example"
-    if not has_own(model, step):
-        averaged = "replicas average a layer's state, but it is a counter, say, or a queue, and no mean over examples"
-        before = f"{step} uses other examples before it calls Keras's, which a replica does not have"
-        unknown = "not known: please report it, with the model"
-        return averaged if kind == "layer state" else before if overrides(model, step) else unknown
-    mean = f"a mean of means: {type(model).__name__}.{step} has one replica's examples, and some replicas have fewer"
-    if is_uneven or step != "train_step":
-        return f"{mean}. compute_loss has the whole batch"
-    if learned:
-        return f"{step} returns a share, as compute_loss does: multiply it by the number of replicas"
-    return f"gradients are added up: divide a mean by the number of replicas. In uneven batches it is then {mean}"
+    averaged = "replicas average a layer's state, but it is a counter, say, or a queue, and no mean over examples"
+    before = f"{step} uses other examples before it calls Keras's, which a replica does not have"
+    unknown = "not known: please report it, with the model"
+    return averaged if kind == "layer state" else before if overrides(model, step) else unknown
 
 
 def _looks_at_others(model, x, size: int) -> str:
