@@ -42,7 +42,8 @@ ENVIRONMENTS = (
     ("3.13", "2.21.*", NIGHTLY),
 )
 TESTED = (
-    *("any_model", "check", "cluster", "conformance", "data_parallel", "device_copies", "doctor", "generators", "gpus"),
+    *("any_model", "batchnorm", "check", "cluster", "combination", "conformance", "custom_step", "data_parallel"),
+    *("device_copies", "doctor", "generators", "gpus"),
     *("gradients", "library", "noise", "one_replica", "order", "private", "rendezvous"),
     *("resume", "strategy", "trainer", "training", "versions", "way_back"),
 )
