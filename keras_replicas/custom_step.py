@@ -381,7 +381,8 @@ class CustomStep(keras.StatelessScope):
         """Warns of a comparison of examples with a statistic of the batch."""
         if self._origins is not None and compares_with_batch(self._origins, self._graph, self._rows):
             self.warnings.append(
-                "it compares examples with a mean, sum or extreme over the batch, which here is the replica's shard"
+                "it compares a mean, sum or extreme over the batch with examples or a threshold, and on a replica that "
+                "is one over its shard"
             )
 
     # What the step returns.

@@ -66,10 +66,11 @@ REDUCTIONS = ("Mean", "Sum", "Max", "Min", "Prod")
 
 
 def compares_with_batch(origins: Origins, graph: Any, rows: int | None) -> bool:
-    """Whether a graph compares examples with a statistic of the batch, such as the mean of its scores.
+    """Whether a graph compares a statistic of the batch, such as the mean of its losses, with something else.
 
-    No gradient flows through a comparison, so that a few examples can be on the same side of a threshold, whatever the
-    threshold is.
+    No gradient flows through a comparison, so that a few examples can be on the same side of a threshold as the batch,
+    and others on another. A comparison with 0 is none, unless it is that of a gradient, as of `tf.maximum`: a sum is
+    compared with 0 before something is divided by it.
 
     Args:
         origins: of the examples.
@@ -77,11 +78,16 @@ def compares_with_batch(origins: Origins, graph: Any, rows: int | None) -> bool:
         rows: of the batch, if its shape is known.
     """
     return any(
-        _is_statistic(origins, one, rows) and other.shape.rank != 0 and EXAMPLES in origins.of(other)
+        _is_threshold(operation, other) and _is_statistic(origins, one, rows)
         for operation in graph.get_operations()
         if operation.type in COMPARISONS
         for one, other in (operation.inputs, reversed(operation.inputs))
     )
+
+
+def _is_threshold(comparison: Any, other: tf.Tensor) -> bool:
+    value = tf.get_static_value(other)
+    return value is None or bool((value != 0).any()) or "gradient_tape" in comparison.name
 
 
 def _is_statistic(origins: Origins, tensor: tf.Tensor, rows: int | None) -> bool:

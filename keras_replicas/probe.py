@@ -39,6 +39,7 @@ from keras_replicas.state import same_everywhere
 
 SHARDS = (3, 2)  # examples of the two shards, which must differ for a mean to differ from a sum of means
 TOLERANCES = {"float64": 1e-8, "float32": 2e-4, "": 3e-2}  # by the coarsest dtype that layers compute in
+ROUNDING = 1e-2  # of a tolerance, what one addition is rounded by
 BUILD_ATTEMPTS = 8
 
 
@@ -158,7 +159,8 @@ def _findings(model: Any, where: str, whole: Record, first: Record, second: Reco
     for name, (before, after) in whole.assigned.items():
         if name in first.assigned and name in second.assigned:
             added = [[each.assigned[name][1] - each.assigned[name][0]] for each in (first, second)]
-            assignments[name] = combination_of([after - before], added, SHARDS, tolerance).kind
+            rounding = tolerance + tolerance * ROUNDING * _relative_size(after, after - before)
+            assignments[name] = combination_of([after - before], added, SHARDS, rounding).kind
         else:
             assignments[name] = "neither"
     logs: dict[str, str] = {}
@@ -172,6 +174,12 @@ def _findings(model: Any, where: str, whole: Record, first: Record, second: Reco
             moments[name] = combination_of(arrays, of_shards, SHARDS, tolerance).kind
     plan = StepPlan(tuple(gradients), assignments, logs, moments, was_measured=True)
     return Findings(plan, _called(whole.calls), warnings)
+
+
+def _relative_size(value: np.ndarray, change: np.ndarray) -> float:
+    """How much larger a variable is than what was added to it: the addition is rounded to a part of the variable."""
+    largest = float(np.max(np.abs(change), initial=0.0))
+    return float(np.max(np.abs(value), initial=0.0)) / largest if largest else 0.0
 
 
 def _called(calls: list[Call]) -> list[keras.Optimizer]:
@@ -312,6 +320,7 @@ def _as_one_replica(model: Any) -> Iterator[None]:
             stack.enter_context(tf.device(strategy.extended.worker_devices[0]))
             stack.enter_context(strategy_seen(strategy, context))
         stack.enter_context(one_replica_seen())
+        stack.enter_context(tf.summary.record_if(False))
         stack.enter_context(draws_replaceable())
         stack.enter_context(drawn_by(draw_for_each_example, draw_for_each_example, without_dropout=True))
         yield

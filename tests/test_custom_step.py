@@ -5,6 +5,7 @@ batches of 8, the last batch has 3; of 17 it has 1, which leaves a replica witho
 """
 
 import contextlib
+import functools
 import itertools
 import pickle
 import random
@@ -280,6 +281,26 @@ def test_a_loss_divided_by_replicas_trains_the_same(how, replicas):
     assert_equivalent(custom(train_step, tanh, prepare=prepare), replicas)
 
 
+def test_a_scalar_counts_as_a_mean_without_measuring():
+    """Batches are uneven, so that a mean of the shards' means is another number."""
+
+    def train_step(model, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = mean_loss(model, x, y)
+        weights = model.trainable_variables
+        apply(model, tape.gradient(loss, weights), weights)
+        model.tracker.update_state(loss)
+        return {"tracked": model.tracker.result(), "last": loss}
+
+    def prepare(model):
+        model.tracker = keras.metrics.Mean(name="tracked")
+
+    make = custom(train_step, tanh, prepare=prepare)
+    plain, ours = run(make), run(make, make_strategy(2), custom_step="mean")
+    assert_close(ours.numbers, plain.numbers)
+
+
 def masked_mean(model, x, y):
     mask = tf.cast(x[:, :OUTPUTS] > 0, tf.float32)
     return tf.reduce_sum(mask * tf.square(model(x, training=True) - y)) / tf.reduce_sum(mask)
@@ -316,6 +337,34 @@ def test_neither_mean_nor_sum_warns_once_and_trains(name):
     for before, after in zip(untrained.model.get_weights(), ours.model.get_weights(), strict=True):
         assert np.isfinite(after).all() and (before != after).any()
     assert_copies_are_equal(ours.model)
+
+
+def weight_by_threshold(model, gradients, weights):
+    """Steps are smaller where the loss, which the model keeps, is below a threshold: of few examples, it is not."""
+    factor = tf.where(model.kept_loss > 1e-3, 1.0, 0.5)
+    apply(model, [gradient * factor for gradient in gradients], weights)
+
+
+def kept_mean_loss(model, x, y):
+    vars(model)["kept_loss"] = mean_loss(model, x, y)
+    return model.kept_loss
+
+
+def test_a_threshold_on_the_batchs_loss_is_warned_of():
+    make = custom(minimize(kept_mean_loss, weight_by_threshold), tanh)
+    (warning,) = run(make, make_strategy(2), data=arrays_of_17).warned
+    assert "over the batch" in str(warning.message)
+
+
+def contrastive_later(model, x, y):
+    """The examples are compared from the second step on."""
+    weight = 1.0 - tf.cast(model.optimizer.iterations == 0, tf.float32)
+    return mean_loss(model, x, y) + weight * contrastive(model, x, y)
+
+
+def test_what_a_step_does_later_is_warned_of():
+    (warning,) = run(custom(minimize(contrastive_later), tanh), make_strategy(2)).warned
+    assert "neither the mean nor the sum" in str(warning.message)
 
 
 # Optimizers
@@ -1354,6 +1403,60 @@ def named_batches():
 @pytest.mark.parametrize("data", [named_batches, *slow(named_arrays)])
 def test_the_first_step_may_build_the_model(data):
     assert_equivalent(Pairs.make, data=data)
+
+
+# Variables of TensorFlow
+
+
+class WithVariables(keras.Model):
+    """Keeps each `tf.Variable` as an attribute, which Keras does not track."""
+
+    def __init__(self, update):
+        super().__init__()
+        self.dense = keras.layers.Dense(OUTPUTS)
+        self.update = update
+        self.kept = tf.Variable(0.0, trainable=False)
+
+    @classmethod
+    def make(cls, update):
+        model = cls(update)
+        model.dense.build((None, FEATURES))
+        model.compile("sgd")
+        return model
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, _ = data
+        self.kept.assign(self.update(self, x))
+        return {"value": tf.reduce_mean(x)}
+
+
+def average_of_examples(model, x):
+    return 0.5 * model.kept + 0.5 * tf.reduce_mean(x)
+
+
+def sum_of_weights(model, x):
+    return 0.5 * model.kept + tf.reduce_sum(model.dense.kernel)
+
+
+@pytest.mark.parametrize("update", [average_of_examples, sum_of_weights])
+def test_a_tf_variable_is_the_same_on_all_replicas(update):
+    plain = run(functools.partial(WithVariables.make, update), data=arrays_of_17)
+    ours = run(functools.partial(WithVariables.make, update), make_strategy(2), data=arrays_of_17)
+    copies = ours.model.distribute_strategy.experimental_local_results(ours.model.kept)
+    for copy in copies:
+        np.testing.assert_allclose(copy.numpy(), plain.model.kept.numpy(), rtol=1e-5)
+    assert ours.warned == []
+
+
+def test_a_tf_variable_that_is_no_mean_is_refused():
+    def largest(model, x):
+        return tf.maximum(model.kept, tf.reduce_max(x))
+
+    with pytest.raises(ValueError, match="kept.*aggregation"):
+        run(functools.partial(WithVariables.make, largest), make_strategy(2))
 
 
 # Interruptions and workers
