@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_replicas.custom_step import running
 from keras_replicas.empty import has_examples_here, sum_of_examples
+from keras_replicas.origins import SAME_ON_REPLICAS
 from keras_replicas.replicas import reduce_without_gradient, replica_context, replicas, sum_over_replicas
 
 # For a backward pass through moments, what its gradients are to be multiplied by before they are summed over replicas.
@@ -165,7 +166,9 @@ class _GlobalMoments:
         local = sum_of_examples(self._local(inputs), self._has_examples)
         number = tf.cast(replica_context().replica_id_in_sync_group, tf.int32)
         mine = tf.one_hot(number, replicas(), dtype=local.dtype)
-        return tf.reshape(reduce(mine[:, None, None] * local), [replicas(), 3, local.shape[1]])
+        moments = reduce(mine[:, None, None] * local)
+        with tf.name_scope(SAME_ON_REPLICAS):
+            return tf.reshape(moments, [replicas(), 3, local.shape[1]])
 
     def _local(self, inputs):
         """This replica's count, mean and sum of centred squares, [3, channels]."""

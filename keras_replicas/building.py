@@ -13,6 +13,7 @@ from keras_replicas.device_copies import do_not_tune_device_copies
 from keras_replicas.loop import StepLoop, has_own
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.private import ACTIVITIES_ADD_UP
+from keras_replicas.probe import SHARDS, build_by_running, few_examples, local_batch
 from keras_replicas.step_plans import StepPlans
 
 
@@ -76,6 +77,12 @@ class Building(StepLoop):
         if iterator is not None:
             data_batch = keras.tree.map_structure(_of_one_replica, iterator._distributed_dataset.element_spec)
         self.build_for(data_batch)
+        step = self.custom_step_function("train_step")
+        is_built = all(layer.built for layer in self._flatten_layers())
+        if self.steps_by_keras and step and iterator is not None and not is_built:
+            # On one replica, the step is Keras's, in which no variable can be made under a strategy.
+            batch = local_batch(self.distribute_strategy, next(iter(iterator._distributed_dataset)))
+            build_by_running(self, step, few_examples(batch, sum(SHARDS)))
 
     def build_for(self, batch):
         """Builds the model and its optimizer for batches like this one, of arrays or of `tf.TensorSpec`s."""
@@ -114,6 +121,8 @@ class Building(StepLoop):
         if self.compiled:
             self._make_step_plans()
         if self.steps_by_keras:
+            if self._distribute_strategy:
+                keep_global_seed(self)
             return
         keep_global_seed(self)
         for layer in self._flatten_layers():

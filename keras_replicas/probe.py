@@ -99,7 +99,7 @@ def probe_step(
     """
     examples = few_examples(batch, sum(SHARDS))
     where = f"{type(model).__name__}.{name}"
-    _build_by_running(model, step, examples)
+    build_by_running(model, step, examples)
     if custom_step is not None:
         runs = needs_optimizers or not all(optimizer.built for optimizer in all_optimizers())
         calls = _calls_of(model, step, examples, where) if runs else []
@@ -379,7 +379,7 @@ def _is_same(one: Any, other: Any) -> bool:
 # Building.
 
 
-def _build_by_running(model: Any, step: Callable, examples: Any) -> None:
+def build_by_running(model: Any, step: Callable, examples: Any) -> None:
     """Builds layers that only the step builds, by running it until no more are built.
 
     The runs fail where the step needs a gradient by a variable that has just been made; the next run comes further.

@@ -32,6 +32,7 @@ from keras_replicas.building import Building
 from keras_replicas.counted import CountedSteps
 from keras_replicas.custom_step import run_custom_prediction
 from keras_replicas.loop import StepLoop, without_tf_function
+from keras_replicas.noise import use_global_seed
 from keras_replicas.optimizers import without_strategy
 from keras_replicas.outputs import in_words
 from keras_replicas.private import TensorFlowTrainer
@@ -157,6 +158,7 @@ class Trainer(Building):
         step, is_keras = without_tf_function(step), type(self).train_step is StepLoop.train_step
 
         def with_copies(data):
+            use_global_seed(self)
             is_built = self.optimizer is not None and self.optimizer.built
             if is_built and is_keras:
                 copies = without_strategy(self.optimizer, [*self.variables, *self._metric_variables()])

@@ -1,6 +1,5 @@
 """Models that users write, on two replicas of which the second has no example in the last batch; refusals, too."""
 
-import warnings
 from random import getstate
 
 import keras
@@ -298,25 +297,12 @@ def test_parts_that_do_not_divide_a_batch_are_refused(rest):
         model.fit(data, verbose=0)
 
 
-def test_a_train_step_of_its_own_comes_with_a_warning():
+def test_accumulate_is_refused_with_a_custom_step():
     class Trained(Own):
         def train_step(self, data):
             return {"loss": ops.mean(data[0])}
 
-    class Scored(Own):
-        def test_step(self, data):
-            return {"loss": ops.mean(data[0])}
-
-    class Wrapped(Own):
-        def train_step(self, data):
-            return super().train_step(data)
-
     with make_strategy(2).scope():
-        for kind, step in ((Trained, "Trained.train_step"), (Scored, "Scored.test_step")):
-            with pytest.warns(UserWarning, match=f"{step} runs on each replica"):
-                data_parallel(kind)().compile("sgd", "mse")
-        with warnings.catch_warnings(action="error", category=UserWarning):
-            data_parallel(Wrapped)().compile("sgd", "mse")
         model = data_parallel(Trained, accumulate=2)()
         with pytest.raises(ValueError, match="accumulate has no effect: Trained has its own train_step"):
             model.compile("sgd", "mse")

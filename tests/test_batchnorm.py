@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_replicas import data_parallel, make_strategy
 from keras_replicas.batchnorm import moments_of_global_batch
-from tests.conftest import assert_same
+from tests.conftest import assert_same, slow
 
 
 def trained(build, x, y, replicas, batch_size=8, **options):
@@ -60,7 +60,7 @@ class WithSlope(keras.Model):
         return keras.ops.concatenate([y, tape.gradient(y, x)], axis=-1)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, *slow(4)])
 def test_a_gradient_in_the_loss_equals_one_device(replicas):
     random = np.random.default_rng(0)
     x = random.normal(size=(19, 2)).astype("float32")
@@ -133,7 +133,7 @@ def work_of_first_step(build, count, monkeypatch):
     return sum(len(graph.get_operations()) for graph in graphs), visited["operations"]
 
 
-@pytest.mark.parametrize("build", [deep, with_state, with_outputs], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [deep, *slow(with_state, with_outputs)], ids=lambda build: build.__name__)
 def test_the_first_steps_work_grows_linearly(build, monkeypatch):
     found = [work_of_first_step(build, count, monkeypatch) for count in SIZES]
     for small, medium, large in zip(*found, strict=True):
