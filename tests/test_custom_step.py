@@ -1479,6 +1479,28 @@ def test_an_interrupted_fit_ends_with_bitwise_identical_results(tmp_path):
         assert again.numbers[name] == undisturbed.numbers[name]
 
 
+def test_an_interrupted_fit_repeats_its_random_draws(tmp_path):
+    def train_step(model, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        noise = tf.random.normal(tf.shape(x)) + keras.random.normal(tf.shape(x))
+        with tf.GradientTape() as tape:
+            loss = mean_loss(model, x + noise, y)
+        weights = model.trainable_variables
+        apply(model, tape.gradient(loss, weights), weights)
+        return {"value": loss}
+
+    def fit(folder, *callbacks):
+        saved = Checkpoints(tmp_path / folder, every=2)
+        data = {"epochs": 3, "callbacks": [saved, *callbacks]}
+        return run(custom(train_step, tanh), make_strategy(2), data=lambda: arrays(**data)).model
+
+    undisturbed = fit("undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        fit("killed", interrupt_at(5))
+    for resumed, whole in zip(fit("killed").get_weights(), undisturbed.get_weights(), strict=True):
+        np.testing.assert_array_equal(resumed, whole)
+
+
 @pytest.mark.slow
 def test_two_workers_train_a_gan_as_one_device(tmp_path):
     """They run this file as a program."""
