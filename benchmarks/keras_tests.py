@@ -43,6 +43,7 @@ AGAIN = 75  # exit code of a process that holds much memory
 CHUNKS = 5  # of the files of each way, but for those that have a process each
 # Why tests that Keras's trainer passes do not pass with ours, by parts of their names.
 REASONS = {
+    "test_retracing": "counts how often Python runs a model's own `train_step`; ours runs it on a few examples first",
     "test_steps_per_execution_steps_per_epoch_match_multi_epoch": "asserts that an epoch of 5 steps, 2 a call, has 6; "
     "ours has 5",
 }

@@ -52,10 +52,18 @@ def test_two_workers_compute_what_one_device_does(feature, of_workers):
     check(feature, 2, away_from_plain(feature, of_workers[feature]))
 
 
+QUICK_PROGRAMS = ("generative/vae", "guides/custom_train_step_in_tensorflow (going lower-level)")
+SLOW_PROGRAMS = (  # a sum, two models, two optimizers, state, and each kind of warning and refusal
+    *("vision/siamese_network", "vision/consistency_training", "generative/wgan_gp", "generative/vq_vae"),
+    *("vision/semisupervised_simclr", "vision/nnclr", "generative/gan_ada", "generative/ddim"),
+)
+
+
 def published(name):
-    """Two programs in the quick tier, the others in the slow one."""
-    is_quick = name in ("generative/vae", "guides/custom_train_step_in_tensorflow (going lower-level)")
-    return pytest.param(name, marks=() if is_quick else pytest.mark.slow)
+    """Some programs in the quick tier and in the slow one; the others before a release."""
+    if name in QUICK_PROGRAMS:
+        return pytest.param(name)
+    return pytest.param(name, marks=pytest.mark.slow if name in SLOW_PROGRAMS else pytest.mark.long)
 
 
 @pytest.mark.parametrize("name", map(published, PUBLISHED_STEPS))

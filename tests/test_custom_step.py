@@ -993,8 +993,18 @@ def scoring(make_metric, give, logs=result_of):
     return custom(train_step, tanh, prepare=prepare, test_step=test_step)
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
-@pytest.mark.parametrize("name", names(METRICS, "Mean, a scalar", "accuracy", "Sum, rows"))
+def metric_row(name, replicas):
+    """Of the metrics on four replicas, three are in the slow tier, and the others run before a release."""
+    if replicas == 2:
+        return pytest.param(name, 2, marks=() if name in QUICK_METRICS else pytest.mark.slow)
+    is_slow = name in ("Mean, a scalar", "Sum, rows", "custom, outputs")
+    return pytest.param(name, 4, marks=pytest.mark.slow if is_slow else pytest.mark.long)
+
+
+QUICK_METRICS = ("Mean, a scalar", "accuracy", "Sum, rows")
+
+
+@pytest.mark.parametrize(("name", "replicas"), [metric_row(name, number) for name in METRICS for number in (2, 4)])
 def test_a_metric_counts_as_on_one_device(name, replicas):
     data = arrays_of_17 if replicas == 2 else arrays  # in the last batch, a replica has no rows
     _, ours = assert_equivalent(scoring(*METRICS[name]), replicas, data=data, evaluated=True)
