@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_replicas.batches import Batches, distribute
+from keras_replicas.batches import Batches, distribute, divide, refuse_unlike_rows
 from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.cluster import is_chief, num_workers
 from keras_replicas.data import WholeBatches, as_batches, row_by_row
@@ -109,7 +109,9 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
 def with_divided_data(model: Any, given: Arguments, step: str = "") -> Arguments:
     """Arguments of `evaluate` or `predict`, in which data is divided if need be; `step` is what runs on it."""
     if not _is_divided_by_us(model, given.get("x"), given.get("steps")):
-        return given if model.steps_by_keras else _with_generators(given, "x")
+        given = given if model.steps_by_keras else _with_generators(given, "x")
+        is_prediction = not step
+        return _with_even_parts(model, given) if is_prediction else given
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
     batches = as_batches(**data, steps=given.get("steps"))
     if isinstance(batches, Batches):  # outputs come in the order of the rows
@@ -119,6 +121,18 @@ def with_divided_data(model: Any, given: Arguments, step: str = "") -> Arguments
     if step and not model.steps_by_keras and model.custom_step_function(step):
         _prepare_custom_step(model, step, batches)
     return given | {"x": distribute(model.distribute_strategy, batches), "steps": given.get("steps") or len(batches)}
+
+
+def _with_even_parts(model: Any, given: Arguments) -> Arguments:
+    """Arguments of `predict`, with a distributed data set of even parts; `building.py` makes those of other calls."""
+    if model.distribute_strategy.num_replicas_in_sync == 1:
+        return given
+    if isinstance(given.get("x"), tf.distribute.DistributedDataset):
+        return given
+    x, batch_size, steps = given.pop("x"), given.pop("batch_size", None), given.pop("steps", None)
+    adapter = get_data_adapter(x, batch_size=batch_size, steps_per_epoch=steps, shuffle=False)
+    divided = divide(model.distribute_strategy, row_by_row(adapter.get_tf_dataset()))
+    return given | {"x": divided, "steps": steps or adapter.num_batches}
 
 
 def _prepare_custom_step(model: Any, name: str, batches: Any, checkpoints: Checkpoints | None = None) -> None:
@@ -162,11 +176,17 @@ def _is_divided_by_us(model: Any, x: Any, steps: int | None) -> bool:
 
 
 def _with_generators(given: Arguments, name: str) -> Arguments:
-    """Arguments with a data set in the place of a generator, for Keras to divide."""
+    """Arguments with a data set in the place of a generator, for Keras to divide.
+
+    Raises:
+        UserError: when tensors of a data set's batches have unlike numbers of rows.
+    """
     if isinstance(given.get(name), types.GeneratorType):
         options = {"class_weight": given.pop("class_weight", None)} if name == "x" else {}
         given[name] = row_by_row(get_data_adapter(given[name], **options).get_tf_dataset())
         given |= {"shuffle": False} if name == "x" and "shuffle" in given else {}
+    if isinstance(given.get(name), tf.data.Dataset):
+        refuse_unlike_rows(given[name].element_spec)
     return given
 
 

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_replicas.custom_step import running
-from keras_replicas.empty import has_examples_here, sum_of_examples
+from keras_replicas.empty import OneReplica, current_graph, has_examples_here, sum_of_examples
 from keras_replicas.origins import SAME_ON_REPLICAS
 from keras_replicas.replicas import reduce_without_gradient, replica_context, replicas, sum_over_replicas
 
@@ -45,12 +45,36 @@ def _moments(layer, model, inputs, mask):
         return type(layer)._moments(layer, inputs, mask)
     model._needs_all_replicas("a model without BatchNormalization")
     step = running()
+    refuse = functools.partial(_refuse_nested_graph, layer, model, step)
+    refuse()
     weight = no_weight if step is None else step.weight_of_moments(layer.path)
     axes = tuple(layer._reduction_axes)
     if mask is None:
-        return moments_of_global_batch(inputs, axes, weight)
+        return moments_of_global_batch(inputs, axes, weight, refuse=refuse)
     masked = tf.cast(mask[..., None], inputs.dtype) * tf.ones_like(inputs)
-    return moments_of_global_batch(tf.where(masked > 0, inputs, 0.0), axes, weight, masked)
+    return moments_of_global_batch(tf.where(masked > 0, inputs, 0.0), axes, weight, masked, refuse)
+
+
+def _refuse_nested_graph(layer, model, step):
+    """Refuses moments where no replica can wait for the others.
+
+    Raises:
+        UserError: in a graph that is not the step's own.
+    """
+    strategy = tf.distribute.get_strategy()
+    knows_graph = step is not None or isinstance(strategy, OneReplica)
+    is_nested = knows_graph and current_graph() is not (strategy if step is None else step).graph
+    if is_nested or _is_vectorized():
+        raise model.refused(
+            f"{layer.name} normalizes inside a loop, as of keras.layers.RNN, a tf.cond, tf.map_fn, tf.vectorized_map "
+            "or a tf.function, where no replica can wait for the moments of the others: call it outside, use "
+            "LayerNormalization instead, or use one replica"
+        )
+
+
+def _is_vectorized() -> bool:
+    """Whether operations are added for one element of `tf.vectorized_map`, which adds them to the step's own graph."""
+    return "loop_body" in tf.get_current_name_scope()
 
 
 def no_weight(order: str) -> None:
@@ -58,7 +82,11 @@ def no_weight(order: str) -> None:
 
 
 def moments_of_global_batch(
-    inputs: tf.Tensor, axes: tuple[int, ...], weight: Weight = no_weight, mask: tf.Tensor | None = None
+    inputs: tf.Tensor,
+    axes: tuple[int, ...],
+    weight: Weight = no_weight,
+    mask: tf.Tensor | None = None,
+    refuse: Callable[[], None] = lambda: None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Mean and variance over all replicas' examples, with a gradient of every order.
 
@@ -72,19 +100,20 @@ def moments_of_global_batch(
         weight: of this replica's gradients, for a "first" and a "second" gradient: where a replica takes the gradient
             of a mean over its own examples, its share of all examples.
         mask: in the shape of `inputs`, 1 where an input counts.
+        refuse: is called before a gradient is computed, and raises an error where that cannot reduce.
 
     Returns:
         Two tensors [channels].
     """
 
-    return _GlobalMoments(axes, weight, mask).of(inputs)
+    return _GlobalMoments(axes, weight, mask, refuse).of(inputs)
 
 
 class _GlobalMoments:
     """The operation that `moments_of_global_batch` adds to a replica's graph, with its gradients."""
 
-    def __init__(self, axes, weight, mask):
-        self._axes, self._weight, self._mask = axes, weight, mask
+    def __init__(self, axes, weight, mask, refuse):
+        self._axes, self._weight, self._mask, self._refuse = axes, weight, mask, refuse
         self._has_examples = has_examples_here()
 
     def of(self, inputs):
@@ -103,6 +132,7 @@ class _GlobalMoments:
 
     def _gradient(self, inputs, upstream, mean, count):
         """The gradient by the inputs; its own gradient is `_second_gradient`."""
+        self._refuse()
         share = self._weight("first")
 
         @tf.custom_gradient
@@ -123,6 +153,7 @@ class _GlobalMoments:
         return gradient_of_inputs(inputs, *upstream)
 
     def _second_gradient(self, inputs, upstream, share, of_gradient):
+        self._refuse()
         of_second = self._weight("second")
         sources = [inputs, *upstream]
         with tf.GradientTape() as tape:

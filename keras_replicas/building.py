@@ -8,13 +8,20 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_replicas.batches import divide
 from keras_replicas.batchnorm import take_moments_of_global_batch
+from keras_replicas.data import row_by_row
 from keras_replicas.device_copies import do_not_tune_device_copies
+from keras_replicas.empty import first_input
 from keras_replicas.loop import StepLoop, has_own
 from keras_replicas.noise import keep_global_seed
+from keras_replicas.optimizers import refuse_made_outside_scope
 from keras_replicas.private import ACTIVITIES_ADD_UP
-from keras_replicas.probe import SHARDS, build_by_running, few_examples, local_batch
+from keras_replicas.replicas import map_given
+from keras_replicas.step_counter import StepCounter
 from keras_replicas.step_plans import StepPlans
+from keras_replicas.step_probe import build_by_running
+from keras_replicas.trial_run import SHARDS, constant_batch_size, few_examples, local_batch
 
 
 class LossIds(threading.local):
@@ -65,6 +72,8 @@ class Building(StepLoop):
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         """Builds from the shapes of the data; without a strategy nothing, as Keras."""
+        if iterator is not None:
+            self._divide_evenly(iterator)
         first = iterator is not None and self._fit_iterator is None
         if first:
             self._fit_iterator = iterator
@@ -84,33 +93,85 @@ class Building(StepLoop):
             batch = local_batch(self.distribute_strategy, next(iter(iterator._distributed_dataset)))
             build_by_running(self, step, few_examples(batch, sum(SHARDS)))
 
+    def _divide_evenly(self, iterator):
+        """Divides the data of Keras's iterator over epochs, which TensorFlow has divided unevenly.
+
+        Data that the user or `arguments.py` has distributed stays as it is.
+        """
+        if self.distribute_strategy.num_replicas_in_sync == 1 or getattr(iterator, "is_divided_evenly", False):
+            return
+        dataset = iterator.data_adapter.get_tf_dataset()
+        if isinstance(dataset, tf.data.Dataset):
+            iterator._distributed_dataset = divide(self.distribute_strategy, row_by_row(dataset))
+            iterator.is_divided_evenly = True
+
     def build_for(self, batch):
         """Builds the model and its optimizer for batches like this one, of arrays or of `tf.TensorSpec`s."""
         with self._scope():
             if self._has_call:
-                with self._as_its_step_allows():
+                with self._as_its_step_allows(batch):
                     if not self.trainable_variables and all(layer.built for layer in self._flatten_layers()):
                         self._call_symbolically(batch)  # it makes layers in its call, and yet says that it is built
                     self._symbolic_build(data_batch=batch)
+                if self._has_outputs_of_one_axis is None:
+                    self._has_outputs_of_one_axis = self._gives_one_axis(batch)
             self._prepare()
             self._build_optimizer()
 
     @contextlib.contextmanager
-    def _as_its_step_allows(self):
+    def _as_its_step_allows(self, batch):
         """Does without building where a custom step may give the model something else than the data.
 
-        The step then builds it, before it is first traced: see `probe.py`.
+        The step then builds it, before it is first traced: see `step_probe.py`.
+
+        Raises:
+            UserError: when the model could be built for the whole batch, but not for this part of it.
         """
         try:
             yield
         except Exception:
-            if not has_own(self, "train_step"):
-                raise
+            if has_own(self, "train_step"):
+                return
+            rows = self._rows_that_it_takes(batch)
+            if rows:
+                raise constant_batch_size(f"{type(self).__name__}.call", rows) from None
+            self._call_symbolically(batch)  # raises the model's own error, as without a strategy
+            raise
+
+    def _rows_that_it_takes(self, batch):
+        """The number of rows of the whole batch, if the model can be called for that; None if not, or unknown."""
+        replicas = self.distribute_strategy.num_replicas_in_sync
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        is_given = any(leaf is not None for leaf in keras.tree.flatten(x))
+        rows = first_input(x).shape[0] if is_given else None
+        if replicas == 1 or not rows:
+            return None
+        rows *= replicas
+        whole = map_given(lambda leaf: tf.TensorSpec([rows, *leaf.shape[1:]], leaf.dtype), x)
+        try:
+            self._call_symbolically((whole,))
+        except Exception:
+            return None
+        return rows
+
+    def _gives_one_axis(self, batch):
+        """Whether, on several replicas, an output has no axis beside that of the examples."""
+        if self.distribute_strategy.num_replicas_in_sync == 1:
+            return False
+        outputs = getattr(self, "outputs", None)  # of a functional model
+        if outputs is None:
+            try:
+                outputs = self._call_symbolically(batch)
+            except Exception:  # a custom step gives it something else than the data
+                return False
+        return any(len(output.shape) == 1 for output in keras.tree.flatten(outputs) if output is not None)
 
     def _call_symbolically(self, batch):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         with self._scope():
-            self(keras.tree.map_structure(lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype.name), x))
+            return self(
+                keras.tree.map_structure(lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype.name), x)
+            )
 
     @property
     def _has_call(self):
@@ -118,6 +179,7 @@ class Building(StepLoop):
         return type(self).call is not keras.Model.call
 
     def _prepare(self):
+        self._make_step_counter()
         if self.compiled:
             self._make_step_plans()
         if self.steps_by_keras:
@@ -143,9 +205,21 @@ class Building(StepLoop):
         do_not_tune_device_copies()
         if not self.compiled or self.optimizer is None:
             return
+        refuse_made_outside_scope(self.optimizer)
         if has_own(self, "train_step") and self.accumulate > 1:
             raise ValueError(f"accumulate has no effect: {type(self).__name__} has its own train_step. Leave it out")
         self._build_optimizer()
+
+    def _make_step_counter(self):
+        """Makes the counts of steps, once."""
+        if self.step_counter is None:  # assigned as usual, they would be tracked
+            object.__setattr__(self, "step_counter", StepCounter(self))
+
+    def _begin_evaluation(self):
+        """Counts an evaluation or a prediction, so that it draws other random numbers than the one before."""
+        if not self.steps_by_keras:
+            self._make_step_counter()
+            self.step_counter.begin_evaluation()
 
     def _make_step_plans(self):
         """Makes what custom steps need, once."""

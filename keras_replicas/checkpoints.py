@@ -37,7 +37,7 @@ class Checkpoints(keras.callbacks.Callback):
 
     Saved too is the state of Keras's `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint` and `SwapEMAWeights`, and
     of any callback with the methods `state_dict()`, which returns a dict that JSON can hold, and
-    `load_state_dict(state)`. A `CSVLogger` needs `append=True`, or it begins its file anew.
+    `load_state_dict(state)`; and the counts of batches of `TensorBoard`. A `CSVLogger` goes on with its file.
 
     Resumed to the bit are arrays, `Batches` and any `batches.BeginsAnywhere`; a `PyDataset` whose batches are
     functions of their numbers; a `tf.data.Dataset` that is the same in each pass, or is shuffled by a seed; a generator
@@ -160,7 +160,7 @@ class Checkpoints(keras.callbacks.Callback):
 
     def open_fit(self, callbacks: keras.callbacks.CallbackList) -> dict[str, Any]:
         """Finds the checkpoints of the program's next `fit`; returns the state of one of them, or {}."""
-        fit_state.refuse_steps_of_model_checkpoint(callbacks.callbacks)
+        fit_state.refuse_other_savers(callbacks.callbacks)
         callbacks.callbacks.remove(self)
         callbacks.callbacks.append(self)  # the others have their state, and the History, when it is saved
         number = len(self._steps_before()) if (self.folder / "end.index").exists() else 0
@@ -197,9 +197,17 @@ class Checkpoints(keras.callbacks.Callback):
         step = at_end["step"] if self.has_ended else self.restore()
         if step and not self.has_ended:
             self._state = self._files.read_state(f"ckpt-{step}")
+        if step:
+            self._append_to_csv_files()
         if self.has_ended:
             log.warning("The fit in %s is complete: nothing is trained. Give another folder to train.", self.folder)
         return step, self.has_ended or bool(self._state and self._state["stopped"])
+
+    def _append_to_csv_files(self) -> None:
+        """Keeps the rows that a `CSVLogger` has written before the run was interrupted."""
+        for callback in self._callbacks.callbacks:
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append = True
 
     def end_fit(self) -> None:
         """Notes that the `fit` is complete, with the weights that it ends with."""

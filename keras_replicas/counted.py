@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on one replica: Keras's own, counted, with each one's own values."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -69,17 +70,18 @@ class CountedSteps:
         model = self._model
         before = {id(variable): tf.convert_to_tensor(variable.value) for variable in model._metric_variables()}
         model.step_loss, rate = None, learning_rate(model.optimizer)  # a step changes what a schedule says
-        with waiting_for(() if model.jit_compile else data):  # XLA waits by itself
+        with metrics_waiting_for(data, model):
             logs = self._step(data)
-            if model.step_loss is not None:
-                values = {"loss": model.step_loss} | rate
-                if model._metrics_add_up():
-                    added = [
-                        (variable, variable.value - before[id(variable)] if id(variable) in before else variable.value)
-                        for variable in model._metric_variables()
-                    ]
-                    values |= own_metrics(model, added)
-                self._note(values)
+        if model.step_loss is not None:
+            values = {"loss": model.step_loss} | rate
+            if model._metrics_add_up():
+                added = [
+                    (variable, variable.value - before[id(variable)] if id(variable) in before else variable.value)
+                    for variable in model._metric_variables()
+                ]
+                values |= own_metrics(model, added)
+            self._note(values)
+        with waiting_for(() if model.jit_compile else data):  # XLA waits by itself
             self._done.assign_add(1)
         return logs
 
@@ -89,6 +91,30 @@ class CountedSteps:
         row = tf.stack([tf.cast(values[name], tf.float32) for name in self._names])
         row = tf.pad(row, [[0, WIDTH - len(self._names)]])
         self._rows.scatter_nd_update([[self._done % self._size]], [row])
+
+
+@contextlib.contextmanager
+def metrics_waiting_for(data: Any, model: Any) -> Iterator[None]:
+    """Context in which Keras's step updates the metrics of a model only once the data has come.
+
+    TensorFlow runs what does not depend on the data, such as a count of examples of known shape, at the data's end,
+    too, where there is none. Only the metrics wait: were all of the step to wait, TensorFlow would optimise it
+    otherwise, and its results would not be those of plain Keras to the bit.
+    """
+    metrics = [] if model.jit_compile else [model._loss_tracker, model._compile_metrics, *model._loss_trackers()]
+    metrics = [each for each in metrics if each is not None and "update_state" not in vars(each)]
+
+    def update_state(update, *args, **kwargs):
+        with waiting_for(data):
+            return update(*args, **kwargs)
+
+    for metric in metrics:  # assigned as usual, it would be tracked
+        vars(metric)["update_state"] = functools.partial(update_state, metric.update_state)
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            del vars(metric)["update_state"]
 
 
 def _variable(value: Any) -> tf.Variable:

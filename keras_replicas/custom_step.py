@@ -11,7 +11,7 @@ The step is written for one device, and runs as it is written, on this replica's
 - A replica without examples computes another replica's, of which nothing counts.
 - The numbers that it returns are combined over replicas.
 
-How gradients and numbers combine, as a mean or as a sum, says a `StepPlan`, which `probe.py` measures.
+How gradients and numbers combine, as a mean or as a sum, says a `StepPlan`, which `step_probe.py` measures.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ import tensorflow as tf
 from keras_replicas.draws import drawn_by
 from keras_replicas.empty import (
     count_examples,
+    current_graph,
     examples_known,
     others_example,
     with_example,
@@ -127,10 +128,10 @@ class CustomStep(keras.StatelessScope):
         self.has_examples = examples > 0 if may_be_empty else None
         self.warnings: list[str] = []
         self.is_scalar_update = False
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.graph = current_graph()
         leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
         self._rows = leaves[0].shape[0] if leaves[0].shape.rank else None
-        self._origins = Origins(leaves) if self._graph is not None else None
+        self._origins = Origins(leaves) if self.graph is not None else None
         self._assignments = Occurrences()
         self._moments = Occurrences()
         self._same_everywhere = same_everywhere(model)
@@ -280,7 +281,7 @@ class CustomStep(keras.StatelessScope):
         """Whether replicas may have assigned different values to a variable."""
         if self._origins is None:
             return self.differs(new - old if new.dtype.is_floating else new)
-        return any(self._origins.of(value) for value in assigned_values(self._graph, copy.handle))
+        return any(self._origins.of(value) for value in assigned_values(self.graph, copy.handle))
 
     def _aggregation(self, variable, value, name) -> str:
         """How a variable that says nothing combines: as measured.
@@ -360,17 +361,15 @@ class CustomStep(keras.StatelessScope):
         Raises:
             UserError: in a branch of a `tf.cond`, a loop, or a `tf.function` that the step calls.
         """
-        if self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph:
+        if self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph:
             raise self.refused(
                 f"{self.where} {what} inside a tf.cond, a loop or another tf.function, where no replica can wait for "
                 f"the others: do it in the step itself{advice}"
             )
 
     def refused(self, message: str) -> UserError:
-        """An error to raise, which `StepPlans` keeps: AutoGraph makes another error of it."""
-        error = UserError(message)
-        self.model.step_plans.refusal = error
-        return error
+        """An error to raise; see `StepLoop.refused`."""
+        return self.model.refused(message)
 
     @property
     def where(self) -> str:
@@ -379,7 +378,7 @@ class CustomStep(keras.StatelessScope):
 
     def note_comparisons(self) -> None:
         """Warns of a comparison of examples with a statistic of the batch."""
-        if self._origins is not None and compares_with_batch(self._origins, self._graph, self._rows):
+        if self._origins is not None and compares_with_batch(self._origins, self.graph, self._rows):
             self.warnings.append(
                 "it compares a mean, sum or extreme over the batch with examples or a threshold, and on a replica that "
                 "is one over its shard"
@@ -507,7 +506,8 @@ def run_custom_step(model: Any, name: str, step: Callable, data: Any, stop: tf.T
         filled = with_example(data, example)
         plan = model.step_plans.plan_of(name)
         run = CustomStep(model, name, plan, filled, examples, total, may_be_empty=example is not None)
-        number = tf.identity(local_value(model.step_plans.counter))
+        counter = model.step_counter
+        number = counter.training_step() if training else counter.evaluation_step()
         before = {key: tf.convert_to_tensor(each._get()) for key, each in variables_of_tensorflow(model).items()}
         with _random_draws(model, run, number), run.surrounding(number):
             logs = step(filled)
@@ -516,7 +516,9 @@ def run_custom_step(model: Any, name: str, step: Callable, data: Any, stop: tf.T
                 run.note_comparisons()
             logs = run.combined_logs(logs)
         if training:
-            local_value(model.step_plans.counter).assign(number + 1)
+            counter.end_training_step()
+        else:
+            counter.end_evaluation_step()
     model.step_plans.note_warnings(name, run.warnings)
     return logs | {"stop": stop}
 
@@ -529,7 +531,8 @@ def run_custom_prediction(model: Any, step: Callable, data: Any, has_rows_unknow
     total = sum_over_replicas(examples)
     plan = StepPlan()
     run = CustomStep(model, "predict_step", plan, filled, examples, total, may_be_empty=example is not None)
-    number = tf.identity(local_value(model.step_plans.counter))
+    number = model.step_counter.evaluation_step()
+    model.step_counter.end_evaluation_step()
     with _random_draws(model, run, number), run.surrounding(number):
         outputs = step(filled)
     return outputs if example is None else without_added_example(outputs, run.has_examples)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_replicas.batches import Batches, BeginsAnywhere, checksum, parts_of
 from keras_replicas.order import locate
-from keras_replicas.private import get_data_adapter
+from keras_replicas.private import convert_to_sliceable, get_data_adapter
 
 BATCH_SIZE = 32  # Keras's, where neither it nor steps are given
 NEEDS_STEPS = "the data has no known end: give steps_per_epoch, validation_steps or steps"
@@ -51,9 +51,10 @@ def as_batches(
     leaves = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if leaf is not None]
     if all(hasattr(leaf, "__array__") or isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
         rows = len(leaves[0]) if not isinstance(leaves[0], tf.RaggedTensor) else int(leaves[0].nrows())
-        arrays = get_data_adapter(x, y, sample_weight, batch_size=rows, class_weight=class_weight).get_tf_dataset()
+        adapter = get_data_adapter(x, y, sample_weight, batch_size=rows, class_weight=class_weight)
+        arrays = keras.tree.lists_to_tuples(convert_to_sliceable(adapter._inputs, target_backend="tensorflow"))
         batch_size = batch_size or (math.ceil(rows / steps) if steps else BATCH_SIZE)
-        return Batches(arrays.get_single_element(), batch_size, shuffle=bool(shuffle), seed=seed)
+        return Batches(arrays, batch_size, shuffle=bool(shuffle), seed=seed)
     adapter = get_data_adapter(x, y, sample_weight, batch_size, class_weight=class_weight)
     return WholeBatches(row_by_row(adapter.get_tf_dataset()), steps or adapter.num_batches, adapter.num_batches is None)
 

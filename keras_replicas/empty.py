@@ -13,9 +13,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_replicas.batches import count_rows, slice_rows, sparse_rows
 from keras_replicas.outputs import rows_changed
 from keras_replicas.private import strategy_seen
 from keras_replicas.replicas import gather, map_given, replica_context, replicas
+
+
+def current_graph() -> Any:
+    """The graph that operations are added to now; None where they run eagerly."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 class OneReplica:
@@ -29,6 +35,7 @@ class OneReplica:
 
     def __init__(self, strategy: tf.distribute.Strategy, has_examples: tf.Tensor | None):
         self._strategy, self.has_examples = strategy, has_examples
+        self.graph = current_graph()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
@@ -81,8 +88,7 @@ def sum_of_examples(total: tf.Tensor, has_examples: tf.Tensor | None) -> tf.Tens
 
 def count_examples(x) -> tf.Tensor:
     """The number of a replica's examples, a float."""
-    first = first_input(x)
-    return tf.cast(first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0], tf.float32)
+    return tf.cast(count_rows(first_input(x)), tf.float32)
 
 
 def first_input(x):
@@ -98,13 +104,20 @@ def others_example(data, rows_known: bool):
         rows_known: whether the static shapes tell that all replicas have rows.
 
     Returns:
-        A structure like `data`; None where no replica can be without rows, and of sparse tensors.
+        A structure like `data`, the first row of the first replica; None where no replica can be without rows.
     """
-    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-    known = replicas() == 1 or (rows_known and first_input(data).shape[0])
-    if known or any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
+    if replicas() == 1 or (rows_known and first_input(data).shape[0]):
         return None
-    return map_given(lambda leaf: gather(leaf[:1])[:1], data)
+    return map_given(_first_row, data)
+
+
+def _first_row(leaf):
+    """The first row of the first replica, which has one: the first parts of a batch are the larger."""
+    if not isinstance(leaf, tf.SparseTensor):
+        return gather(leaf[:1])[:1]
+    row = slice_rows(leaf, 0, 1)
+    entries = gather(tf.shape(row.values)[:1])[0]
+    return sparse_rows(leaf, gather(row.indices)[:entries], gather(row.values)[:entries], 1)
 
 
 def with_example(data, example):
@@ -114,6 +127,9 @@ def with_example(data, example):
     has_rows = count_examples(data) > 0
 
     def filled(leaf, row):
+        if isinstance(leaf, tf.SparseTensor):
+            indices, values = tf.cond(has_rows, lambda: (leaf.indices, leaf.values), lambda: (row.indices, row.values))
+            return sparse_rows(leaf, indices, values, tf.where(has_rows, leaf.dense_shape[0], 1))
         found = tf.cond(has_rows, lambda: leaf, lambda: row)
         return found if isinstance(leaf, tf.RaggedTensor) else tf.ensure_shape(found, [None, *leaf.shape[1:]])
 

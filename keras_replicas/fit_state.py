@@ -20,13 +20,15 @@ from keras_replicas.errors import UserError
 from keras_replicas.replicas import assign_sum
 
 # What Keras's callbacks remember from one epoch to the next.
-REMEMBERED = {
+REMEMBERED: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch", "best_weights"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: ("best",),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     keras.callbacks.History: ("epoch", "history"),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
 }
+MAY_BE_ADDED = ("TensorBoard",)  # or left out, when a run is resumed
 
 ARRAY = "__array__"  # the only key of what stands for an array
 
@@ -86,10 +88,10 @@ def variables_of(model: Any, trained_only: bool) -> list[keras.Variable]:
     left_out = {id(variable) for variable in model._metric_variables()}
     left_out |= {id(weight) for weight in model.weights if trained_only and not weight.trainable}
     kept = [variable for variable in model.variables if id(variable) not in left_out]
-    of_custom_steps = [model.step_plans.counter] if model.step_plans else []
+    of_custom_steps: list[Any] = []
     if model.custom_step_function("train_step"):
         of_custom_steps += variables_of_tensorflow(model).values()
-    return [*kept, model.global_seed_generator.state, *of_custom_steps]
+    return [*kept, model.global_seed_generator.state, *model.step_counter.variables, *of_custom_steps]
 
 
 def optimizers_of(model: Any) -> list[keras.Optimizer]:
@@ -138,8 +140,12 @@ def restore_callbacks(callbacks: Iterable[keras.callbacks.Callback], states: Seq
     """Gives callbacks the state that `state_of` returned. Raises a `UserError` if they are others."""
     there = list(filter(_keeps_state, callbacks))
     if not is_chief():  # whose file it is, and who alone has a `ModelCheckpoint`
-        kinds = {type(callback).__name__ for callback in there}
-        states = [state for state in states if state[0] in kinds]
+        here = {type(callback).__name__ for callback in there}
+        states = [state for state in states if state[0] in here]
+    kinds = [type(callback).__name__ for callback in there]
+    kinds_before = [kind for kind, *_ in states]
+    there = [each for each, kind in zip(there, kinds, strict=True) if kind in kinds_before or kind not in MAY_BE_ADDED]
+    states = [state for state in states if state[0] in kinds or state[0] not in MAY_BE_ADDED]
     if [type(callback).__name__ for callback in there] != [name for name, *_ in states]:
         raise UserError(
             f"these callbacks of the interrupted fit keep a state: {', '.join(name for name, *_ in states)}. Give the "
@@ -152,9 +158,15 @@ def restore_callbacks(callbacks: Iterable[keras.callbacks.Callback], states: Seq
             callback.load_state_dict(from_callback)
 
 
-def refuse_steps_of_model_checkpoint(callbacks: Iterable[keras.callbacks.Callback]) -> None:
-    """Raises a `UserError` for a `ModelCheckpoint` that counts batches: its count is lost when a run is resumed."""
+def refuse_other_savers(callbacks: Iterable[keras.callbacks.Callback]) -> None:
+    """Refuses callbacks that cannot be resumed, or resume a run themselves.
+
+    Raises:
+        UserError: for a `BackupAndRestore`, and for a `ModelCheckpoint` that counts batches: its count is not saved.
+    """
     for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise UserError("Checkpoints does what BackupAndRestore does: leave BackupAndRestore out")
         if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
             raise UserError(
                 "ModelCheckpoint beside Checkpoints needs save_freq='epoch': its count of batches is not saved. To "

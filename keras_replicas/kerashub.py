@@ -31,7 +31,7 @@ class HubTask:
         """Makes the plain class's model, with its head and of the preset's own family, data-parallel."""
         if "plain_class" not in vars(cls):  # a subclass of such a class, which its own `__init__` makes
             return super().from_preset(*args, **kwargs)  # type: ignore[misc]
-        options = {name: getattr(cls, name) for name in ("accumulate", "mean_over", "custom_step")}
+        options = {name: getattr(cls, name) for name in cls.option_names}
         return cls.make_data_parallel(cls.plain_class.from_preset(*args, **kwargs), **options)
 
     def save_to_preset(self: Any, *args, **kwargs):

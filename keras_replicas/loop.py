@@ -4,6 +4,7 @@
 import contextlib
 import inspect
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +12,27 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_replicas.batches import (
+    as_tensor,
+    bounds_of_part,
+    common_rows,
+    count_rows,
+    iterator_over,
+    refuse_unlike_rows,
+    slice_rows,
+)
+from keras_replicas.call_probe import CallFindings, agreed_findings
+from keras_replicas.counted import metrics_waiting_for
 from keras_replicas.custom_step import run_custom_step, running, without_borrowed_example
-from keras_replicas.empty import count_examples, first_input, others_example, with_example
+from keras_replicas.empty import count_examples, first_input, others_example, with_example, without_added_example
+from keras_replicas.errors import UserError
 from keras_replicas.optimizer_calls import applied_by
 from keras_replicas.optimizers import each_row_once
 from keras_replicas.outputs import a_row_each, in_words
-from keras_replicas.probe import local_batch
-from keras_replicas.replicas import first_replica, map_given, own_copies, replicas, sum_over_replicas, waiting_for
+from keras_replicas.replicas import first_replica, map_given, own_copies, replicas, sum_over_replicas
 from keras_replicas.step import ReplicaStep
+from keras_replicas.trial_run import local_batch
+from keras_replicas.waiting import note_steps
 
 
 class StepLoop(ReplicaStep):
@@ -26,6 +40,10 @@ class StepLoop(ReplicaStep):
 
     told_to_stop = all_told_to_stop = False
     step_plans: Any = None  # `StepPlans`, once the model is compiled
+    step_counter: Any = None  # `StepCounter`, once it is needed
+    probe_call = True
+    _call_findings: dict[str, CallFindings] = {}  # by the name of the step
+    _refusal: UserError | None = None
 
     def train_step(self, data):
         """One replica's part of a training step; returns a dict of the epoch's values so far."""
@@ -52,7 +70,7 @@ class StepLoop(ReplicaStep):
         if step := running():
             return self._step_in_custom_step(step, data, training=False)
         if self.steps_by_keras:
-            with waiting_for(() if self.jit_compile else data):
+            with metrics_waiting_for(data, self):
                 return super().test_step(data)
         return _split(self._step(data, training=False))[0]
 
@@ -65,15 +83,18 @@ class StepLoop(ReplicaStep):
                 return super().predict_step(data)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         example = None if self.jit_compile else others_example(x, rows_known=False)
-        filled = None if example is None else with_example(x, example)
-        number, examples = self._step_number(0), count_examples(x)
+        filled = with_example(x, example)
+        number, examples = self._number_of_slice(0, training=False), count_examples(x)
         metrics = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self._metric_variables()]
-        scope = self._own_state(self._copies(), None, metrics)
+        scope = self._own_state(self._copies(), number, metrics, (data, filled))
+        has_examples = None if example is None else examples > 0
         with scope:  # which keeps nothing of metrics that a call updates
-            y_pred = self._predicted(x, filled, training=False)
+            y_pred = self._predicted(filled, has_examples, training=False)
+        y_pred = y_pred if example is None else without_added_example(y_pred, has_examples)
         state = self._state_sums(scope, examples, number)
         if state:
             self._update_state(*sum_over_replicas((state, examples)))
+        self.step_counter.end_evaluation_step()
         return a_row_each(y_pred, examples) if replicas() > 1 and not self.jit_compile else y_pred
 
     def _on_replicas(self, training):
@@ -104,53 +125,67 @@ class StepLoop(ReplicaStep):
         in_graph = tf.function(step_on_data, autograph=False, reduce_retracing=True)
         step_on_batch = step_on_data if self.run_eagerly else in_graph
 
+        def one_batch(iterator, stop):
+            """Takes a batch, finds by it what is to be known before the step is traced, and does the step."""
+            batch = next(iterator)
+            if isinstance(iterator, types.GeneratorType):
+                batch = map_given(as_tensor, batch)
+                if strategy.num_replicas_in_sync > 1:
+                    refuse_unlike_rows(batch)
+                self._prepare_step(name, batch)
+                even = int(count_rows(first_input(batch))) % strategy.num_replicas_in_sync == 0
+                return _as_row(step_on_batch(self._divided(batch), stop, even))
+            self._prepare_step(name, local_batch(strategy, batch))
+            same_again = None if self.run_eagerly else iterator_over(strategy, batch, iterator)
+            if same_again is None:
+                return _as_row(step_on_batch(batch, stop, even=False))
+            return do_steps(same_again, 1, self.told_to_stop)
+
         @in_words()
         @self.refusal_raised()
         def run_steps(iterator, left):
             count = self.steps_per_execution if left is None else min(self.steps_per_execution, left)
-            stop = tf.constant(float(self.told_to_stop))
-            is_unknown = step is not None and not self.step_plans.is_prepared(name)
-            if left is not None and not self.run_eagerly and not is_unknown:
-                values = do_steps(iterator, count, self.told_to_stop)
-            else:
-                rows = []
-                for _ in range(count):
-                    try:
-                        if isinstance(iterator, types.GeneratorType):
-                            batch = next(iterator)
-                            self.prepare_custom_step(name, batch)
-                            even = len(first_input(batch)) % strategy.num_replicas_in_sync == 0
-                            rows.append(_as_row(step_on_batch(self._divided(batch), stop, even)))
-                        elif self.run_eagerly or is_unknown:
-                            batch = next(iterator)
-                            self.prepare_custom_step(name, local_batch(strategy, batch))
-                            rows.append(_as_row(step_on_batch(batch, stop, even=False)))
-                        else:
-                            rows.append(do_steps(iterator, 1, self.told_to_stop))
-                    except (StopIteration, tf.errors.OutOfRangeError):
-                        if not rows:
-                            raise
-                        break
-                values = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+            stop, rows = tf.constant(float(self.told_to_stop)), []
+            is_given = isinstance(iterator, types.GeneratorType)
+            while count > 0:
+                try:
+                    if is_given or self.run_eagerly or not self._is_step_prepared(name):
+                        rows.append(one_batch(iterator, stop))
+                    else:
+                        together = 1 if left is None else count
+                        rows.append(do_steps(iterator, together, self.told_to_stop))
+                except (StopIteration, tf.errors.OutOfRangeError):
+                    if not rows:
+                        raise
+                    break
+                count -= len(rows[-1]["stop"])
+            values = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
             if step is not None:
                 self.step_plans.warn(name)
             stops = values.pop("stop")
             self.all_told_to_stop = bool(stops[-1])
+            note_steps(len(stops))
             logs, of_steps = _split(values)
             return len(stops), {name: value[-1] for name, value in logs.items()}, of_steps
 
         return run_steps
 
+    def refused(self, message: str) -> UserError:
+        """An error to raise in a step; `refusal_raised` raises it without what Keras adds to it."""
+        error = UserError(message)
+        object.__setattr__(self, "_refusal", error)
+        return error
+
     @contextlib.contextmanager
     def refusal_raised(self):
-        """Raises the refusal of a custom step as it was, where AutoGraph or Keras has wrapped it."""
+        """Raises an error of `refused` as it was, where AutoGraph or Keras has made another one of it."""
         try:
             yield
         except Exception:
-            refusal = self.step_plans.refusal if self.step_plans else None
+            refusal = self._refusal
+            object.__setattr__(self, "_refusal", None)
             if refusal is None:
                 raise
-            self.step_plans.refusal = None
             raise refusal from None
 
     def custom_step_function(self, name):
@@ -160,6 +195,36 @@ class StepLoop(ReplicaStep):
             return None
         return without_tf_function(method.__get__(self, type(self)))
 
+    def _is_step_prepared(self, name):
+        """Whether all is known that a step needs to know of the model's code."""
+        if self.custom_step_function(name) is not None:
+            return self.step_plans.is_prepared(name)
+        is_probed = self.probe_call and self._has_call and self.distribute_strategy.num_replicas_in_sync > 1
+        return not is_probed or name in self._call_findings
+
+    def _prepare_step(self, name, batch):
+        """Finds what a step needs to know of the model's code, from some examples."""
+        if self._is_step_prepared(name):
+            return
+        if self.custom_step_function(name) is not None:
+            self.prepare_custom_step(name, batch)
+        else:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            self._note_call_findings(name, agreed_findings(self, x, training=name == "train_step"))
+
+    def _note_call_findings(self, name, found):
+        has_warned = any(each.warnings for each in self._call_findings.values())
+        # Assigned as usual, it would be tracked.
+        object.__setattr__(self, "_call_findings", self._call_findings | {name: found})
+        if found.warnings and not has_warned:
+            what = "; ".join(found.warnings)
+            warnings.warn(
+                f"{type(self).__name__} is not the same on several replicas as on one device: {what}. "
+                "keras_replicas.check tells how much that changes; data_parallel(model, probe_call=False) leaves out "
+                "this probe",
+                stacklevel=2,
+            )
+
     def prepare_custom_step(self, name, batch, needs_optimizers=False):
         """Finds how the results of a custom step combine over replicas, if it has one, from some examples."""
         step = self.custom_step_function(name)
@@ -167,17 +232,25 @@ class StepLoop(ReplicaStep):
             self.step_plans.prepare(name, step, batch, needs_optimizers)
 
     def _divided(self, batch):
-        """Each replica's part of a batch, in the replicas' order; the last ones may have fewer examples, or none."""
+        """Each replica's part of a batch, in the replicas' order, as by `batches.bounds_of_part`.
+
+        Raises:
+            UserError: when tensors of the batch have unlike numbers of rows.
+        """
         strategy = self.distribute_strategy
         replicas = strategy.num_replicas_in_sync
+        if replicas == 1:
+            return batch
+        batch = map_given(as_tensor, batch)
+        rows = common_rows([leaf for leaf in keras.tree.flatten(batch) if leaf is not None])
 
         def distributed(leaf):
-            leaf, size = tf.convert_to_tensor(leaf), -(-len(leaf) // replicas)
-            return strategy.experimental_distribute_values_from_function(
-                lambda context: leaf[context.replica_id_in_sync_group * size :][:size]
-            )
+            def part(context):
+                return slice_rows(leaf, *bounds_of_part(rows, context.replica_id_in_sync_group, replicas))
 
-        return batch if replicas == 1 else map_given(distributed, batch)
+            return strategy.experimental_distribute_values_from_function(part)
+
+        return map_given(distributed, batch)
 
 
 def has_own(model: keras.Model, step: str) -> bool:

@@ -8,12 +8,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_replicas.origins import SAME_ON_REPLICAS
 from keras_replicas.outputs import gather_around
 from keras_replicas.private import TensorFlowTrainer, get_keras_mask, reduce_weighted_values
 from keras_replicas.replicas import gather, no_strategy, replicas, sum_over_replicas
 
-# Keras's losses that compare a batch's examples with each other, or sum over all of them before they divide.
-BATCHWISE = {getattr(keras.losses, name) for name in ("Circle", "Dice", "Tversky", "circle", "dice", "tversky")}
+# Keras's losses that compare a batch's examples with each other, or sum over all of them before they divide. Hinge
+# losses look at all labels: where each is 0 or 1, they take 0 for -1.
+BATCHWISE_NAMES = ("Circle", "Dice", "Tversky", "circle", "dice", "tversky", "Hinge", "SquaredHinge")
+BATCHWISE = {getattr(keras.losses, name) for name in (*BATCHWISE_NAMES, "hinge", "squared_hinge")}
+BATCHWISE |= {keras.metrics.Hinge, keras.metrics.SquaredHinge}
 # Classes that compute what a function does which they are given.
 WRAPPERS = {keras.losses.MeanSquaredError.__base__, keras.metrics.MeanMetricWrapper}
 KERAS_OWN = WRAPPERS.union(
@@ -30,6 +34,8 @@ class BatchLoss(TensorFlowTrainer):
     """A model's compiled losses, `add_loss`, regularisers and metrics, for `keras_replicas.step`."""
 
     accumulate: int
+    _call_findings: dict[str, Any]
+    _has_outputs_of_one_axis: bool | None = None  # whose loss Keras's losses average over the examples themselves
     _compiling = False  # while XLA compiles a pass
     _compiled_without = ""
 
@@ -72,15 +78,18 @@ class BatchLoss(TensorFlowTrainer):
         if replicas() > 1:
             x = gather(x) if self._overrides("compute_loss") else x
             y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)
-        # Values of examples are added up; a number counts as a mean over examples.
-        shares = [tf.sign(share) if term.shape.rank else share for term in added]
+        # Values of examples are added up. A number counts as a mean over examples, unless it was found to be a sum.
+        found = self._call_findings.get("train_step" if training else "test_step")
+        kinds = found.losses if found is not None and len(found.losses) == len(added) else ["mean"] * len(added)
+        is_sum = [kind == "sum" or term.shape.rank for kind, term in zip(kinds, added, strict=True)]
+        shares = [tf.sign(share) if each else share for each in is_sum]
         mine = [
             tf.math.multiply_no_nan(tf.reduce_sum(term), tf.cast(share_of_term, term.dtype))
             for term, share_of_term in zip(added, shares, strict=True)
         ]
-        added = [
-            term + tf.stop_gradient(total - term) for term, total in zip(mine, sum_over_replicas(mine), strict=True)
-        ]
+        totals = sum_over_replicas(mine)
+        with tf.name_scope(SAME_ON_REPLICAS):
+            added = [term + tf.stop_gradient(total - term) for term, total in zip(mine, totals, strict=True)]
         with no_strategy(), scope:
             self._losses_override = added
             try:
@@ -120,11 +129,13 @@ class BatchLoss(TensorFlowTrainer):
         losses = [each.loss for each in self._compiled_losses()]
         if not self._overrides("compute_loss") and any(loss.reduction in (None, "none") for loss in losses):
             raise ValueError("a loss without a reduction is no single number: give it a reduction, such as 'sum'")
-        return not self._overrides("compute_loss") and len(losses) == 1 and loss_adds_up(losses[0])
+        is_own = self._overrides("compute_loss") or self._has_outputs_of_one_axis
+        return not is_own and len(losses) == 1 and loss_adds_up(losses[0])
 
     def _metrics_add_up(self):
         metrics = [] if self._compile_metrics is None else self._compile_metrics.metrics
-        return not self._overrides("compute_metrics") and all(map(metric_adds_up, metrics))
+        is_own = self._overrides("compute_metrics") or self._has_outputs_of_one_axis
+        return not is_own and all(map(metric_adds_up, metrics))
 
     def _needs_all_replicas(self, what):
         """Called where a pass needs the other replicas' examples; `what` it would need to do without.

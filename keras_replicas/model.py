@@ -22,9 +22,16 @@ import tensorflow as tf
 
 from keras_replicas.trainer import Trainer
 
+OPTIONS = ("accumulate", "mean_over", "custom_step", "probe_call")
+
 
 def data_parallel(
-    target: Any, *, accumulate: int = 1, mean_over: str = "examples", custom_step: str | None = None
+    target: Any,
+    *,
+    accumulate: int | None = None,
+    mean_over: str | None = None,
+    custom_step: str | None = None,
+    probe_call: bool | None = None,
 ) -> Any:
     """Makes a Keras model, or a class of them, compute on N replicas what one device would.
 
@@ -53,18 +60,20 @@ def data_parallel(
       `compute_loss` of the class's own, every replica gathers what the others predicted, and computes the whole.
     - A replica may have no examples: it then computes another replica's, which does not count.
     - Outputs need a row for each example, unless all losses and metrics add up, as Keras's own do.
-    - `add_loss` of a value for each example adds up. A number is weighted by the replica's share of the examples: it
-      must be a mean over them, or of weights alone, as a regulariser; and an `activity_regularizer` must be a sum.
+    - `add_loss` of a value for each example adds up. A number is a mean over examples, or of weights alone, or a sum
+      over examples: which, is measured on a few examples when `fit` begins.
     - Metrics are those of the whole data. Keras's own add up over replicas; any other, and a `compute_metrics` of the
       class's own, sees the whole batch on every replica.
     - Gradients are summed before the optimizer sees them: its clipping, accumulation over steps and the rest act on
       those of the whole batch. An `Embedding` row's are summed too; Keras's optimizers would square them one by one.
     - `fit` does `steps_per_epoch` steps in an epoch, whatever `steps_per_execution` is.
     - `BatchNormalization` takes the moments of the whole batch. Any other layer that looks at the batch's other
-      examples sees those of its replica alone: no library can know, but `check` tells.
+      examples sees those of its replica alone: one warning tells, when `fit` begins, and `check` tells how much it
+      matters.
     - Other state that a layer updates is what `add_weight(aggregation=...)` says: "sum" for a counter, "mean" over
       examples for a moving average, or "only_first_replica". Without that word it is refused.
-    - Dropout's noise is a function of the seed, the step and the replica.
+    - Dropout's noise is a function of the seed, the step and the replica. In `evaluate` and `predict`, random draws
+      are a function of the training steps so far, of the evaluations since, and of the batch.
     - `jit_compile` compiles the forward and backward pass of each replica, if there is a single loss, and it and all
       metrics are Keras's own, without `add_loss`, regulariser or `BatchNormalization`. `accumulate` needs the same.
     - A custom `train_step` or `test_step` runs on each replica's shard of the batch, as it is written for one device:
@@ -89,6 +98,14 @@ def data_parallel(
         mean_over: the mean loss of an epoch, and of `evaluate`, weights each batch by its "examples", as Keras does, or
             by the "labels", or the sum of their weights, by which the loss's reduction divides: it is then the mean
             over all labels, whatever the batches.
+        custom_step: how replicas combine what a custom `train_step` or `test_step` computes, as a "mean" over examples
+            or a "sum"; None to measure it.
+        probe_call: whether, before the first step on several replicas, the model is called on a few examples together
+            and apart, which leaves no trace: one warning names the first layer whose results for an example depend on
+            the others.
+
+    An option that is not given stays as it was, where `target` is data-parallel already; otherwise `accumulate` is 1,
+    `mean_over` is "examples", `custom_step` is None and `probe_call` is True.
 
     Returns:
         The model that was given, or a class.
@@ -96,15 +113,20 @@ def data_parallel(
     Raises:
         TypeError: when `target` is neither a model nor a class of models.
         ValueError: when a model was made outside the scope in which it is given, `accumulate` is below 1, or
-            `mean_over` or `custom_step` is another word.
+            another option has a value that is not named here.
     """
-    if not isinstance(accumulate, int | np.integer) or accumulate < 1:  # type: ignore[redundant-expr]
+    if accumulate is not None and (not isinstance(accumulate, int | np.integer) or accumulate < 1):  # type: ignore[redundant-expr]
         raise ValueError(f"accumulate must be a number of parts, 1 or more, not {accumulate!r}")
-    if mean_over not in ("examples", "labels"):
+    if mean_over not in (None, "examples", "labels"):
         raise ValueError(f"mean_over must be 'examples' or 'labels', not {mean_over!r}")
     if custom_step not in (None, "mean", "sum"):
         raise ValueError(f"custom_step must be 'mean', 'sum' or None, not {custom_step!r}")
-    options = {"accumulate": int(accumulate), "mean_over": mean_over, "custom_step": custom_step}
+    accumulate = None if accumulate is None else int(accumulate)
+    if probe_call is not None and not isinstance(probe_call, bool):
+        raise ValueError(f"probe_call must be True or False, not {probe_call!r}")
+    given = (accumulate, mean_over, custom_step, probe_call)
+    all_options = dict(zip(OPTIONS, given, strict=True))
+    options = {name: value for name, value in all_options.items() if value is not None}
     if inspect.isclass(target) and issubclass(target, keras.Model):
         return _with_trainer(target, **options)  # type: ignore[arg-type]
     if not isinstance(target, keras.Model):
@@ -116,21 +138,22 @@ def data_parallel(
     return target
 
 
-DEFAULTS = {"accumulate": 1, "mean_over": "examples", "custom_step": None}
-
-
 @functools.cache
 def _with_trainer(model_class: Any, **options: Any) -> type[keras.Model]:
-    """The subclass of `model_class` with our trainer; itself if it is one already, and nothing else is asked for."""
+    """The subclass of `model_class` with our trainer and these options; itself if it has both.
+
+    What is not among the options stays as the class has it.
+    """
     is_ours = issubclass(model_class, Trainer)
-    if is_ours and options == DEFAULTS:
+    if is_ours and all(getattr(model_class, name) == value for name, value in options.items()):
         return model_class
     names = {name: getattr(model_class, name) for name in ("__module__", "__qualname__", "__doc__")}  # to be saved by
     bases = (model_class,) if is_ours else (model_class, Trainer)
     if hasattr(model_class, "save_to_preset") and not is_ours:
         from keras_replicas.kerashub import HubTask
 
-        bases, names["make_data_parallel"] = (HubTask, *bases), staticmethod(data_parallel)
+        bases = (HubTask, *bases)
+        names |= {"make_data_parallel": staticmethod(data_parallel), "option_names": OPTIONS}
     plain_class = getattr(model_class, "plain_class", model_class)
     ours = type(model_class.__name__, bases, names | {"plain_class": plain_class} | options)
     registered = keras.saving.get_registered_name(plain_class)

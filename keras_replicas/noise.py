@@ -11,7 +11,12 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from keras_replicas.private import GLOBAL_SEED_GENERATOR, global_seed_generator, set_global_attribute
+from keras_replicas.private import (
+    GLOBAL_SEED_GENERATOR,
+    get_global_attribute,
+    global_seed_generator,
+    set_global_attribute,
+)
 from keras_replicas.replicas import replica_context
 
 DRAWS = 2**16  # more than the random numbers that one layer draws in a step
@@ -60,6 +65,17 @@ def use_global_seed(model: keras.Model) -> None:
     """Makes Keras draw from the generator that `keep_global_seed` has kept on the model, if there is one."""
     if "global_seed" in vars(model):
         set_global_attribute(GLOBAL_SEED_GENERATOR, model.global_seed_generator)
+
+
+@contextlib.contextmanager
+def global_seed_of(model: keras.Model) -> Iterator[None]:
+    """Context in which Keras draws from the generator that `keep_global_seed` has kept on the model."""
+    before = get_global_attribute(GLOBAL_SEED_GENERATOR)
+    use_global_seed(model)
+    try:
+        yield
+    finally:
+        set_global_attribute(GLOBAL_SEED_GENERATOR, before)
 
 
 def noise_seeds(model: keras.Model, count: tf.Tensor | None) -> Iterator[tuple[keras.Variable, tf.Tensor]]:

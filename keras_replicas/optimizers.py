@@ -8,7 +8,24 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_replicas.replicas import no_strategy, own_copies, replica_context, unique_rows
+from keras_replicas.errors import UserError
+from keras_replicas.replicas import is_shared, no_strategy, own_copies, replica_context, unique_rows
+
+
+def refuse_made_outside_scope(optimizer: keras.Optimizer) -> None:
+    """Refuses an optimizer that cannot update a model of the current strategy.
+
+    Call it in the strategy's scope, where there is a strategy.
+
+    Raises:
+        UserError: when the optimizer was made outside the scope: replicas would share its variables.
+    """
+    counter = getattr(optimizer, "_iterations", None)
+    if tf.distribute.has_strategy() and counter is not None and is_shared(counter):
+        raise UserError(
+            f"the optimizer {optimizer.name} was made outside the strategy's scope: make it, and call compile, in "
+            "`with strategy.scope():`"
+        )
 
 
 def apply_summed(optimizer: keras.Optimizer, gradients: Sequence, variables: Sequence[keras.Variable]) -> None:

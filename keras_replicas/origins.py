@@ -26,6 +26,10 @@ class Origins:
         self._examples = {tensor.name for tensor in examples}
         self._outside: dict[int, dict[str, tf.Tensor]] = {}  # by a nested graph's id, what it captures, by name
 
+    def add_examples(self, tensor: tf.Tensor) -> None:
+        """Counts another tensor among the examples."""
+        self._examples.add(tensor.name)
+
     def of(self, tensor: tf.Tensor, also: Iterable[tf.Tensor] = ()) -> set[str]:
         """Which of `EXAMPLES`, `DRAWS` and the names of `also` a tensor depends on."""
         ends = {each.name for each in also}
@@ -39,7 +43,7 @@ class Origins:
             seen.add(key)
             if graph is self._graph and tensor.name in ends:
                 found.add(tensor.name)
-            elif graph is self._graph and tensor.name in self._examples:
+            elif (graph is self._graph or operation.type == "ReadVariableOp") and tensor.name in self._examples:
                 found.add(EXAMPLES)
             elif SAME_ON_REPLICAS in operation.name:
                 continue
@@ -59,6 +63,35 @@ class Origins:
         if id(graph) not in self._outside:
             self._outside[id(graph)] = {inside.name: outside for outside, inside in graph.captures}
         return self._outside[id(graph)]
+
+
+def origins_of(data: Any) -> Origins | None:
+    """The origins by a replica's examples, a structure of tensors; None where operations run eagerly."""
+    if tf.executing_eagerly():
+        return None
+    leaves = tf.nest.flatten(data, expand_composites=True)
+    return Origins(leaf for leaf in leaves if isinstance(leaf, tf.Tensor))
+
+
+def operations_so_far() -> set[str]:
+    """The names of the operations of the current graph; none where operations run eagerly."""
+    if tf.executing_eagerly():
+        return set()
+    return {operation.name for operation in tf.compat.v1.get_default_graph().get_operations()}
+
+
+def first_local(result: tf.Tensor, origins: Origins, operations: set[str]) -> tf.Tensor:
+    """The tensor by which a result depends on a replica's examples: of given operations, the one that is used last."""
+    seen, waiting = set(), [result]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.name in seen or SAME_ON_REPLICAS in tensor.op.name or EXAMPLES not in origins.of(tensor):
+            continue
+        seen.add(tensor.name)
+        if tensor.op.name in operations:
+            return tensor
+        waiting += tensor.op.inputs
+    return result
 
 
 COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual")

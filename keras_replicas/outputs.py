@@ -8,6 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_replicas.batches import UNLIKE_ROWS
+from keras_replicas.errors import UserError
+from keras_replicas.origins import SAME_ON_REPLICAS
 from keras_replicas.private import get_keras_mask, set_keras_mask
 from keras_replicas.replicas import gather, map_given, replica_context
 
@@ -28,7 +31,8 @@ def gather_around(values: Any) -> Any:
 
     def around(mine):
         everyones = gather(mine)
-        return tf.concat([everyones[:start], mine, everyones[end:]], axis=0)
+        with tf.name_scope(SAME_ON_REPLICAS):
+            return tf.concat([everyones[:start], mine, everyones[end:]], axis=0)
 
     return map_given(lambda tensor: rows_changed(tensor, around), values)
 
@@ -82,10 +86,11 @@ def _activation(output: tf.Tensor) -> str:
 
 @contextlib.contextmanager
 def in_words() -> Iterator[None]:
-    """Raises a `ValueError` with what `a_row_each` says, without TensorFlow's list of operations."""
+    """Raises what `a_row_each` and `common_rows` say as a `UserError`, without TensorFlow's list of operations."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        if ROWS in error.message:
-            raise ValueError(ROWS) from None
+        for sentence in (ROWS, UNLIKE_ROWS):
+            if sentence in error.message:
+                raise UserError(sentence) from None
         raise

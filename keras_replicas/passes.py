@@ -11,10 +11,19 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_replicas.empty import count_examples, first_input, others_example, with_example, zeros_without_examples
+from keras_replicas.empty import (
+    count_examples,
+    first_input,
+    others_example,
+    sum_of_examples,
+    with_example,
+    without_added_example,
+    zeros_without_examples,
+)
 from keras_replicas.errors import UserError
 from keras_replicas.gradients import Gradients
 from keras_replicas.losses import NotCompilable
+from keras_replicas.origins import operations_so_far
 from keras_replicas.outputs import a_row_each
 from keras_replicas.replicas import (
     gather,
@@ -58,11 +67,11 @@ class Passes(Gradients):
         one_pass = functools.partial(self._one_pass, self._copies(), training)
         compute = self._compiled(one_pass) if self.jit_compile else one_pass
 
-        example = others_example(data[0], self._rows_known)
+        example = others_example(data, self._rows_known)
 
         def pass_of(number, data):
-            filled = None if example is None else with_example(data[0], example)
-            sums, after, batch = compute(self._step_number(number), before, data, filled, scale)
+            filled = None if example is None else with_example(data, example)
+            sums, after, batch = compute(self._number_of_slice(number, training), before, data, filled, scale)
             if filled is not None:
                 found = sums.gradients, sums.state
                 gradients, state = zeros_without_examples(sums.examples, found)
@@ -127,42 +136,52 @@ class Passes(Gradients):
             number: another one for each step, and for each slice of its examples.
             metrics_before: values of the metrics' variables.
             data: (x, y, sample_weight).
-            filled: x or, if x is empty, another replica's example; None where x cannot be empty.
+            filled: the data or, if it has no rows, another replica's example; None where it cannot be without rows.
             scale: multiplies the loss whose gradient is taken.
 
         Returns:
             The `Sums`; values of the metrics' variables, if the loss is a gathered one, which may update them, else ();
             and the gathered (x, y, y_pred, sample_weight), if metrics need it, else ().
         """
-        x, y, sample_weight = data
+        x, y, sample_weight = data if filled is None else filled
         metric_variables = self._metric_variables()
         metrics = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metric_variables]
-        scope = self._own_state(copies, number, metrics)
+        scope = self._own_state(copies, number, metrics, (data, filled))
         weights = [copies[id(variable)] for variable in self.trainable_variables] if training else []
-        examples = count_examples(x)
+        examples = count_examples(data[0])
+        has_examples = None if filled is None else examples > 0
         after: list[tf.Tensor] = []
         batch: tuple = ()
         with scope, tf.GradientTape() as tape:
             tape.watch(weights)
-            y_pred = self._predicted(x, filled, training)
+            y_pred = self._predicted(x, has_examples, training)
             if self._compile_metrics is not None and self._metrics_add_up():
                 self._compile_metrics.update_state(y, y_pred, sample_weight)
-            rows = first_input(x if filled is None else filled).shape[0]
+            if filled is not None:
+                scope.undo_metrics(unless=has_examples)
+            rows = first_input(x).shape[0]
             added = [term if term.shape[:1] == [rows] else tf.reduce_sum(term) for term in self.losses]
             added = [tf.cast(term, keras.config.floatx()) for term in added]
             by_sums = self._one_loss_adds_up() and not added
-            if replicas() > 1 and not (by_sums and self._metrics_add_up()):
-                y_pred = a_row_each(y_pred, examples)
             if by_sums:
                 loss, divisor = self._loss_by_sums(y, y_pred, sample_weight)
+            if filled is not None:
+                y_pred = without_added_example(y_pred, has_examples)
+            if replicas() > 1 and not (by_sums and self._metrics_add_up()):
+                y_pred = a_row_each(y_pred, examples)
+        x, y, sample_weight = data
         if by_sums:
+            divisor = sum_of_examples(divisor, has_examples)
             gradients = self._gradients_by_sums(tape, loss, divisor, weights, scale)
+            loss = sum_of_examples(loss, has_examples)
         else:
             self._needs_all_replicas("a single loss of Keras's, without add_loss or regularisers")
             of_loss = OwnState(list(zip(metric_variables, metrics_before, strict=True)), scope.copies)
+            operations = operations_so_far()
             loss_of_all, gradients = self._gathered_gradients(
                 tape, of_loss, data, y_pred, added, examples, weights, scale, training
             )
+            self._refuse_local([loss_of_all], "the loss", data, operations)
             after = [of_loss.get_current_value(variable) for variable in metric_variables]
             loss = tf.where(is_first_replica(), loss_of_all, tf.zeros_like(loss_of_all))
             divisor = tf.cast(is_first_replica(), loss_of_all.dtype)

@@ -80,6 +80,14 @@ Of a distributed data set's spec:
 
 - `_value_specs`: the shapes of one replica; read PerReplicaSpec
 
+Of an iterator over a distributed data set:
+
+- `_type_spec`: by which a tf.function knows it; read DistributedIterator
+
+Of an adapter of arrays:
+
+- `_inputs`: x, y and sample weights as Keras takes them; read get_tf_dataset in ArrayDataAdapter
+
 Of a callback SwapEMAWeights:
 
 - `_ema_weights_in_model`: whether they are swapped, which a checkpoint keeps; read the callback
@@ -135,7 +143,7 @@ from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.losses.loss import reduce_weighted_values
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 from keras.src.trainers.data_adapters import get_data_adapter
-from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable, train_validation_split
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.distribute.distribute_lib import (

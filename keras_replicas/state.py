@@ -29,6 +29,7 @@ class OwnState(keras.StatelessScope):
         mapping: values of variables, as of `keras.StatelessScope`.
         copies: of a model's variables, by `id`.
         before: values of copies that may be updated in a branch of a `tf.cond`, by `id`; others are added.
+        origins: of this replica's examples, by which it is found what may differ; None where that is not known.
 
     Attributes:
         given: the values at the beginning, by `id`.
@@ -36,12 +37,14 @@ class OwnState(keras.StatelessScope):
         changed: the variables that were updated, by `id`.
     """
 
-    def __init__(self, mapping, copies, before=None, **kwargs):
+    def __init__(self, mapping, copies, before=None, origins=None, **kwargs):
         super().__init__(mapping, **kwargs)
         self.given, self.copies = dict(self.state_mapping), copies
         self.before = {} if before is None else before
         self.changed: dict[int, keras.Variable] = {}
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._origins = origins
+        self.differs: set[int] = set()  # of the variables that were updated, those whose copies may differ
 
     def add_update(self, update):
         """Keeps an update in this replica's copy, as a `tf.cond` or a loop may do it; without a copy, in the scope."""
@@ -56,13 +59,36 @@ class OwnState(keras.StatelessScope):
                     f"{variable.path} is trained, and call updates it in a tf.cond or a loop: do it outside"
                 )
             self.before[id(variable)] = tf.convert_to_tensor(copy)
+        if self._may_differ(variable, value):
+            self.differs.add(id(variable))
         copy.assign(value)
         self.changed[id(variable)] = variable
+
+    def _may_differ(self, variable, value):
+        """Whether replicas may give different values to a variable. What comes of weights alone is the same on all."""
+        if variable.aggregation != "none" or self._origins is None:
+            return True
+        return bool(self._origins.of(value))
+
+    def undo_metrics(self, unless: tf.Tensor) -> None:
+        """Gives the variables of metrics their first values again, unless a condition holds.
+
+        By selection: what layers have added to a metric may be NaN.
+        """
+        for key, before in self.given.items():
+            if self.state_mapping[key] is not before:
+                now = tf.convert_to_tensor(self.state_mapping[key])
+                self.state_mapping[key] = tf.where(unless, now, tf.cast(before, now.dtype))
 
     def get_current_value(self, variable):
         """The value of this replica's copy; without a copy, the scope's."""
         copy = self.copies.get(id(variable))
-        return super().get_current_value(variable) if copy is None else tf.convert_to_tensor(copy)
+        if copy is None:
+            return super().get_current_value(variable)
+        value = tf.convert_to_tensor(copy)
+        if id(variable) in self.differs and self._origins is not None:
+            self._origins.add_examples(value)
+        return value
 
 
 def aggregation_of(variable: keras.Variable, model: keras.Model) -> str:
@@ -82,8 +108,8 @@ def aggregation_needed(name: str) -> str:
     """What to do where nobody knows how replicas combine a variable of that name."""
     return (
         f"{name} is updated in each step, from one replica's examples: say how replicas combine it, by "
-        "add_weight(..., aggregation='sum') for a counter, 'mean' for a moving average, or 'only_first_replica'; or "
-        "use one replica"
+        "add_weight(..., aggregation='sum') for a counter, 'mean' for a moving average, or 'only_first_replica', in a "
+        "subclass if the layer is not your own; or use one replica"
     )
 
 

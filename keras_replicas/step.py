@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_replicas.gradients import times
 from keras_replicas.optimizers import apply_summed
+from keras_replicas.origins import operations_so_far
 from keras_replicas.passes import Passes, Sums
 from keras_replicas.replicas import (
     assign_sum,
@@ -41,7 +42,9 @@ class ReplicaStep(Passes):
             if training:
                 values |= learning_rate(self.optimizer)
                 self._update_weights(total.gradients, total.divisor)
-            logs, metrics = self._track(loss, total, batch)
+            else:
+                self.step_counter.end_evaluation_step()
+            logs, metrics = self._track(loss, total, batch, data)
         values |= metrics
         return logs | {f"step/{name}": value for name, value in values.items()} | {"stop": total.stop}
 
@@ -49,6 +52,7 @@ class ReplicaStep(Passes):
         """The optimizer's update, by gradients that are divided here, once."""
         if not self.trainable_variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+            self.step_counter.end_training_step()
             return
         variables = self.trainable_variables
         share = tf.math.divide_no_nan(tf.ones_like(divisor), divisor)
@@ -64,16 +68,20 @@ class ReplicaStep(Passes):
         for index, total in state.items():
             assign_state(aggregation_of(variables[index], self), variables[index], total, examples)
 
-    def _track(self, loss, total, batch):
+    def _track(self, loss, total, batch, data):
         """Updates the metrics; returns dicts of the epoch's values so far, and of the step's own, if they add up."""
+        operations = operations_so_far()
         variables, weight = self._metric_variables(), total.divisor if self.mean_over == "labels" else total.examples
         now = [before + added for before, added in zip(total.metrics_before, total.metrics, strict=True)]
         with no_strategy(), keras.StatelessScope(list(zip(variables, now, strict=True))) as scope:
             if self._loss_tracker is not None:
                 self._loss_tracker.update_state(loss, sample_weight=weight)
             logs = flat(self.get_metrics_result() if self._metrics_add_up() else self.compute_metrics(*batch))
-        for variable in variables:
-            assign_sum(variable, scope.get_current_value(variable))
+        values = [scope.get_current_value(variable) for variable in variables]
+        if not self._metrics_add_up():
+            self._refuse_local([*values, *logs.values()], "a metric", data, operations)
+        for variable, value in zip(variables, values, strict=True):
+            assign_sum(variable, value)
         of_step = own_metrics(self, zip(variables, total.metrics, strict=True)) if self._metrics_add_up() else {}
         return logs, of_step
 

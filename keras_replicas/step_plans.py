@@ -14,8 +14,9 @@ from keras_replicas.cluster import num_workers
 from keras_replicas.custom_step import StepPlan, assigned_locally, scalars_noted, variables_of_tensorflow
 from keras_replicas.draws import draws_replaceable
 from keras_replicas.optimizer_calls import all_optimizers, calls_replaceable
-from keras_replicas.probe import SHARDS, Findings, few_examples, probe_again, probe_step
 from keras_replicas.replicas import hide_replicas
+from keras_replicas.step_probe import Findings, probe_again, probe_step
+from keras_replicas.trial_run import SHARDS, few_examples
 from keras_replicas.workers import exchange
 
 log = logging.getLogger("keras_replicas")
@@ -30,9 +31,7 @@ class StepPlans:
         custom_step: "mean" or "sum" where the user has decided, else None.
 
     Attributes:
-        counter: a variable that counts training steps; random draws are a function of it.
         optimizers: that the steps call, as far as they have run.
-        refusal: why a step was refused, while it is traced.
     """
 
     def __init__(self, model: Any, custom_step: str | None):
@@ -41,11 +40,8 @@ class StepPlans:
         self._measured: dict[str, tuple[Callable, Any]] = {}  # by name, the step and a few examples
         self._measured_at_step = 0
         self._warnings: dict[str, list[str]] = {}
-        self.refusal: ValueError | None = None
         self._warned: set[str] = set()
         self.optimizers: list[keras.Optimizer] = []
-        with model.distribute_strategy.scope():
-            self.counter = keras.Variable(0, dtype="int64", trainable=False, name="custom_steps")
         if model.distribute_strategy.num_replicas_in_sync > 1:
             hide_replicas(model.distribute_strategy)
 
@@ -91,7 +87,7 @@ class StepPlans:
         """
         if not self._measured:
             return
-        steps = int(keras.ops.convert_to_numpy(self.counter))
+        steps = int(self._model.step_counter.training_step())
         if steps < max(1, 2 * self._measured_at_step):
             return
         self._measured_at_step = steps

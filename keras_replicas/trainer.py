@@ -37,6 +37,7 @@ from keras_replicas.optimizers import without_strategy
 from keras_replicas.outputs import in_words
 from keras_replicas.private import TensorFlowTrainer
 from keras_replicas.replicas import own_copies
+from keras_replicas.waiting import call_of_all_workers
 
 
 class Trainer(Building):
@@ -76,6 +77,8 @@ class Trainer(Building):
         return keras.Model._unpickle_model, content
 
     @functools.wraps(TensorFlowTrainer.fit)
+    @call_of_all_workers("fit")
+    @in_words()
     def fit(self, *args, **kwargs):  # noqa: D102
         given: dict[str, Any] = inspect.signature(super().fit).bind(*args, **kwargs).arguments
         checkpoints = checkpoints_in(given)
@@ -96,6 +99,8 @@ class Trainer(Building):
             self._fit_iterator, self._epoch_end = False, None
 
     @functools.wraps(TensorFlowTrainer.evaluate)
+    @call_of_all_workers("evaluate")
+    @in_words()
     def evaluate(self, *args, **kwargs):  # noqa: D102
         given = inspect.signature(super().evaluate).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -103,14 +108,18 @@ class Trainer(Building):
             given = with_divided_data(self, given, "test_step")
         self._forget_function("test_function", given.get("x"))
         self._test_steps_left = given.get("steps")
+        self._begin_evaluation()
         try:
             return super().evaluate(**given)
         finally:
             self._test_steps_left = None
 
     @functools.wraps(TensorFlowTrainer.predict)
+    @call_of_all_workers("predict")
+    @in_words()
     def predict(self, *args, **kwargs):  # noqa: D102
         given = with_divided_data(self, inspect.signature(super().predict).bind(*args, **kwargs).arguments)
+        self._begin_evaluation()
         return super().predict(**given)
 
     def reset_metrics(self):
@@ -176,6 +185,7 @@ class Trainer(Building):
         step = self.custom_step_function("predict_step")
         if step is not None and not self.steps_by_keras:
             with self._scope():
+                self._make_step_counter()
                 self._make_step_plans()
             object.__setattr__(self, "predict_step", functools.partial(self._custom_prediction, step))
         super().make_predict_function(force)
@@ -190,7 +200,7 @@ class Trainer(Building):
         def predict_function(data):
             if self.jit_compile and not all(layer.built for layer in self._flatten_layers()):
                 self._call_symbolically(keras.tree.map_structure(lambda leaf: local(leaf)[0], data[0]))
-            with in_words():
+            with self.refusal_raised(), in_words():
                 return predict(data)
 
         self.predict_function = predict_function
@@ -243,6 +253,8 @@ class Trainer(Building):
 
     def _forget_step_plans(self):
         object.__setattr__(self, "step_plans", None)  # assigned as usual, they would be tracked
+        object.__setattr__(self, "_call_findings", {})
+        self._has_outputs_of_one_axis = None
 
     def _steps_left_of_epoch(self):
         """Steps until `fit` evaluates; None if it was not told how many an epoch has."""

@@ -4,6 +4,7 @@
 import contextlib
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -15,12 +16,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_replicas import cluster
+from keras_replicas import cluster, waiting
 from keras_replicas.errors import UserError
+from keras_replicas.waiting import ADVICE, current_call
 
 HEARTBEAT_TIMEOUT = 15  # seconds without a heartbeat after which a worker is declared lost
 BOTH_IPS: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-A_DAY = 24 * 3600 * 1000  # in milliseconds
+log = logging.getLogger("keras_replicas")
 _exchanges = itertools.count()
 
 
@@ -51,6 +53,8 @@ def join(communication: tf.distribute.experimental.CommunicationOptions) -> tf.d
     on_sigterm = signal.getsignal(signal.SIGTERM)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
     signal.signal(signal.SIGTERM, on_sigterm)  # TensorFlow has replaced the handler
+    waiting.wait_timeout()  # raises if it is no number
+    waiting.watch_other_workers()
     if cluster.all_on_this_machine():
         close_to_other_machines(cluster.host_and_port(cluster.workers()[cluster.worker_index()])[1])
     return strategy
@@ -73,14 +77,42 @@ def exchange(facts: dict[str, Any]) -> list[dict[str, Any]]:
     if cluster.num_workers() > 1:
         from keras_replicas.private import eager_context
 
-        key, store = f"exchange/{next(_exchanges)}", eager_context()
-        store.set_config_key_value(f"{key}/{cluster.worker_index()}", json.dumps(facts))
-        store.wait_at_barrier(key, A_DAY)
-        everyones = [json.loads(store.get_config_key_value(f"{key}/{index}")) for index in range(cluster.num_workers())]
+        key, store, call = f"exchange/{next(_exchanges)}", eager_context(), current_call()
+        store.set_config_key_value(f"{key}/{cluster.worker_index()}", json.dumps([call, facts]))
+        found = [_posted(store, f"{key}/{index}", index, call) for index in range(cluster.num_workers())]
+        for index, (others_call, _) in enumerate(found):
+            if others_call != call:
+                raise UserError(
+                    f"worker {index} is in {others_call or 'no call'}, and worker {cluster.worker_index()} in "
+                    f"{call or 'no call'}. {ADVICE}"
+                )
+        everyones = [theirs for _, theirs in found]
     for theirs in everyones:
         if theirs.get("error"):
             raise UserError(theirs["error"])
     return everyones
+
+
+def _posted(store: Any, key: str, index: int, call: str) -> list[Any]:
+    """What another worker has posted, in what call. It tells for whom it waits.
+
+    Raises:
+        UserError: when that worker posts nothing within `WAIT_TIMEOUT` seconds.
+    """
+    timeout = waiting.wait_timeout()
+    deadline = time.monotonic() + timeout
+    wait_for = min(waiting.SECONDS_BEFORE_WORD, timeout)
+    has_told = False
+    while True:
+        try:
+            return json.loads(store.get_config_key_value(key, wait_for * 1000))
+        except tf.errors.DeadlineExceededError:
+            what = f"worker {cluster.worker_index()} waits in {call or 'exchange'} for worker {index}"
+            if time.monotonic() >= deadline:
+                raise UserError(f"{what}, which did not come within {timeout} s. {ADVICE}") from None
+            if not has_told:
+                log.warning("%s, which is not there. %s", what, ADVICE)
+            has_told = True
 
 
 def agree(facts: dict[str, Any], difference: str) -> None:

@@ -69,7 +69,11 @@ FAULTS = {
     # Gradients are divided by a little too much.
     "masked, 4 replicas": ("step.py", "divide_no_nan(tf.ones_like(divisor), divisor)", "divide(0.999, divisor)"),
     # Moments are of a replica's part.
-    "batch_norm, 2 replicas": ("batchnorm.py", "moments = reduce(mine[:, None, None] * local)", "moments = mine[:, None, None] * local"),
+    "batch_norm, 2 replicas": (
+        "batchnorm.py",
+        "moments = reduce(mine[:, None, None] * local)",
+        "moments = mine[:, None, None] * local",
+    ),
     # A run begins anew.
     RESUMED: ("checkpoints.py", "_asked_at = self._files.restore(self._checkpoint)", "_asked_at = 0"),
 }

@@ -8,10 +8,12 @@ import pytest
 import tensorflow as tf
 
 from benchmarks.features import Autoencoder, X, Y
+from benchmarks.published_steps import PUBLISHED_STEPS
 from keras_replicas import Checkpoints, StepLog, data_parallel
 from tests.conftest import assert_same, interrupt_at
 
 X, Y = X[:22], Y[:22]
+OTHERS = [name for name in PUBLISHED_STEPS if name not in ("generative/ddim", "generative/vae")]
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -28,6 +30,20 @@ class InCond(keras.layers.Layer):
             return self.noise(x, training=training)
 
         return tf.cond(tf.size(x) > 0, update, lambda: x)
+
+
+class Attention(keras.layers.Layer):
+    """Attends to itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(2, 3, dropout=0.2)
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+
+    def call(self, x, training=None):
+        return self.attention(x, x, training=training)
 
 
 class ActNorm(keras.layers.Layer):
@@ -61,6 +77,47 @@ def own_step():
     return model
 
 
+class Cell(keras.layers.Layer):
+    """A recurrent cell whose weights are made in the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3, activation="tanh")
+        self.state_size = self.output_size = 3
+
+    def call(self, x, states):
+        state = self.dense(keras.ops.concatenate([x, states[0]], -1))
+        return state, [state]
+
+
+def recurrent():
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Reshape((5, 1)), keras.layers.RNN(Cell())])
+    model.add(keras.layers.Dense(3))
+    model.compile("adam", LOSS)
+    return model
+
+
+def averaged():
+    model = keras.Sequential([keras.Input((5,)), dropout(), keras.layers.Dense(3)])
+    model.compile(keras.optimizers.Adam(1e-2, use_ema=True, ema_overwrite_frequency=3), LOSS, metrics=["accuracy"])
+    return model
+
+
+def convolutional():
+    hidden = [keras.layers.Conv1D(4, 2), keras.layers.BatchNormalization(), keras.layers.ReLU(), keras.layers.Flatten()]
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Reshape((5, 1)), *hidden, keras.layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), LOSS, metrics=["accuracy"])
+    return model
+
+
+def of_two_outputs():
+    inputs = keras.Input((5,))
+    hidden = keras.layers.Dense(4, activation="gelu", kernel_regularizer="l2")(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(3)(hidden), keras.layers.Dense(3)(hidden)])
+    model.compile(keras.optimizers.AdamW(1e-2), [LOSS, LOSS], loss_weights=[1.0, 0.5])
+    return model
+
+
 def dropout():
     return keras.layers.Dropout(0.3)
 
@@ -73,15 +130,22 @@ MODELS = {
     "state and noise in a tf.cond": layered(InCond),
     "a weight in a tf.cond": layered(ActNorm),
     "a train_step, no call": own_step,
+    "a cell that is built in the first step": recurrent,
+    "convolutions": convolutional,
+    "two outputs": of_two_outputs,
+    "attention": layered(lambda: keras.layers.Reshape((5, 1)), Attention, keras.layers.Flatten),
+    "moving averages of weights": averaged,
 }
 
 
 def trained(build, wrap, strategy=None, callbacks=(), epochs=2):
     """Losses and metrics, weights and all other state."""
+    keras.backend.clear_session()  # so that layers, and with them losses, have the same names
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = wrap(build())
-    history = model.fit(X, Y, 4, epochs, 0, list(callbacks), shuffle=False).history
+    y = [Y, Y] if len(model.outputs if hasattr(model, "outputs") else [0]) == 2 else Y
+    history = model.fit(X, y, 4, epochs, 0, list(callbacks), shuffle=False).history
     return [*history.values(), *model.variables, *model.optimizer.variables]
 
 
@@ -94,6 +158,18 @@ def test_one_replica_computes_what_keras_does_also_where_it_was_interrupted(name
     with pytest.raises(KeyboardInterrupt):
         trained(build, data_parallel, callbacks=[Checkpoints(tmp_path, every=1), interrupt_at(8)])
     assert_same(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path, every=1)]), plain)
+
+
+@pytest.mark.parametrize(
+    "name", ["generative/ddim", "generative/vae", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
+)
+def test_published_steps_without_a_strategy_are_bitwise_the_same(name):
+    keras.backend.clear_session()
+    plain = PUBLISHED_STEPS[name].train(lambda model: model)
+    keras.backend.clear_session()
+    ours = PUBLISHED_STEPS[name].train(data_parallel)
+    assert ours.keys() == plain.keys()
+    assert_same(ours.values(), plain.values())
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 4])

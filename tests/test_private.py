@@ -17,7 +17,7 @@ from tests.conftest import ROOT, imported, on_replicas
 SEAM = ROOT / "keras_replicas" / "private.py"
 FILES = sorted(path for room in ("keras_replicas", "common", "recipes") for path in (ROOT / room).rglob("*.py"))
 PRIVATE = ("keras.src", "keras_hub.src", "keras_nlp.src", "tensorflow.python")
-PUBLIC = {"_replace", "_asdict", "_fields"}  # of a named tuple
+PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}  # of a named tuple, and of os
 
 
 Row = namedtuple("Row", "owner name purpose advice")
@@ -92,9 +92,9 @@ def compiled():
     return model, plain, owners["epochs"]
 
 
-def spec_of_two_replicas():
+def distributed():
     data = tf.data.Dataset.from_tensors(np.ones([2, 2])).unbatch().batch(2)
-    return make_strategy(2).experimental_distribute_dataset(data).element_spec
+    return make_strategy(2).experimental_distribute_dataset(data)
 
 
 OWNERS = {
@@ -113,7 +113,9 @@ OWNERS = {
     "a callback SwapEMAWeights": keras.callbacks.SwapEMAWeights,
     "a mirrored strategy, by its attribute extended": lambda: make_strategy(2).extended,
     "a mirrored variable": lambda: compiled()[0].layers[0].kernel.value,
-    "a distributed data set's spec": spec_of_two_replicas,
+    "a distributed data set's spec": lambda: distributed().element_spec,
+    "an iterator over a distributed data set": lambda: iter(distributed()),
+    "an adapter of arrays": lambda: private.get_data_adapter(np.ones([2, 2])),
     "the module multi_device_iterator_ops": lambda: private.multi_device_iterator_ops,
 }
 

@@ -313,3 +313,51 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
     refused("distributed", error=TypeError, model=make_model(strategy), **given)
     with pytest.raises(ValueError, match="every must be at least 1"):
         kr.Checkpoints(tmp_path, every=0)
+
+
+def points_of(folder):
+    """The points of a TensorBoard folder: (tag, step, value), each once, as the last run wrote it."""
+    found = {}
+    for file in sorted(folder.rglob("events*"), key=lambda path: path.stat().st_mtime):
+        for event in tf.compat.v1.train.summary_iterator(str(file)):
+            for value in event.summary.value:
+                if value.tag.startswith("batch_") and value.HasField("tensor"):
+                    found[file.parent.name, value.tag, event.step] = float(tf.make_ndarray(value.tensor))
+    return found
+
+
+def test_the_files_of_keras_callbacks_go_on(tmp_path):
+    """TensorBoard's points are at the same batches, and the rows of a `CSVLogger` stay."""
+
+    def fit(name, *callbacks):
+        folder = tmp_path / name
+        files = [
+            keras.callbacks.TensorBoard(folder / "board", update_freq=1),
+            keras.callbacks.CSVLogger(folder / "log.csv"),
+        ]
+        folder.mkdir(exist_ok=True)
+        model = make_model()
+        model.fit(X, Y, 8, 3, 0, [*files, kr.Checkpoints(folder / "checkpoints", every=2), *callbacks])
+
+    fit("whole")
+    with pytest.raises(KeyboardInterrupt):
+        fit("parts", interrupt_at(12))
+    fit("parts")
+    whole = points_of(tmp_path / "whole")
+    assert whole == points_of(tmp_path / "parts") and max(step for _, _, step in whole) == 21
+    assert (tmp_path / "parts" / "log.csv").read_text() == (tmp_path / "whole" / "log.csv").read_text()
+
+
+def test_a_tensorboard_may_be_added_or_left_out(tmp_path):
+    boards = [keras.callbacks.TensorBoard(tmp_path / "board")]
+    for before, after in ((boards, []), ([], boards)):
+        folder = tmp_path / f"{len(before)}"
+        with pytest.raises(KeyboardInterrupt):
+            make_model().fit(X, Y, 8, 2, 0, [*before, kr.Checkpoints(folder, every=2), interrupt_at(5)])
+        assert len(make_model().fit(X, Y, 8, 2, 0, [*after, kr.Checkpoints(folder, every=2)]).history["loss"]) == 2
+
+
+def test_another_callback_that_resumes_is_refused(tmp_path):
+    callbacks = [keras.callbacks.BackupAndRestore(tmp_path / "backup"), kr.Checkpoints(tmp_path / "checkpoints")]
+    with pytest.raises(kr.UserError, match="leave BackupAndRestore out"):
+        make_model().fit(X, Y, 8, 1, 0, callbacks)

@@ -11,11 +11,12 @@ html_sidebars = {"**": ["localtoc.html", "searchbox.html"]}
 default_role = "py:obj"
 names = """
     BatchNormalization CSVLogger EarlyStopping Embedding MirroredStrategy ModelCheckpoint MultiWorkerMirroredStrategy
-    PyDataset ReduceLROnPlateau SwapEMAWeights TPUStrategy activity_regularizer add_loss batch_size compile compute_loss
-    compute_metrics evaluate fit from_preset jit_compile learning_rate loss predict steps_per_epoch steps_per_execution
+    PyDataset ReduceLROnPlateau SwapEMAWeights TPUStrategy TensorBoard activity_regularizer add_loss batch_size compile
+    compute_loss compute_metrics evaluate fit from_preset jit_compile learning_rate loss predict steps_per_epoch
+    steps_per_execution
     test_step train_step
-    accumulate build context count custom_step difference error first_step init_fn mean_over replicas size source step
-    step_values steps steps.jsonl steps_done stop target x
+    accumulate build context count custom_step difference error first_step init_fn mean_over probe_call replicas size
+    source step step_values steps steps.jsonl steps_done stop target x
 """
 nitpick_ignore_regex = [
     ("py:class", r"(collections|keras|numpy|os|tensorflow)\..*"),

@@ -9,36 +9,33 @@ BatchNormalization uses its moving averages.
 """
 
 import contextlib
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.batches import count_rows, slice_rows
 from keras_replicas.batchnorm import fixed_moments
 from keras_replicas.combination import combination_of
-from keras_replicas.custom_step import (
-    Occurrences,
-    StepPlan,
-    assigned_locally,
-    is_summed_on_read,
-    numbers_of,
-    variables_of_tensorflow,
-)
-from keras_replicas.draws import draw_for_each_example, drawn_by, draws_replaceable
-from keras_replicas.empty import first_input
+from keras_replicas.custom_step import StepPlan, assigned_locally, numbers_of, variables_of_tensorflow
 from keras_replicas.errors import UserError
-from keras_replicas.noise import use_global_seed
 from keras_replicas.optimizer_calls import all_optimizers, applied_by, calls_replaceable
-from keras_replicas.private import strategy_seen
-from keras_replicas.replicas import local_value, one_replica_seen
-from keras_replicas.state import same_everywhere
+from keras_replicas.optimizers import refuse_made_outside_scope
+from keras_replicas.trial_run import (
+    SHARDS,
+    as_numbers,
+    as_one_replica,
+    constant_batch_size,
+    few_examples,
+    make_new_variables,
+    rows_of,
+    slice_of,
+    tolerance_of,
+    undone,
+    without_optionals,
+)
 
-SHARDS = (3, 2)  # examples of the two shards, which must differ for a mean to differ from a sum of means
-TOLERANCES = {"float64": 1e-8, "float32": 2e-4, "": 3e-2}  # by the coarsest dtype that layers compute in
 ROUNDING = 1e-2  # of a tolerance, what one addition is rounded by
 BUILD_ATTEMPTS = 8
 
@@ -107,8 +104,8 @@ def probe_step(
     replicas = model.distribute_strategy.extended._num_replicas_in_sync
     try:
         records = _run_on_shards(model, step, examples, where)
-        if _count_rows(batch) < sum(SHARDS):  # `examples` repeats some, and a replica gets fewer
-            _run(model, step, slice_of(_without_optionals(batch), 0, -(-_count_rows(batch) // replicas)), where)
+        if rows_of(batch) < sum(SHARDS):  # `examples` repeats some, and a replica gets fewer
+            _run(model, step, slice_of(without_optionals(batch), 0, -(-rows_of(batch) // replicas)), where)
     except UserError:
         raise
     except Exception as error:
@@ -141,7 +138,7 @@ def _run_on_shards(model: Any, step: Callable, examples: Any, where: str) -> lis
 
 
 def _findings(model: Any, where: str, whole: Record, first: Record, second: Record) -> Findings:
-    tolerance, warnings, gradients = _tolerance(model), [], []
+    tolerance, warnings, gradients = tolerance_of(model), [], []
     for number, call in enumerate(whole.calls):
         others = [record.calls[number].gradients if number < len(record.calls) else [] for record in (first, second)]
         if any(len(each) != len(call.gradients) for each in others):
@@ -186,102 +183,6 @@ def _called(calls: list[Call]) -> list[keras.Optimizer]:
     return list({id(call.optimizer): call.optimizer for call in calls}.values())
 
 
-def _tolerance(model: Any) -> float:
-    dtypes = {layer.compute_dtype for layer in model._flatten_layers()} | {keras.config.floatx()}
-    coarsest = next((dtype for dtype in ("float32", "float64") if dtype in dtypes), "float64")
-    return TOLERANCES[""] if dtypes & {"float16", "bfloat16"} else TOLERANCES[coarsest]
-
-
-# Examples.
-
-
-def few_examples(batch: Any, count: int) -> Any:
-    """The first examples of a batch, repeated if it has fewer."""
-
-    def few(leaf):
-        if leaf is None:
-            return None
-        rows = int(count_rows(leaf))
-        if rows >= count or isinstance(leaf, tf.SparseTensor):
-            return slice_rows(leaf, 0, count)
-        return tf.concat([leaf] * -(-count // rows), axis=0)[:count]
-
-    return keras.tree.map_structure(few, _without_optionals(batch))
-
-
-def slice_of(examples: Any, start: int, end: int) -> Any:
-    """The examples from `start` to `end`, without it."""
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else slice_rows(leaf, start, end), examples)
-
-
-def local_batch(strategy: tf.distribute.Strategy, batch: Any) -> Any:
-    """The examples of all replicas of this worker, of a batch of a distributed data set."""
-
-    def joined(leaf):
-        leaves = [each for each in strategy.experimental_local_results(leaf) if each is not None]
-        if not leaves or isinstance(leaves[0], tf.experimental.Optional):
-            return None
-        if len(leaves) == 1:
-            return leaves[0]
-        concatenate = tf.sparse.concat if isinstance(leaves[0], tf.SparseTensor) else None
-        return concatenate(0, leaves) if concatenate else tf.concat([tf.identity(each) for each in leaves], axis=0)
-
-    return keras.tree.map_structure(joined, batch)
-
-
-# Running the step without a trace.
-
-
-class _Recording(keras.StatelessScope):
-    """Records what a step assigns; `put_back` undoes it."""
-
-    def __init__(self, model):
-        super().__init__(collect_losses=True, initialize_variables=False)
-        self.assigned: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self.moments: dict[str, list[np.ndarray]] = {}
-        self._model, self._before, self._assignments = model, {}, Occurrences()
-        self._moments = Occurrences()
-        self._same_everywhere = same_everywhere(model)
-
-    def note_moments(self, layer):
-        """For a layer that takes moments, a function that records the gradients of its backward passes."""
-        forward, backward = self._moments.name_next(layer.path), Occurrences()
-
-        def note(order, gradients):
-            if order == "second":  # [examples, ...]
-                gradients = [tf.reduce_sum(each, axis=0) for each in gradients]
-            self.moments[backward.name_next(f"{forward} {order}")] = [_as_numbers(each) for each in gradients]
-
-        return note
-
-    def get_current_value(self, variable):
-        return variable._value
-
-    def add_update(self, update):
-        variable, value = update
-        if variable._value is None:
-            super().add_update(update)
-            return
-        copy = local_value(variable)
-        old = tf.identity(copy)
-        self._before.setdefault(id(variable), (copy, old))
-        copy.assign(value)
-        is_plain = variable.name == "seed_generator_state" or id(variable) in self._same_everywhere
-        if not is_plain and (is_summed_on_read(variable) or variable.aggregation == "none"):
-            name = self._assignments.name_next(variable.path)
-            self.assigned[name] = (_as_numbers(old), _as_numbers(value))
-        elif not is_plain:
-            self._assignments.name_next(variable.path)
-
-    def put_back(self):
-        for copy, old in self._before.values():
-            copy.assign(old)
-
-
-def _as_numbers(tensor) -> np.ndarray:
-    return np.asarray(tf.cast(tensor, tf.float64))
-
-
 def _run(model: Any, step: Callable, examples: Any, where: str) -> Record:
     """Runs a step eagerly, as on one replica, and undoes what it did."""
     calls: list[Call] = []
@@ -291,89 +192,18 @@ def _run(model: Any, step: Callable, examples: Any, where: str) -> Record:
         calls.append(Call(optimizer, variables, dense))
 
     variables = variables_of_tensorflow(model)
-    with _undone(model) as scope, _as_one_replica(model), calls_replaceable(all_optimizers()):
+    with undone(model) as scope, as_one_replica(model), calls_replaceable(all_optimizers()):
         before = {name: tf.identity(variable._get()) for name, variable in variables.items()}
         try:
             with assigned_locally(variables.values()), fixed_moments(scope.note_moments), scope, applied_by(note):
                 logs = numbers_of(step(examples), where)
         finally:
             for name, variable in variables.items():
-                scope.assigned[name] = (_as_numbers(before[name]), _as_numbers(variable._get()))
+                scope.assigned[name] = (as_numbers(before[name]), as_numbers(variable._get()))
                 variable._get().assign(before[name])
-    _make_new_variables(model)
+    make_new_variables(model)
     numbers = {name: np.asarray(value) for name, value in logs.items()}
     return Record(calls, scope.assigned, numbers, scope.moments)
-
-
-@contextlib.contextmanager
-def _as_one_replica(model: Any) -> Iterator[None]:
-    """Context of a step on the first replica of this worker, without the others, with fixed draws and moments."""
-    strategy = model._distribute_strategy
-    use_global_seed(model)
-    with contextlib.ExitStack() as stack:
-        if strategy is not None:
-            number = 0
-            if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-                resolver = strategy.cluster_resolver
-                number = int(getattr(resolver, "task_id", 0) or 0) * len(strategy.extended.worker_devices)
-            context = tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=number)
-            stack.enter_context(tf.device(strategy.extended.worker_devices[0]))
-            stack.enter_context(strategy_seen(strategy, context))
-        stack.enter_context(one_replica_seen())
-        stack.enter_context(tf.summary.record_if(False))
-        stack.enter_context(draws_replaceable())
-        stack.enter_context(drawn_by(draw_for_each_example, draw_for_each_example, without_dropout=True))
-        yield
-
-
-@contextlib.contextmanager
-def _undone(model: Any) -> Iterator[_Recording]:
-    """Context after which variables, Python attributes and random states are as before."""
-    attributes = [(vars(layer), dict(vars(layer))) for layer in model._flatten_layers()]
-    containers = [(each, _contents(each)) for _, old in attributes for each in old.values() if _is_container(each)]
-    states = random.getstate(), np.random.get_state()
-    scope = _Recording(model)
-    vars(model)["is_probed"] = True
-    try:
-        yield scope
-    finally:
-        scope.put_back()
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        for current, old in attributes:
-            current.clear()
-            current.update(old)
-        for container, contents in containers:
-            _put_back_contents(container, contents)
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, list | dict | set)
-
-
-def _contents(container: Any) -> list:
-    return list(container.items()) if isinstance(container, dict) else list(container)
-
-
-def _put_back_contents(container: Any, old: list) -> None:
-    """Undoes what was added or removed, if anything was: Keras and TensorFlow track their own kinds of containers."""
-    now = _contents(container)
-    is_unchanged = len(now) == len(old) and all(_is_same(one, other) for one, other in zip(now, old, strict=True))
-    if is_unchanged:
-        return
-    container.clear()
-    if isinstance(container, dict):
-        container.update(dict(old))
-    elif isinstance(container, list):
-        container.extend(old)
-    else:
-        container.update(old)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        return all(a is b for a, b in zip(one, other, strict=True))
-    return one is other
 
 
 # Building.
@@ -391,21 +221,15 @@ def build_by_running(model: Any, step: Callable, examples: Any) -> None:
         scope = keras.StatelessScope(collect_losses=True, initialize_variables=False)
         with (
             contextlib.suppress(Exception),
-            _as_one_replica(model),
+            as_one_replica(model),
             calls_replaceable(all_optimizers()),
             scope,
             applied_by(lambda *_: None),
         ):
             step(examples)
-        _make_new_variables(model)
+        make_new_variables(model)
         if _count_unbuilt(model) >= waiting:
             return
-
-
-def _make_new_variables(model: Any) -> None:
-    """Makes the variables of what was built within a stateless scope."""
-    with model.distribute_strategy.scope(), keras.StatelessScope():
-        pass  # at its end, Keras makes them
 
 
 def _count_unbuilt(model: Any) -> int:
@@ -426,6 +250,7 @@ def _calls_of(model: Any, step: Callable, examples: Any, where: str) -> list[Cal
 def _build_optimizers(model: Any, calls: list[Call]) -> None:
     with model.distribute_strategy.scope():
         for call in calls:
+            refuse_made_outside_scope(call.optimizer)
             if not call.optimizer.built:
                 call.optimizer.build(call.variables)
 
@@ -433,19 +258,7 @@ def _build_optimizers(model: Any, calls: list[Call]) -> None:
 def _refuse_constant_batch_size(model: Any, step: Callable, batch: Any, where: str) -> None:
     """Raises a `UserError` if the step runs on a whole batch, but not on a few of its examples."""
     try:
-        _run(model, step, _without_optionals(batch), where)
+        _run(model, step, without_optionals(batch), where)
     except Exception:  # the step itself is wrong, or cannot run eagerly
         return
-    raise UserError(
-        f"{where} runs on the batch of {_count_rows(batch)} rows, but not on a part of it, as a replica gets one: it "
-        "takes the batch size from a constant, or the examples are not along the first axis. Take the size from the "
-        "data, as by tf.shape(x)[0], or use one replica"
-    )
-
-
-def _count_rows(batch: Any) -> int:
-    return int(count_rows(first_input(_without_optionals(batch))))
-
-
-def _without_optionals(batch: Any) -> Any:
-    return keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
+    raise constant_batch_size(where, rows_of(batch))
