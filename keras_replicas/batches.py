@@ -129,7 +129,11 @@ def distribute(
     """
     options, one_reader = None, getattr(data, "one_reader", False) and strategy.num_replicas_in_sync > 1
     if isinstance(strategy, tf.distribute.MirroredStrategy) and not one_reader:
-        options = _read_by_replica()
+        # Each replica reads its own part, and none is held ready on its device: up to a fifth faster on CPUs.
+        options = tf.distribute.InputOptions(
+            experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+            experimental_fetch_to_device=False,
+        )
     return _distribute_parts(strategy, lambda context: data.iter_from_step(step, context), options)
 
 
@@ -181,10 +185,7 @@ def iterator_over(strategy: tf.distribute.Strategy, batch: Any, iterator: Any) -
             dataset = dataset.concatenate(other)
         return dataset.map(lambda *part: _with_shapes_of(specs, part if isinstance(specs, tuple) else part[0]))
 
-    is_mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
-    ways = (None, _read_by_replica()) if is_mirrored else (None,)
-    found = [iter(_distribute_parts(strategy, make_parts, options)) for options in ways]
-    return next((each for each in found if each._type_spec == iterator._type_spec), found[0])
+    return iter(_distribute_parts(strategy, make_parts, iterator._options))  # the same object: it is part of the type
 
 
 def _with_shapes_of(specs: Any, part: Any) -> Any:
@@ -196,14 +197,6 @@ def _with_shapes_of(specs: Any, part: Any) -> Any:
         return tf.ensure_shape(tf.compat.v1.placeholder_with_default(leaf, None), spec.shape)
 
     return tf.nest.map_structure(with_shape, part, specs)
-
-
-def _read_by_replica() -> tf.distribute.InputOptions:
-    """Each replica reads its own part, and none is held ready on its device: up to a fifth faster on CPUs."""
-    return tf.distribute.InputOptions(
-        experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
-        experimental_fetch_to_device=False,
-    )
 
 
 def bounds_of_part(rows: Any, replica: Any, replicas: int) -> tuple[Any, Any]:

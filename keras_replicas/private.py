@@ -82,7 +82,7 @@ Of a distributed data set's spec:
 
 Of an iterator over a distributed data set:
 
-- `_type_spec`: by which a tf.function knows it; read DistributedIterator
+- `_options`: of the data set, and part of its type for a tf.function; read DistributedIterator
 
 Of an adapter of arrays:
 

@@ -333,3 +333,34 @@ def test_a_constant_that_is_a_replicas_part_is_right():
     part = BATCH // 2
     model = make(lambda: OfCall(lambda h: ops.reshape(ops.reshape(h, (part, 2, 2)), (part, FEATURES))))
     model.fit(X[:16], Y[:16], batch_size=BATCH, verbose=0)
+
+
+CALLS = []
+
+
+class CountsCalls(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x):
+        CALLS.append(x.shape)
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("kind", ["arrays", *slow("data set", "uneven data set", "steps")])
+def test_the_probe_adds_three_calls_and_no_trace(kind):
+    def count(probed):
+        whole = BATCH * 2
+        data = {
+            "arrays": lambda: {"x": X[:whole], "y": Y[:whole], "batch_size": BATCH},
+            "data set": lambda: {"x": batched(X)},
+            "uneven data set": lambda: {"x": tf.data.Dataset.from_tensor_slices((X[:9], Y[:9])).batch(9)},
+            "steps": lambda: {"x": X, "y": Y, "batch_size": BATCH, "steps_per_epoch": 2},
+        }[kind]()
+        model = make(CountsCalls, probe_call=probed)
+        CALLS.clear()
+        model.fit(**data, verbose=0)
+        return len(CALLS)
+
+    assert count(True) == count(False) + 3
