@@ -53,7 +53,7 @@ class _LayerCall(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What one call of the model computed: outputs, the losses of layers, and the layers' calls, in their order."""
+    """What one call of the model computed: outputs, the losses of layers and, if asked for, all calls of layers."""
 
     outputs: list[Any]
     losses: list[Any]
@@ -86,8 +86,8 @@ def probe_call(model: Any, x: Any, training: bool) -> CallFindings:
     """
     try:
         examples = unlike_examples(x)
-        shards = (slice_of(examples, 0, SHARDS[0]), slice_of(examples, SHARDS[0], EXAMPLES))
-        whole, first, second = (_call(model, each, training) for each in (examples, *shards))
+        parts = (examples, slice_of(examples, 0, SHARDS[0]), slice_of(examples, SHARDS[0], EXAMPLES))
+        whole, first, second = (_call(model, part, training) for part in parts)
     except Exception:
         _refuse_constant_batch_size(model, x, training)
         return CallFindings()
@@ -95,6 +95,8 @@ def probe_call(model: Any, x: Any, training: bool) -> CallFindings:
     tolerance, is_ragged = tolerance_of(model), _has_ragged(x)
     difference = _difference(whole.outputs, first.outputs, second.outputs, is_ragged)
     if difference > tolerance:
+        # Only now are the outputs of all layers kept, which may be large.
+        whole, first, second = (_call(model, part, training, with_layers=True) for part in parts)
         where = _first_that_differs(whole, first, second, tolerance, is_ragged) or f"{type(model).__name__}.call"
         warnings.append(
             f"{where} computes another result for an example when the batch has other examples beside it (the results "
@@ -103,12 +105,12 @@ def probe_call(model: Any, x: Any, training: bool) -> CallFindings:
     return CallFindings(losses, tuple(warnings))
 
 
-def _call(model: Any, x: Any, training: bool) -> _Run:
+def _call(model: Any, x: Any, training: bool, with_layers: bool = False) -> _Run:
     """Calls the model eagerly, as on one replica, and undoes what that did."""
     layer_calls: list[_LayerCall] = []
     options = {"training": training} if model._call_has_training_arg else {}
     with undone(model) as scope, as_one_replica(model), fixed_moments(lambda layer: lambda *_: None):
-        for layer in model._flatten_layers(include_self=False):
+        for layer in model._flatten_layers(include_self=False) if with_layers else ():
             vars(layer)["call"] = _noting_calls(layer, layer_calls)  # which `undone` takes away
         with scope:
             outputs = model(x, **options)
