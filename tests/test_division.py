@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import tensorflow as tf
-from keras import layers
+from keras import layers, ops
 
 from keras_replicas import Batches, UserError, data_parallel, make_strategy
 from keras_replicas.batches import bounds_of_part
@@ -195,6 +195,14 @@ def test_sparse_rows_are_divided(kind, rows):
         assert_same(fit(data_parallel), plain, rtol=1e-5, atol=1e-6)
 
 
+class Compared(layers.Layer):
+    """Compares questions with the rows of a bank."""
+
+    def call(self, questions, bank):
+        similarity = ops.matmul(questions, ops.transpose(bank))
+        return ops.mean(ops.softmax(similarity) * similarity, axis=1, keepdims=True)
+
+
 def of_two(bank_rows):
     """A batch of eight questions, and of rows that they are compared with."""
     questions, bank = X[:8], RANDOM.normal(size=(bank_rows, FEATURES)).astype("float32")
@@ -205,7 +213,7 @@ def of_two(bank_rows):
 def test_unlike_numbers_of_rows_are_refused(call):
     with make_strategy(2).scope():
         inputs = {name: keras.Input((FEATURES,), name=name) for name in ("questions", "bank")}
-        outputs = layers.Dense(1)(inputs["questions"])
+        outputs = Compared()(inputs["questions"], inputs["bank"])
         model = data_parallel(keras.Model(inputs, outputs))
         model.compile("sgd", "mse")
     batch = of_two(20)
