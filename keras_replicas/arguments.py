@@ -47,9 +47,11 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     ours = _is_divided_by_us(model, given.get("x"), given.get("steps_per_epoch"))
     if model.steps_by_keras and not (ours or checkpoints or hasattr(given.get("validation_data"), "iter_from_step")):
         return 0, given
-    given = _with_generators(with_validation_data(model, given), "validation_data")
+    given = with_validation_data(model, given)
+    given = _with_generators(given, "validation_data", _has_rows_alike(model, "test_step"))
+    alike = _has_rows_alike(model, "train_step")
     if checkpoints is None and not ours:
-        given = _with_generators(given, "x")
+        given = _with_generators(given, "x", alike)
         if _on_workers(model):
             given["callbacks"] = _callback_list(model, given)
         if isinstance(given.get("x"), tf.distribute.DistributedDataset | tf.data.Dataset):
@@ -65,7 +67,7 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     seeds = exchange(seeds)[0] if _on_workers(model) else seeds
     model.global_seed = seeds["noise"]
     shuffle, steps = given.pop("shuffle", True), given.get("steps_per_epoch")
-    batches = as_batches(**data, steps=steps, shuffle=shuffle, seed=seeds["data"])
+    batches = as_batches(**data, steps=steps, shuffle=shuffle, seed=seeds["data"], alike=alike)
     _check_same(model, batches)
     steps, epochs = steps or len(batches), given.get("epochs", 1)
     if model.custom_step_function("train_step"):
@@ -109,11 +111,13 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
 def with_divided_data(model: Any, given: Arguments, step: str = "") -> Arguments:
     """Arguments of `evaluate` or `predict`, in which data is divided if need be; `step` is what runs on it."""
     if not _is_divided_by_us(model, given.get("x"), given.get("steps")):
-        given = given if model.steps_by_keras else _with_generators(given, "x")
+        alike = _has_rows_alike(model, step or "predict_step")
+        given = given if model.steps_by_keras else _with_generators(given, "x", alike)
         is_prediction = not step
         return _with_even_parts(model, given) if is_prediction else given
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
-    batches = as_batches(**data, steps=given.get("steps"))
+    alike = _has_rows_alike(model, step or "predict_step")
+    batches = as_batches(**data, steps=given.get("steps"), alike=alike)
     if isinstance(batches, Batches):  # outputs come in the order of the rows
         batches = copy.copy(batches)
         batches.shuffle = False
@@ -131,7 +135,8 @@ def _with_even_parts(model: Any, given: Arguments) -> Arguments:
         return given
     x, batch_size, steps = given.pop("x"), given.pop("batch_size", None), given.pop("steps", None)
     adapter = get_data_adapter(x, batch_size=batch_size, steps_per_epoch=steps, shuffle=False)
-    divided = divide(model.distribute_strategy, row_by_row(adapter.get_tf_dataset()))
+    dataset = row_by_row(adapter.get_tf_dataset())
+    divided = divide(model.distribute_strategy, dataset, _has_rows_alike(model, "predict_step"))
     return given | {"x": divided, "steps": steps or adapter.num_batches}
 
 
@@ -175,8 +180,13 @@ def _is_divided_by_us(model: Any, x: Any, steps: int | None) -> bool:
     return are_arrays and steps is None and model.steps_per_execution == 1
 
 
-def _with_generators(given: Arguments, name: str) -> Arguments:
-    """Arguments with a data set in the place of a generator, for Keras to divide.
+def _has_rows_alike(model: Any, step: str) -> bool:
+    """Whether all tensors of a batch must have the same number of rows: a custom step may get others."""
+    return model.distribute_strategy.num_replicas_in_sync > 1 and model.custom_step_function(step) is None
+
+
+def _with_generators(given: Arguments, name: str, alike: bool = True) -> Arguments:
+    """Arguments with a data set in the place of a generator, for Keras to divide; `alike` is as of `parts_of`.
 
     Raises:
         UserError: when tensors of a data set's batches have unlike numbers of rows.
@@ -185,7 +195,7 @@ def _with_generators(given: Arguments, name: str) -> Arguments:
         options = {"class_weight": given.pop("class_weight", None)} if name == "x" else {}
         given[name] = row_by_row(get_data_adapter(given[name], **options).get_tf_dataset())
         given |= {"shuffle": False} if name == "x" and "shuffle" in given else {}
-    if isinstance(given.get(name), tf.data.Dataset):
+    if alike and isinstance(given.get(name), tf.data.Dataset):
         refuse_unlike_rows(given[name].element_spec)
     return given
 

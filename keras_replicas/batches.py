@@ -137,13 +137,20 @@ def distribute(
     return _distribute_parts(strategy, lambda context: data.iter_from_step(step, context), options)
 
 
-def divide(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
+def divide(
+    strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, alike: bool = True
+) -> tf.distribute.DistributedDataset:
     """A distributed data set of the parts of whole batches, for one pass over the data.
 
     TensorFlow's `experimental_distribute_dataset` divides a short last batch as if it were a full one: of 3 rows in
     batches of 8, one of two replicas gets all.
+
+    Args:
+        strategy: over whose replicas it is divided.
+        dataset: of whole batches.
+        alike: as of `parts_of`.
     """
-    return _distribute_parts(strategy, lambda context: parts_of(dataset, context))
+    return _distribute_parts(strategy, lambda context: parts_of(dataset, context, alike))
 
 
 _options_lock = threading.Lock()  # of the strategies, for threads that train at the same time
@@ -219,8 +226,14 @@ def replicas_of(context: tf.distribute.InputContext) -> tuple[int, int, int]:
     return context.num_replicas_in_sync, context.input_pipeline_id * here, here
 
 
-def parts_of(dataset: tf.data.Dataset, context: tf.distribute.InputContext) -> tf.data.Dataset:
+def parts_of(dataset: tf.data.Dataset, context: tf.distribute.InputContext, alike: bool = True) -> tf.data.Dataset:
     """The parts of whole batches for the replicas of an input pipeline, divided as by `bounds_of_part`.
+
+    Args:
+        dataset: of whole batches.
+        context: of the input pipeline.
+        alike: whether all tensors of a batch must have the same number of rows. A custom step may get others, such as
+            of labelled and unlabelled examples: each is then divided by its own number.
 
     Raises:
         UserError: when tensors of a batch have unlike numbers of rows. Where shapes do not tell, reading the data
@@ -229,11 +242,13 @@ def parts_of(dataset: tf.data.Dataset, context: tf.distribute.InputContext) -> t
     replicas, first, here = replicas_of(context)
     if replicas == 1:
         return dataset
-    refuse_unlike_rows(dataset.element_spec)
+    if alike:
+        refuse_unlike_rows(dataset.element_spec)
 
-    def part_of(leaf, rows, replica):
+    def part_of(leaf, common, replica):
         if leaf is None:
             return None
+        rows = common if alike else tf.cast(count_rows(leaf), tf.int64)
         part = slice_rows(leaf, *bounds_of_part(rows, replica, replicas))
         if isinstance(leaf, tf.Tensor) and leaf.shape[0] and leaf.shape[0] % replicas == 0:
             part = tf.ensure_shape(part, [leaf.shape[0] // replicas, *leaf.shape[1:]])
@@ -242,9 +257,9 @@ def parts_of(dataset: tf.data.Dataset, context: tf.distribute.InputContext) -> t
     @tf.autograph.experimental.do_not_convert
     def parts(*batch):
         batch = batch if isinstance(dataset.element_spec, tuple) else batch[0]
-        rows = common_rows(batch)
+        common = common_rows(batch) if alike else None
         here_alone = tf.data.Dataset.range(first, first + here)
-        return here_alone.map(lambda replica: tf.nest.map_structure(lambda leaf: part_of(leaf, rows, replica), batch))
+        return here_alone.map(lambda replica: tf.nest.map_structure(lambda leaf: part_of(leaf, common, replica), batch))
 
     return dataset.flat_map(parts).prefetch(2 * here)
 

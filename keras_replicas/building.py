@@ -102,8 +102,14 @@ class Building(StepLoop):
             return
         dataset = iterator.data_adapter.get_tf_dataset()
         if isinstance(dataset, tf.data.Dataset):
-            iterator._distributed_dataset = divide(self.distribute_strategy, row_by_row(dataset))
+            dataset = row_by_row(dataset)
+            iterator._distributed_dataset = divide(self.distribute_strategy, dataset, self._has_rows_alike(iterator))
             iterator.is_divided_evenly = True
+
+    def _has_rows_alike(self, iterator):
+        """Whether all tensors of a batch must have the same number of rows: a custom step may get others."""
+        is_of_fit = iterator is self._fit_iterator or self._fit_iterator is None
+        return self.custom_step_function("train_step" if is_of_fit else "test_step") is None
 
     def build_for(self, batch):
         """Builds the model and its optimizer for batches like this one, of arrays or of `tf.TensorSpec`s."""

@@ -19,7 +19,16 @@ NEEDS_STEPS = "the data has no known end: give steps_per_epoch, validation_steps
 
 
 def as_batches(
-    x: Any, y=None, sample_weight=None, *, batch_size=None, steps=None, shuffle=False, seed=0, class_weight=None
+    x: Any,
+    y=None,
+    sample_weight=None,
+    *,
+    batch_size=None,
+    steps=None,
+    shuffle=False,
+    seed=0,
+    class_weight=None,
+    alike=True,
 ) -> BeginsAnywhere:
     """The data that these arguments of `fit` give, in an order that is a function of `seed` and the epoch.
 
@@ -47,7 +56,7 @@ def as_batches(
     if isinstance(x, keras.utils.PyDataset):
         return Numbered(x, steps, seed if shuffle else None, class_weight)
     if isinstance(x, tf.data.Dataset):
-        return WholeBatches(get_data_adapter(x, class_weight=class_weight).get_tf_dataset(), steps)
+        return WholeBatches(get_data_adapter(x, class_weight=class_weight).get_tf_dataset(), steps, alike=alike)
     leaves = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if leaf is not None]
     if all(hasattr(leaf, "__array__") or isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
         rows = len(leaves[0]) if not isinstance(leaves[0], tf.RaggedTensor) else int(leaves[0].nrows())
@@ -56,7 +65,8 @@ def as_batches(
         batch_size = batch_size or (math.ceil(rows / steps) if steps else BATCH_SIZE)
         return Batches(arrays, batch_size, shuffle=bool(shuffle), seed=seed)
     adapter = get_data_adapter(x, y, sample_weight, batch_size, class_weight=class_weight)
-    return WholeBatches(row_by_row(adapter.get_tf_dataset()), steps or adapter.num_batches, adapter.num_batches is None)
+    once = adapter.num_batches is None
+    return WholeBatches(row_by_row(adapter.get_tf_dataset()), steps or adapter.num_batches, once, alike)
 
 
 class WholeBatches:
@@ -66,12 +76,13 @@ class WholeBatches:
         dataset: of whole batches.
         steps: in an epoch; None for one pass over the data.
         once: whether it can be read only once, as a generator.
+        alike: as of `batches.parts_of`.
     """
 
     one_reader = True
 
-    def __init__(self, dataset: tf.data.Dataset, steps: int | None, once: bool = False):
-        self._dataset, self.is_read_once = dataset, once
+    def __init__(self, dataset: tf.data.Dataset, steps: int | None, once: bool = False, alike: bool = True):
+        self._dataset, self.is_read_once, self._alike = dataset, once, alike
         size = int(dataset.cardinality())
         if size == tf.data.UNKNOWN_CARDINALITY and not once and not steps:
             size = int(dataset.reduce(np.int64(0), lambda count, *_: count + 1))
@@ -86,10 +97,11 @@ class WholeBatches:
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """The parts of the batches from that step on, for the replicas of one input pipeline."""
         if self.is_read_once:
-            return parts_of(self._dataset.skip(step), context)
+            return parts_of(self._dataset.skip(step), context, self._alike)
         if self._size and not varies(self._dataset):
-            return parts_of(self._dataset.skip(step % self._size).concatenate(self._dataset.repeat()), context)
-        return parts_of(self._dataset.repeat().skip(step), context)
+            rest = self._dataset.skip(step % self._size)
+            return parts_of(rest.concatenate(self._dataset.repeat()), context, self._alike)
+        return parts_of(self._dataset.repeat().skip(step), context, self._alike)
 
     def warn_if_unrepeatable(self) -> None:
         """Warns of shuffling without a seed, which no resumed run can repeat."""

@@ -130,11 +130,12 @@ class StepLoop(ReplicaStep):
             batch = next(iterator)
             if isinstance(iterator, types.GeneratorType):
                 batch = map_given(as_tensor, batch)
-                if strategy.num_replicas_in_sync > 1:
+                alike = step is None
+                if alike and strategy.num_replicas_in_sync > 1:
                     refuse_unlike_rows(batch)
                 self._prepare_step(name, batch)
                 even = int(count_rows(first_input(batch))) % strategy.num_replicas_in_sync == 0
-                return _as_row(step_on_batch(self._divided(batch), stop, even))
+                return _as_row(step_on_batch(self._divided(batch, alike), stop, even))
             self._prepare_step(name, local_batch(strategy, batch))
             same_again = None if self.run_eagerly else iterator_over(strategy, batch, iterator)
             if same_again is None:
@@ -231,20 +232,27 @@ class StepLoop(ReplicaStep):
         if step is not None and batch is not None:
             self.step_plans.prepare(name, step, batch, needs_optimizers)
 
-    def _divided(self, batch):
+    def _divided(self, batch, alike=True):
         """Each replica's part of a batch, in the replicas' order, as by `batches.bounds_of_part`.
 
+        Args:
+            batch: of all replicas.
+            alike: as of `batches.parts_of`.
+
         Raises:
-            UserError: when tensors of the batch have unlike numbers of rows.
+            InvalidArgumentError: of TensorFlow, with the sentence `UNLIKE_ROWS`, when all tensors must have the same
+                number of rows, and have not.
         """
         strategy = self.distribute_strategy
         replicas = strategy.num_replicas_in_sync
         if replicas == 1:
             return batch
         batch = map_given(as_tensor, batch)
-        rows = common_rows([leaf for leaf in keras.tree.flatten(batch) if leaf is not None])
+        common = common_rows([leaf for leaf in keras.tree.flatten(batch) if leaf is not None]) if alike else None
 
         def distributed(leaf):
+            rows = common if alike else tf.cast(count_rows(leaf), tf.int64)
+
             def part(context):
                 return slice_rows(leaf, *bounds_of_part(rows, context.replica_id_in_sync_group, replicas))
 

@@ -250,12 +250,6 @@ def test_predictions_draw_other_noise_for_each_row_and_each_time(seed, made_befo
     assert len(np.unique(drawn)) == 24
 
 
-class Noting(Own):
-    def call(self, x):
-        self.noted = self.dense(x)
-        return self.noted
-
-
 class WithAScalar(Own):
     def call(self, x):
         return {"y": self.dense(x), "mean": ops.mean(x)}
@@ -267,7 +261,6 @@ class WithAScalar(Own):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: data_parallel(Noting)(), "call stores noted, which is about one replica's examples"),
         (lambda: data_parallel(WithAScalar)(), "an output does not have one row for each example"),
         (lambda: dense(data_parallel(keras.Sequential)), "a loss without a reduction"),
     ],
