@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from keras_replicas.cluster import is_chief, num_workers, worker_index
     from keras_replicas.errors import UserError
     from keras_replicas.log import StepLog
-    from keras_replicas.loop import steps_in_one_call
     from keras_replicas.model import data_parallel
     from keras_replicas.noise import noise_of_step
     from keras_replicas.optimizers import apply_summed
     from keras_replicas.order import locate
     from keras_replicas.replicas import first_replica, gather_over_replicas, sum_over_replicas
+    from keras_replicas.step_calls import steps_in_one_call
     from keras_replicas.strategy import make_strategy
     from keras_replicas.workers import agree, exchange
 
@@ -36,12 +36,12 @@ _MODULES = {
         "cluster": ["is_chief", "num_workers", "worker_index"],
         "errors": ["UserError"],
         "log": ["StepLog"],
-        "loop": ["steps_in_one_call"],
         "model": ["data_parallel"],
         "noise": ["noise_of_step"],
         "optimizers": ["apply_summed"],
         "order": ["locate"],
         "replicas": ["first_replica", "gather_over_replicas", "sum_over_replicas"],
+        "step_calls": ["steps_in_one_call"],
         "strategy": ["make_strategy"],
         "workers": ["agree", "exchange"],
     }.items()

@@ -12,10 +12,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_replicas.batches import Batches, distribute, divide, refuse_unlike_rows
+from keras_replicas.batches import Batches, distribute
 from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.cluster import is_chief, num_workers
 from keras_replicas.data import WholeBatches, as_batches, row_by_row
+from keras_replicas.division import divide, refuse_unlike_rows
 from keras_replicas.errors import UserError
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.private import get_data_adapter, train_validation_split
@@ -48,10 +49,9 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     if model.steps_by_keras and not (ours or checkpoints or hasattr(given.get("validation_data"), "iter_from_step")):
         return 0, given
     given = with_validation_data(model, given)
-    given = _with_generators(given, "validation_data", _has_rows_alike(model, "test_step"))
-    alike = _has_rows_alike(model, "train_step")
+    given = _with_generators(model, given, "validation_data", "test_step")
     if checkpoints is None and not ours:
-        given = _with_generators(given, "x", alike)
+        given = _with_generators(model, given, "x", "train_step")
         if _on_workers(model):
             given["callbacks"] = _callback_list(model, given)
         if isinstance(given.get("x"), tf.distribute.DistributedDataset | tf.data.Dataset):
@@ -67,10 +67,10 @@ def begin_fit(model: Any, given: Arguments, checkpoints: Checkpoints | None) -> 
     seeds = exchange(seeds)[0] if _on_workers(model) else seeds
     model.global_seed = seeds["noise"]
     shuffle, steps = given.pop("shuffle", True), given.get("steps_per_epoch")
-    batches = as_batches(**data, steps=steps, shuffle=shuffle, seed=seeds["data"], alike=alike)
+    batches = as_batches(**data, steps=steps, shuffle=shuffle, seed=seeds["data"])
     _check_same(model, batches)
     steps, epochs = steps or len(batches), given.get("epochs", 1)
-    if model.custom_step_function("train_step"):
+    if model.has_custom_step("train_step"):
         _prepare_custom_step(model, "train_step", batches, checkpoints)
     step, last = given.get("initial_epoch", 0) * steps, checkpoints.max_steps if checkpoints else None
     callbacks.set_params(callbacks.params | {"steps": min(steps, last or steps)})  # which a progress bar shows
@@ -111,18 +111,16 @@ def with_validation_data(model: Any, given: Arguments) -> Arguments:
 def with_divided_data(model: Any, given: Arguments, step: str = "") -> Arguments:
     """Arguments of `evaluate` or `predict`, in which data is divided if need be; `step` is what runs on it."""
     if not _is_divided_by_us(model, given.get("x"), given.get("steps")):
-        alike = _has_rows_alike(model, step or "predict_step")
-        given = given if model.steps_by_keras else _with_generators(given, "x", alike)
+        given = given if model.steps_by_keras else _with_generators(model, given, "x", step or "predict_step")
         is_prediction = not step
         return _with_even_parts(model, given) if is_prediction else given
     data = {name: given.pop(name, None) for name in ("x", "y", "sample_weight", "batch_size")}
-    alike = _has_rows_alike(model, step or "predict_step")
-    batches = as_batches(**data, steps=given.get("steps"), alike=alike)
+    batches = as_batches(**data, steps=given.get("steps"))
     if isinstance(batches, Batches):  # outputs come in the order of the rows
         batches = copy.copy(batches)
         batches.shuffle = False
     _check_same(model, batches)
-    if step and not model.steps_by_keras and model.custom_step_function(step):
+    if step and not model.steps_by_keras and model.has_custom_step(step):
         _prepare_custom_step(model, step, batches)
     return given | {"x": distribute(model.distribute_strategy, batches), "steps": given.get("steps") or len(batches)}
 
@@ -136,7 +134,7 @@ def _with_even_parts(model: Any, given: Arguments) -> Arguments:
     x, batch_size, steps = given.pop("x"), given.pop("batch_size", None), given.pop("steps", None)
     adapter = get_data_adapter(x, batch_size=batch_size, steps_per_epoch=steps, shuffle=False)
     dataset = row_by_row(adapter.get_tf_dataset())
-    divided = divide(model.distribute_strategy, dataset, _has_rows_alike(model, "predict_step"))
+    divided = divide(model.distribute_strategy, dataset)
     return given | {"x": divided, "steps": steps or adapter.num_batches}
 
 
@@ -180,22 +178,18 @@ def _is_divided_by_us(model: Any, x: Any, steps: int | None) -> bool:
     return are_arrays and steps is None and model.steps_per_execution == 1
 
 
-def _has_rows_alike(model: Any, step: str) -> bool:
-    """Whether all tensors of a batch must have the same number of rows: a custom step may get others."""
-    return model.distribute_strategy.num_replicas_in_sync > 1 and model.custom_step_function(step) is None
-
-
-def _with_generators(given: Arguments, name: str, alike: bool = True) -> Arguments:
-    """Arguments with a data set in the place of a generator, for Keras to divide; `alike` is as of `parts_of`.
+def _with_generators(model: Any, given: Arguments, name: str, step: str) -> Arguments:
+    """Arguments with a data set in the place of a generator; `step` is what runs on it.
 
     Raises:
-        UserError: when tensors of a data set's batches have unlike numbers of rows.
+        UserError: when tensors of a data set's batches have unlike numbers of rows, which only a custom step may get.
     """
     if isinstance(given.get(name), types.GeneratorType):
         options = {"class_weight": given.pop("class_weight", None)} if name == "x" else {}
         given[name] = row_by_row(get_data_adapter(given[name], **options).get_tf_dataset())
         given |= {"shuffle": False} if name == "x" and "shuffle" in given else {}
-    if alike and isinstance(given.get(name), tf.data.Dataset):
+    has_replicas = model.distribute_strategy.num_replicas_in_sync > 1
+    if has_replicas and isinstance(given.get(name), tf.data.Dataset) and not model.has_custom_step(step):
         refuse_unlike_rows(given[name].element_spec)
     return given
 

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_replicas.batches import divide
 from keras_replicas.batchnorm import take_moments_of_global_batch
 from keras_replicas.data import row_by_row
 from keras_replicas.device_copies import do_not_tune_device_copies
+from keras_replicas.division import divide
 from keras_replicas.empty import first_input
 from keras_replicas.loop import StepLoop, has_own
 from keras_replicas.noise import keep_global_seed
@@ -103,13 +103,8 @@ class Building(StepLoop):
         dataset = iterator.data_adapter.get_tf_dataset()
         if isinstance(dataset, tf.data.Dataset):
             dataset = row_by_row(dataset)
-            iterator._distributed_dataset = divide(self.distribute_strategy, dataset, self._has_rows_alike(iterator))
+            iterator._distributed_dataset = divide(self.distribute_strategy, dataset)
             iterator.is_divided_evenly = True
-
-    def _has_rows_alike(self, iterator):
-        """Whether all tensors of a batch must have the same number of rows: a custom step may get others."""
-        is_of_fit = iterator is self._fit_iterator or self._fit_iterator is None
-        return self.custom_step_function("train_step" if is_of_fit else "test_step") is None
 
     def build_for(self, batch):
         """Builds the model and its optimizer for batches like this one, of arrays or of `tf.TensorSpec`s."""

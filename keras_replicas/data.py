@@ -10,7 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.batches import Batches, BeginsAnywhere, checksum, parts_of
+from keras_replicas.batches import Batches, BeginsAnywhere, checksum
+from keras_replicas.division import parts_of
 from keras_replicas.order import locate
 from keras_replicas.private import convert_to_sliceable, get_data_adapter
 
@@ -28,7 +29,6 @@ def as_batches(
     shuffle=False,
     seed=0,
     class_weight=None,
-    alike=True,
 ) -> BeginsAnywhere:
     """The data that these arguments of `fit` give, in an order that is a function of `seed` and the epoch.
 
@@ -56,7 +56,7 @@ def as_batches(
     if isinstance(x, keras.utils.PyDataset):
         return Numbered(x, steps, seed if shuffle else None, class_weight)
     if isinstance(x, tf.data.Dataset):
-        return WholeBatches(get_data_adapter(x, class_weight=class_weight).get_tf_dataset(), steps, alike=alike)
+        return WholeBatches(get_data_adapter(x, class_weight=class_weight).get_tf_dataset(), steps)
     leaves = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if leaf is not None]
     if all(hasattr(leaf, "__array__") or isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
         rows = len(leaves[0]) if not isinstance(leaves[0], tf.RaggedTensor) else int(leaves[0].nrows())
@@ -66,7 +66,7 @@ def as_batches(
         return Batches(arrays, batch_size, shuffle=bool(shuffle), seed=seed)
     adapter = get_data_adapter(x, y, sample_weight, batch_size, class_weight=class_weight)
     once = adapter.num_batches is None
-    return WholeBatches(row_by_row(adapter.get_tf_dataset()), steps or adapter.num_batches, once, alike)
+    return WholeBatches(row_by_row(adapter.get_tf_dataset()), steps or adapter.num_batches, once)
 
 
 class WholeBatches:
@@ -76,13 +76,12 @@ class WholeBatches:
         dataset: of whole batches.
         steps: in an epoch; None for one pass over the data.
         once: whether it can be read only once, as a generator.
-        alike: as of `batches.parts_of`.
     """
 
     one_reader = True
 
-    def __init__(self, dataset: tf.data.Dataset, steps: int | None, once: bool = False, alike: bool = True):
-        self._dataset, self.is_read_once, self._alike = dataset, once, alike
+    def __init__(self, dataset: tf.data.Dataset, steps: int | None, once: bool = False):
+        self._dataset, self.is_read_once = dataset, once
         size = int(dataset.cardinality())
         if size == tf.data.UNKNOWN_CARDINALITY and not once and not steps:
             size = int(dataset.reduce(np.int64(0), lambda count, *_: count + 1))
@@ -97,11 +96,11 @@ class WholeBatches:
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """The parts of the batches from that step on, for the replicas of one input pipeline."""
         if self.is_read_once:
-            return parts_of(self._dataset.skip(step), context, self._alike)
+            return parts_of(self._dataset.skip(step), context)
         if self._size and not varies(self._dataset):
             rest = self._dataset.skip(step % self._size)
-            return parts_of(rest.concatenate(self._dataset.repeat()), context, self._alike)
-        return parts_of(self._dataset.repeat().skip(step), context, self._alike)
+            return parts_of(rest.concatenate(self._dataset.repeat()), context)
+        return parts_of(self._dataset.repeat().skip(step), context)
 
     def warn_if_unrepeatable(self) -> None:
         """Warns of shuffling without a seed, which no resumed run can repeat."""

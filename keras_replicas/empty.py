@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_replicas.batches import count_rows, slice_rows, sparse_rows
+from keras_replicas.division import count_rows, slice_rows, sparse_rows
 from keras_replicas.outputs import rows_changed
 from keras_replicas.private import strategy_seen
 from keras_replicas.replicas import gather, map_given, replica_context, replicas

@@ -89,7 +89,7 @@ def variables_of(model: Any, trained_only: bool) -> list[keras.Variable]:
     left_out |= {id(weight) for weight in model.weights if trained_only and not weight.trainable}
     kept = [variable for variable in model.variables if id(variable) not in left_out]
     of_custom_steps: list[Any] = []
-    if model.custom_step_function("train_step"):
+    if model.has_custom_step("train_step"):
         of_custom_steps += variables_of_tensorflow(model).values()
     return [*kept, model.global_seed_generator.state, *model.step_counter.variables, *of_custom_steps]
 
@@ -142,10 +142,10 @@ def restore_callbacks(callbacks: Iterable[keras.callbacks.Callback], states: Seq
     if not is_chief():  # whose file it is, and who alone has a `ModelCheckpoint`
         here = {type(callback).__name__ for callback in there}
         states = [state for state in states if state[0] in here]
-    kinds = [type(callback).__name__ for callback in there]
-    kinds_before = [kind for kind, *_ in states]
-    there = [each for each, kind in zip(there, kinds, strict=True) if kind in kinds_before or kind not in MAY_BE_ADDED]
-    states = [state for state in states if state[0] in kinds or state[0] not in MAY_BE_ADDED]
+    kinds = {type(callback).__name__ for callback in there}
+    added = set(MAY_BE_ADDED) - (kinds & {kind for kind, *_ in states})
+    there = [callback for callback in there if type(callback).__name__ not in added]
+    states = [state for state in states if state[0] not in added]
     if [type(callback).__name__ for callback in there] != [name for name, *_ in states]:
         raise UserError(
             f"these callbacks of the interrupted fit keep a state: {', '.join(name for name, *_ in states)}. Give the "

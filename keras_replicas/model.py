@@ -121,11 +121,14 @@ def data_parallel(
         raise ValueError(f"mean_over must be 'examples' or 'labels', not {mean_over!r}")
     if custom_step not in (None, "mean", "sum"):
         raise ValueError(f"custom_step must be 'mean', 'sum' or None, not {custom_step!r}")
-    accumulate = None if accumulate is None else int(accumulate)
     if probe_call is not None and not isinstance(probe_call, bool):
         raise ValueError(f"probe_call must be True or False, not {probe_call!r}")
-    given = (accumulate, mean_over, custom_step, probe_call)
-    all_options = dict(zip(OPTIONS, given, strict=True))
+    all_options = {
+        "accumulate": None if accumulate is None else int(accumulate),
+        "mean_over": mean_over,
+        "custom_step": custom_step,
+        "probe_call": probe_call,
+    }
     options = {name: value for name, value in all_options.items() if value is not None}
     if inspect.isclass(target) and issubclass(target, keras.Model):
         return _with_trainer(target, **options)  # type: ignore[arg-type]

@@ -78,13 +78,12 @@ def global_seed_of(model: keras.Model) -> Iterator[None]:
         set_global_attribute(GLOBAL_SEED_GENERATOR, before)
 
 
-def noise_seeds(model: keras.Model, count: tf.Tensor | None) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
+def noise_seeds(model: keras.Model, number: tf.Tensor) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
     """The variables that hold seeds, with their values for this replica.
 
     Args:
         model: whose seeds they are.
-        count: an integer, another each time the model is called: the number of the step, or of a slice of its batch;
-            None for one more than the last time.
+        number: an integer, another each time the model is called, such as that of the step.
     """
     replica = tf.cast(replica_context().replica_id_in_sync_group, tf.int64)
     variables = [variable for variable in model.non_trainable_variables if variable.name == "seed_generator_state"]
@@ -92,7 +91,6 @@ def noise_seeds(model: keras.Model, count: tf.Tensor | None) -> Iterator[tuple[k
     if "global_seed" in vars(model):
         seeds.append((model.global_seed_generator.state, tf.constant(model.global_seed, tf.int64)))
     for variable, seed in seeds:
-        number = variable.value[1] // DRAWS + 1 if count is None else count
         yield variable, tf.stack([seed + replica * REPLICAS_APART, tf.cast(number, tf.int64) * DRAWS])
 
 

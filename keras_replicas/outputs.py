@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_replicas.batches import UNLIKE_ROWS
+from keras_replicas.division import UNLIKE_ROWS
 from keras_replicas.errors import UserError
 from keras_replicas.origins import SAME_ON_REPLICAS
 from keras_replicas.private import get_keras_mask, set_keras_mask

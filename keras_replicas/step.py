@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_replicas.division import common_rows
 from keras_replicas.gradients import times
 from keras_replicas.optimizers import apply_summed
 from keras_replicas.origins import operations_so_far
@@ -33,7 +34,8 @@ class ReplicaStep(Passes):
 
         All are the same on every replica.
         """
-        with waiting_for(data):
+        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        with waiting_for((data, common_rows(leaves))):
             sums, batch = self._passes(keras.utils.unpack_x_y_sample_weight(data), training)
             total = add_up(sums._replace(stop=tf.cast(stop, tf.float32)), self.trainable_variables)
             loss = tf.math.divide_no_nan(total.loss, total.divisor)
@@ -117,3 +119,10 @@ def flat(logs: dict) -> dict:
     """Logs as Keras's callbacks see them: dicts in them, as from metrics with several results, are flattened."""
     pairs = [flat(value).items() if isinstance(value, dict) else [(name, value)] for name, value in logs.items()]
     return {name: value for items in pairs for name, value in items}
+
+
+def split_logs(values: dict) -> tuple[dict, dict]:
+    """The epoch's values so far, and each step's own values."""
+    of_step = {name for name in values if name.startswith("step/")}
+    logs = {name: value for name, value in values.items() if name not in of_step | {"stop"}}
+    return logs, {name.removeprefix("step/"): values[name] for name in values if name in of_step}

@@ -9,7 +9,7 @@ Keras's hook, what it does there, and what it does here, and why:
   have no average (keras-team/keras#19246, #21172), nor has anything on several workers (#20585): here it builds from
   shapes.
 - `make_train_function` makes a `tf.function` over steps, and a mean of what replicas return. Here steps are in a loop
-  that collectives allow (#20582), and replicas return what they have summed (`loop.py`).
+  that collectives allow (#20582), and replicas return what they have summed (`step_calls.py`).
 - `train_step` takes the gradient of a replica's mean; the optimizer sums. Here sums are divided once (`step.py`).
 - `test_step` does the same without an update, in both.
 - `predict_step` computes a replica's outputs, in both. Here a replica may have no examples (`empty.py`).
@@ -31,12 +31,14 @@ from keras_replicas.arguments import begin_fit, checkpoints_in, with_divided_dat
 from keras_replicas.building import Building
 from keras_replicas.counted import CountedSteps
 from keras_replicas.custom_step import run_custom_prediction
+from keras_replicas.division import as_tensor, divide_batch
 from keras_replicas.loop import StepLoop, without_tf_function
 from keras_replicas.noise import use_global_seed
 from keras_replicas.optimizers import without_strategy
 from keras_replicas.outputs import in_words
 from keras_replicas.private import TensorFlowTrainer
-from keras_replicas.replicas import own_copies
+from keras_replicas.replicas import map_given, own_copies
+from keras_replicas.step_calls import StepCalls
 from keras_replicas.waiting import call_of_all_workers
 
 
@@ -137,7 +139,7 @@ class Trainer(Building):
                 return super()._make_function(step)
             self._counted = CountedSteps(self, super()._make_function, step)
             return self._counted
-        run_steps = self._on_replicas(training)
+        run_steps = StepCalls(self, "train_step" if training else "test_step")
 
         def train_function(iterator):
             left, epochs = self._steps_left_of_epoch(), self._fit_iterator
@@ -214,7 +216,7 @@ class Trainer(Building):
         if self.steps_by_keras:
             return super().predict_on_batch(x)
         self.make_predict_function()
-        outputs = self.predict_function([self._divided((x,))])
+        outputs = self.predict_function([divide_batch(self.distribute_strategy, map_given(as_tensor, (x,)))])
         return keras.tree.map_structure(lambda t: t if isinstance(t, tf.RaggedTensor) else np.asarray(t), outputs)
 
     @property

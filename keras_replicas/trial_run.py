@@ -14,8 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.batches import count_rows, slice_rows
 from keras_replicas.custom_step import Occurrences, is_summed_on_read
+from keras_replicas.division import count_rows, slice_rows
 from keras_replicas.draws import draw_for_each_example, drawn_by, draws_replaceable
 from keras_replicas.empty import first_input
 from keras_replicas.errors import UserError

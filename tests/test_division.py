@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from keras_replicas import Batches, UserError, data_parallel, make_strategy
-from keras_replicas.batches import bounds_of_part
+from keras_replicas.division import bounds_of_part
 from tests.conftest import assert_same, slow
 
 EXAMPLES, BATCH, FEATURES = 11, 8, 4  # the last batch has three rows
@@ -264,3 +264,45 @@ def test_two_fits_in_threads_leave_the_strategy_as_it_was():
     with strategy.scope():
         model = data_parallel(keras.Sequential([keras.Input((FEATURES,)), layers.Dense(1)]))
     assert model.predict(data_set().map(lambda x, y: x), verbose=0).shape == (EXAMPLES, 1)
+
+
+class Labelled(keras.Sequential):
+    """A step on labelled and unlabelled examples, of which a batch has other numbers."""
+
+    def train_step(self, data):
+        (x, y), unlabelled = data
+        with tf.GradientTape() as tape:
+            labelled = ops.mean(ops.square(self(x) - y))
+            loss = labelled + 0.1 * ops.mean(ops.square(self(unlabelled)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"labelled": labelled}
+
+
+class LabelledBatches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return (X[:4], Y[:4]), X[:8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["data set", "PyDataset", "generator"])
+def test_a_custom_step_may_get_unlike_numbers_of_rows(kind):
+    batch = LabelledBatches()[0]
+    data = {
+        "data set": lambda: tf.data.Dataset.from_tensors(batch).repeat(2),
+        "PyDataset": LabelledBatches,
+        "generator": lambda: (batch for _ in range(2)),
+    }[kind]
+
+    def fit(wrap):
+        keras.utils.set_random_seed(0)
+        model = wrap(Labelled([keras.Input((FEATURES,)), layers.Dense(1)]))
+        model.compile(keras.optimizers.SGD(0.1))
+        history = model.fit(data(), epochs=1, shuffle=False, verbose=0).history
+        return [history["labelled"], *model.get_weights()]
+
+    plain = fit(lambda model: model)
+    with make_strategy(2).scope():
+        assert_same(fit(data_parallel), plain, rtol=1e-5, atol=1e-6)

@@ -5,6 +5,7 @@ import contextlib
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from keras_replicas import UserError, data_parallel, make_strategy
@@ -85,8 +86,6 @@ class Own(keras.Model):
         return self.dense(x)
 
     def train_step(self, data):
-        import tensorflow as tf
-
         x, y = data
         with tf.GradientTape() as tape:
             loss = keras.ops.mean(keras.ops.square(self(x) - y))
