@@ -9,8 +9,9 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from keras_replicas import UserError, data_parallel, make_strategy
+from keras_replicas import UserError, data_parallel, make_strategy, private
 from keras_replicas.call_probe import probe_call
+from keras_replicas.trial_run import undone
 from tests.conftest import assert_same, slow
 
 EXAMPLES, BATCH, FEATURES, LENGTH = 22, 8, 4, 6
@@ -250,12 +251,25 @@ def test_the_probe_leaves_no_trace():
     before = [np.array(variable) for variable in model.variables]
     attributes, states = dict(vars(model)), (random.getstate(), np.random.get_state()[1].copy())
     kept, named, losses = list(model.kept), dict(model.by_name), list(model._losses)
+    generator = keras.random.SeedGenerator(5)
+    private.set_global_attribute(private.GLOBAL_SEED_GENERATOR, generator)
     probe_call(model, tf.constant(X), training=True)
+    assert private.get_global_attribute(private.GLOBAL_SEED_GENERATOR) is generator
     assert_same(before, [np.array(variable) for variable in model.variables])
     assert vars(model).keys() == attributes.keys()
     assert all(vars(model)[name] is value for name, value in attributes.items())
     assert (model.kept, model.by_name, model._losses) == (kept, named, losses)
     assert random.getstate() == states[0] and (np.random.get_state()[1] == states[1]).all()
+
+
+def test_a_trial_run_puts_back_generators_of_tensorflow():
+    model = make(Remembering)
+    model.noise = tf.random.Generator.from_seed(1)
+    before = model.noise.state.numpy()
+    with undone(model):
+        model.noise.normal([3])
+        assert (model.noise.state.numpy() != before).any()
+    assert (model.noise.state.numpy() == before).all()
 
 
 @pytest.mark.parametrize("kind", ["arrays", *slow("data set", "shuffled data set", "generator", "PyDataset", "steps")])
