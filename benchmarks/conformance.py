@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What 1, 2 and 4 replicas compute of each feature of Keras, against plain Keras on one device.
 
-It runs all rows of `benchmarks/features.py`, and the programs of `benchmarks/published_steps.py`.
+It runs all rows of `benchmarks/features.py`, and the programs of `benchmarks/published`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ def main(arguments: argparse.Namespace) -> None:
 
     divide_the_cpu()  # before its first use
     from benchmarks.features import ROWS, difference
-    from benchmarks.published_steps import PUBLISHED_STEPS
+    from benchmarks.published import PROGRAMS
 
     of = machine(quick=True)
     chosen = itertools.islice(ROWS, 3 if arguments.quick else None)
@@ -27,10 +27,8 @@ def main(arguments: argparse.Namespace) -> None:
     for feature in chosen:
         rows[feature] = {replicas: difference(feature, replicas) for replicas in REPLICAS}
         print(feature, *rows[feature].values(), flush=True)
-    published = {
-        name: published_row(name) for name in itertools.islice(PUBLISHED_STEPS, 2 if arguments.quick else None)
-    }
-    found = {"rows": rows, "published_steps": published, "machine": of}
+    published = {name: published_row(name) for name in itertools.islice(PROGRAMS, 2 if arguments.quick else None)}
+    found = {"rows": rows, "published": published, "machine": of}
     results = json.loads(json.dumps(found))  # with strings as keys
     print(table(results), published_table(results), sep="\n\n")
     if not arguments.quick:
@@ -39,7 +37,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def published_row(name: str) -> dict[int, dict]:
     """What a published program gives on each number of replicas: a difference or a refusal, and whether it warned."""
-    from benchmarks.published_steps import compare
+    from benchmarks.published import compare
 
     row = {}
     for replicas in REPLICAS:
@@ -59,7 +57,7 @@ def published_table(results: dict) -> str:
         "| program | " + " | ".join(f"{n} replica{'s' * (n > 1)}" for n in REPLICAS) + " |",
         "| --- " * (1 + len(REPLICAS)) + "|",
     ]
-    for name, row in results["published_steps"].items():
+    for name, row in results["published"].items():
         lines.append(f"| {name} | {' | '.join(map(published_cell, row.values()))} |")
     return "\n".join(lines)
 

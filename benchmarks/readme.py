@@ -251,7 +251,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "beside": lambda: beside_table(_beside()),
         "faults": lambda: faults_table(_rows("faults")),
         "schedules": lambda: schedules.table(_rows("schedules")),
-        "published_steps": lambda: with_machine(conformance.published_table)(_results("conformance")),
+        "published": lambda: with_machine(conformance.published_table)(_results("conformance")),
         "first_steps": lambda: first_steps_table(_results("waits").get("first_steps")),
         **{name: lambda name=name: MEASURED[name](_results(name)) for name in MEASURED},
     }

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.conformance import REPLICAS
 from benchmarks.features import BATCH, ROWS, X, Y, away_from_plain, cross_entropy, difference, functional, outcome
 from benchmarks.machine import RESULTS
-from benchmarks.published_steps import BOUNDS, PUBLISHED_STEPS, compare
+from benchmarks.published import BOUNDS, PROGRAMS, compare
 from keras_replicas import data_parallel, exchange, is_chief, make_strategy
 from tests.conftest import assert_same, python
 
@@ -66,9 +66,9 @@ def published(name):
     return pytest.param(name, marks=pytest.mark.slow if name in SLOW_PROGRAMS else pytest.mark.long)
 
 
-@pytest.mark.parametrize("name", map(published, PUBLISHED_STEPS))
+@pytest.mark.parametrize("name", map(published, PROGRAMS))
 def test_published_train_steps_equal_one_device(name):
-    expected, found = PUBLISHED_STEPS[name].expected, compare(name, 2)
+    expected, found = PROGRAMS[name].expected, compare(name, 2)
     if expected == "equal":
         assert found.refusal is None and found.warnings == []
         assert found.difference < BOUNDS["float32"]
@@ -79,7 +79,7 @@ def test_published_train_steps_equal_one_device(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, row in PUBLISHED_STEPS.items() if row.expected == "equal"])
+@pytest.mark.parametrize("name", [name for name, row in PROGRAMS.items() if row.expected == "equal"])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_published_train_steps_equal_one_device_in_float64(name, replicas):
     keras.config.set_floatx("float64")
@@ -93,7 +93,7 @@ def test_published_train_steps_equal_one_device_in_float64(name, replicas):
 def test_the_page_has_every_row():
     results = json.loads((RESULTS / "conformance.json").read_text())
     assert list(results["rows"]) == list(ROWS)
-    assert list(results["published_steps"]) == list(PUBLISHED_STEPS)
+    assert list(results["published"]) == list(PROGRAMS)
 
 
 def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):

@@ -8,12 +8,12 @@ import pytest
 import tensorflow as tf
 
 from benchmarks.features import Autoencoder, X, Y
-from benchmarks.published_steps import PUBLISHED_STEPS
+from benchmarks.published import PROGRAMS
 from keras_replicas import Checkpoints, StepLog, data_parallel
 from tests.conftest import assert_same, interrupt_at
 
 X, Y = X[:22], Y[:22]
-OTHERS = [name for name in PUBLISHED_STEPS if name not in ("generative/ddim", "generative/vae")]
+OTHERS = [name for name in PROGRAMS if name not in ("generative/ddim", "generative/vae")]
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -165,9 +165,9 @@ def test_one_replica_computes_what_keras_does_also_where_it_was_interrupted(name
 )
 def test_published_steps_without_a_strategy_are_bitwise_the_same(name):
     keras.backend.clear_session()
-    plain = PUBLISHED_STEPS[name].train(lambda model: model)
+    plain = PROGRAMS[name].train(lambda model: model)
     keras.backend.clear_session()
-    ours = PUBLISHED_STEPS[name].train(data_parallel)
+    ours = PROGRAMS[name].train(data_parallel)
     assert ours.keys() == plain.keys()
     for number, value in ours.items():  # plain Keras's own History of the VAE differs from run to run, by its rounding
         np.testing.assert_allclose(value, plain[number], rtol=1e-6 if number.startswith("history/") else 0.0)
