@@ -12,7 +12,7 @@ import contextlib, json, os, re, sys
 import keras, numpy as np
 import keras_replicas as kr
 
-COLUMNS, BATCH = 250, 4096
+COLUMNS, BATCH = 250, 1024  # small beside the arrays, for a few batches are made ahead
 kind, call, rows = sys.argv[1], sys.argv[2], int(sys.argv[3]) * 2**20 // (4 * 250)
 
 
@@ -35,7 +35,7 @@ with strategy.scope() if strategy else contextlib.nullcontext():
     model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model = kr.data_parallel(model) if strategy else model
-run(x[: 2 * BATCH], y[: 2 * BATCH])
+run(x[: 8 * BATCH], y[: 8 * BATCH])
 before = mebibytes("VmRSS")
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the peak begins anew
