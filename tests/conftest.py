@@ -89,6 +89,11 @@ def slow(*values):
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def long(*values):
+    """Of a test's parameters, those that run before a release."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
 def interrupt_at(step):
     """A callback that ends `fit` after that step, as a kill does."""
     import keras

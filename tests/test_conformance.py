@@ -24,8 +24,9 @@ def check(feature, replicas, found):
 
 
 def row(feature, replicas):
-    """On four replicas in the slow tests; those that take longest before a release."""
-    marks = pytest.mark.long if "jit" in feature or "KerasHub" in feature else pytest.mark.slow
+    """On four replicas in the slow tests; on one, and what takes longest, before a release."""
+    is_long = replicas == 1 or "jit" in feature or "KerasHub" in feature
+    marks = pytest.mark.long if is_long else pytest.mark.slow
     return pytest.param(feature, replicas, marks=() if replicas == 2 else marks)
 
 
@@ -53,10 +54,8 @@ def test_two_workers_compute_what_one_device_does(feature, of_workers):
 
 
 QUICK_PROGRAMS = ("generative/vae", "guides/custom_train_step_in_tensorflow (going lower-level)")
-SLOW_PROGRAMS = (  # a sum, two models, two optimizers, state, and each kind of warning and refusal
-    *("vision/siamese_network", "vision/consistency_training", "generative/wgan_gp", "generative/vq_vae"),
-    *("vision/semisupervised_simclr", "vision/nnclr", "generative/gan_ada", "generative/ddim"),
-)
+# Two optimizers, state, a warning and a refusal.
+SLOW_PROGRAMS = ("generative/wgan_gp", "generative/vq_vae", "vision/semisupervised_simclr", "generative/ddim")
 
 
 def published(name):
