@@ -20,7 +20,7 @@ Weight = Callable[[str], tf.Tensor | None]
 
 
 class _Thread(threading.local):
-    """In the probe of a custom step, a function of (layer, inputs) that gives fixed moments."""
+    """In the probe of a call or of a custom step, a function of (layer, inputs) that gives fixed moments."""
 
     fixed: Callable | None = None
 

@@ -22,10 +22,12 @@ from keras_replicas.trial_run import (
     as_one_replica,
     constant_batch_size,
     rows_of,
+    sizes_of_shards,
     slice_of,
     tolerance_of,
     undone,
     unlike_examples,
+    without_optionals,
 )
 from keras_replicas.workers import exchange
 
@@ -36,7 +38,8 @@ class CallFindings(NamedTuple):
     """What the probe found.
 
     Attributes:
-        losses: of each of the model's losses of layers, in their order, how replicas' scalars combine: "mean" or "sum".
+        losses: of each of the model's losses of layers, in their order, how replicas' scalars combine: "mean", "sum",
+            or "either" where they are 0.
         warnings: what cannot be the same on several replicas, and what to do.
     """
 
@@ -91,7 +94,9 @@ def probe_call(model: Any, x: Any, training: bool) -> CallFindings:
     except Exception:
         _refuse_constant_batch_size(model, x, training)
         return CallFindings()
-    losses, warnings = _compare_losses(model, whole, first, second)
+    losses, warnings = _compare_losses(model, SHARDS, whole, first, second)
+    if "either" in losses and rows_of(x) > EXAMPLES:
+        losses, warnings = _compare_losses_on_batch(model, x, training)
     tolerance, is_ragged = tolerance_of(model), _has_ragged(x)
     difference = _difference(whole.outputs, first.outputs, second.outputs, is_ragged)
     if difference > tolerance:
@@ -99,8 +104,8 @@ def probe_call(model: Any, x: Any, training: bool) -> CallFindings:
         whole, first, second = (_call(model, part, training, with_layers=True) for part in parts)
         where = _first_that_differs(whole, first, second, tolerance, is_ragged) or f"{type(model).__name__}.call"
         warnings.append(
-            f"{where} computes another result for an example when the batch has other examples beside it (the results "
-            f"differ by {difference:.1g}, relative to the largest); each replica has its part of the batch alone"
+            f"the outputs of {where} for an example depend on the other examples of the batch (they differ by "
+            f"{difference:.1g}, relative to the largest), and a replica has its part of the batch alone"
         )
     return CallFindings(losses, tuple(warnings))
 
@@ -139,8 +144,23 @@ def _tensors(outputs: Any) -> list[Any]:
     ]
 
 
-def _compare_losses(model: Any, whole: _Run, first: _Run, second: _Run) -> tuple[tuple[str, ...], list[str]]:
-    """How the losses of layers combine, and warnings of those that are neither means nor sums."""
+def _compare_losses_on_batch(model: Any, x: Any, training: bool) -> tuple[tuple[str, ...], list[str]]:
+    """What `_compare_losses` gives of the whole batch: on a few examples, a loss may be 0."""
+    batch, sizes = without_optionals(x), sizes_of_shards(rows_of(x))
+    parts = batch, slice_of(batch, 0, sizes[0]), slice_of(batch, sizes[0], sum(sizes))
+    return _compare_losses(model, sizes, *(_call(model, part, training) for part in parts))
+
+
+def _compare_losses(
+    model: Any, sizes: tuple[int, int], whole: _Run, first: _Run, second: _Run
+) -> tuple[tuple[str, ...], list[str]]:
+    """How the losses of layers combine, and warnings of those that are neither means nor sums.
+
+    Args:
+        model: that was called.
+        sizes: of the two shards.
+        whole, first, second: what its calls gave.
+    """
     kinds: list[str] = []
     warnings: list[str] = []
     if not len(whole.losses) == len(first.losses) == len(second.losses):
@@ -149,8 +169,8 @@ def _compare_losses(model: Any, whole: _Run, first: _Run, second: _Run) -> tuple
         kind = "mean"
         if not loss.shape.rank:
             shards = [[as_numbers(each)] for each in of_shards]
-            found = combination_of([as_numbers(loss)], shards, SHARDS, tolerance_of(model))
-            kind = "sum" if found.kind == "sum" else "mean"
+            found = combination_of([as_numbers(loss)], shards, sizes, tolerance_of(model))
+            kind = "mean" if found.kind == "neither" else found.kind
             if found.kind == "neither":
                 warnings.append(
                     f"loss {number} of those that layers of {type(model).__name__} add by add_loss is neither the mean "
@@ -162,7 +182,7 @@ def _compare_losses(model: Any, whole: _Run, first: _Run, second: _Run) -> tuple
 
 
 def _first_that_differs(whole: _Run, first: _Run, second: _Run, tolerance: float, is_ragged: bool) -> str | None:
-    """The first layer whose outputs for an example depend on the others, and its inputs do not; inner layers first."""
+    """The first call of a layer whose outputs differ between batch and shard while its inputs agree; inner ones first."""
     calls = zip(whole.layer_calls, first.layer_calls, second.layer_calls, strict=False)
     for together, one, other in calls:
         in_outputs = _difference(together.outputs, one.outputs, other.outputs, is_ragged)
@@ -189,6 +209,8 @@ def _difference(whole: list[Any], first: list[Any], second: list[Any], is_ragged
         if len({each.shape[1:] for each in rows}) > 1 and not is_ragged:
             return float("inf")  # another axis is that of the examples, too
         expected = [rows[0][: SHARDS[0]], rows[0][SHARDS[0] :]]
+        if rows[0].ndim != rows[1].ndim or rows[0].ndim != rows[2].ndim:
+            return float("inf")
         pairs = [_common(one, other) for one, other in zip(expected, rows[1:], strict=True)]
         largest = max(largest, relative_difference([one for one, _ in pairs], [other for _, other in pairs]))
     return largest
@@ -196,8 +218,6 @@ def _difference(whole: list[Any], first: list[Any], second: list[Any], is_ragged
 
 def _common(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The part that both arrays have: where rows are padded to the longest, they may differ in length."""
-    if one.ndim != other.ndim:
-        return one, np.full_like(one, np.inf)
     part = tuple(slice(0, min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))
     return one[part], other[part]
 

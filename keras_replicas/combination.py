@@ -28,6 +28,8 @@ def combination_of(
 ) -> Combination:
     """Finds how arrays that a function computes of shards combine into what it computes of all examples.
 
+    Numbers that are not finite are left out; where nothing is left, the kind is "either".
+
     Args:
         whole: arrays computed of all examples.
         shards: for each shard, the same arrays computed of its examples alone.

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_replicas.division import count_rows, slice_rows
 from keras_replicas.draws import drawn_by
 from keras_replicas.empty import (
     count_examples,
@@ -60,12 +61,14 @@ AGGREGATIONS = {tf.VariableAggregation.MEAN: "mean", tf.VariableAggregation.SUM:
 
 
 class StepPlan(NamedTuple):
-    """How a custom step's results on shards combine into those on the global batch: each "mean" or "sum".
+    """How a custom step's results on shards combine into those on the global batch.
+
+    Each entry is a kind of `combination.Combination`: "mean", "sum", "either" where the probe could not tell, and
+    "neither" where no combination is right. What is neither a sum nor refused is averaged.
 
     Attributes:
         gradients: of the optimizers' calls, in their order in the step.
-        assignments: of what variables get, named by `Occurrences`; "either" where the probe could not tell, and
-            "neither" where no combination is right.
+        assignments: of what variables get, named by `Occurrences`.
         logs: of the numbers that the step returns, by name.
         moments: of the gradients of BatchNormalization's moments, named by `Occurrences`.
         otherwise: of gradients and numbers that are not listed.
@@ -188,7 +191,7 @@ class CustomStep(keras.StatelessScope):
         given = {index: each for index, each in enumerate(gradients) if each is not None}
         if self.has_examples is not None:
             given = zeros_without_examples(self.examples, given)
-        if kind == "mean":
+        if kind != "sum":
             given = {
                 index: each if variables[index].overwrite_with_gradient else times(each, self.share)
                 for index, each in given.items()
@@ -303,7 +306,7 @@ class CustomStep(keras.StatelessScope):
 
     def _add_to_metric(self, variable, value, name):
         copy, before = local_value(variable), self._total(variable)
-        if self._origins is not None and not self._origins.of(value, also=[before]):  # it is reset
+        if self._is_reset(value, before):
             keeps = is_first_replica() | is_shared(variable)
             copy.assign(tf.where(keeps, value, tf.zeros_like(value)))
         else:
@@ -321,6 +324,15 @@ class CustomStep(keras.StatelessScope):
                 copy.assign_add(added)
         del self._totals[id(variable)]
 
+    def _is_reset(self, value, before) -> bool:
+        """Whether a metric gets a value of its own, and none that is added to what it has.
+
+        Eagerly, only zeros that all replicas assign are known to be one.
+        """
+        if self._origins is not None:
+            return not self._origins.of(value, also=[before])
+        return not self.differs(value) and not tf.reduce_any(tf.cast(value, tf.bool))
+
     def _is_mean(self, added) -> bool:
         """Whether what a metric gets, which was not measured, is a mean over examples: of a scalar, as the step is."""
         if not self.is_scalar_update:
@@ -335,7 +347,7 @@ class CustomStep(keras.StatelessScope):
     def _total(self, variable):
         """What all replicas hold of a variable together; for all metrics of the model at once."""
         if id(variable) not in self._totals:
-            self._refuse_nested("updates a metric, and reads it again,")
+            self._refuse_nested("updates or reads a metric")
             metrics = [each for each in self.model._metric_variables() if is_summed_on_read(each)]
             stale = {id(each): each for each in (*metrics, variable) if id(each) not in self._totals}
             values = [tf.convert_to_tensor(local_value(each)) for each in stale.values()]
@@ -345,7 +357,10 @@ class CustomStep(keras.StatelessScope):
         return self._totals[id(variable)]
 
     def differs(self, value) -> bool:
-        """Whether a tensor may differ between replicas: where it depends on examples or on random draws."""
+        """Whether a tensor may differ between replicas: where it depends on examples or on random draws.
+
+        Eagerly, the replicas' values are compared, so every replica must call it.
+        """
         if self._origins is not None:
             return bool(self._origins.of(value)) if hasattr(value, "graph") else False
         values = gather_over_replicas(tf.convert_to_tensor(value)[None])
@@ -576,7 +591,7 @@ def without_borrowed_example(step: CustomStep, data: Any) -> Any:
         return data
 
     def own(leaf):
-        rows = leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf)[0]
-        return leaf[: tf.where(step.has_examples, tf.cast(rows, tf.int32), 0)]
+        rows = count_rows(leaf)
+        return slice_rows(leaf, 0, tf.where(step.has_examples, rows, tf.zeros_like(rows)))
 
     return keras.tree.map_structure(lambda leaf: None if leaf is None else own(leaf), data)

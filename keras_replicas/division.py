@@ -22,8 +22,8 @@ _options_lock = threading.Lock()  # of the strategies, for threads that train at
 def bounds_of_part(rows: Any, replica: Any, replicas: int) -> tuple[Any, Any]:
     """Where a replica's part of a batch begins and ends, without the end.
 
-    Parts differ by one row at most, and the first ones are the larger: a replica has none only where there are fewer
-    rows than replicas.
+    Parts differ by one row at most, and none is larger than the first. Where there are fewer rows than replicas, some
+    parts are empty, not always the last.
 
     Args:
         rows: of the batch.

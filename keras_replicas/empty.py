@@ -112,7 +112,7 @@ def others_example(data, rows_known: bool):
 
 
 def _first_row(leaf):
-    """The first row of the first replica, which has one: the first parts of a batch are the larger."""
+    """The first row of the first replica, which always has one; see `bounds_of_part`."""
     if not isinstance(leaf, tf.SparseTensor):
         return gather(leaf[:1])[:1]
     row = slice_rows(leaf, 0, 1)

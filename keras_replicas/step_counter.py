@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of a model's steps, of which its random draws are a function."""
 
+import functools
 from typing import Any
 
 import keras
@@ -13,14 +14,15 @@ BATCHES = 2**32  # more than an evaluation has
 
 
 class StepCounter:
-    """Numbers a model's steps: each training step, and each batch of an evaluation, has a number of its own.
+    """Numbers a model's steps, for the seeds of their random draws.
 
-    The number of a training step is a function of the steps before. That of a batch in an evaluation is a function of
-    the training steps so far, of the evaluations since the last of them, and of the batches before. So a resumed run
-    draws what an uninterrupted one does, wherever checkpoints hold the `variables`.
+    The number of a training step is a function of the steps before, and larger than theirs. That of a batch in an
+    evaluation is a pseudo-random function of the training steps so far, of the evaluations since the last of them, and
+    of the batches before. So a resumed run draws what an uninterrupted one does, wherever checkpoints hold the
+    `variables`.
 
     Args:
-        model: of `data_parallel`. Its optimizer counts the training steps, but for those that do not call it.
+        model: of `data_parallel`. Its optimizer counts the steps of Keras's own `train_step`.
 
     Attributes:
         variables: the counts, each the same on all replicas.
@@ -29,10 +31,11 @@ class StepCounter:
     def __init__(self, model: Any):
         self._model = model
         with model.distribute_strategy.scope():
-            self._steps, self._evaluated_at, self._evaluations, self._batches = (
-                keras.Variable(start, dtype="int64", trainable=False, name=name)
-                for name, start in (("steps", 0), ("evaluated_at", -1), ("evaluations", 0), ("batches", 0))
-            )
+            make_count = functools.partial(keras.Variable, dtype="int64", trainable=False)
+            self._steps = make_count(0, name="steps")
+            self._evaluated_at = make_count(-1, name="evaluated_at")
+            self._evaluations = make_count(0, name="evaluations")
+            self._batches = make_count(0, name="batches")
         self.variables = [self._steps, self._evaluated_at, self._evaluations, self._batches]
 
     def training_step(self) -> tf.Tensor:
@@ -50,7 +53,10 @@ class StepCounter:
         return EVALUATION + tf.random.stateless_uniform(shape=[], seed=seed, maxval=EVALUATION, dtype=tf.int64)
 
     def end_training_step(self) -> None:
-        """Counts a training step that the model's optimizer does not count. Call it in a replica's step."""
+        """Advances the number of the next training step, for a custom step, which may call no optimizer.
+
+        Where the step also calls the model's optimizer, the number grows by more than 1. Call it in a replica's step.
+        """
         copy = local_value(self._steps)
         copy.assign_add(tf.ones_like(copy))
 

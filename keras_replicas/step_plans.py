@@ -15,8 +15,7 @@ from keras_replicas.custom_step import StepPlan, assigned_locally, scalars_noted
 from keras_replicas.draws import draws_replaceable
 from keras_replicas.optimizer_calls import all_optimizers, calls_replaceable
 from keras_replicas.replicas import hide_replicas
-from keras_replicas.step_probe import Findings, probe_again, probe_step
-from keras_replicas.trial_run import SHARDS, few_examples
+from keras_replicas.step_probe import Findings, Trial, probe_again, probe_step, sums_unknown_before
 from keras_replicas.workers import exchange
 
 log = logging.getLogger("keras_replicas")
@@ -37,7 +36,7 @@ class StepPlans:
     def __init__(self, model: Any, custom_step: str | None):
         self._model, self._custom_step = model, custom_step
         self._plans: dict[str, StepPlan] = {}
-        self._measured: dict[str, tuple[Callable, Any]] = {}  # by name, the step and a few examples
+        self._measured: dict[str, tuple[Callable, Trial]] = {}  # by name, the step and what it is run on
         self._measured_at_step = 0
         self._warnings: dict[str, list[str]] = {}
         self._warned: set[str] = set()
@@ -62,8 +61,8 @@ class StepPlans:
         self.optimizers += [each for each in found.optimizers if id(each) not in known]
         self.note_warnings(name, found.warnings)
         self._notice(name)
-        if found.plan.was_measured:
-            self._measured[name] = (step, few_examples(batch, sum(SHARDS)))
+        if found.trial is not None:
+            self._measured[name] = (step, found.trial)
 
     def _probe(self, name: str, step: Callable, batch: Any, needs_optimizers: bool) -> Findings:
         """What the probe finds; on several workers, with the chief's plan."""
@@ -83,7 +82,7 @@ class StepPlans:
     def measure_again(self) -> None:
         """Measures the steps again if twice as many steps were done as the last time, and warns of what is new.
 
-        A loss may begin with a weight of 0. Call it between epochs.
+        A loss may begin with a weight of 0. Call it where metrics are reset: as an epoch or an evaluation begins.
         """
         if not self._measured:
             return
@@ -91,9 +90,10 @@ class StepPlans:
         if steps < max(1, 2 * self._measured_at_step):
             return
         self._measured_at_step = steps
-        for name, (step, examples) in self._measured.items():
-            if name not in self._warned:
-                self.note_warnings(name, probe_again(self._model, name, step, examples))
+        for name, (step, trial) in self._measured.items():
+            found = None if name in self._warned else probe_again(self._model, name, step, trial)
+            if found is not None:
+                self.note_warnings(name, (*found.warnings, *sums_unknown_before(self._plans[name], found.plan)))
                 self.warn(name)
 
     def is_prepared(self, name: str) -> bool:

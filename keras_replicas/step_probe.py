@@ -3,7 +3,8 @@
 
 The step runs eagerly three times, on five examples, on the first three and on the last two. Nothing is applied, and
 whatever it assigns is put back. Its optimizers' gradients on all five are then the mean of those on the shards,
-weighted by examples, or their sum; so are the numbers that it returns, and what it adds to variables. So that nothing
+weighted by examples, or their sum; so are the numbers that it returns, and what it adds to variables. Where all of them
+are 0, as of a loss that only rare examples have, the step runs on the whole batch and two shards of it. So that nothing
 else differs between the three runs, every example draws the same random numbers, dropout drops nothing, and
 BatchNormalization uses its moving averages.
 """
@@ -30,6 +31,7 @@ from keras_replicas.trial_run import (
     few_examples,
     make_new_variables,
     rows_of,
+    sizes_of_shards,
     slice_of,
     tolerance_of,
     undone,
@@ -64,6 +66,18 @@ class Record(NamedTuple):
     moments: dict[str, list[np.ndarray]]
 
 
+class Trial(NamedTuple):
+    """Examples that a step runs on, together and as two shards.
+
+    Attributes:
+        examples: a batch, as the step gets it.
+        sizes: the number of examples of each shard. They must differ, for a mean to differ from a mean of means.
+    """
+
+    examples: Any
+    sizes: tuple[int, int]
+
+
 class Findings(NamedTuple):
     """What the probe found.
 
@@ -71,11 +85,13 @@ class Findings(NamedTuple):
         plan: how the step's results combine over replicas.
         optimizers: that the step calls, in the order of their first calls.
         warnings: what cannot be the same on several replicas, and what to do.
+        trial: what the step ran on, if it was measured.
     """
 
     plan: StepPlan
     optimizers: list[keras.Optimizer]
     warnings: list[str]
+    trial: Trial | None = None
 
 
 def probe_step(
@@ -95,6 +111,7 @@ def probe_step(
         UserError: when the step runs on the batch, but not on a few of its examples, or returns what is no number.
     """
     examples = few_examples(batch, sum(SHARDS))
+    trial = Trial(examples, SHARDS)
     where = f"{type(model).__name__}.{name}"
     build_by_running(model, step, examples)
     if custom_step is not None:
@@ -103,7 +120,7 @@ def probe_step(
         return Findings(StepPlan(otherwise=custom_step), _called(calls), [])
     replicas = model.distribute_strategy.extended._num_replicas_in_sync
     try:
-        records = _run_on_shards(model, step, examples, where)
+        records = _run_on_shards(model, step, trial, where)
         if rows_of(batch) < sum(SHARDS):  # `examples` repeats some, and a replica gets fewer
             _run(model, step, slice_of(without_optionals(batch), 0, -(-rows_of(batch) // replicas)), where)
     except UserError:
@@ -114,30 +131,69 @@ def probe_step(
         warning = f"it could not be run on a few examples ({type(error).__name__}: {text})"
         return Findings(StepPlan(), _called(_calls_of(model, step, batch, where)), [warning])
     _build_optimizers(model, records[0].calls)
-    return _findings(model, where, *records)
+    found = _findings(model, where, trial, *records)
+    if _has_zeros(model, found.plan) and rows_of(batch) > sum(SHARDS):
+        found = probe_again(model, name, step, _of_whole_batch(batch)) or found
+    for number in _unknown_calls(found.plan):
+        found.warnings.append(
+            f"the gradients of call {number + 1} of an optimizer are 0 on the first batch, which does not tell whether "
+            "they are a mean or a sum over examples; their mean is taken"
+        )
+    return found
 
 
-def probe_again(model: Any, name: str, step: Callable, examples: Any) -> list[str]:
-    """What `probe_step` would warn of now: a step may do other things later than in its first run.
+def probe_again(model: Any, name: str, step: Callable, trial: Trial) -> Findings | None:
+    """Runs a built step once more: it may do other things later than in its first run.
 
     Args:
         model, name, step: as of `probe_step`.
-        examples: as `few_examples` gives them.
+        trial: what it runs on.
+
+    Returns:
+        What was found; None if the step fails, which will then say itself what is wrong.
     """
     where = f"{type(model).__name__}.{name}"
     try:
-        return _findings(model, where, *_run_on_shards(model, step, examples, where)).warnings
-    except Exception:  # the step itself will say what is wrong
-        return []
+        return _findings(model, where, trial, *_run_on_shards(model, step, trial, where))
+    except Exception:
+        return None
 
 
-def _run_on_shards(model: Any, step: Callable, examples: Any, where: str) -> list[Record]:
+def sums_unknown_before(before: StepPlan, found: StepPlan) -> list[str]:
+    """Warnings of sums over examples that are averaged, because they were 0 when the plan was made.
+
+    Args:
+        before: the plan by which the step runs.
+        found: what the probe finds now.
+    """
+    calls = [number for number in _unknown_calls(before) if found.gradients[number : number + 1] == ("sum",)]
+    names = [f"the gradients of call {number + 1} of an optimizer" for number in calls]
+    names += [repr(name) for name, kind in before.logs.items() if kind == "either" and found.logs.get(name) == "sum"]
+    return [f"{name}: a sum over examples, but averaged over replicas, because it was 0 at first" for name in names]
+
+
+def _unknown_calls(plan: StepPlan) -> list[int]:
+    return [number for number, kind in enumerate(plan.gradients) if kind == "either"]
+
+
+def _has_zeros(model: Any, plan: StepPlan) -> bool:
+    """Whether gradients, or a returned number that is no metric's result, may be a mean or a sum."""
+    metrics = {metric.name for metric in model.metrics}
+    return "either" in plan.gradients or "either" in {kind for name, kind in plan.logs.items() if name not in metrics}
+
+
+def _of_whole_batch(batch: Any) -> Trial:
+    return Trial(without_optionals(batch), sizes_of_shards(rows_of(batch)))
+
+
+def _run_on_shards(model: Any, step: Callable, trial: Trial, where: str) -> list[Record]:
     """Runs a step on all examples, and on the two shards of them."""
-    shards = (slice_of(examples, 0, SHARDS[0]), slice_of(examples, SHARDS[0], sum(SHARDS)))
+    examples, (first, second) = trial
+    shards = (slice_of(examples, 0, first), slice_of(examples, first, first + second))
     return [_run(model, step, each, where) for each in (examples, *shards)]
 
 
-def _findings(model: Any, where: str, whole: Record, first: Record, second: Record) -> Findings:
+def _findings(model: Any, where: str, trial: Trial, whole: Record, first: Record, second: Record) -> Findings:
     tolerance, warnings, gradients = tolerance_of(model), [], []
     for number, call in enumerate(whole.calls):
         others = [record.calls[number].gradients if number < len(record.calls) else [] for record in (first, second)]
@@ -145,32 +201,35 @@ def _findings(model: Any, where: str, whole: Record, first: Record, second: Reco
             warnings.append(f"it does not call the optimizer {call.optimizer.name} for all numbers of examples alike")
             gradients.append("mean")
             continue
-        found = combination_of(call.gradients, others, SHARDS, tolerance)
+        found = combination_of(call.gradients, others, trial.sizes, tolerance)
         if found.kind == "neither":
             warnings.append(
                 f"gradients that the optimizer {call.optimizer.name} gets of a batch are neither the mean nor the sum "
                 f"of those of its shards (they differ by {found.difference:.1g}); their mean is taken"
             )
-        gradients.append("sum" if found.kind == "sum" else "mean")
+        gradients.append("mean" if found.kind == "neither" or not call.gradients else found.kind)
     assignments: dict[str, str] = {}
     for name, (before, after) in whole.assigned.items():
         if name in first.assigned and name in second.assigned:
             added = [[each.assigned[name][1] - each.assigned[name][0]] for each in (first, second)]
             rounding = tolerance + tolerance * ROUNDING * _relative_size(after, after - before)
-            assignments[name] = combination_of([after - before], added, SHARDS, rounding).kind
+            assignments[name] = combination_of([after - before], added, trial.sizes, rounding).kind
         else:
             assignments[name] = "neither"
     logs: dict[str, str] = {}
     for name, value in whole.logs.items():
-        shards = [[record.logs.get(name, np.array(np.nan))] for record in (first, second)]
-        logs[name] = combination_of([value], shards, SHARDS, tolerance).kind
+        if name in first.logs and name in second.logs:
+            shards = [[first.logs[name]], [second.logs[name]]]
+            logs[name] = combination_of([value], shards, trial.sizes, tolerance).kind
+        else:
+            logs[name] = "neither"
     moments: dict[str, str] = {}
     for name, arrays in whole.moments.items():
         of_shards = [record.moments.get(name, []) for record in (first, second)]
         if all(len(each) == len(arrays) for each in of_shards):
-            moments[name] = combination_of(arrays, of_shards, SHARDS, tolerance).kind
+            moments[name] = combination_of(arrays, of_shards, trial.sizes, tolerance).kind
     plan = StepPlan(tuple(gradients), assignments, logs, moments, was_measured=True)
-    return Findings(plan, _called(whole.calls), warnings)
+    return Findings(plan, _called(whole.calls), warnings, trial)
 
 
 def _relative_size(value: np.ndarray, change: np.ndarray) -> float:
@@ -239,12 +298,17 @@ def _count_unbuilt(model: Any) -> int:
 
 
 def _calls_of(model: Any, step: Callable, examples: Any, where: str) -> list[Call]:
-    """The calls of optimizers in a run of the step, each built."""
-    with contextlib.suppress(Exception):
+    """The calls of optimizers in a run of the step, each built; none if the step fails.
+
+    Raises:
+        UserError: when an optimizer was made outside of the strategy's scope.
+    """
+    try:
         calls = _run(model, step, examples, where).calls
-        _build_optimizers(model, calls)
-        return calls
-    return []
+    except Exception:
+        return []
+    _build_optimizers(model, calls)
+    return calls
 
 
 def _build_optimizers(model: Any, calls: list[Call]) -> None:

@@ -125,7 +125,7 @@ class Trainer(Building):
         return super().predict(**given)
 
     def reset_metrics(self):
-        """Resets the metrics, as Keras does when an epoch begins."""
+        """Resets the metrics, and measures custom steps again if it is time; see `StepPlans.measure_again`."""
         super().reset_metrics()
         if self.step_plans is not None:
             self.step_plans.measure_again()

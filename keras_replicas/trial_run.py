@@ -25,21 +25,20 @@ from keras_replicas.replicas import local_value, one_replica_seen
 from keras_replicas.state import same_everywhere
 
 SHARDS = (3, 2)  # examples of the two shards, which must differ for a mean to differ from a sum of means
-TOLERANCES = {"float64": 1e-8, "float32": 2e-4, "": 3e-2}  # by the coarsest dtype that layers compute in
+TOLERANCES = {"float64": 1e-8, "float32": 2e-4, "float16": 3e-2, "bfloat16": 3e-2}
 
 
 def tolerance_of(model: Any) -> float:
-    """The largest relative difference that counts as rounding, by the coarsest dtype that layers compute in."""
+    """The largest relative difference that counts as rounding, by the coarsest of `floatx` and the layers' dtypes."""
     dtypes = {layer.compute_dtype for layer in model._flatten_layers()} | {keras.config.floatx()}
-    coarsest = next((dtype for dtype in ("float32", "float64") if dtype in dtypes), "float64")
-    return TOLERANCES[""] if dtypes & {"float16", "bfloat16"} else TOLERANCES[coarsest]
+    return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
 
 
 # Examples.
 
 
 def few_examples(batch: Any, count: int) -> Any:
-    """The first examples of a batch, repeated if it has fewer."""
+    """The first examples of a batch, repeated if it has fewer and is not sparse."""
 
     def few(leaf):
         if leaf is None:
@@ -82,6 +81,12 @@ def _lengths_of(leaf: Any) -> np.ndarray:
 def slice_of(examples: Any, start: int, end: int) -> Any:
     """The examples from `start` to `end`, without it."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else slice_rows(leaf, start, end), examples)
+
+
+def sizes_of_shards(rows: int) -> tuple[int, int]:
+    """The sizes of two shards of more than five examples. They differ as those of `SHARDS` do."""
+    first = -(-rows * SHARDS[0] // sum(SHARDS))
+    return first, rows - first
 
 
 def local_batch(strategy: tf.distribute.Strategy, batch: Any) -> Any:
@@ -177,7 +182,10 @@ def as_numbers(tensor) -> np.ndarray:
 
 @contextlib.contextmanager
 def as_one_replica(model: Any) -> Iterator[None]:
-    """Context of a step on the first replica of this worker, without the others, with fixed draws and moments."""
+    """Context of a step on the first replica of this worker, without the others, with fixed draws.
+
+    BatchNormalization's moments are fixed by `batchnorm.fixed_moments`.
+    """
     strategy = model._distribute_strategy
     with contextlib.ExitStack() as stack:
         stack.enter_context(global_seed_of(model))
@@ -198,7 +206,11 @@ def as_one_replica(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undone(model: Any) -> Iterator[Recording]:
-    """Context after which variables, Python attributes and random states are as before."""
+    """Context after which a model is as before; it gives a `Recording`.
+
+    It puts back the variables that are assigned within the recording (a `tf.Variable` is none of them), the attributes
+    of layers and their lists, dicts and sets, and the states of random generators: Python's, NumPy's and the layers'.
+    """
     attributes = [(vars(layer), dict(vars(layer))) for layer in model._flatten_layers()]
     containers = [(each, _contents(each)) for _, old in attributes for each in old.values() if _is_container(each)]
     generators = [each for _, old in attributes for each in old.values() if isinstance(each, tf.random.Generator)]

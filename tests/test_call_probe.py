@@ -306,6 +306,7 @@ SUMS_AND_MEANS = {
     "a mean": lambda x: ops.mean(ops.square(x)),
     "a value for each example": lambda x: ops.mean(ops.square(x), axis=-1),
     "of nothing": lambda x: ops.convert_to_tensor(0.5),
+    "a sum of few examples": lambda x: 1e-2 * ops.sum(ops.relu(x - 2.2)),
 }
 
 

@@ -92,7 +92,7 @@ def test_published_train_steps_equal_one_device_in_float64(name, replicas):
 def test_the_page_has_every_row():
     results = json.loads((RESULTS / "conformance.json").read_text())
     assert list(results["rows"]) == list(ROWS)
-    assert list(results["published"]) == list(PROGRAMS)
+    assert results["published"].keys() == PROGRAMS.keys()
 
 
 def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):

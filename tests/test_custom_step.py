@@ -110,10 +110,10 @@ def values(variables):
     return [variable.numpy() for variable in variables]
 
 
-def assert_copies_are_equal(model):
+def assert_copies_are_equal(strategy, weights):
     """Each weight is bitwise the same on all replicas."""
-    for weight in model.weights:
-        first, *rest = model.distribute_strategy.experimental_local_results(weight.value)
+    for weight in weights:
+        first, *rest = strategy.experimental_local_results(weight.value)
         for copy in rest:
             np.testing.assert_array_equal(copy.numpy(), first.numpy(), weight.path)
 
@@ -123,7 +123,7 @@ def assert_equivalent(make, replicas=2, tolerance=1e-5, **given):
     plain = run(make, **given)
     ours = run(make, make_strategy(replicas), **given)
     assert_close(ours.numbers, plain.numbers, tolerance)
-    assert_copies_are_equal(ours.model)
+    assert_copies_are_equal(ours.model.distribute_strategy, ours.model.weights)
     assert [str(warning.message) for warning in ours.warned] == []
     return plain, ours
 
@@ -336,7 +336,7 @@ def test_neither_mean_nor_sum_warns_once_and_trains(name):
     assert "Custom.train_step" in str(warning.message) and "sgd" in str(warning.message).lower()
     for before, after in zip(untrained.model.get_weights(), ours.model.get_weights(), strict=True):
         assert np.isfinite(after).all() and (before != after).any()
-    assert_copies_are_equal(ours.model)
+    assert_copies_are_equal(ours.model.distribute_strategy, ours.model.weights)
 
 
 def weight_by_threshold(model, gradients, weights):
@@ -365,6 +365,30 @@ def contrastive_later(model, x, y):
 def test_what_a_step_does_later_is_warned_of():
     (warning,) = run(custom(minimize(contrastive_later), tanh), make_strategy(2)).warned
     assert "neither the mean nor the sum" in str(warning.message)
+
+
+def rare(reduce):
+    """A step whose loss is 0 for the first seven examples."""
+
+    def loss(model, x, y):
+        is_rare = tf.cast(tf.reduce_all(tf.equal(x, X[7]), axis=-1), tf.float32)
+        return reduce(is_rare * losses_of(model, x, y))
+
+    return loss
+
+
+@pytest.mark.parametrize("reduce", [tf.reduce_sum, *slow(tf.reduce_mean)])
+def test_a_loss_of_rare_examples_is_measured_on_the_whole_batch(reduce):
+    def train_step(model, data):
+        return minimize(rare(reduce))(model, data) | {"rare": reduce(tf.cast(data[0] == X[7], tf.float32))}
+
+    assert_equivalent(custom(train_step, tanh), data=arrays_of_17)
+
+
+def test_gradients_that_are_0_on_the_first_batch_are_warned_of():
+    later = functools.partial(arrays_of_17, x=X[16::-1], y=Y[16::-1])
+    (warning,) = run(custom(minimize(rare(tf.reduce_sum)), tanh), make_strategy(2), data=later).warned
+    assert "are 0 on the first batch" in str(warning.message)
 
 
 # Optimizers
@@ -942,6 +966,11 @@ def restart(metric, batch):
     metric.update_state(tf.reduce_mean(batch.losses))
 
 
+def restart_count(metric, batch):
+    metric.reset_state()
+    metric.update_state(tf.ones_like(batch.losses))
+
+
 def result_of(model):
     return {"scored": model.scored.result()}
 
@@ -964,6 +993,7 @@ METRICS = {
     "custom, a scalar": (Custom, give_scalar),
     "custom, outputs": (Correct, give_outputs),
     "reset in the step": (keras.metrics.Mean, restart),
+    "reset in the step, rows": (keras.metrics.Sum, restart_count),
 }
 
 
@@ -1011,6 +1041,15 @@ def test_a_metric_counts_as_on_one_device(name, replicas):
     if name.startswith("Sum, rows"):  # and no row that a replica borrowed
         assert ours.numbers["scored"] == [len(data()["x"])] * 2
         assert ours.numbers["evaluate"] == {"scored": len(data()["x"])}
+
+
+def test_a_metric_that_is_reset_in_an_eager_step_counts_as_on_one_device():
+    def make():
+        model = scoring(keras.metrics.Sum, restart_count)()
+        model.run_eagerly = True
+        return model
+
+    assert_equivalent(make, data=arrays_of_17)
 
 
 @pytest.mark.parametrize("give", [give_scalar, *slow(give_vector)])
@@ -1134,7 +1173,7 @@ def test_an_average_without_aggregation_is_global_or_refused():
         assert "kept" in str(refusal) and "aggregation" in str(refusal)
     else:
         assert_close(ours.numbers, plain.numbers)
-        assert_copies_are_equal(ours.model)
+        assert_copies_are_equal(ours.model.distribute_strategy, ours.model.weights)
 
 
 def test_a_maximum_without_aggregation_is_refused():
@@ -1157,8 +1196,7 @@ def add_teacher(model):
 def test_averaged_weights_need_no_aggregation():
     plain, ours = assert_equivalent(custom(updating(follow), tanh, prepare=add_teacher))
     assert_close(*(values(ran.model.teacher.weights) for ran in (ours, plain)))
-    paths = {weight.path for weight in ours.model.weights}  # whose copies are equal
-    assert {weight.path for weight in ours.model.teacher.weights} < paths
+    assert_copies_are_equal(ours.model.distribute_strategy, ours.model.teacher.weights)
 
 
 def apply_by_hand(model, gradients, weights):
