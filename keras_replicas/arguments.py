@@ -16,7 +16,7 @@ from keras_replicas.batches import Batches, distribute
 from keras_replicas.checkpoints import Checkpoints
 from keras_replicas.cluster import is_chief, num_workers
 from keras_replicas.data import WholeBatches, as_batches, row_by_row
-from keras_replicas.division import divide, refuse_unlike_rows
+from keras_replicas.division import divide, refuse_scalars, refuse_unlike_rows
 from keras_replicas.errors import UserError
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.private import get_data_adapter, train_validation_split
@@ -182,15 +182,17 @@ def _with_generators(model: Any, given: Arguments, name: str, step: str) -> Argu
     """Arguments with a data set in the place of a generator; `step` is what runs on it.
 
     Raises:
-        UserError: when tensors of a data set's batches have unlike numbers of rows, which only a custom step may get.
+        UserError: when tensors of a data set's batches have unlike numbers of rows, which only a custom step may get,
+            or no rows.
     """
     if isinstance(given.get(name), types.GeneratorType):
         options = {"class_weight": given.pop("class_weight", None)} if name == "x" else {}
         given[name] = row_by_row(get_data_adapter(given[name], **options).get_tf_dataset())
         given |= {"shuffle": False} if name == "x" and "shuffle" in given else {}
     has_replicas = model.distribute_strategy.num_replicas_in_sync > 1
-    if has_replicas and isinstance(given.get(name), tf.data.Dataset) and not model.has_custom_step(step):
-        refuse_unlike_rows(given[name].element_spec)
+    if has_replicas and isinstance(given.get(name), tf.data.Dataset):
+        refuse = refuse_scalars if model.has_custom_step(step) else refuse_unlike_rows
+        refuse(given[name].element_spec)
     return given
 
 

@@ -16,6 +16,7 @@ from keras_replicas.batchnorm import fixed_moments
 from keras_replicas.cluster import is_chief, num_workers
 from keras_replicas.combination import combination_of, relative_difference
 from keras_replicas.errors import UserError
+from keras_replicas.state import aggregation_needed
 from keras_replicas.trial_run import (
     SHARDS,
     as_numbers,
@@ -56,10 +57,18 @@ class _LayerCall(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What one call of the model computed: outputs, the losses of layers and, if asked for, all calls of layers."""
+    """What one call of the model computed.
+
+    Attributes:
+        outputs: tensors.
+        losses: of layers.
+        added: what it added to the variables of layers that do not say how replicas combine them, by name.
+        layer_calls: all calls of layers, if they are asked for.
+    """
 
     outputs: list[Any]
     losses: list[Any]
+    added: dict[str, np.ndarray]
     layer_calls: list[_LayerCall]
 
 
@@ -85,7 +94,8 @@ def probe_call(model: Any, x: Any, training: bool) -> CallFindings:
         training: whether to call it as in training.
 
     Raises:
-        UserError: when the model can be called on the batch, but not on a part of it.
+        UserError: when the model can be called on the batch, but not on a part of it; or when a layer counts examples
+            in a variable that does not say how replicas combine it.
     """
     try:
         examples = unlike_examples(x)
@@ -94,6 +104,7 @@ def probe_call(model: Any, x: Any, training: bool) -> CallFindings:
     except Exception:
         _refuse_constant_batch_size(model, x, training)
         return CallFindings()
+    _refuse_counters(model, whole, first, second)
     losses, warnings = _compare_losses(model, SHARDS, whole, first, second)
     if "either" in losses and rows_of(x) > EXAMPLES:
         losses, warnings = _compare_losses_on_batch(model, x, training)
@@ -120,7 +131,8 @@ def _call(model: Any, x: Any, training: bool, with_layers: bool = False) -> _Run
         with scope:
             outputs = model(x, **options)
             losses = list(model.losses)
-    return _Run(_tensors(outputs), losses, layer_calls)
+    added = {name: scope.assigned[name][1] - scope.assigned[name][0] for name in scope.undeclared}
+    return _Run(_tensors(outputs), losses, added, layer_calls)
 
 
 def _noting_calls(layer: Any, layer_calls: list[_LayerCall]) -> Any:
@@ -142,6 +154,20 @@ def _tensors(outputs: Any) -> list[Any]:
         for leaf in leaves
         if isinstance(leaf, tf.RaggedTensor) or (isinstance(leaf, tf.Tensor) and not tf.is_symbolic_tensor(leaf))
     ]
+
+
+def _refuse_counters(model: Any, whole: _Run, first: _Run, second: _Run) -> None:
+    """Refuses a variable of a layer that counts examples, and does not say so.
+
+    Where shapes are known, a number of examples is a constant in the graph, which seems the same on all replicas.
+
+    Raises:
+        UserError: then.
+    """
+    for name in sorted(whole.added.keys() & first.added.keys() & second.added.keys()):
+        added = [[each.added[name]] for each in (first, second)]
+        if combination_of([whole.added[name]], added, SHARDS, tolerance_of(model)).kind == "sum":
+            raise UserError(aggregation_needed(name))
 
 
 def _compare_losses_on_batch(model: Any, x: Any, training: bool) -> tuple[tuple[str, ...], list[str]]:
@@ -182,7 +208,7 @@ def _compare_losses(
 
 
 def _first_that_differs(whole: _Run, first: _Run, second: _Run, tolerance: float, is_ragged: bool) -> str | None:
-    """The first call of a layer whose outputs differ between batch and shard while its inputs agree; inner ones first."""
+    """The first call of a layer, inner ones first, whose outputs differ between batch and shard, and inputs do not."""
     calls = zip(whole.layer_calls, first.layer_calls, second.layer_calls, strict=False)
     for together, one, other in calls:
         in_outputs = _difference(together.outputs, one.outputs, other.outputs, is_ragged)

@@ -54,6 +54,7 @@ from keras_replicas.replicas import (
 )
 from keras_replicas.state import aggregation_needed, assign_copy, assign_state, part_of_state, same_everywhere
 
+MAX_DEPTH = 3  # of objects within an attribute, where `tf.Variable`s are looked for
 COMBINE_GRADIENTS = "accumulate by the optimizer's gradient_accumulation_steps=N, and call its apply in every step"
 
 
@@ -135,6 +136,8 @@ class CustomStep(keras.StatelessScope):
         leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
         self._rows = leaves[0].shape[0] if leaves[0].shape.rank else None
         self._origins = Origins(leaves) if self.graph is not None else None
+        if self._origins is not None:
+            self._origins.follow_variables(each._get().handle for each in variables_of_tensorflow(model).values())
         self._assignments = Occurrences()
         self._moments = Occurrences()
         self._same_everywhere = same_everywhere(model)
@@ -187,7 +190,7 @@ class CustomStep(keras.StatelessScope):
         if not gradients:
             return
         self._refuse_nested(f"calls {optimizer.name}.apply", f"; to update every N steps, {COMBINE_GRADIENTS}")
-        kind = self._kind_of_call()
+        kind = self._kind_of_call(optimizer)
         given = {index: each for index, each in enumerate(gradients) if each is not None}
         if self.has_examples is not None:
             given = zeros_without_examples(self.examples, given)
@@ -200,9 +203,16 @@ class CustomStep(keras.StatelessScope):
             total = reduce_gradients(given, variables)
             apply_summed(optimizer, [total.get(index) for index in range(len(variables))], variables)
 
-    def _kind_of_call(self) -> str:
+    def _kind_of_call(self, optimizer) -> str:
+        """How the gradients of the next call of an optimizer combine."""
         number, self._calls = self._calls, self._calls + 1
         kinds = self.plan.gradients
+        if self.model.step_plans.note_optimizer(optimizer) and self.plan.was_measured:
+            self.warnings.append(
+                f"it calls the optimizer {optimizer.name}, but did not when it was measured; the mean of its gradients "
+                "is taken"
+            )
+            return self.plan.otherwise
         return kinds[number] if number < len(kinds) else self.plan.otherwise
 
     def weight_of_moments(self, path: str) -> Callable[[str], tf.Tensor | None]:
@@ -244,7 +254,9 @@ class CustomStep(keras.StatelessScope):
     def _assign(self, variable, value, name):
         copy = local_value(variable)
         declared = variable.aggregation
-        if id(variable) in self._same_everywhere or (declared == "none" and not self.differs(value)):
+        kind = self.plan.assignments.get(name)
+        is_same = declared == "none" and not self.differs(value) and not self._counts_rows(value, kind)
+        if id(variable) in self._same_everywhere or is_same:
             copy.assign(value)
             return
         aggregation = self._aggregation(variable, value, name) if declared == "none" else declared
@@ -293,7 +305,7 @@ class CustomStep(keras.StatelessScope):
             UserError: when no combination is right, or nothing was measured.
         """
         kind = self.plan.assignments.get(name)
-        depends_on_examples = self._origins is None or EXAMPLES in self._origins.of(value)
+        depends_on_examples = kind == "sum" or self._origins is None or EXAMPLES in self._origins.of(value)
         if kind in ("mean", "sum") and depends_on_examples:
             return kind
         if kind == "either" and depends_on_examples:
@@ -366,6 +378,10 @@ class CustomStep(keras.StatelessScope):
         values = gather_over_replicas(tf.convert_to_tensor(value)[None])
         return bool(tf.reduce_any(values != values[:1]))
 
+    def _counts_rows(self, value, kind: str | None) -> bool:
+        """Whether what was measured as a sum over examples is a constant here, as a known number of rows is."""
+        return kind == "sum" and self._origins is not None and not self._origins.is_reduced(value)
+
     def _selected(self, value, otherwise):
         """The value; `otherwise` on a replica without examples."""
         return value if self.has_examples is None else tf.where(self.has_examples, value, otherwise)
@@ -404,7 +420,12 @@ class CustomStep(keras.StatelessScope):
     def combined_logs(self, logs: Any) -> dict[str, tf.Tensor]:
         """The numbers that the step returned, combined over replicas."""
         numbers = numbers_of(logs, self.where)
-        differing = {name: value for name, value in numbers.items() if self.differs(value)}
+        kinds = self.plan.logs
+        differing = {
+            name: value
+            for name, value in numbers.items()
+            if self.differs(value) or self._counts_rows(value, kinds.get(name))
+        }
         parts = {}
         for name, value in differing.items():
             kind = self.plan.logs.get(name, self.plan.otherwise)
@@ -416,24 +437,44 @@ class CustomStep(keras.StatelessScope):
 
 
 def variables_of_tensorflow(model: Any) -> dict[str, Any]:
-    """Each `tf.Variable` that the model or one of its layers keeps as an attribute, or in a list or dict of one.
+    """Each `tf.Variable` that an attribute of the model or of a layer holds, within containers and objects, too.
 
     Those that were made in the strategy's scope; Keras's own variables are none of them.
     """
     found: dict[int, tuple[str, Any]] = {}
     for layer in model._flatten_layers():
-        public = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
-        for attribute, value in public.items():
-            for each in filter(_is_variable_of_tensorflow, _values_in(value)):
+        own = {name: value for name, value in vars(layer).items() if not name.startswith("_self_")}
+        for attribute in sorted(own, key=lambda name: name.startswith("_")):  # Keras keeps some again, in private ones
+            for each in _variables_within(own[attribute], depth=0):
                 found.setdefault(id(each), (f"{layer.name}.{attribute}", each))
     names = Occurrences()
     return {names.name_next(name): each for name, each in found.values()}
 
 
-def _values_in(attribute: Any) -> Iterable[Any]:
-    if isinstance(attribute, dict):
-        return attribute.values()
-    return attribute if isinstance(attribute, list | tuple) else [attribute]
+def _variables_within(value: Any, depth: int) -> Iterator[Any]:
+    if _is_variable_of_tensorflow(value):
+        yield value
+        return
+    for part in _parts_of(value) if depth < MAX_DEPTH else ():
+        yield from _variables_within(part, depth + 1)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """What a container holds, or an object of a class of the user's own."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return value
+    is_of_library = type(value).__module__.split(".")[0] in (
+        "keras",
+        "tensorflow",
+        "numpy",
+        "keras_replicas",
+        "builtins",
+    )
+    if is_of_library or isinstance(value, keras.Layer | keras.Optimizer | keras.metrics.Metric | keras.Variable):
+        return ()
+    return list(getattr(value, "__dict__", {}).values())
 
 
 def _is_variable_of_tensorflow(value: Any) -> bool:

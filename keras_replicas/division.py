@@ -150,12 +150,26 @@ def refuse_unlike_rows(batch: Any) -> None:
     Raises:
         UserError: when they are, or one has no axis of rows.
     """
-    shapes = [leaf.shape for leaf in tf.nest.flatten(batch) if leaf is not None and hasattr(leaf, "shape")]
-    if any(shape.rank == 0 for shape in shapes):
-        raise UserError(f"{UNLIKE_ROWS}. Here the shapes are {', '.join(map(str, shapes))}")
+    refuse_scalars(batch)
+    shapes = _shapes_of(batch)
     known = {shape[0] for shape in shapes if shape.rank and shape[0] is not None}
     if len(known) > 1:
         raise UserError(f"{UNLIKE_ROWS}. Here there are {' and '.join(map(str, sorted(known)))} rows")
+
+
+def refuse_scalars(batch: Any) -> None:
+    """Refuses a batch with a tensor, or a spec of one, that has no axis of rows.
+
+    Raises:
+        UserError: when there is one.
+    """
+    shapes = _shapes_of(batch)
+    if any(shape.rank == 0 for shape in shapes):
+        raise UserError(f"{UNLIKE_ROWS}. Here the shapes are {', '.join(map(str, shapes))}")
+
+
+def _shapes_of(batch: Any) -> list[tf.TensorShape]:
+    return [leaf.shape for leaf in tf.nest.flatten(batch) if leaf is not None and hasattr(leaf, "shape")]
 
 
 def common_rows(batch: Any) -> Any:

@@ -30,11 +30,14 @@ class StepLoop(ReplicaStep):
     step_counter: Any = None  # `StepCounter`, once it is needed
     probe_call = True
     _call_findings: dict[str, CallFindings] = {}  # by the name of the step
+    _inputs_of_unknown_losses: dict[str, Any] = {}  # by the name of the step, where a loss of a layer was 0
     _refusal: UserError | None = None
+    trial: Any = None  # the `Recording` of a trial run of the model, while there is one
 
     def train_step(self, data):
         """One replica's part of a training step; returns a dict of the epoch's values so far."""
-        if "is_probed" in vars(self):
+        if self.trial is not None:
+            self.trial.note_passed(data)
             with applied_by(lambda *_: None):  # our own step is right, whatever its gradients add up to
                 return super().train_step(data)
         if step := running():
@@ -52,7 +55,8 @@ class StepLoop(ReplicaStep):
 
     def test_step(self, data):
         """One replica's part of an evaluation step."""
-        if "is_probed" in vars(self):
+        if self.trial is not None:
+            self.trial.note_passed(data)
             return super().test_step(data)
         if step := running():
             return self._step_in_custom_step(step, data, training=False)
@@ -115,10 +119,14 @@ class StepLoop(ReplicaStep):
 
     def is_step_prepared(self, name):
         """Whether all is known that a step needs to know of the model's code."""
-        if self.has_custom_step(name):
-            return self.step_plans.is_prepared(name)
-        is_probed = self.probe_call and self._has_call and self.distribute_strategy.num_replicas_in_sync > 1
-        return not is_probed or name in self._call_findings
+        if self.has_custom_step(name) and not self.step_plans.is_prepared(name):
+            return False
+        return not self._is_call_probed(name) or name in self._call_findings
+
+    def _is_call_probed(self, name):
+        """Whether a step calls the model as Keras's own does, and several replicas do."""
+        is_wanted = self.probe_call and self._has_call and self.distribute_strategy.num_replicas_in_sync > 1
+        return is_wanted and not has_own(self, name)
 
     def prepare_step(self, name, batch):
         """Finds what a step needs to know of the model's code, from some examples."""
@@ -126,9 +134,29 @@ class StepLoop(ReplicaStep):
             return
         if self.has_custom_step(name):
             self.prepare_custom_step(name, batch)
-        else:
+        if self._is_call_probed(name):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            self._note_call_findings(name, agreed_findings(self, x, training=name == "train_step"))
+            found = agreed_findings(self, x, training=name == "train_step")
+            self._note_call_findings(name, found)
+            if "either" in found.losses:
+                self._inputs_of_unknown_losses[name] = x
+
+    def probe_call_again(self):
+        """Probes `call` again where a loss that a layer adds was 0, as one whose weight grows later.
+
+        Call it where metrics are reset.
+        """
+        for name, x in list(self._inputs_of_unknown_losses.items()):
+            before = self._call_findings[name].losses
+            found = agreed_findings(self, x, training=name == "train_step").losses
+            if "either" not in found:
+                del self._inputs_of_unknown_losses[name]
+            if ("either", "sum") in zip(before, found, strict=False):
+                warnings.warn(
+                    f"a layer of {type(self).__name__} gives add_loss a sum over examples, which was 0 when training "
+                    "began, and is averaged over replicas: give add_loss a value for each example",
+                    stacklevel=2,
+                )
 
     def _note_call_findings(self, name, found):
         has_warned = any(each.warnings for each in self._call_findings.values())

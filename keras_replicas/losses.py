@@ -74,7 +74,8 @@ class BatchLoss(TensorFlowTrainer):
             The loss; and this replica's share of the examples.
         """
         x, y, sample_weight = data
-        share = tf.math.divide_no_nan(examples, sum_over_replicas(examples))
+        own, total = (tf.cast(each, tf.float64) for each in (examples, sum_over_replicas(examples)))
+        share = tf.math.divide_no_nan(own, total)
         if replicas() > 1:
             x = gather(x) if self._overrides("compute_loss") else x
             y, sample_weight, y_pred = gather(y), gather(sample_weight), gather_around(y_pred)

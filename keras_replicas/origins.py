@@ -25,10 +25,15 @@ class Origins:
         self._graph: Any = tf.compat.v1.get_default_graph()
         self._examples = {tensor.name for tensor in examples}
         self._outside: dict[int, dict[str, tf.Tensor]] = {}  # by a nested graph's id, what it captures, by name
+        self._handles: list[tf.Tensor] = []
 
     def add_examples(self, tensor: tf.Tensor) -> None:
         """Counts another tensor among the examples."""
         self._examples.add(tensor.name)
+
+    def follow_variables(self, handles: Iterable[tf.Tensor]) -> None:
+        """Counts what is read of a variable, by its handle, as made from what was assigned to it before."""
+        self._handles += handles
 
     def of(self, tensor: tf.Tensor, also: Iterable[tf.Tensor] = ()) -> set[str]:
         """Which of `EXAMPLES`, `DRAWS` and the names of `also` a tensor depends on."""
@@ -57,7 +62,27 @@ class Origins:
                     waiting.append(outside)
             else:
                 waiting += operation.inputs
+                if operation.type == "ReadVariableOp" and graph is self._graph:
+                    waiting += self._assigned_before(operation)
         return found
+
+    def is_reduced(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor was made from a sum over replicas, as a metric's result."""
+        seen, waiting = set(), [tensor]
+        while waiting:
+            tensor = waiting.pop()
+            if SAME_ON_REPLICAS in tensor.op.name:
+                return True
+            if tensor.name not in seen:
+                seen.add(tensor.name)
+                waiting += tensor.op.inputs
+        return False
+
+    def _assigned_before(self, read: Any) -> list[tf.Tensor]:
+        """What was assigned, before an operation reads it, to a variable that is followed."""
+        name = read.inputs[0].name
+        handles = [handle for handle in self._handles if name in _names_inside(self._graph, handle)]
+        return [value for handle in handles for value in assigned_values(self._graph, handle, before=read)]
 
     def _captured(self, graph: Any) -> dict[str, tf.Tensor]:
         if id(graph) not in self._outside:
@@ -95,6 +120,7 @@ def first_local(result: tf.Tensor, origins: Origins, operations: set[str]) -> tf
 
 
 COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual")
+CHECKS = ("assert", "RaggedReduce", "RowPartition")  # in names of comparisons that change no result
 REDUCTIONS = ("Mean", "Sum", "Max", "Min", "Prod")
 
 
@@ -113,7 +139,7 @@ def compares_with_batch(origins: Origins, graph: Any, rows: int | None) -> bool:
     return any(
         _is_threshold(operation, other) and _is_statistic(origins, one, rows)
         for operation in graph.get_operations()
-        if operation.type in COMPARISONS
+        if operation.type in COMPARISONS and not any(name in operation.name for name in CHECKS)
         for one, other in (operation.inputs, reversed(operation.inputs))
     )
 
@@ -145,16 +171,30 @@ def _reduces_rows(operation: Any, rows: int | None) -> bool:
     return 0 in [axis % reduced.shape.rank for axis in axes.ravel()]
 
 
-def assigned_values(graph: Any, handle: tf.Tensor) -> list[tf.Tensor]:
-    """What the operations of a graph assign to a variable, so far, or give to a function that may assign it."""
+def _names_inside(graph: Any, handle: tf.Tensor) -> set[str]:
+    """The names that a variable's handle has in a graph."""
     inside = {internal.name for external, internal in graph.captures if external is handle}
     outer = getattr(graph, "outer_graph", None)
     while not inside and outer is not None and hasattr(outer, "captures"):
         outside = {internal.name for external, internal in outer.captures if external is handle}
         inside = {internal.name for external, internal in graph.captures if external.name in outside}
         outer = getattr(outer, "outer_graph", None)
+    return inside
+
+
+def assigned_values(graph: Any, handle: tf.Tensor, before: Any = None) -> list[tf.Tensor]:
+    """What a graph assigns to a variable, so far, or gives to a function that may assign it.
+
+    Args:
+        graph: whose operations are looked at.
+        handle: the variable's.
+        before: the operation at which to stop, if it is not the last one.
+    """
+    inside = _names_inside(graph, handle)
     found = []
     for operation in graph.get_operations():
+        if operation is before:
+            break
         names = [tensor.name for tensor in operation.inputs]
         if inside.isdisjoint(names) or operation.type in READS:
             continue

@@ -12,10 +12,12 @@ import tensorflow as tf
 
 from keras_replicas.cluster import num_workers
 from keras_replicas.custom_step import StepPlan, assigned_locally, scalars_noted, variables_of_tensorflow
+from keras_replicas.division import count_rows
 from keras_replicas.draws import draws_replaceable
 from keras_replicas.optimizer_calls import all_optimizers, calls_replaceable
 from keras_replicas.replicas import hide_replicas
-from keras_replicas.step_probe import Findings, Trial, probe_again, probe_step, sums_unknown_before
+from keras_replicas.step_probe import Findings, Trial, changes_since, probe_again, probe_step
+from keras_replicas.trial_run import without_optionals
 from keras_replicas.workers import exchange
 
 log = logging.getLogger("keras_replicas")
@@ -57,12 +59,24 @@ class StepPlans:
             return
         found = self._probe(name, step, batch, needs_optimizers)
         self._plans[name] = found.plan
-        known = {id(each) for each in self.optimizers}
-        self.optimizers += [each for each in found.optimizers if id(each) not in known]
-        self.note_warnings(name, found.warnings)
+        for optimizer in found.optimizers:
+            self.note_optimizer(optimizer)
+        self.note_warnings(name, (*found.warnings, *self._unlike_shares(batch)))
         self._notice(name)
         if found.trial is not None:
             self._measured[name] = (step, found.trial)
+
+    def _unlike_shares(self, batch: Any) -> list[str]:
+        """A warning if a replica may get another share of one tensor's rows than of another's."""
+        leaves = [leaf for leaf in keras.tree.flatten(without_optionals(batch)) if leaf is not None]
+        rows = sorted({int(count_rows(leaf)) for leaf in leaves})
+        replicas = self._model.distribute_strategy.num_replicas_in_sync
+        if len(rows) == 1 or not any(each % replicas for each in rows):
+            return []
+        return [
+            f"its inputs have {' and '.join(map(str, rows))} rows, of which {replicas} replicas get unlike shares, and "
+            "a loss can have one only: use numbers of rows that are multiples of the number of replicas"
+        ]
 
     def _probe(self, name: str, step: Callable, batch: Any, needs_optimizers: bool) -> Findings:
         """What the probe finds; on several workers, with the chief's plan."""
@@ -93,8 +107,15 @@ class StepPlans:
         for name, (step, trial) in self._measured.items():
             found = None if name in self._warned else probe_again(self._model, name, step, trial)
             if found is not None:
-                self.note_warnings(name, (*found.warnings, *sums_unknown_before(self._plans[name], found.plan)))
+                self.note_warnings(name, (*found.warnings, *changes_since(self._plans[name], found.plan)))
                 self.warn(name)
+
+    def note_optimizer(self, optimizer: keras.Optimizer) -> bool:
+        """Keeps an optimizer that a step calls; whether it is a new one."""
+        is_new = all(optimizer is not known for known in self.optimizers)
+        if is_new:
+            self.optimizers.append(optimizer)
+        return is_new
 
     def is_prepared(self, name: str) -> bool:
         """Whether the step has a plan."""
@@ -107,11 +128,14 @@ class StepPlans:
     @contextlib.contextmanager
     def surrounding(self, name: str) -> Iterator[None]:
         """Context of all replicas' runs of a step, in which `CustomStep` can take the place of what the step calls."""
-        measured = self.plan_of(name).was_measured
-        optimizers = self.optimizers if measured else all_optimizers()
         variables = variables_of_tensorflow(self._model).values()
         metrics = self._model.metrics
-        with draws_replaceable(), calls_replaceable(optimizers), assigned_locally(variables), scalars_noted(metrics):
+        with (
+            draws_replaceable(),
+            calls_replaceable(all_optimizers()),
+            assigned_locally(variables),
+            scalars_noted(metrics),
+        ):
             yield
 
     def note_warnings(self, name: str, texts: Iterable[str]) -> None:

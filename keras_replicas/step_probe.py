@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a custom step does with its examples: found by running it on a few of them.
 
-The step runs eagerly three times, on five examples, on the first three and on the last two. Nothing is applied, and
+The step runs eagerly three times: on five examples, the three shortest and the two longest of the batch, on those three
+and on those two. Nothing is applied, and
 whatever it assigns is put back. Its optimizers' gradients on all five are then the mean of those on the shards,
 weighted by examples, or their sum; so are the numbers that it returns, and what it adds to variables. Where all of them
 are 0, as of a loss that only rare examples have, the step runs on the whole batch and two shards of it. So that nothing
@@ -18,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_replicas.batchnorm import fixed_moments
-from keras_replicas.combination import combination_of
+from keras_replicas.combination import combination_of, relative_difference
 from keras_replicas.custom_step import StepPlan, assigned_locally, numbers_of, variables_of_tensorflow
 from keras_replicas.errors import UserError
 from keras_replicas.optimizer_calls import all_optimizers, applied_by, calls_replaceable
@@ -28,13 +29,13 @@ from keras_replicas.trial_run import (
     as_numbers,
     as_one_replica,
     constant_batch_size,
-    few_examples,
     make_new_variables,
     rows_of,
     sizes_of_shards,
     slice_of,
     tolerance_of,
     undone,
+    unlike_examples,
     without_optionals,
 )
 
@@ -58,12 +59,14 @@ class Record(NamedTuple):
         assigned: by the assignment's name, the values before and after it.
         logs: the numbers that the step returned.
         moments: the gradients of BatchNormalization's moments.
+        passed: what it gave to Keras's own step, in each call of it.
     """
 
     calls: list[Call]
     assigned: dict[str, tuple[np.ndarray, np.ndarray]]
     logs: dict[str, np.ndarray]
     moments: dict[str, list[np.ndarray]]
+    passed: list[list[np.ndarray]]
 
 
 class Trial(NamedTuple):
@@ -110,7 +113,7 @@ def probe_step(
     Raises:
         UserError: when the step runs on the batch, but not on a few of its examples, or returns what is no number.
     """
-    examples = few_examples(batch, sum(SHARDS))
+    examples = unlike_examples(batch)
     trial = Trial(examples, SHARDS)
     where = f"{type(model).__name__}.{name}"
     build_by_running(model, step, examples)
@@ -134,10 +137,11 @@ def probe_step(
     found = _findings(model, where, trial, *records)
     if _has_zeros(model, found.plan) and rows_of(batch) > sum(SHARDS):
         found = probe_again(model, name, step, _of_whole_batch(batch)) or found
-    for number in _unknown_calls(found.plan):
+    is_all_zero = all(kind == "either" for kind in found.plan.logs.values())  # not what the user has multiplied by 0
+    if "either" in found.plan.gradients and is_all_zero:
         found.warnings.append(
-            f"the gradients of call {number + 1} of an optimizer are 0 on the first batch, which does not tell whether "
-            "they are a mean or a sum over examples; their mean is taken"
+            "gradients are 0 on the first batch, which does not tell whether they are a mean or a sum over examples; "
+            "their mean is taken"
         )
     return found
 
@@ -159,21 +163,27 @@ def probe_again(model: Any, name: str, step: Callable, trial: Trial) -> Findings
         return None
 
 
-def sums_unknown_before(before: StepPlan, found: StepPlan) -> list[str]:
-    """Warnings of sums over examples that are averaged, because they were 0 when the plan was made.
+def changes_since(before: StepPlan, found: StepPlan) -> list[str]:
+    """Warnings of gradients and numbers that are combined in another way than the probe finds now.
 
     Args:
         before: the plan by which the step runs.
         found: what the probe finds now.
     """
-    calls = [number for number in _unknown_calls(before) if found.gradients[number : number + 1] == ("sum",)]
-    names = [f"the gradients of call {number + 1} of an optimizer" for number in calls]
-    names += [repr(name) for name, kind in before.logs.items() if kind == "either" and found.logs.get(name) == "sum"]
-    return [f"{name}: a sum over examples, but averaged over replicas, because it was 0 at first" for name in names]
+    kinds = {f"the gradients of call {i + 1} of an optimizer": pair for i, pair in enumerate(_pairs(before, found))}
+    unknown = [name for name, kind in before.logs.items() if kind == "either"]
+    kinds |= {repr(name): ("either", found.logs.get(name, "either")) for name in unknown}
+    is_sum = {what: (old == "sum", now == "sum") for what, (old, now) in kinds.items() if now in ("mean", "sum")}
+    return [
+        f"{what}: a {'sum' if now else 'mean'} over examples, but combined as a {'sum' if old else 'mean'}, which it "
+        "was, or it was 0, at first"
+        for what, (old, now) in is_sum.items()
+        if old != now
+    ]
 
 
-def _unknown_calls(plan: StepPlan) -> list[int]:
-    return [number for number, kind in enumerate(plan.gradients) if kind == "either"]
+def _pairs(before: StepPlan, found: StepPlan) -> list[tuple[str, str]]:
+    return list(zip(before.gradients, found.gradients, strict=False))
 
 
 def _has_zeros(model: Any, plan: StepPlan) -> bool:
@@ -228,8 +238,21 @@ def _findings(model: Any, where: str, trial: Trial, whole: Record, first: Record
         of_shards = [record.moments.get(name, []) for record in (first, second)]
         if all(len(each) == len(arrays) for each in of_shards):
             moments[name] = combination_of(arrays, of_shards, trial.sizes, tolerance).kind
+    if _passes_other_examples(tolerance, whole, first, second):
+        warnings.append("what it gives to Keras's own step for an example depends on the other examples of the batch")
     plan = StepPlan(tuple(gradients), assignments, logs, moments, was_measured=True)
     return Findings(plan, _called(whole.calls), warnings, trial)
+
+
+def _passes_other_examples(tolerance: float, whole: Record, *shards: Record) -> bool:
+    """Whether Keras's own step gets other rows for an example of the whole than for the same example of a shard."""
+    expected = [array for call in whole.passed for array in call]
+    found = [[array for call in shard.passed for array in call] for shard in shards]
+    for rows, *parts in zip(expected, *found, strict=False):
+        together = np.concatenate(parts) if rows.ndim else rows
+        if together.shape == rows.shape and relative_difference([rows], [together]) > tolerance:
+            return True
+    return False
 
 
 def _relative_size(value: np.ndarray, change: np.ndarray) -> float:
@@ -262,7 +285,7 @@ def _run(model: Any, step: Callable, examples: Any, where: str) -> Record:
                 variable._get().assign(before[name])
     make_new_variables(model)
     numbers = {name: np.asarray(value) for name, value in logs.items()}
-    return Record(calls, scope.assigned, numbers, scope.moments)
+    return Record(calls, scope.assigned, numbers, scope.moments, scope.passed)
 
 
 # Building.

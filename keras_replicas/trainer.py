@@ -129,6 +129,7 @@ class Trainer(Building):
         super().reset_metrics()
         if self.step_plans is not None:
             self.step_plans.measure_again()
+        self.probe_call_again()
 
     def _make_function(self, step_function):
         """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""
@@ -256,6 +257,7 @@ class Trainer(Building):
     def _forget_step_plans(self):
         object.__setattr__(self, "step_plans", None)  # assigned as usual, they would be tracked
         object.__setattr__(self, "_call_findings", {})
+        object.__setattr__(self, "_inputs_of_unknown_losses", {})
         self._has_outputs_of_one_axis = None
 
     def _steps_left_of_epoch(self):

@@ -55,10 +55,10 @@ def unlike_examples(x: Any) -> Any:
     """Examples for `SHARDS`: the shortest of a batch for the first, and the longest for the second.
 
     The length of an example is that of a ragged row, or the number of its values up to the last that is not 0. Examples
-    are repeated if the batch has fewer.
+    are repeated if the batch has fewer. They are the first ones of sparse tensors, and of unlike numbers of rows.
     """
     leaves = [leaf for leaf in keras.tree.flatten(without_optionals(x)) if leaf is not None]
-    if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
+    if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves) or len({int(count_rows(leaf)) for leaf in leaves}) > 1:
         return few_examples(x, sum(SHARDS))
     lengths = np.sum([_lengths_of(leaf) for leaf in leaves], axis=0)
     by_length = np.resize(np.argsort(lengths, kind="stable"), max(len(lengths), sum(SHARDS)))
@@ -133,6 +133,8 @@ class Recording(keras.StatelessScope):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.assigned: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.moments: dict[str, list[np.ndarray]] = {}
+        self.undeclared: set[str] = set()  # names in `assigned` of variables that do not say how replicas combine them
+        self.passed: list[list[np.ndarray]] = []
         self._model, self._before, self._assignments = model, {}, Occurrences()
         self._moments = Occurrences()
         self._same_everywhere = same_everywhere(model)
@@ -147,6 +149,11 @@ class Recording(keras.StatelessScope):
             self.moments[backward.name_next(f"{forward} {order}")] = [as_numbers(each) for each in gradients]
 
         return note
+
+    def note_passed(self, data):
+        """Records the dense numbers that a custom step gives to Keras's own."""
+        leaves = [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string]
+        self.passed.append([as_numbers(leaf) for leaf in leaves])
 
     def get_current_value(self, variable):
         """The variable's value, as without this scope."""
@@ -166,6 +173,8 @@ class Recording(keras.StatelessScope):
         if not is_plain and (is_summed_on_read(variable) or variable.aggregation == "none"):
             name = self._assignments.name_next(variable.path)
             self.assigned[name] = (as_numbers(old), as_numbers(value))
+            if not is_summed_on_read(variable):
+                self.undeclared.add(name)
         elif not is_plain:
             self._assignments.name_next(variable.path)
 
@@ -217,7 +226,7 @@ def undone(model: Any) -> Iterator[Recording]:
     numbers = [tf.identity(each.state) for each in generators]
     states = random.getstate(), np.random.get_state()
     scope = Recording(model)
-    vars(model)["is_probed"] = True
+    vars(model)["trial"] = scope
     try:
         yield scope
     finally:

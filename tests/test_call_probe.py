@@ -151,13 +151,13 @@ def quick(table, *names):
 @pytest.mark.parametrize("name", quick(COMPARING, "centred by the batch", "number of examples"))
 def test_a_call_that_compares_examples_is_told(name):
     (text,) = told(make(lambda: OfCall(COMPARING[name])), X)
-    assert "OfCall.call computes another result for an example" in text and "keras_replicas.check" in text
+    assert "the outputs of OfCall.call for an example depend on the other" in text and "keras_replicas.check" in text
 
 
 @pytest.mark.parametrize("name", quick(OF_IDS, "length of the longest"))
 def test_a_length_taken_from_the_longest_is_told(name):
     (text,) = told(make(lambda: Ids(OF_IDS[name])), IDS)
-    assert "Ids.call computes another result" in text
+    assert "the outputs of Ids.call for an example depend" in text
 
 
 @pytest.mark.parametrize("name", quick(HARMLESS, "dense"))
@@ -180,7 +180,7 @@ def test_the_first_layer_is_named():
         )
 
     (text,) = told(make(build), X)
-    assert "the layer centred computes another result" in text and "later" not in text
+    assert "the outputs of the layer centred for an example depend" in text and "later" not in text
 
 
 def test_one_warning_for_all_epochs_validation_and_evaluate():

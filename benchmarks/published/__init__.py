@@ -13,7 +13,27 @@ scale of the gradients. Dropout has rate 0, and Keras's augmentation layers chan
 factors are 0, and images are symmetric.
 """
 
-from benchmarks.published import generative_steps, other_steps, vision_steps
+from benchmarks.published import (
+    generative_steps,
+    graph_models,
+    nlp_models,
+    other_models,
+    other_steps,
+    vision_models,
+    vision_steps,
+)
 from benchmarks.published.programs import BOUNDS, PROGRAMS, Comparison, compare
 
-__all__ = ["BOUNDS", "PROGRAMS", "Comparison", "compare", "generative_steps", "other_steps", "vision_steps"]
+__all__ = [
+    "BOUNDS",
+    "PROGRAMS",
+    "Comparison",
+    "compare",
+    "generative_steps",
+    "graph_models",
+    "nlp_models",
+    "other_models",
+    "other_steps",
+    "vision_models",
+    "vision_steps",
+]
