@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What 1, 2 and 4 replicas compute of each feature of Keras, against plain Keras on one device.
 
-It runs all rows of `benchmarks/features.py`, and the programs of `benchmarks/published`.
+It runs all rows of `benchmarks/features.py`, and the programs of `benchmarks/published` that have a `train_step` or
+`test_step` of their own.
 """
 
 import argparse
@@ -27,7 +28,8 @@ def main(arguments: argparse.Namespace) -> None:
     for feature in chosen:
         rows[feature] = {replicas: difference(feature, replicas) for replicas in REPLICAS}
         print(feature, *rows[feature].values(), flush=True)
-    published = {name: published_row(name) for name in itertools.islice(PROGRAMS, 2 if arguments.quick else None)}
+    programs = [name for name, program in PROGRAMS.items() if program.has_own_step]
+    published = {name: published_row(name) for name in (programs[:2] if arguments.quick else programs)}
     found = {"rows": rows, "published": published, "machine": of}
     results = json.loads(json.dumps(found))  # with strings as keys
     print(table(results), published_table(results), sep="\n\n")

@@ -54,8 +54,14 @@ def test_two_workers_compute_what_one_device_does(feature, of_workers):
 
 
 QUICK_PROGRAMS = ("generative/vae", "guides/custom_train_step_in_tensorflow (going lower-level)")
-# Two optimizers, state, a warning and a refusal.
-SLOW_PROGRAMS = ("generative/wgan_gp", "generative/vq_vae", "vision/semisupervised_simclr", "generative/ddim")
+# Two optimizers, state, a warning and a refusal; a weight that `call` sets, and labels of unlike lengths.
+SLOW_PROGRAMS = (
+    *("generative/wgan_gp", "generative/vq_vae", "vision/semisupervised_simclr", "generative/ddim"),
+    *("generative/pixelcnn", "vision/captcha_ocr"),
+)
+
+
+OF_FLOAT32 = "vision/captcha_ocr"  # TensorFlow's CTC computes in it whatever it is given
 
 
 def published(name):
@@ -66,7 +72,7 @@ def published(name):
 
 
 @pytest.mark.parametrize("name", map(published, PROGRAMS))
-def test_published_train_steps_equal_one_device(name):
+def test_published_programs_equal_one_device(name):
     expected, found = PROGRAMS[name].expected, compare(name, 2)
     if expected == "equal":
         assert found.refusal is None and found.warnings == []
@@ -78,9 +84,11 @@ def test_published_train_steps_equal_one_device(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, row in PROGRAMS.items() if row.expected == "equal"])
+@pytest.mark.parametrize(
+    "name", [name for name in PROGRAMS if PROGRAMS[name].expected == "equal" and name != OF_FLOAT32]
+)
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_published_train_steps_equal_one_device_in_float64(name, replicas):
+def test_published_programs_equal_one_device_in_float64(name, replicas):
     keras.config.set_floatx("float64")
     try:
         found = compare(name, replicas)
@@ -92,7 +100,7 @@ def test_published_train_steps_equal_one_device_in_float64(name, replicas):
 def test_the_page_has_every_row():
     results = json.loads((RESULTS / "conformance.json").read_text())
     assert list(results["rows"]) == list(ROWS)
-    assert results["published"].keys() == PROGRAMS.keys()
+    assert results["published"].keys() == {name for name, program in PROGRAMS.items() if program.has_own_step}
 
 
 def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):

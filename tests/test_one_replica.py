@@ -163,7 +163,7 @@ def test_one_replica_computes_what_keras_does_also_where_it_was_interrupted(name
 @pytest.mark.parametrize(
     "name", ["generative/ddim", "generative/vae", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
 )
-def test_published_steps_without_a_strategy_are_bitwise_the_same(name):
+def test_published_programs_without_a_strategy_are_bitwise_the_same(name):
     keras.backend.clear_session()
     plain = PROGRAMS[name].train(lambda model: model)
     keras.backend.clear_session()

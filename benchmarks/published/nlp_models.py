@@ -23,7 +23,10 @@ from benchmarks.published.programs import (
     Numbers,
     Wrap,
     batched,
+    binary_labels,
+    fit_arrays,
     nonzero_bias,
+    prefixed,
     published_program,
     random_array,
     random_labels,
@@ -56,25 +59,9 @@ def random_texts(count: int, seed: int = 0) -> list[str]:
     return [" ".join(random.choice(WORDS, length)) for length in lengths]
 
 
-def binary_labels(count: int, seed: int = 0) -> np.ndarray:
-    """Integers 0 and 1."""
-    return np.random.default_rng(seed).integers(0, 2, count)
-
-
 def reviews(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and binary labels."""
     return random_tokens(count, seed), binary_labels(count, seed)
-
-
-def fit_arrays(model: keras.Model, x: Any, y: Any, **options: Any) -> keras.callbacks.History:
-    """Trains on arrays in their order."""
-    defaults = {"batch_size": BATCH, "epochs": EPOCHS}
-    return model.fit(x, y, shuffle=False, verbose=0, **(defaults | options))
-
-
-def prefixed(prefix: str, numbers: Numbers) -> Numbers:
-    """The same numbers under longer names, of a program that trains several times."""
-    return {f"{prefix}/{name}": value for name, value in numbers.items()}
 
 
 # nlp/text_classification_with_transformer

@@ -8,7 +8,6 @@ They are of its folders structured_data, keras_recipes and guides.
 import math
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -25,7 +24,10 @@ from benchmarks.published.programs import (
     Numbers,
     Wrap,
     batched,
+    binary_labels,
+    fit_arrays,
     nonzero_bias,
+    prefixed,
     published_program,
     random_array,
     random_images,
@@ -36,11 +38,6 @@ from benchmarks.published.programs import (
 
 FEATURES = 5
 VALIDATION_EXAMPLES = 13
-
-
-def binary_labels(count: int, seed: int = 0) -> np.ndarray:
-    """Integers 0 and 1."""
-    return np.random.default_rng(seed).integers(0, 2, count)
 
 
 def random_integers(count: int, limit: int, seed: int = 0) -> np.ndarray:
@@ -56,22 +53,6 @@ def class_data(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def one_hot(labels: np.ndarray) -> np.ndarray:
     """A row of `keras.config.floatx()` for each class."""
     return np.eye(CLASSES, dtype=keras.config.floatx())[labels]
-
-
-def fit_arrays(
-    model: keras.Model,
-    x: Any,
-    y: Any = None,
-    **options: Any,
-) -> keras.callbacks.History:
-    """Trains on arrays in their order."""
-    defaults = {"batch_size": BATCH, "epochs": EPOCHS}
-    return model.fit(x, y, shuffle=False, verbose=0, **(defaults | options))
-
-
-def prefixed(prefix: str, numbers: Numbers) -> Numbers:
-    """The same numbers under longer names, of a program that trains several times."""
-    return {f"{prefix}/{name}": value for name, value in numbers.items()}
 
 
 # structured_data/structured_data_classification_with_feature_space

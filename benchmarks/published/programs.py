@@ -50,6 +50,11 @@ class PublishedProgram:
     train: Callable[[Wrap], Numbers]
     expected: str
 
+    @property
+    def has_own_step(self) -> bool:
+        """Whether it has a `train_step` or `test_step`: those programs have modules of their own."""
+        return self.train.__module__.endswith("_steps")
+
 
 PROGRAMS: dict[str, PublishedProgram] = {}
 
@@ -209,6 +214,11 @@ def random_images(count: int, channels: int = 3, low: float = 0.0, high: float =
     return (images + images[:, :, ::-1]) / 2
 
 
+def binary_labels(count: int, seed: int = 0) -> np.ndarray:
+    """Integers 0 and 1."""
+    return np.random.default_rng(seed).integers(0, 2, count)
+
+
 def random_labels(count: int, seed: int = 0) -> np.ndarray:
     """Integers below the number of classes."""
     return np.random.default_rng(seed).integers(0, CLASSES, count)
@@ -237,6 +247,17 @@ def sgd(learning_rate: Any, **options: Any) -> keras.optimizers.Optimizer:
 def nonzero_bias() -> keras.initializers.Initializer:
     """For a bias with a gradient so small that its rounding would be all that is compared."""
     return keras.initializers.RandomNormal(stddev=0.5)
+
+
+def fit_arrays(model: keras.Model, x: Any, y: Any = None, **options: Any) -> keras.callbacks.History:
+    """Trains on arrays in their order."""
+    defaults = {"batch_size": BATCH, "epochs": EPOCHS}
+    return model.fit(x, y, shuffle=False, verbose=0, **(defaults | options))
+
+
+def prefixed(prefix: str, numbers: Numbers) -> Numbers:
+    """The same numbers under longer names, of a program that trains several times."""
+    return {f"{prefix}/{name}": value for name, value in numbers.items()}
 
 
 def results(
