@@ -31,14 +31,14 @@ from keras_replicas import UserError
 
 NIGHTLY = "nightly"
 # Python, TensorFlow, Keras. Every Python and TensorFlow is in two of them or more; the oldest are together, and so are
-# the newest, which is not yet released.
+# the newest, of which Keras is not yet released.
 ENVIRONMENTS = (
     ("3.11", "2.20.*", "3.13.0"),
-    ("3.13", "2.21.*", NIGHTLY),
-    ("3.12", "2.21.*", "3.14.*"),
-    ("3.13", "2.20.*", "3.15.*"),
-    ("3.12", "2.20.*", NIGHTLY),
     ("3.11", "2.21.*", "3.15.*"),
+    ("3.12", "2.20.*", "3.14.*"),
+    ("3.12", "2.21.*", "3.13.*"),
+    ("3.13", "2.20.*", "3.15.*"),
+    ("3.13", "2.21.*", NIGHTLY),
 )
 TESTED = (
     *("any_model", "batch_wide", "batchnorm", "call_probe", "check", "cluster", "combination", "conformance"),

@@ -79,7 +79,7 @@ class Batches:
     def iter_from_step(self, step: int, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """The batches from `step` on, as parts for the replicas of `context`: see `batches.BeginsAnywhere`.
 
-        The rows of a batch are divided evenly, as by `bounds_of_part`. What a function makes has
+        The rows of a batch are divided as evenly as possible. What a function makes has
         `batch_size` / replicas rows in every part, rounded up, of which some may be no examples.
         """
         replicas, first, here = replicas_of(context)
