@@ -306,7 +306,6 @@ SUMS_AND_MEANS = {
     "a mean": lambda x: ops.mean(ops.square(x)),
     "a value for each example": lambda x: ops.mean(ops.square(x), axis=-1),
     "of nothing": lambda x: ops.convert_to_tensor(0.5),
-    "a sum of few examples": lambda x: 1e-2 * ops.sum(ops.relu(x - 2.2)),
 }
 
 
@@ -326,6 +325,23 @@ def test_a_loss_that_a_layer_adds_counts_as_on_one_device(name, replicas):
         warnings.simplefilter("error", UserWarning)
         ours = fit(data_parallel)
     assert_same(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sum_that_few_examples_have_is_measured_on_the_whole_batch():
+    x = X.copy()
+    x[4::BATCH] = 6.0  # neither of the first three nor of the last two of a batch
+
+    def fit(wrap):
+        keras.utils.set_random_seed(0)
+        adds = AddsLoss(lambda x: 1e-2 * ops.sum(ops.relu(x - 5.0)))
+        model = wrap(keras.Sequential([keras.Input((FEATURES,)), adds, layers.Dense(1)]))
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model.fit(x, Y, BATCH, 2, shuffle=False, verbose=0).history["loss"]
+
+    plain = fit(lambda model: model)
+    with make_strategy(2).scope():
+        ours = fit(data_parallel)
+    assert_same(ours, plain, rtol=1e-5)
 
 
 def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_told():
