@@ -235,7 +235,7 @@ def _difference(whole: list[Any], first: list[Any], second: list[Any], is_ragged
         if len({each.shape[1:] for each in rows}) > 1 and not is_ragged:
             return float("inf")  # another axis is that of the examples, too
         expected = [rows[0][: SHARDS[0]], rows[0][SHARDS[0] :]]
-        if rows[0].ndim != rows[1].ndim or rows[0].ndim != rows[2].ndim:
+        if len({each.ndim for each in rows}) > 1:
             return float("inf")
         pairs = [_common(one, other) for one, other in zip(expected, rows[1:], strict=True)]
         largest = max(largest, relative_difference([one for one, _ in pairs], [other for _, other in pairs]))

@@ -32,12 +32,12 @@ class StepLoop(ReplicaStep):
     _call_findings: dict[str, CallFindings] = {}  # by the name of the step
     _inputs_of_unknown_losses: dict[str, Any] = {}  # by the name of the step, where a loss of a layer was 0
     _refusal: UserError | None = None
-    trial: Any = None  # the `Recording` of a trial run of the model, while there is one
+    recording: Any = None  # the `Recording` of a trial run of the model, while there is one
 
     def train_step(self, data):
         """One replica's part of a training step; returns a dict of the epoch's values so far."""
-        if self.trial is not None:
-            self.trial.note_passed(data)
+        if self.recording is not None:
+            self.recording.note_passed(data)
             with applied_by(lambda *_: None):  # our own step is right, whatever its gradients add up to
                 return super().train_step(data)
         if step := running():
@@ -55,8 +55,8 @@ class StepLoop(ReplicaStep):
 
     def test_step(self, data):
         """One replica's part of an evaluation step."""
-        if self.trial is not None:
-            self.trial.note_passed(data)
+        if self.recording is not None:
+            self.recording.note_passed(data)
             return super().test_step(data)
         if step := running():
             return self._step_in_custom_step(step, data, training=False)

@@ -68,10 +68,10 @@ class StepPlans:
 
     def _unlike_shares(self, batch: Any) -> list[str]:
         """A warning if a replica may get another share of one tensor's rows than of another's."""
-        leaves = [leaf for leaf in keras.tree.flatten(without_optionals(batch)) if leaf is not None]
-        rows = sorted({int(count_rows(leaf)) for leaf in leaves})
         replicas = self._model.distribute_strategy.num_replicas_in_sync
-        if len(rows) == 1 or not any(each % replicas for each in rows):
+        leaves = [leaf for leaf in keras.tree.flatten(without_optionals(batch)) if leaf is not None and len(leaf.shape)]
+        rows = sorted({int(count_rows(leaf)) for leaf in leaves})
+        if len(rows) == 1 or all(each % replicas == 0 for each in rows):
             return []
         return [
             f"its inputs have {' and '.join(map(str, rows))} rows, of which {replicas} replicas get unlike shares, and "

@@ -170,20 +170,18 @@ def changes_since(before: StepPlan, found: StepPlan) -> list[str]:
         before: the plan by which the step runs.
         found: what the probe finds now.
     """
-    kinds = {f"the gradients of call {i + 1} of an optimizer": pair for i, pair in enumerate(_pairs(before, found))}
-    unknown = [name for name, kind in before.logs.items() if kind == "either"]
-    kinds |= {repr(name): ("either", found.logs.get(name, "either")) for name in unknown}
-    is_sum = {what: (old == "sum", now == "sum") for what, (old, now) in kinds.items() if now in ("mean", "sum")}
-    return [
-        f"{what}: a {'sum' if now else 'mean'} over examples, but combined as a {'sum' if old else 'mean'}, which it "
-        "was, or it was 0, at first"
-        for what, (old, now) in is_sum.items()
-        if old != now
-    ]
-
-
-def _pairs(before: StepPlan, found: StepPlan) -> list[tuple[str, str]]:
-    return list(zip(before.gradients, found.gradients, strict=False))
+    messages = []
+    for number, (old, now) in enumerate(zip(before.gradients, found.gradients, strict=False), start=1):
+        if now in ("mean", "sum") and (old == "sum") != (now == "sum"):
+            used = "sum" if old == "sum" else "mean"
+            messages.append(
+                f"the gradients of call {number} of an optimizer are a {now} over examples now, but combined as a "
+                f"{used}, as measured when training began"
+            )
+    for name, old in before.logs.items():
+        if old == "either" and found.logs.get(name) == "sum":
+            messages.append(f"{name!r} is a sum over examples, but averaged over replicas, as it was 0 at first")
+    return messages
 
 
 def _has_zeros(model: Any, plan: StepPlan) -> bool:

@@ -226,7 +226,7 @@ def undone(model: Any) -> Iterator[Recording]:
     numbers = [tf.identity(each.state) for each in generators]
     states = random.getstate(), np.random.get_state()
     scope = Recording(model)
-    vars(model)["trial"] = scope
+    vars(model)["recording"] = scope
     try:
         yield scope
     finally:

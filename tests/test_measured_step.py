@@ -86,7 +86,7 @@ def test_a_loss_that_becomes_a_sum_is_warned_of():
         return is_first * tf.reduce_mean(values) + (1.0 - is_first) * tf.reduce_sum(values)
 
     make = custom(minimize(loss), tanh, optimizer=sgd(0.01))
-    assert "a sum over examples, but combined as a mean" in warned(make)
+    assert "are a sum over examples now, but combined as a mean" in warned(make)
 
 
 def test_an_accumulation_that_applies_nothing_at_first_needs_no_word():
