@@ -207,7 +207,9 @@ class CustomStep(keras.StatelessScope):
         """How the gradients of the next call of an optimizer combine."""
         number, self._calls = self._calls, self._calls + 1
         kinds = self.plan.gradients
-        if self.model.step_plans.note_optimizer(optimizer) and self.plan.was_measured:
+        plans = self.model.step_plans
+        plans.note_optimizer(optimizer)
+        if self.plan.was_measured and not plans.is_measured(optimizer):
             self.warnings.append(
                 f"it calls the optimizer {optimizer.name}, but did not when it was measured; the mean of its gradients "
                 "is taken"

@@ -43,6 +43,7 @@ class StepPlans:
         self._warnings: dict[str, list[str]] = {}
         self._warned: set[str] = set()
         self.optimizers: list[keras.Optimizer] = []
+        self._measured_optimizers: list[keras.Optimizer] = []
         if model.distribute_strategy.num_replicas_in_sync > 1:
             hide_replicas(model.distribute_strategy)
 
@@ -59,6 +60,7 @@ class StepPlans:
             return
         found = self._probe(name, step, batch, needs_optimizers)
         self._plans[name] = found.plan
+        self._measured_optimizers += found.optimizers
         for optimizer in found.optimizers:
             self.note_optimizer(optimizer)
         self.note_warnings(name, (*found.warnings, *self._unlike_shares(batch)))
@@ -110,12 +112,14 @@ class StepPlans:
                 self.note_warnings(name, (*found.warnings, *changes_since(self._plans[name], found.plan)))
                 self.warn(name)
 
-    def note_optimizer(self, optimizer: keras.Optimizer) -> bool:
-        """Keeps an optimizer that a step calls; whether it is a new one."""
-        is_new = all(optimizer is not known for known in self.optimizers)
-        if is_new:
+    def note_optimizer(self, optimizer: keras.Optimizer) -> None:
+        """Keeps an optimizer that a step calls, once."""
+        if all(optimizer is not known for known in self.optimizers):
             self.optimizers.append(optimizer)
-        return is_new
+
+    def is_measured(self, optimizer: keras.Optimizer) -> bool:
+        """Whether a step called the optimizer when it was measured."""
+        return any(optimizer is measured for measured in self._measured_optimizers)
 
     def is_prepared(self, name: str) -> bool:
         """Whether the step has a plan."""
