@@ -185,7 +185,7 @@ class Unsteady(layers.Layer):
 def test_what_cannot_be_compared_is_no_success(layer, told):
     found = check(model_of(layer), X, Y, **SMALL)
     assert not found and told in found.text
-    assert ("REFUSED\nwhy: ValueError: " in found.text) == (layer is undeclared)
+    assert ("REFUSED\nwhy: UserError: " in found.text) == (layer is undeclared)
 
 
 @pytest.mark.parametrize(
