@@ -24,8 +24,14 @@ _thread = _Thread()
 
 def all_optimizers() -> list[keras.Optimizer]:
     """All optimizers of this process. A step may keep its own in a list, in a closure, in a module."""
-    # Not isinstance, which would ask each object for its `__class__`, and load modules that load lazily.
-    return [each for each in gc.get_objects() if issubclass(type(each), keras.Optimizer)]
+    # An instance refers to its class. Not isinstance, which would ask a referrer for its `__class__`, and load modules
+    # that load lazily.
+    referrers = gc.get_referrers(*_with_subclasses(keras.Optimizer))
+    return [each for each in referrers if issubclass(type(each), keras.Optimizer)]
+
+
+def _with_subclasses(of: type) -> list[type]:
+    return [of, *(each for subclass in of.__subclasses__() for each in _with_subclasses(subclass))]
 
 
 @contextlib.contextmanager

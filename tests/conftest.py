@@ -3,6 +3,7 @@
 import ast
 import atexit
 import functools
+import gc
 import importlib.util
 import os
 import random
@@ -35,10 +36,12 @@ def pytest_configure(config):
 
 
 def divide_the_cpu():
+    import keras  # noqa: F401
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
+    gc.freeze()  # half a million objects of what is imported, which each garbage collection would look at
 
 
 @functools.cache
