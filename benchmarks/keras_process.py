@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -160,6 +161,7 @@ def _prepare(way: str, outcomes: Outcomes) -> None:
     replicas = re.search(r"\d", way)
     if replicas:
         _put_tests_in_scope(["CPU:0", "CPU:1"][: int(replicas[0])], outcomes)
+    gc.freeze()  # half a million objects of what is imported, which each garbage collection would look at
 
 
 def _noting(method: Callable, outcomes: Outcomes) -> Callable:

@@ -91,11 +91,11 @@ def initial(folder: str, model: str, vocabulary: str) -> Callable[[], dict]:
     import keras
     import numpy as np
 
-    from benchmarks import published
+    from benchmarks import keras_example
 
     def write() -> dict:
         keras.utils.set_random_seed(0)
-        task = published.build(model, vocabulary, 0.0, 0.0)
+        task = keras_example.build(model, vocabulary, 0.0, 0.0)
         np.savez(Path(folder, "weights.npz"), *task.get_weights())
         return {}
 
@@ -117,15 +117,15 @@ def trainer(
     """
     import numpy as np
 
-    from benchmarks import ours, published
+    from benchmarks import keras_example, ours
     from common.training import WarmUpPolynomialDecay
 
     if side == OURS:
         schedule = WarmUpPolynomialDecay(rate, steps) if steps else rate
         strategy, model, train = ours.set_up(**ours_by(words | own | {"dropout": dropout, "rate": schedule}))
     else:
-        model = published.build(words["model"], words["vocabulary"], dropout, rate)
-        data = published.lines(words["corpus"], own.get("batch_size", BATCHES[PUBLISHED]))
+        model = keras_example.build(words["model"], words["vocabulary"], dropout, rate)
+        data = keras_example.lines(words["corpus"], own.get("batch_size", BATCHES[PUBLISHED]))
     if own != MUON:
         with np.load(Path(folder, "weights.npz")) as weights:
             model.set_weights([weights[name] for name in weights.files])

@@ -19,7 +19,7 @@ from benchmarks.text import add_text_arguments, prepare_text
 SEQ_LENGTH, MASK_RATE, DROPOUT = 128, 0.15, 0.1
 PUBLISHED = "published Keras example, padded to 512"
 OURS = "benchmarks.ours:trainer"
-PUBLISHERS = "benchmarks.published:trainer"
+PUBLISHERS = "benchmarks.keras_example:trainer"
 PEERS = "benchmarks.transformers_peer:trainer"
 
 # One line per contender: its name; what makes it; its own arguments.

@@ -1,5 +1,6 @@
 """What 1, 2 and 4 replicas, and two workers, compute against plain Keras on one device: the rows of the features."""
 
+import gc
 import json
 import pickle
 import sys
@@ -128,6 +129,7 @@ def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):
 
 if __name__ == "__main__":
     strategy = make_strategy()
+    gc.freeze()  # as in conftest
     outcomes = {feature: outcome(feature, strategy) for feature in ROWS}
     if is_chief():
         Path(sys.argv[1], "outcomes").write_bytes(pickle.dumps(outcomes))

@@ -2,6 +2,9 @@
 
 import ast
 import graphlib
+import importlib.util
+import re
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +26,21 @@ def test_helpers_import_no_recipe_and_take_no_config():
         tree = ast.parse(path.read_text())
         arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
         assert "config" not in arguments or path.name == "command_line.py", path
+
+
+def test_what_benchmarks_run_in_processes_exists():
+    named = set()
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        named.update(re.findall(r'"(benchmarks[\w.]*):(\w+)"', path.read_text()))
+    assert named
+    for module, function in named:
+        tree = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, module
+
+
+def test_no_module_is_hidden_by_a_package():
+    for path in ROOT.glob("[!.]*/**/__init__.py"):
+        assert not path.parent.with_suffix(".py").exists(), path
 
 
 def test_imports_in_common_form_no_cycle():
