@@ -31,7 +31,11 @@ def all_optimizers() -> list[keras.Optimizer]:
 
 
 def _with_subclasses(of: type) -> list[type]:
-    return [of, *(each for subclass in of.__subclasses__() for each in _with_subclasses(subclass))]
+    subclasses: list[type] = of.__subclasses__()
+    found = [of]
+    for subclass in subclasses:
+        found += _with_subclasses(subclass)
+    return found
 
 
 @contextlib.contextmanager
