@@ -71,7 +71,7 @@ def main() -> int:
             return doctor(options)
         case "check":
             with quiet():
-                from keras_replicas.checking import command
+                from keras_replicas.checking.command import command
             return command(options)
     parser.print_help()
     return 0

@@ -33,6 +33,8 @@ class StepPlans:
 
     Attributes:
         optimizers: that the steps call, as far as they have run.
+        gradient_kinds: by the name of the step, for each call of an optimizer, its name and what the probe found that
+            its gradients are over the examples: "mean", "sum", "either" where they are 0, or "neither".
     """
 
     def __init__(self, model: Any, custom_step: str | None):
@@ -43,6 +45,7 @@ class StepPlans:
         self._warnings: dict[str, list[str]] = {}
         self._warned: set[str] = set()
         self.optimizers: list[keras.Optimizer] = []
+        self.gradient_kinds: dict[str, tuple[tuple[str, str], ...]] = {}
         self._measured_optimizers: list[keras.Optimizer] = []
         if model.distribute_strategy.num_replicas_in_sync > 1:
             hide_replicas(model.distribute_strategy)
@@ -60,6 +63,7 @@ class StepPlans:
             return
         found = self._probe(name, step, batch, needs_optimizers)
         self._plans[name] = found.plan
+        self.gradient_kinds[name] = found.gradient_kinds
         self._measured_optimizers += found.optimizers
         for optimizer in found.optimizers:
             self.note_optimizer(optimizer)

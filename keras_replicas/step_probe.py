@@ -89,12 +89,14 @@ class Findings(NamedTuple):
         optimizers: that the step calls, in the order of their first calls.
         warnings: what cannot be the same on several replicas, and what to do.
         trial: what the step ran on, if it was measured.
+        gradient_kinds: for each call of an optimizer, its name and what its gradients are over the examples.
     """
 
     plan: StepPlan
     optimizers: list[keras.Optimizer]
     warnings: list[str]
     trial: Trial | None = None
+    gradient_kinds: tuple[tuple[str, str], ...] = ()
 
 
 def probe_step(
@@ -202,12 +204,13 @@ def _run_on_shards(model: Any, step: Callable, trial: Trial, where: str) -> list
 
 
 def _findings(model: Any, where: str, trial: Trial, whole: Record, first: Record, second: Record) -> Findings:
-    tolerance, warnings, gradients = tolerance_of(model), [], []
+    tolerance, warnings, gradients, gradient_kinds = tolerance_of(model), [], [], []
     for number, call in enumerate(whole.calls):
         others = [record.calls[number].gradients if number < len(record.calls) else [] for record in (first, second)]
         if any(len(each) != len(call.gradients) for each in others):
             warnings.append(f"it does not call the optimizer {call.optimizer.name} for all numbers of examples alike")
             gradients.append("mean")
+            gradient_kinds.append((call.optimizer.name, "neither"))
             continue
         found = combination_of(call.gradients, others, trial.sizes, tolerance)
         if found.kind == "neither":
@@ -216,6 +219,7 @@ def _findings(model: Any, where: str, trial: Trial, whole: Record, first: Record
                 f"of those of its shards (they differ by {found.difference:.1g}); their mean is taken"
             )
         gradients.append("mean" if found.kind == "neither" or not call.gradients else found.kind)
+        gradient_kinds.append((call.optimizer.name, found.kind))
     assignments: dict[str, str] = {}
     for name, (before, after) in whole.assigned.items():
         if name in first.assigned and name in second.assigned:
@@ -239,7 +243,7 @@ def _findings(model: Any, where: str, trial: Trial, whole: Record, first: Record
     if _passes_other_examples(tolerance, whole, first, second):
         warnings.append("what it gives to Keras's own step for an example depends on the other examples of the batch")
     plan = StepPlan(tuple(gradients), assignments, logs, moments, was_measured=True)
-    return Findings(plan, _called(whole.calls), warnings, trial)
+    return Findings(plan, _called(whole.calls), warnings, trial, tuple(gradient_kinds))
 
 
 def _passes_other_examples(tolerance: float, whole: Record, *shards: Record) -> bool:

@@ -61,8 +61,10 @@ def unlike_examples(x: Any) -> Any:
     if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves) or len({int(count_rows(leaf)) for leaf in leaves}) > 1:
         return few_examples(x, sum(SHARDS))
     lengths = np.sum([_lengths_of(leaf) for leaf in leaves], axis=0)
-    by_length = np.resize(np.argsort(lengths, kind="stable"), max(len(lengths), sum(SHARDS)))
-    chosen = np.concatenate([by_length[: SHARDS[0]], by_length[-SHARDS[1] :]])
+    by_length = np.argsort(lengths, kind="stable")
+    middle = max(1, len(by_length) // 2)
+    shortest, longest = by_length[:middle][: SHARDS[0]], by_length[-middle:][-SHARDS[1] :]
+    chosen = np.concatenate([np.resize(shortest, SHARDS[0]), np.resize(longest, SHARDS[1])])
     return keras.tree.map_structure(
         lambda leaf: None if leaf is None else tf.gather(leaf, chosen), without_optionals(x)
     )

@@ -107,11 +107,11 @@ def fault(name, build, first, why, x=X, marks=()):
 
 
 FAULTS = [
-    fault("clipped", own("clipped"), "weight own", "Own.train_step is neither a mean nor a sum over examples"),
+    fault("clipped", own("clipped"), "weight own", "train_step: sgd gets neither a mean nor a sum over examples"),
     fault("counter", model_of(counter), "layer state", "after step 1, by 5e-01: 4 on one"),
-    fault("centred", model_of(Centre), "mean loss after step 1", "from centre on, call uses other examples"),
-    fault("in training", model_of(CentreInTraining), "mean loss after step 1", "from centre_in_training", marks=SLOW),
-    fault("longest", model_of(ToLongest, shape=(6,)), "mean loss", "from to_longest", IDS, marks=SLOW),
+    fault("centred", model_of(Centre), "training loss after step 1", "the outputs of the layer centre"),
+    fault("in training", model_of(CentreInTraining), "training loss after step 1", "the layer centre_in_training", marks=SLOW),
+    fault("longest", model_of(ToLongest, shape=(6,)), "training loss", "the layer to_longest", IDS, marks=SLOW),
 ]
 
 
@@ -171,28 +171,28 @@ def test_what_is_right_is_the_same(build, data):
 
 class Unsteady(layers.Layer):
     def call(self, x):
-        return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
+        return x + tf.cast(tf.timestamp() % 1, x.dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "told"),
     [
-        (Unsteady, "NOT CHECKED: mean loss after step 1\nwhy: plain Keras differs from run to run"),
+        (Unsteady, "NOT CHECKED\nwhy: plain Keras's own training loss after step 1 differs from run to run"),
         (undeclared, "add_weight(..., aggregation='sum')"),
     ],
 )
 def test_what_cannot_be_compared_is_no_success(layer, told):
     found = check(model_of(layer), X, Y, **SMALL)
     assert not found and told in found.text
-    assert ("REFUSED\nwhy: UserError: " in found.text) == (layer is undeclared)
+    assert ("REFUSED\nwhy: sequential" in found.text) == (layer is undeclared)
 
 
 @pytest.mark.parametrize(
     ("build", "data", "told"),
     [
-        (model_of(), (), "give examples as arrays: check(build, x, y), or a function that returns (model, x, y)"),
-        (model_of(), (X[:0], Y[:0]), "give examples as arrays"),
+        (model_of(), (), "give examples as fit takes them: check(build, x, y), or a function that returns (model, x, y)"),
+        (model_of(), (X[:0], Y[:0]), "give examples as fit takes them"),
         (lambda: keras.Sequential([layers.Dense(1)]), (X, Y), "must return a compiled model, or (model, x, y)"),
         (lambda: on_replicas(layers.Dense(3)), (X, Y), "must not use a strategy"),
         (model_of(lambda: layers.Dense(2, dtype="mixed_bfloat16")), (X, Y), "bfloat16 are too coarse to compare"),
@@ -221,7 +221,7 @@ def test_the_command_line_is_the_same(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT))
     options = ("--steps", "4", "--batch-size", "4", "--replicas", "2")
     assert run(monkeypatch, f"{file}:right", *options) == 0 and "THE SAME to" in capsys.readouterr().out
-    assert run(monkeypatch, f"{file}:wrong", *options) == 1 and "DIFFERENT, first the mean" in capsys.readouterr().out
+    assert run(monkeypatch, f"{file}:wrong", *options) == 1 and "DIFFERENT, first the training loss" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the trace of a run on several replicas with that of plain Keras: traces in, verdict out."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from keras_replicas.checking.traces import Record, Trace
+
+# Of Euclidean norms, relative to plain Keras's.
+RELATIVE_LIMIT = 1e-6
+ROUNDING = 1e-12  # what is only that, in float64, whatever the norm
+NOISE_FACTOR = 10  # how much larger than plain Keras's own differences ours may be
+Key = tuple[str, int, str]  # of a record
+
+
+class Difference(NamedTuple):
+    """A value that differs.
+
+    Attributes:
+        record: plain Keras's.
+        other: the value on replicas; None where it has none, or one of another shape.
+        relative: the Euclidean norm of the difference, relative to plain Keras's value.
+    """
+
+    record: Record
+    other: np.ndarray | None
+    relative: float
+
+
+class Verdict(NamedTuple):
+    """What a comparison found.
+
+    Attributes:
+        differences: what differs by more than rounding, in the order of the run.
+        largest: the largest relative difference of all that is within the limit, and is not rounding alone.
+    """
+
+    differences: list[Difference]
+    largest: float
+
+
+def distances(plain: Trace, other: Trace) -> dict[Key, float]:
+    """For each record of plain Keras, the Euclidean norm of its difference from another run's.
+
+    It is infinite where the other run has no such record, or one of another shape, and NaN where a number is not
+    finite in one of the runs alone.
+    """
+    others = {record.key: record.value for record in other.records}
+    return {record.key: _distance(record.value, others.get(record.key)) for record in plain.records}
+
+
+def _distance(value: np.ndarray, other: np.ndarray | None) -> float:
+    if other is None or other.shape != value.shape:
+        return float("inf")
+    if not np.issubdtype(value.dtype, np.number):
+        return 0.0 if np.array_equal(value, other) else float("inf")
+    with np.errstate(invalid="ignore"):
+        difference = np.asarray(other, np.float64) - np.asarray(value, np.float64)
+    is_same = (np.asarray(other) == np.asarray(value)) | (np.isnan(value) & np.isnan(other))
+    return float(np.linalg.norm(np.where(is_same, 0.0, difference)))
+
+
+def norm_of(value: np.ndarray) -> float:
+    """The Euclidean norm of a record's value; 0 where it has none."""
+    return float(np.linalg.norm(value)) if np.issubdtype(value.dtype, np.number) else 0.0
+
+
+def largest_distances(plain: Trace, others: Iterable[Trace]) -> dict[Key, float]:
+    """For each record, its largest distance from any of the other runs."""
+    found = {record.key: 0.0 for record in plain.records}
+    for other in others:
+        for key, distance in distances(plain, other).items():
+            found[key] = max(found[key], distance) if distance == distance else distance
+    return found
+
+
+def compare(plain: Trace, replicas: Trace, noise: Mapping[Key, float], left_out: Sequence[str] = ()) -> Verdict:
+    """Finds what differs between two runs by more than rounding.
+
+    Args:
+        plain: of plain Keras on one device.
+        replicas: of the model on replicas.
+        noise: for each record, by how much plain Keras may differ from itself.
+        left_out: names of variables whose gradient is rounding alone: an adaptive optimizer makes large steps of it.
+    """
+    found = distances(plain, replicas)
+    others = {record.key: record.value for record in replicas.records}
+    differences: list[Difference] = []
+    largest = 0.0
+    for record in plain.records:
+        if is_left_out(record, left_out):
+            continue
+        distance, norm = found[record.key], norm_of(record.value)
+        allowed = max(NOISE_FACTOR * noise[record.key], RELATIVE_LIMIT * norm + ROUNDING)
+        if not distance <= allowed:
+            differences.append(Difference(record, others.get(record.key), distance / (norm or 1.0)))
+        elif NOISE_FACTOR * noise[record.key] <= RELATIVE_LIMIT * norm:
+            largest = max(largest, distance / (norm + ROUNDING / RELATIVE_LIMIT))
+    return Verdict(differences, largest)
+
+
+def is_left_out(record: Record, left_out: Sequence[str]) -> bool:
+    """Whether a record is a weight of these names, or the optimizer's state of one."""
+    if record.kind == "weight":
+        return record.name in left_out
+    if record.kind == "optimizer state":
+        slot = record.name.split("/")[-1]
+        return any(slot.startswith(f"{name.replace('/', '_')}_") for name in left_out)
+    return False

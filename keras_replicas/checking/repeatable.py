@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes two runs of a model comparable: one dtype, fixed random draws, and TensorFlow's state as it was before."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_replicas.draws import STATEFUL, draw_for_each_example
+
+# The seed that Keras's generators give while draws are fixed, by which a draw of theirs is known.
+FIXED_SEED = (1_618_033, 988_749)
+# Of TensorFlow's stateless draws, those whose first argument is the shape: [examples, ...].
+STATELESS = (
+    "stateless_normal",
+    "stateless_truncated_normal",
+    "stateless_uniform",
+    "stateless_gamma",
+    "stateless_poisson",
+    "stateless_binomial",
+)
+LIBRARIES = ("tensorflow", "keras", "keras_hub", "keras_replicas")
+# Modules between a user's draw and TensorFlow's.
+DRAWING = ("tensorflow", "keras.src.random", "keras.src.backend.tensorflow.random", "keras.random")
+REPLICA_NUMBERS = (
+    (tf.distribute.ReplicaContext, "replica_id_in_sync_group"),
+    (tf.distribute.ReplicaContext, "num_replicas_in_sync"),
+    (tf.distribute.Strategy, "num_replicas_in_sync"),
+)
+GENERATOR_METHODS = {
+    "normal": "stateless_normal",
+    "truncated_normal": "stateless_truncated_normal",
+    "uniform": "stateless_uniform",
+}
+
+
+class Observed:
+    """What the user's code did in a run that makes replicas unlike one device.
+
+    Attributes:
+        replica_reads: functions that asked for the number of their replica, or of all.
+        fixed_seeds: functions that drew random numbers from a seed that is a constant.
+    """
+
+    def __init__(self):
+        self.replica_reads: set[str] = set()
+        self.fixed_seeds: set[str] = set()
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: str | None) -> Iterator[None]:
+    """Context in which Keras's `floatx` and dtype policy are a dtype; None leaves them."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    try:
+        if dtype is not None:
+            keras.config.set_floatx(dtype)
+            keras.config.set_dtype_policy(dtype)
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
+
+
+@contextlib.contextmanager
+def variable_scope_kept() -> Iterator[None]:
+    """Context after which TensorFlow's variable scope is as before.
+
+    `tf.map_fn` and `tf.scan` set its caching device while they trace, and leave it set if that fails. No strategy's
+    scope could make a variable then: "Caching devices is not yet supported".
+    """
+    scope = tf.compat.v1.get_variable_scope()
+    device = scope.caching_device
+    try:
+        yield
+    finally:
+        with tf.Graph().as_default():  # it cannot be set in eager execution
+            scope.set_caching_device(device)
+
+
+@contextlib.contextmanager
+def replica_reads_observed(observed: Observed) -> Iterator[None]:
+    """Context in which it is noted who asks for the number of a replica."""
+    with contextlib.ExitStack() as stack:
+        for kind, name in REPLICA_NUMBERS:
+            owner = next(each for each in kind.__mro__ if name in vars(each))
+            observing = property(functools.partial(_observed_read, observed, "num" in name, vars(owner)[name].fget))
+            stack.enter_context(mock.patch.object(owner, name, observing))
+        yield
+
+
+def _observed_read(observed: Observed, is_count: bool, read: Callable, owner: Any) -> Any:
+    number = read(owner)
+    caller = _user_function(sys._getframe(1), ("keras_replicas.replicas",))
+    if caller and not (is_count and number == 1):  # as a custom step sees it, which is right
+        observed.replica_reads.add(caller)
+    return number
+
+
+def _user_function(frame: FrameType | None, passed_over: tuple[str, ...]) -> str | None:
+    """The function of a frame, if it is none of the libraries'.
+
+    Args:
+        frame: of the caller.
+        passed_over: modules whose frames are passed over, and those of this module.
+    """
+    while frame is not None and _module_of(frame).startswith((__name__, "functools", *passed_over)):
+        frame = frame.f_back
+    if frame is None or _module_of(frame).split(".")[0] in LIBRARIES:
+        return None
+    return frame.f_code.co_name.removeprefix("tf__")  # AutoGraph's prefix
+
+
+def _module_of(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")  # the user's, also in code that AutoGraph has generated
+
+
+@contextlib.contextmanager
+def fixed_draws(observed: Observed) -> Iterator[None]:
+    """Context in which every example draws the same numbers in every step, and dropout drops nothing.
+
+    This holds for draws by Keras's seed generators and by TensorFlow's functions and generators with a state. A
+    stateless draw from a seed of the user's own is a function of that seed, and stays.
+
+    Args:
+        observed: gets who draws from a constant seed.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def replace(owner: Any, name: str, function: Callable) -> None:
+            original = getattr(owner, name)
+            replacement = functools.wraps(original)(functools.partial(function, original))
+            replacement.__module__ = __name__  # by which a custom step knows that its draws are replaced
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+
+        for name in STATELESS:
+            replace(tf.random, name, functools.partial(_stateless, observed))
+        replace(tf.random, "stateless_categorical", _categorical)
+        for name, options in STATEFUL.items():
+            stateless = getattr(tf.random, f"stateless_{name}").__wrapped__
+            replace(tf.random, name, functools.partial(_stateful, stateless, options))
+        replace(keras.random, "beta", _beta)
+        replace(tf.nn.experimental, "stateless_dropout", _dropout)
+        replace(tf.nn, "dropout", lambda original, x, *positional, **options: x)
+        for method, name in GENERATOR_METHODS.items():
+            draw = functools.partial(_by_generator, getattr(tf.random, name).__wrapped__, STATEFUL[method])
+            stack.enter_context(mock.patch.object(tf.random.Generator, method, _as_method(draw)))
+        stack.enter_context(mock.patch.object(keras.random.SeedGenerator, "next", _fixed_seed))
+        yield
+
+
+def _fixed_seed(generator: Any, ordered: bool = True) -> tf.Tensor:
+    """In place of `SeedGenerator.next`."""
+    return tf.constant(FIXED_SEED, tf.int32)  # which Keras passes on as it is
+
+
+def _is_fixed(seed: Any) -> bool:
+    value = tf.get_static_value(seed)
+    return value is not None and np.array_equal(value, FIXED_SEED)
+
+
+def _stateless(
+    observed: Observed, original: Callable, shape: Any, seed: Any, *positional: Any, **options: Any
+) -> tf.Tensor:
+    is_fixed = _is_fixed(seed)
+    caller = _user_function(sys._getframe(1), DRAWING)
+    if caller and not is_fixed and tf.get_static_value(seed) is not None:
+        observed.fixed_seeds.add(caller)
+    if positional or _has_arrays(options) or not is_fixed:
+        return original(shape, seed, *positional, **options)
+    return draw_for_each_example(original, shape, seed, **options)
+
+
+def _has_arrays(parameters: dict[str, Any]) -> bool:
+    """Whether parameters of a distribution are arrays, which may have an axis of examples themselves."""
+    return any(len(getattr(each, "shape", ())) > 0 for each in parameters.values())
+
+
+def _beta(original: Callable, shape: Any, alpha: Any, beta: Any, dtype: Any = None, seed: Any = None) -> tf.Tensor:
+    """In place of `keras.random.beta`."""
+    if not len(shape) or _has_arrays({"alpha": alpha, "beta": beta}):
+        return original(shape, alpha, beta, dtype, seed)
+    return tf.broadcast_to(original((1, *shape[1:]), alpha, beta, dtype, FIXED_SEED[0]), shape)
+
+
+def _categorical(original: Callable, logits: Any, num_samples: Any, seed: Any, dtype: Any = tf.int64, name: Any = None):
+    """Classes of logits [examples, classes]: every example has the same Gumbel noise."""
+    if not _is_fixed(seed):
+        return original(logits, num_samples, seed, dtype=dtype, name=name)
+    logits = tf.convert_to_tensor(logits)
+    shape = (num_samples, tf.shape(logits)[1])
+    uniform = tf.random.stateless_uniform.__wrapped__(shape, (1, 2), minval=1e-6, maxval=1.0, dtype=logits.dtype)
+    gumbel = -tf.math.log(-tf.math.log(uniform))
+    return tf.argmax(logits[:, None] + gumbel[None], axis=-1, output_type=dtype)
+
+
+def _stateful(stateless: Callable, names: tuple, original: Callable, shape: Any, *positional: Any, **options: Any):
+    options |= dict(zip(names, positional, strict=False))
+    options.pop("seed", None)
+    return draw_for_each_example(stateless, shape, None, **options)
+
+
+def _by_generator(stateless: Callable, names: tuple, generator: Any, shape: Any, *positional: Any, **options: Any):
+    without_seed = tuple(name for name in names if name != "seed")
+    options |= dict(zip(without_seed, positional, strict=False))
+    return draw_for_each_example(stateless, shape, None, **options)
+
+
+def _as_method(draw: Callable) -> Callable:
+    def method(generator, shape, *positional, **options):
+        return draw(generator, shape, *positional, **options)
+
+    return method
+
+
+def _dropout(original: Callable, x: Any, *positional: Any, seed: Any = None, **options: Any) -> Any:
+    return x if _is_fixed(seed) else original(x, *positional, seed=seed, **options)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a model step by step, and records all that is to be compared."""
+
+import contextlib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_replicas.checking.examples import Batch, Examples
+from keras_replicas.custom_step import variables_of_tensorflow
+from keras_replicas.optimizer_calls import all_optimizers, applied_by, calls_replaceable
+from keras_replicas.replicas import sum_rows
+
+Kind = Literal["training", "layer state", "optimizer state", "weight", "evaluation", "prediction"]
+METHODS = frozenset({"evaluate", "predict"})
+MAX_VALUES = 4096  # that are kept of a large tensor
+
+
+class Record(NamedTuple):
+    """A value of a run.
+
+    Attributes:
+        kind: what it is. "training" is a loss or metric of `fit`, a mean over the epoch's examples so far.
+        step: the training steps before it, counted from 1.
+        name: of the metric, the variable or the output.
+        value: an array; of a tensor with more than `MAX_VALUES` numbers, as many sums of them with random signs, whose
+            Euclidean norm is about the tensor's.
+    """
+
+    kind: Kind
+    step: int
+    name: str
+    value: np.ndarray
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """What tells it from the other records of a run."""
+        return self.kind, self.step, self.name
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} after step {self.step}"
+
+
+class Trace(NamedTuple):
+    """What a run recorded.
+
+    Attributes:
+        start: the values of all variables before the first step, by name.
+        records: in the order of the run.
+        failed_methods: the errors of those of `METHODS` that raised one.
+    """
+
+    start: dict[str, np.ndarray]
+    records: list[Record]
+    failed_methods: dict[str, Exception]
+
+
+class GradientSizes:
+    """The largest Euclidean norm of each variable's gradient, over the steps of all runs."""
+
+    def __init__(self):
+        self._sizes: dict[int, tuple[Any, tf.Variable]] = {}  # by the variable's id
+
+    def update(self, gradients: Iterable[Any], variables: Iterable[Any]) -> None:
+        """Takes the gradients of a step into account. Call it where the step computes them."""
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if gradient is None:
+                continue
+            if id(variable) not in self._sizes:
+                with tf.init_scope():
+                    self._sizes[id(variable)] = (variable, tf.Variable(0.0, dtype=tf.float64))
+            _, size = self._sizes[id(variable)]
+            norm = tf.norm(tf.cast(tf.convert_to_tensor(gradient), tf.float64))
+            size.assign(tf.maximum(size, norm))
+
+    def relative(self) -> Iterator[tuple[Any, float]]:
+        """Each variable, and its gradient's size relative to the largest of all."""
+        sizes = [(variable, float(size)) for variable, size in self._sizes.values()]
+        largest = max((size for _, size in sizes), default=0.0)
+        for variable, size in sizes:
+            yield variable, size / largest if largest else 0.0
+
+
+class Runner:
+    """Trains one model as often as it is asked, always from the same start.
+
+    Args:
+        model: compiled, plain or of `data_parallel`.
+        examples: to train on.
+        optimizers: a function that gives the optimizers that steps have called so far.
+    """
+
+    def __init__(self, model: Any, examples: Examples, optimizers: Callable[[], list[Any]]):
+        self.model = model
+        self._examples, self._optimizers = examples, optimizers
+
+    def run(
+        self,
+        start: Mapping[str, np.ndarray] | None = None,
+        shuffle: Callable[[Batch], Batch] = lambda batch: batch,
+        methods: Iterable[str] = METHODS,
+    ) -> Trace:
+        """Trains, evaluates and predicts.
+
+        Args:
+            start: values for the variables, by name; None for those that the model has.
+            shuffle: gives each batch's examples another order, or returns it as it is.
+            methods: which of `METHODS` to call after training.
+
+        Raises:
+            Exception: what `fit` raises.
+        """
+        recorder = _Recorder(self.variables_by_kind, start)
+        for arguments in self._examples.calls_of_fit(shuffle):
+            self.model.fit(**arguments, shuffle=False, verbose=0, callbacks=[recorder])
+        failed: dict[str, Exception] = {}
+        for method in sorted(methods):
+            try:
+                recorder.record(*getattr(self, f"_{method}")())
+            except Exception as error:
+                failed[method] = error
+        return Trace(recorder.start, recorder.records, failed)
+
+    def _evaluate(self) -> tuple[Kind, dict[str, Any]]:
+        return "evaluation", self.model.evaluate(**self._examples.for_evaluate(), verbose=0, return_dict=True)
+
+    def _predict(self) -> tuple[Kind, dict[str, Any]]:
+        outputs = self.model.predict(**self._examples.for_predict(), verbose=0)
+        named = keras.tree.flatten_with_path(outputs)
+        return "prediction", {"/".join(map(str, path)) or "output": output for path, output in named}
+
+    def variables_by_kind(self) -> dict[Kind, list[Any]]:
+        """The variables that are compared. Metrics begin each epoch anew, and seeds change nothing here."""
+        model = self.model
+        return {
+            "layer state": [each for each in model.non_trainable_variables if each.name != "seed_generator_state"],
+            "optimizer state": [each for optimizer in self._optimizers() for each in optimizer.variables],
+            "weight": list(model.trainable_variables),
+        }
+
+
+class _Recorder(keras.callbacks.Callback):
+    """Sets the variables when training begins, and records them after each step."""
+
+    def __init__(self, variables_by_kind: Callable[[], dict[Kind, list[Any]]], start: Mapping[str, np.ndarray] | None):
+        super().__init__()
+        self._variables_by_kind, self._given_start = variables_by_kind, start
+        self.start: dict[str, np.ndarray] = {}
+        self.records: list[Record] = []
+        self._step = 0
+
+    def on_train_begin(self, logs=None):
+        """Sets the start, when all is built."""
+        if self._step:
+            return
+        named = names_of_variables(self._variables_by_kind())
+        tensors = variables_of_tensorflow(self.model)
+        if self._given_start is not None:
+            for name, variable in (named | tensors).items():
+                if name in self._given_start:
+                    variable.assign(self._given_start[name])
+        self.start = {name: _value_of(variable) for name, variable in (named | tensors).items()}
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Records losses and metrics first, as the first difference is the one that is told."""
+        self._step += 1
+        self.record("training", logs or {})
+        kinds = self._variables_by_kind()
+        named = names_of_variables(kinds)
+        names = {id(variable): name for name, variable in named.items()}
+        for kind, variables in kinds.items():
+            self.record(kind, {names[id(variable)]: _value_of(variable) for variable in variables})
+        self.record(
+            "layer state", {name: _value_of(each) for name, each in variables_of_tensorflow(self.model).items()}
+        )
+
+    def record(self, kind: Kind, values: Mapping[str, Any]) -> None:
+        """Records values by name, a loss before the others."""
+        for name in sorted(values, key=lambda name: name != "loss"):
+            self.records.append(Record(kind, self._step, name, _sketch(np.asarray(values[name]))))
+
+
+def names_of_variables(kinds: Mapping[Kind, list[Any]]) -> dict[str, Any]:
+    """Names of a model's variables that are the same for each model of the same code.
+
+    Keras numbers the names of layers over the whole process, as "dense_7". Here they are numbered within a model.
+    """
+    of_model = [each for kind in kinds if kind != "optimizer state" for each in kinds[kind]]
+    parts = renumbered(part for variable in of_model for part in variable.path.split("/"))
+    named = [("/".join(parts[part] for part in each.path.split("/")), each) for each in of_model]
+    # A slot of an optimizer is named after the weight: "adam/dense_7_kernel_momentum".
+    weights = {variable.path.replace("/", "_"): name.replace("/", "_") for name, variable in named}
+    parents = renumbered(part for each in kinds["optimizer state"] for part in each.path.split("/")[:-1])
+    named += [(_renamed_slot(each.path, parents, weights), each) for each in kinds["optimizer state"]]
+    found: dict[str, Any] = {}
+    for name, variable in named:
+        if any(variable is known for known in found.values()):
+            continue
+        repeated = sum(known == name or known.startswith(f"{name} (") for known in found)
+        found[f"{name} ({repeated + 1})" if repeated else name] = variable
+    return found
+
+
+def renumbered(names: Iterable[str]) -> dict[str, str]:
+    """Names without Keras's numbers, or with numbers from 1 where several are equal then: "adam_7" is "adam"."""
+    split = {name: _split_number(name) for name in names}
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for stem, number in split.values():
+        numbers[stem].add(number)
+    positions = {name: sorted(numbers[stem]).index(number) for name, (stem, number) in split.items()}
+    return {name: f"{stem}_{positions[name]}" if positions[name] else stem for name, (stem, _) in split.items()}
+
+
+def _split_number(name: str) -> tuple[str, int]:
+    matched = re.fullmatch(r"(.*?)_(\d+)", name)
+    return (matched[1], int(matched[2])) if matched else (name, 0)
+
+
+def _renamed_slot(path: str, parents: Mapping[str, str], weights: Mapping[str, str]) -> str:
+    *folders, slot = path.split("/")
+    for weight in sorted(weights, key=len, reverse=True):
+        if slot.startswith(f"{weight}_"):
+            slot = weights[weight] + slot.removeprefix(weight)
+            break
+    return "/".join([*(parents[folder] for folder in folders), slot])
+
+
+def _value_of(variable: Any) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def _sketch(value: np.ndarray) -> np.ndarray:
+    if value.size <= MAX_VALUES or not np.issubdtype(value.dtype, np.number):
+        return value
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], value.size)
+    return np.bincount(np.arange(value.size) % MAX_VALUES, signs * value.ravel())
+
+
+@contextlib.contextmanager
+def plain_optimizer_calls(sizes: GradientSizes, called: list[Any]) -> Iterator[None]:
+    """Context of plain Keras's runs: optimizers get each row of an embedding's gradient once, as ours do.
+
+    By themselves, adaptive optimizers square the rows of a token that is repeated one by one.
+
+    Args:
+        sizes: gets the gradients.
+        called: gets the optimizers that are called, each once, in the order of their first calls.
+    """
+
+    def apply(optimizer, gradients, variables):
+        if all(optimizer is not each for each in called):
+            called.append(optimizer)
+        sizes.update(gradients, variables)
+        merged = [sum_rows(each) if isinstance(each, tf.IndexedSlices) else each for each in gradients]
+        optimizer.apply(merged, variables)
+
+    with calls_replaceable(all_optimizers()), applied_by(apply):
+        yield
