@@ -110,7 +110,13 @@ FAULTS = [
     fault("clipped", own("clipped"), "weight own", "train_step: sgd gets neither a mean nor a sum over examples"),
     fault("counter", model_of(counter), "layer state", "after step 1, by 5e-01: 4 on one"),
     fault("centred", model_of(Centre), "training loss after step 1", "the outputs of the layer centre"),
-    fault("in training", model_of(CentreInTraining), "training loss after step 1", "the layer centre_in_training", marks=SLOW),
+    fault(
+        "in training",
+        model_of(CentreInTraining),
+        "training loss after step 1",
+        "the layer centre_in_training",
+        marks=SLOW,
+    ),
     fault("longest", model_of(ToLongest, shape=(6,)), "training loss", "the layer to_longest", IDS, marks=SLOW),
 ]
 
@@ -191,7 +197,11 @@ def test_what_cannot_be_compared_is_no_success(layer, told):
 @pytest.mark.parametrize(
     ("build", "data", "told"),
     [
-        (model_of(), (), "give examples as fit takes them: check(build, x, y), or a function that returns (model, x, y)"),
+        (
+            model_of(),
+            (),
+            "give examples as fit takes them: check(build, x, y), or a function that returns (model, x, y)",
+        ),
         (model_of(), (X[:0], Y[:0]), "give examples as fit takes them"),
         (lambda: keras.Sequential([layers.Dense(1)]), (X, Y), "must return a compiled model, or (model, x, y)"),
         (lambda: on_replicas(layers.Dense(3)), (X, Y), "must not use a strategy"),
@@ -221,7 +231,10 @@ def test_the_command_line_is_the_same(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT))
     options = ("--steps", "4", "--batch-size", "4", "--replicas", "2")
     assert run(monkeypatch, f"{file}:right", *options) == 0 and "THE SAME to" in capsys.readouterr().out
-    assert run(monkeypatch, f"{file}:wrong", *options) == 1 and "DIFFERENT, first the training loss" in capsys.readouterr().out
+    assert (
+        run(monkeypatch, f"{file}:wrong", *options) == 1
+        and "DIFFERENT, first the training loss" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

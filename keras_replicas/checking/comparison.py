@@ -35,10 +35,12 @@ class Verdict(NamedTuple):
     Attributes:
         differences: what differs by more than rounding, in the order of the run.
         largest: the largest relative difference of all that is within the limit, and is not rounding alone.
+        steps: the number of steps that were compared.
     """
 
     differences: list[Difference]
     largest: float
+    steps: int
 
 
 def distances(plain: Trace, other: Trace) -> dict[Key, float]:
@@ -98,7 +100,7 @@ def compare(plain: Trace, replicas: Trace, noise: Mapping[Key, float], left_out:
             differences.append(Difference(record, others.get(record.key), distance / (norm or 1.0)))
         elif NOISE_FACTOR * noise[record.key] <= RELATIVE_LIMIT * norm:
             largest = max(largest, distance / (norm + ROUNDING / RELATIVE_LIMIT))
-    return Verdict(differences, largest)
+    return Verdict(differences, largest, steps=max(record.step for record in plain.records))
 
 
 def is_left_out(record: Record, left_out: Sequence[str]) -> bool:

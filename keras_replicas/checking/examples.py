@@ -122,7 +122,9 @@ def dataset_of(batches: list[Batch], of_same_kind: list[Batch]) -> tf.data.Datas
         of_same_kind: batches whose shapes its specification covers, so that two data sets are of one type.
     """
     specs = map_leaves(_common_spec, *of_same_kind)
-    return tf.data.Dataset.from_generator(lambda: batches, output_signature=specs)
+    dataset = tf.data.Dataset.from_generator(lambda: batches, output_signature=specs)
+    # Where plain Keras has to find the end itself, its optimizer may count a step that has no data.
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
 
 def _common_spec(*leaves: Any) -> tf.TypeSpec:

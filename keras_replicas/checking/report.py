@@ -37,8 +37,11 @@ def report_of(runs: Runs, verdict: Verdict, cause: str) -> str:
     replicas = runs.strategy.num_replicas_in_sync
     lines = [_first_difference(verdict.differences[0], replicas), f"why: {cause}"] if verdict.differences else []
     if not lines:
-        compared = ["losses, metrics, weights, state", *_compared_methods(runs)]
+        methods = _compared_methods(runs) if verdict.steps == len(runs.plain.examples.batch_sizes) else []
+        compared = ["losses, metrics, weights, state", *methods]
         lines = [f"THE SAME to {verdict.largest:.0e}: {', '.join(compared)}"]
+    if verdict.steps < len(runs.plain.examples.batch_sizes):
+        lines.append(f"not compared: what follows step {verdict.steps}, in which plain Keras differs from run to run")
     for name, error in runs.failed_methods.items():
         why = "the model has no call" if isinstance(error, NotImplementedError) else line_of(error)
         lines.append(f"not compared: {name}, which plain Keras cannot do here: {why}")

@@ -59,6 +59,10 @@ class Trace(NamedTuple):
     records: list[Record]
     failed_methods: dict[str, Exception]
 
+    def until(self, step: int) -> "Trace":
+        """The same with the records of the first steps alone."""
+        return self._replace(records=[record for record in self.records if record.step <= step])
+
 
 class GradientSizes:
     """The largest Euclidean norm of each variable's gradient, over the steps of all runs."""
