@@ -14,9 +14,10 @@ METHODS = ("apply", "apply_gradients")
 
 
 class _Thread(threading.local):
-    """What this thread's calls go through: a function of (optimizer, gradients, variables)."""
+    """Of this thread: what calls go through, a function of (optimizer, gradients, variables); and all optimizers."""
 
     handler: Callable | None = None
+    listed: list[keras.Optimizer] | None = None
 
 
 _thread = _Thread()
@@ -24,18 +25,21 @@ _thread = _Thread()
 
 def all_optimizers() -> list[keras.Optimizer]:
     """All optimizers of this process. A step may keep its own in a list, in a closure, in a module."""
-    # An instance refers to its class. Not isinstance, which would ask a referrer for its `__class__`, and load modules
-    # that load lazily.
-    referrers = gc.get_referrers(*_with_subclasses(keras.Optimizer))
-    return [each for each in referrers if issubclass(type(each), keras.Optimizer)]
+    if _thread.listed is not None:
+        return _thread.listed
+    # Not isinstance, which would ask each object for its `__class__`, and load modules that load lazily. Nor
+    # gc.get_referrers of the classes, which is twice as fast, and has crashed.
+    return [each for each in gc.get_objects() if issubclass(type(each), keras.Optimizer)]
 
 
-def _with_subclasses(of: type) -> list[type]:
-    subclasses: list[type] = of.__subclasses__()
-    found = [of]
-    for subclass in subclasses:
-        found += _with_subclasses(subclass)
-    return found
+@contextlib.contextmanager
+def optimizers_listed_once() -> Iterator[None]:
+    """Context in which `all_optimizers` looks through all objects only once: there may be a million."""
+    before, _thread.listed = _thread.listed, all_optimizers()
+    try:
+        yield
+    finally:
+        _thread.listed = before
 
 
 @contextlib.contextmanager

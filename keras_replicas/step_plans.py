@@ -14,7 +14,7 @@ from keras_replicas.cluster import num_workers
 from keras_replicas.custom_step import StepPlan, assigned_locally, scalars_noted, variables_of_tensorflow
 from keras_replicas.division import count_rows
 from keras_replicas.draws import draws_replaceable
-from keras_replicas.optimizer_calls import all_optimizers, calls_replaceable
+from keras_replicas.optimizer_calls import all_optimizers, calls_replaceable, optimizers_listed_once
 from keras_replicas.replicas import hide_replicas
 from keras_replicas.step_probe import Findings, Trial, changes_since, probe_again, probe_step
 from keras_replicas.trial_run import without_optionals
@@ -89,9 +89,11 @@ class StepPlans:
         is_alone = self._model.distribute_strategy.num_replicas_in_sync == 1
         custom_step = "mean" if is_alone else self._custom_step
         if num_workers() == 1:
-            return probe_step(self._model, name, step, batch, custom_step, needs_optimizers)
+            with optimizers_listed_once():
+                return probe_step(self._model, name, step, batch, custom_step, needs_optimizers)
         try:
-            found = probe_step(self._model, name, step, batch, custom_step, needs_optimizers)
+            with optimizers_listed_once():
+                found = probe_step(self._model, name, step, batch, custom_step, needs_optimizers)
         except ValueError as refusal:
             exchange({"error": str(refusal)})  # raises it on all workers
             raise
@@ -111,7 +113,10 @@ class StepPlans:
             return
         self._measured_at_step = steps
         for name, (step, trial) in self._measured.items():
-            found = None if name in self._warned else probe_again(self._model, name, step, trial)
+            if name in self._warned:
+                continue
+            with optimizers_listed_once():
+                found = probe_again(self._model, name, step, trial)
             if found is not None:
                 self.note_warnings(name, (*found.warnings, *changes_since(self._plans[name], found.plan)))
                 self.warn(name)

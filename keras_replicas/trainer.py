@@ -131,6 +131,14 @@ class Trainer(Building):
             self.step_plans.measure_again()
         self.probe_call_again()
 
+    def get_metrics_result(self):
+        """The metrics' results by name, each a tensor: a metric may return the value of its variable."""
+        results = super().get_metrics_result()
+        return keras.tree.map_structure(
+            lambda each: tf.convert_to_tensor(each) if isinstance(each, tf.distribute.DistributedValues) else each,
+            results,
+        )
+
     def _make_function(self, step_function):
         """Keras's train function, which leaves each step's own values in `step_values`, or its test function."""
         training = step_function == self.train_step

@@ -1,5 +1,6 @@
 """Models that users write, on two replicas of which the second has no example in the last batch; refusals, too."""
 
+import contextlib
 from random import getstate
 
 import keras
@@ -347,3 +348,29 @@ def test_a_step_that_takes_other_data_than_the_model_needs_no_build():
             model.compile("sgd", "mse")
         history = model.fit(np.stack([X, X], axis=1), batch_size=BATCH, verbose=0).history
         assert history == {"loss": [0.0]}
+
+
+class Total(keras.metrics.Metric):
+    """As in Keras's guide, its result is the value of its variable."""
+
+    def __init__(self):
+        super().__init__(name="total")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(ops.sum(ops.cast(y_true, self.dtype)))
+
+    def result(self):
+        return self.total.value
+
+
+def test_a_metric_may_return_the_value_of_its_variable():
+    found = []
+    for strategy in (None, make_strategy(2)):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(1)])
+            model = data_parallel(model) if strategy else model
+            model.compile("sgd", "mse", metrics=[Total()])
+        history = model.fit(X, Y, BATCH, verbose=0).history["total"]
+        found.append([*history, model.evaluate(X, Y, BATCH, verbose=0, return_dict=True)["total"]])
+    np.testing.assert_allclose(*found, rtol=1e-6)

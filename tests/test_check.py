@@ -11,7 +11,8 @@ from keras import layers, ops
 from benchmarks.features import State
 from keras_replicas import UserError, check, data_parallel
 from keras_replicas.__main__ import main
-from tests.conftest import ROOT, on_replicas
+from keras_replicas.checking.examples import take_rows
+from tests.conftest import ROOT, on_replicas, slow
 
 EXAMPLES = 13
 RANDOM = np.random.default_rng(0)
@@ -250,3 +251,198 @@ def test_a_wrong_command_line_is_said_in_one_line(words, told, tmp_path, monkeyp
     file.write_text("f = 1\n")
     with pytest.raises(UserError, match=told):
         run(monkeypatch, words.format(file=file))
+
+
+# What a model may be.
+
+
+class Refuses64(keras.metrics.Metric):
+    """As some of Keras's do, it cannot be updated in float64."""
+
+    def __init__(self):
+        super().__init__(name="refuses")
+        self.total = self.add_variable((), "zeros", dtype="float32", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        if y_pred.dtype == tf.float64:
+            raise TypeError("not in float64")
+        self.total.assign_add(ops.sum(y_pred))
+
+    def result(self):
+        return self.total.value
+
+
+class Pool(layers.Layer):
+    """Attends to places; of the softmax's bias, the gradient is nothing but rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.Dense(1)
+
+    def call(self, x):
+        weights = ops.softmax(self.attention(x), axis=1)
+        return ops.squeeze(ops.matmul(ops.transpose(weights, (0, 2, 1)), x), 1)
+
+
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
+def test_a_gradient_that_is_rounding_alone_is_no_fault(seed):
+    def build():
+        inputs = keras.Input([6, 4])
+        model = keras.Model(inputs, layers.Dense(3)(Pool()(layers.Dense(4)(inputs))))
+        model.compile("adam", LOSS, metrics=[Refuses64()])
+        return model
+
+    x = np.random.default_rng(1).normal(size=(EXAMPLES, 6, 4)).astype("float32")
+    found = check(build, x, Y, **SMALL, seed=seed)
+    assert found and "float32" in found.text
+
+
+class MapsInFloat32(layers.Layer):
+    def call(self, x):
+        return tf.map_fn(lambda row: row + tf.constant(1.0, tf.float32), x)
+
+
+def test_a_failure_in_float64_leaves_no_trace():
+    """`tf.map_fn`, when it fails, leaves TensorFlow's variable scope changed, and no strategy could make a variable."""
+    assert check(model_of(MapsInFloat32), X, Y, **SMALL)
+
+
+def test_the_only_loss_may_be_that_of_a_layer():
+    class Adding(layers.Layer):
+        def call(self, x):
+            self.add_loss(ops.mean(x**2))
+            return x
+
+    def build():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(3), Adding()])
+        model.compile("sgd")
+        return model
+
+    assert check(build, X, **SMALL)
+
+
+class Drawing(keras.Model):
+    """Draws by TensorFlow's functions and generators with a state, in a custom step of two optimizers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = layers.Dense(3), layers.Dense(3)
+        self.generator = tf.random.Generator.from_seed(1)
+
+    def compile(self):
+        super().compile("adam")
+        self.other_optimizer = keras.optimizers.Adam()
+
+    def train_step(self, data):
+        x, y = data
+        shape = (tf.shape(x)[0], 3)
+        noise = tf.random.normal(shape, dtype=x.dtype) + self.generator.uniform(shape, dtype=x.dtype)
+        noise += keras.random.uniform(shape, dtype=x.dtype)
+        kinds = tf.cast(keras.random.categorical(tf.zeros(shape), 1), x.dtype)
+        for layer, optimizer in ((self.first, self.optimizer), (self.second, self.other_optimizer)):
+            with tf.GradientTape() as tape:
+                outputs = layer(x) + noise * kinds
+                loss = ops.mean(keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True))
+            optimizer.apply(tape.gradient(loss, layer.trainable_weights), layer.trainable_weights)
+        return {"loss": loss}
+
+
+def test_random_draws_are_held():
+    def build():
+        model = Drawing()
+        model.compile()
+        return model
+
+    found = check(build, X, Y, **SMALL)
+    assert found
+    assert "train_step: adam gets a mean over examples; adam_1 gets a mean over examples" in found.text
+    assert "not compared: predict, which plain Keras cannot do here: the model has no call" in found.text
+
+
+class SparseStep(Own):
+    """A custom step whose adaptive optimizer gets the rows of a table, some of them twice."""
+
+    def __init__(self):
+        super().__init__("mean")
+        self.table = layers.Embedding(9, 4)
+
+    def call(self, ids):
+        return self.dense(ops.mean(self.table(ids), axis=1))
+
+
+def test_repeated_tokens_in_a_custom_step_are_no_fault():
+    def build():
+        model = SparseStep()
+        model.compile("adam")
+        return model
+
+    found = check(build, IDS, Y, **SMALL)
+    assert found and "train_step: adam gets a mean over examples" in found.text
+
+
+def test_a_constant_batch_size_is_refused_in_a_sentence():
+    def build():
+        inputs = keras.Input([4], batch_size=4)
+        model = keras.Model(inputs, layers.Dense(3)(ops.reshape(inputs, (4, 2, 2))[:, 0]))
+        model.compile("sgd", LOSS)
+        return model
+
+    found = check(build, X, Y, **SMALL)
+    assert "4 steps of 4; " in found.text
+    assert "REFUSED\nwhy: Functional.call works on the batch of 4 examples, but not on a part of it" in found.text
+
+
+def test_the_error_of_a_model_that_is_wrong_is_kerass():
+    with pytest.raises(ValueError, match="expected"):
+        check(model_of(shape=(5,)), X, Y, **SMALL)
+
+
+# What data may be.
+
+
+class TwoBatches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return X[index * 5 : index * 5 + 5], Y[index * 5 : index * 5 + 5]
+
+
+def dataset(*data):
+    first = tuple(each[:10] for each in data)
+    return tf.data.Dataset.from_tensor_slices(first if len(first) > 1 else first[0]).batch(5)
+
+
+DATA = {
+    "a tf.data.Dataset": (lambda: dataset(X, Y), "4 steps of 5, two of 4 and 1"),
+    "zipped": (lambda: tf.data.Dataset.zip(dataset(X), dataset(Y)), "4 steps of 5"),
+    "a PyDataset": (lambda: TwoBatches(workers=2, use_multiprocessing=False), "4 steps of 5, two of 4 and 1"),
+    "a generator": (lambda: (batch for batch in dataset(X, Y)), "4 steps of 5"),
+}
+
+
+@pytest.mark.parametrize("kind", ["a PyDataset", *slow("a tf.data.Dataset", "zipped", "a generator")])
+def test_data_may_be_what_fit_takes(kind):
+    make, steps = DATA[kind]
+    found = check(model_of(layers.BatchNormalization), make(), **SMALL)
+    assert found and steps in found.text
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_rows_of_ragged_and_sparse_tensors_are_taken(kind):
+    dense = np.array([[1, 2, 0], [3, 0, 0], [0, 4, 5]])
+    tensor = tf.RaggedTensor.from_tensor(dense) if kind == "ragged" else tf.sparse.from_dense(dense)
+    taken = take_rows((tensor, None), [2, 0])[0]
+    found = taken.to_tensor() if kind == "ragged" else tf.sparse.to_dense(taken)
+    np.testing.assert_array_equal(found, dense[[2, 0]])
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table_of_what_differs(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "train.py"
+    file.write_text("from tests.test_check import *\ndef wrong(): return model_of(Centre)(), X, Y\n")
+    monkeypatch.syspath_prepend(str(ROOT))
+    assert run(monkeypatch, f"{file}:wrong", "--steps", "4", "--batch-size", "4", "--replicas", "2") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert ["value", "one", "device", "2", "replicas", "relative"] in [line.split() for line in lines]
+    assert any(line.startswith("training loss after step 1") for line in lines) and len(lines) < 24

@@ -22,7 +22,7 @@ from benchmarks.published import (
     vision_models,
     vision_steps,
 )
-from benchmarks.published.programs import BOUNDS, PROGRAMS, Comparison, compare
+from benchmarks.published.programs import BOUNDS, PROGRAMS, Comparison, compare, model_and_data
 
 __all__ = [
     "BOUNDS",
@@ -31,6 +31,7 @@ __all__ = [
     "compare",
     "generative_steps",
     "graph_models",
+    "model_and_data",
     "nlp_models",
     "other_models",
     "other_steps",

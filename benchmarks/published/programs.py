@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import inspect
 import re
 import sys
 import traceback
@@ -117,6 +118,25 @@ def compare(name: str, replicas: int) -> Comparison:
                 raise
             return Comparison(None, refusal_line(error), our_warnings(caught))
     return Comparison(largest_difference(found, PLAIN_NUMBERS[key]), refusal=None, warnings=our_warnings(caught))
+
+
+class _FitCalled(Exception):
+    """Ends a program where it would train."""
+
+
+def model_and_data(name: str) -> tuple[Any, ...]:
+    """The compiled model of a program, and the x, y and sample_weight that it first gives to `fit`."""
+    given: list[tuple] = []
+    signature = inspect.signature(keras.Model.fit)
+
+    def fit(model, *args, **kwargs):
+        arguments = signature.bind(model, *args, **kwargs).arguments
+        given.append((model, *(arguments.get(name) for name in ("x", "y", "sample_weight"))))
+        raise _FitCalled
+
+    with mock.patch.object(keras.Model, "fit", fit), contextlib.suppress(_FitCalled):
+        PROGRAMS[name].train(lambda model: model)
+    return given[0]
 
 
 def is_refusal(error: ValueError) -> bool:

@@ -23,8 +23,12 @@ def header_of(runs: Runs, seconds: float) -> str:
     """What was compared, in one line."""
     sizes = runs.plain.examples.batch_sizes
     whole = max(sizes)
-    short = [str(size) for size in sizes if size < whole]
-    batches = f"{len(sizes)} steps of {whole}" + (f", two of {' and '.join(short)}" if short else "")
+    short = sorted((size for size in sizes if size < whole), reverse=True)
+    batches = f"{len(sizes)} steps of {whole}"
+    if len(short) == 2:
+        batches += f", two of {short[0]} and {short[1]}"
+    elif short:
+        batches = f"{len(sizes)} steps of {short[-1]} to {whole}"
     model = runs.plain.model
     return (
         f"{type(model).__name__} on {runs.strategy.num_replicas_in_sync} replicas, plain on one device: {model.dtype}, "

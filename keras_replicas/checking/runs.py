@@ -168,11 +168,13 @@ def compared_runs(setup: Setup) -> Runs:
     errors: list[Exception] = []
     for dtype, with_short_batches in ATTEMPTS:
         with default_dtype(dtype), variable_scope_kept(), warnings.catch_warnings(action="ignore"):
-            model, data = _plain_model(setup)
-            examples = examples_of(data, setup.batch_size, setup.steps, with_short_batches)
-            plain = PlainRuns(model, examples)
             try:
+                model, data = _plain_model(setup)
+                examples = examples_of(data, setup.batch_size, setup.steps, with_short_batches)
+                plain = PlainRuns(model, examples)
                 first = plain.run()
+            except UserError:
+                raise
             except Exception as error:
                 errors += [error] if dtype is None else []
                 continue

@@ -1,0 +1,112 @@
+"""What `check` compares, and how: traces in, verdict out. No model is trained here."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_replicas.checking.comparison import compare, distances, largest_distances
+from keras_replicas.checking.traces import GradientSizes, Record, Trace, names_of_variables, renumbered
+
+
+def trace(*records):
+    return Trace({}, [Record(kind, step, name, np.asarray(value)) for kind, step, name, value in records], {})
+
+
+LOSS, WEIGHT = ("training", 1, "loss"), ("weight", 1, "dense/kernel")
+PLAIN = trace((*LOSS, 2.0), (*WEIGHT, [3.0, 4.0]))
+QUIET = {LOSS: 0.0, WEIGHT: 0.0}
+
+
+def test_equal_traces_have_no_differences():
+    verdict = compare(PLAIN, PLAIN, QUIET)
+    assert verdict.differences == [] and verdict.largest == 0.0 and verdict.steps == 1
+
+
+def test_differences_are_relative_to_plain_keras():
+    other = trace((*LOSS, 2.0), (*WEIGHT, [3.0, 4.5]))
+    (difference,) = compare(PLAIN, other, QUIET).differences
+    assert difference.record.name == "dense/kernel"
+    assert difference.relative == pytest.approx(0.5 / 5.0)
+
+
+def test_a_difference_below_the_limit_is_the_largest():
+    other = trace((*LOSS, 2.0 + 1e-7), (*WEIGHT, [3.0, 4.0]))
+    verdict = compare(PLAIN, other, QUIET)
+    assert verdict.differences == [] and verdict.largest == pytest.approx(5e-8, rel=1e-3)
+
+
+def test_ten_times_the_noise_is_allowed():
+    other = trace((*LOSS, 2.001), (*WEIGHT, [3.0, 4.0]))
+    assert compare(PLAIN, other, QUIET | {LOSS: 2e-4}).differences == []
+    assert compare(PLAIN, other, QUIET | {LOSS: 5e-5}).differences != []
+
+
+def test_records_are_compared_by_name_not_by_position():
+    assert compare(PLAIN, PLAIN._replace(records=PLAIN.records[::-1]), QUIET).differences == []
+
+
+@pytest.mark.parametrize("other", [trace((*WEIGHT, [3.0, 4.0])), trace((*LOSS, [2.0, 2.0]), (*WEIGHT, [3.0, 4.0]))])
+def test_a_missing_or_reshaped_value_differs(other):
+    (difference,) = compare(PLAIN, other, QUIET).differences
+    assert difference.record.key == LOSS and difference.relative == np.inf
+
+
+def test_a_number_that_is_not_finite_differs():
+    other = trace((*LOSS, np.nan), (*WEIGHT, [3.0, np.inf]))
+    assert [each.record.key for each in compare(PLAIN, other, QUIET).differences] == [LOSS, WEIGHT]
+
+
+def test_words_are_equal_or_not():
+    one, other = trace(("prediction", 1, "output", ["a", "b"])), trace(("prediction", 1, "output", ["a", "c"]))
+    noise = distances(one, one)
+    assert compare(one, one, noise).differences == []
+    assert compare(one, other, noise).differences != []
+
+
+def test_weights_with_cancelled_gradients_are_left_out():
+    slot = ("optimizer state", 1, "adam/dense_kernel_momentum")
+    plain = trace((*WEIGHT, 1.0), (*slot, 1e-9), ("optimizer state", 1, "adam/dense_kernel2_momentum", 1.0))
+    other = trace((*WEIGHT, 2.0), (*slot, 5e-9), ("optimizer state", 1, "adam/dense_kernel2_momentum", 2.0))
+    differences = compare(plain, other, distances(plain, plain), ["dense/kernel"]).differences
+    assert [each.record.name for each in differences] == ["adam/dense_kernel2_momentum"]
+
+
+def test_noise_is_the_largest_over_all_orders():
+    others = [trace((*LOSS, 2.0 + by), (*WEIGHT, [3.0, 4.0])) for by in (0.1, 0.3, 0.2)]
+    assert largest_distances(PLAIN, others)[LOSS] == pytest.approx(0.3)
+
+
+def test_a_trace_can_be_cut_after_a_step():
+    both = trace((*LOSS, 2.0), ("training", 2, "loss", 1.0))
+    assert [record.step for record in both.until(1).records] == [1]
+
+
+def test_names_do_not_depend_on_models_made_before():
+    def names():
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(3), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam())
+        model.optimizer.build(model.trainable_variables)
+        kinds = {"weight": model.trainable_variables, "optimizer state": model.optimizer.variables}
+        return list(names_of_variables(kinds))
+
+    first, second = names(), names()
+    assert first == second
+    assert "sequential/dense_1/kernel" in first and "adam/sequential_dense_1_kernel_momentum" in first
+
+
+def test_numbers_of_a_model_begin_at_its_first():
+    assert renumbered(["adam_7", "adam_9", "sgd", "block_2"]) == {
+        "adam_7": "adam",
+        "adam_9": "adam_1",
+        "sgd": "sgd",
+        "block_2": "block",
+    }
+
+
+def test_gradients_are_measured_relative_to_the_largest():
+    sizes = GradientSizes()
+    large, small = keras.Variable([0.0, 0.0]), keras.Variable(0.0)
+    for _ in range(2):
+        sizes.update([np.array([3.0, 4.0]), np.array(5e-9)], [large, small])
+    found = {id(variable): size for variable, size in sizes.relative()}
+    assert found[id(large)] == 1.0 and found[id(small)] == pytest.approx(1e-9)
