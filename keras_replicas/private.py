@@ -101,6 +101,7 @@ these data sets in a constructor, from nothing that a caller could give options 
 wait for a minute.
 """
 
+import collections
 import contextlib
 import warnings
 from collections.abc import Iterator
@@ -156,6 +157,23 @@ from tensorflow.python.eager.context import context as eager_context  # holds th
 
 TensorFlowTrainer = getattr(_trainer, "TensorFlowTrainer", None) or _trainer.Trainer  # its name from Keras 3.16 on
 ACTIVITIES_ADD_UP = minor(keras.__version__) < [3, 14]  # an activity_regularizer is a sum over examples, not a mean
+# Modules between a user's random draw and TensorFlow's.
+DRAWING_MODULES = ("tensorflow", "keras.src.random", "keras.src.backend.tensorflow.random")
+
+
+@contextlib.contextmanager
+def layer_names_kept() -> Iterator[None]:
+    """Context after which Keras goes on numbering the names of layers, as "dense_7", where it was."""
+    counts = get_global_attribute("object_name_uids")
+    try:
+        yield
+    finally:
+        set_global_attribute("object_name_uids", counts)
+
+
+def reset_layer_names() -> None:
+    """Makes Keras number the names of layers from the first."""
+    set_global_attribute("object_name_uids", collections.defaultdict(int))
 
 
 @contextlib.contextmanager

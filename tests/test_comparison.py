@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_replicas.checking.comparison import compare, distances, largest_distances
-from keras_replicas.checking.traces import GradientSizes, Record, Trace, names_of_variables, renumbered
+from keras_replicas.checking.traces import GradientSizes, Record, Trace, names_of_variables
 
 
 def trace(*records):
@@ -81,26 +81,29 @@ def test_a_trace_can_be_cut_after_a_step():
     assert [record.step for record in both.until(1).records] == [1]
 
 
-def test_names_do_not_depend_on_models_made_before():
-    def names():
-        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(3), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam())
+def test_names_do_not_depend_on_what_built_a_layer():
+    def names(model):
         model.optimizer.build(model.trainable_variables)
-        kinds = {"weight": model.trainable_variables, "optimizer state": model.optimizer.variables}
-        return list(names_of_variables(kinds))
+        return list(
+            names_of_variables({"weight": model.trainable_variables, "optimizer state": model.optimizer.variables})
+        )
 
-    first, second = names(), names()
-    assert first == second
-    assert "sequential/dense_1/kernel" in first and "adam/sequential_dense_1_kernel_momentum" in first
+    def compiled():
+        model = keras.Sequential([keras.layers.Dense(3, name="a"), keras.layers.Dense(1, name="b")], name="inner")
+        model.compile(keras.optimizers.Adam(name="adam"))
+        return model
+
+    alone, within = compiled(), compiled()
+    alone.build((None, 2))
+    keras.Sequential([keras.Input([2]), within], name="outer")
+    assert names(alone) == names(within)
+    assert {"a/kernel", "b/bias", "adam/a_kernel_momentum", "adam/b_bias_velocity"} < set(names(alone))
 
 
-def test_numbers_of_a_model_begin_at_its_first():
-    assert renumbered(["adam_7", "adam_9", "sgd", "block_2"]) == {
-        "adam_7": "adam",
-        "adam_9": "adam_1",
-        "sgd": "sgd",
-        "block_2": "block",
-    }
+def test_variables_of_one_path_have_names_of_their_own():
+    one, other = keras.Variable(1.0, name="v"), keras.Variable(2.0, name="v")
+    named = names_of_variables({"weight": [one, other, one]})
+    assert list(named) == ["v", "v (2)"] and named["v (2)"] is other
 
 
 def test_gradients_are_measured_relative_to_the_largest():

@@ -128,9 +128,9 @@ def dataset_of(batches: list[Batch], of_same_kind: list[Batch]) -> tf.data.Datas
 
 
 def _common_spec(*leaves: Any) -> tf.TypeSpec:
-    """The specification of all these tensors, of which the number of rows is not known."""
+    """The specification of all these tensors: an axis is known if all have the same."""
     specs = [tf.type_spec_from_value(leaf) for leaf in leaves]
-    shape = [None, *specs[0].shape[1:]]
+    shape = list(specs[0].shape)
     for spec in specs[1:]:
         shape = [one if one == other else None for one, other in zip(shape, spec.shape, strict=True)]
     if isinstance(leaves[0], tf.RaggedTensor):

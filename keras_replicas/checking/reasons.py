@@ -150,8 +150,7 @@ def _loss(case: Case) -> str | None:
 def _has_custom_loss(model: Any) -> bool:
     if has_own(model, "compute_loss"):
         return True
-    given = model._compile_loss._user_loss if model._compile_loss is not None else None
-    functions = [loss for loss in keras.tree.flatten(given) if callable(loss)]
+    functions = [loss for loss in keras.tree.flatten(model.loss) if callable(loss)]
     modules = [inspect.getmodule(loss if inspect.isfunction(loss) else type(loss)) for loss in functions]
     return any(not getattr(module, "__name__", "").startswith("keras.") for module in modules)
 

@@ -3,7 +3,7 @@
 
 import contextlib
 import functools
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_replicas.draws import STATEFUL, draw_for_each_example
+from keras_replicas.private import DRAWING_MODULES
 
 # The seed that Keras's generators give while draws are fixed, by which a draw of theirs is known.
 FIXED_SEED = (1_618_033, 988_749)
@@ -27,8 +28,6 @@ STATELESS = (
     "stateless_binomial",
 )
 LIBRARIES = ("tensorflow", "keras", "keras_hub", "keras_replicas")
-# Modules between a user's draw and TensorFlow's.
-DRAWING = ("tensorflow", "keras.src.random", "keras.src.backend.tensorflow.random", "keras.random")
 REPLICA_NUMBERS = (
     (tf.distribute.ReplicaContext, "replica_id_in_sync_group"),
     (tf.distribute.ReplicaContext, "num_replicas_in_sync"),
@@ -97,7 +96,7 @@ def replica_reads_observed(observed: Observed) -> Iterator[None]:
 
 def _observed_read(observed: Observed, is_count: bool, read: Callable, owner: Any) -> Any:
     number = read(owner)
-    caller = _user_function(sys._getframe(1), ("keras_replicas.replicas",))
+    caller = _user_function(inspect.currentframe(), ("keras_replicas.replicas",))
     if caller and not (is_count and number == 1):  # as a custom step sees it, which is right
         observed.replica_reads.add(caller)
     return number
@@ -169,7 +168,7 @@ def _stateless(
     observed: Observed, original: Callable, shape: Any, seed: Any, *positional: Any, **options: Any
 ) -> tf.Tensor:
     is_fixed = _is_fixed(seed)
-    caller = _user_function(sys._getframe(1), DRAWING)
+    caller = _user_function(inspect.currentframe(), DRAWING_MODULES)
     if caller and not is_fixed and tf.get_static_value(seed) is not None:
         observed.fixed_seeds.add(caller)
     if positional or _has_arrays(options) or not is_fixed:

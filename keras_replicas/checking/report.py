@@ -7,7 +7,6 @@ import numpy as np
 
 from keras_replicas.checking.comparison import Difference, Verdict
 from keras_replicas.checking.runs import Runs, line_of
-from keras_replicas.checking.traces import renumbered
 
 TABLE_ROWS = 8
 MAX_NAME_COLUMNS = 44
@@ -67,10 +66,9 @@ def _custom_steps(runs: Runs) -> Iterable[str]:
     """A line for each custom step whose optimizers' gradients were measured."""
     plans = runs.on_replicas.model.step_plans
     measured = plans.gradient_kinds if plans is not None else {}
-    names = renumbered(optimizer for kinds in measured.values() for optimizer, _ in kinds)
     for step, kinds in measured.items():
         if kinds:
-            yield f"{step}: " + "; ".join(f"{names[optimizer]} gets {GRADIENTS[kind]}" for optimizer, kind in kinds)
+            yield f"{step}: " + "; ".join(f"{optimizer} gets {GRADIENTS[kind]}" for optimizer, kind in kinds)
 
 
 def table_of(differences: Sequence[Difference], replicas: int) -> str:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runs of a check: the model on replicas, and the plain one on one device, several times."""
 
+import contextlib
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from keras_replicas.checking.traces import (
 )
 from keras_replicas.errors import UserError
 from keras_replicas.model import data_parallel
+from keras_replicas.private import layer_names_kept, reset_layer_names
 from keras_replicas.trainer import Trainer
 
 LIBRARY = Path(__file__).parent.parent
@@ -82,10 +84,24 @@ class PlainRuns:
         self._sizes = GradientSizes()
         self._runner = Runner(model, examples, self._known_optimizers)
 
-    def run(self, **options: Any) -> Trace:
-        """Runs as `Runner.run` does, with its options."""
+    def first_run(self) -> Trace:
+        """A run from the values that the model has, which may make variables."""
+        with self._plain():
+            return self._runner.run()
+
+    def run_from(self, start: dict[str, np.ndarray], **options: Any) -> Trace:
+        """Runs as `Runner.run_from` does, with its options."""
+        with self._plain():
+            return self._runner.run_from(start, **options)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The values of all variables, by name."""
+        return self._runner.state()
+
+    @contextlib.contextmanager
+    def _plain(self) -> Iterator[None]:
         with fixed_draws(Observed()), plain_optimizer_calls(self._sizes, self._optimizers):
-            return self._runner.run(**options)
+            yield
 
     def _known_optimizers(self) -> list[Any]:
         return _each_once([self.model.optimizer, *self._optimizers])
@@ -167,21 +183,28 @@ def compared_runs(setup: Setup) -> Runs:
     """
     errors: list[Exception] = []
     for dtype, with_short_batches in ATTEMPTS:
-        with default_dtype(dtype), variable_scope_kept(), warnings.catch_warnings(action="ignore"):
+        with (
+            default_dtype(dtype),
+            variable_scope_kept(),
+            layer_names_kept(),
+            warnings.catch_warnings(action="ignore"),
+        ):
             try:
                 model, data = _plain_model(setup)
                 examples = examples_of(data, setup.batch_size, setup.steps, with_short_batches)
                 plain = PlainRuns(model, examples)
-                first = plain.run()
+                first = plain.first_run()
             except UserError:
                 raise
             except Exception as error:
                 errors += [error] if dtype is None else []
                 continue
-            on_replicas = _run_on_replicas(setup, examples, methods=METHODS - first.failed_methods.keys())
+            state = plain.state()
+            start = first.start if first.start.keys() == state.keys() else state  # which the first step has made
+            on_replicas = _run_on_replicas(setup, examples, start, METHODS - first.failed_methods.keys())
             if _is_of_dtype(on_replicas.error) and dtype is not None:
                 continue
-            outcome = _outcome(setup, plain, first, on_replicas, dtype)
+            outcome = _outcome(setup, plain, first, start, on_replicas, dtype)
             return Runs(plain, on_replicas, setup.strategy, dtype, first.failed_methods, outcome)
     raise errors[0]
 
@@ -192,21 +215,23 @@ def _is_of_dtype(error: Exception | None) -> bool:
 
 
 def _outcome(
-    setup: Setup, plain: PlainRuns, first: Trace, on_replicas: ReplicaRun, dtype: str | None
+    setup: Setup,
+    plain: PlainRuns,
+    first: Trace,
+    start: dict[str, np.ndarray],
+    on_replicas: ReplicaRun,
+    dtype: str | None,
 ) -> Verdict | Refusal:
     """Compares the run on replicas with plain Keras from the same start."""
     if on_replicas.trace is None:
         return Refusal("REFUSED", line_of(on_replicas.error))
-    start = on_replicas.trace.start
-    base = first if _is_same_start(first.start, start) else plain.run(start=start)
+    base = first if first.start is start else plain.run_from(start)
     orders = [_order(setup.seed + number) for number in range(ORDERS)]
-    noise = largest_distances(base, [plain.run(start=start, shuffle=order) for order in orders])
+    noise = largest_distances(base, [plain.run_from(start, shuffle=order) for order in orders])
     unsteady = _unsteady(base, noise, dtype)
     if unsteady:  # what depends on the order may still be the same in every run
         model, _ = _plain_model(setup, seed=setup.seed + 1)
-        other = PlainRuns(model, plain.examples)
-        other.run()  # which may build the model
-        of_other_seed = distances(base, other.run(start=start))
+        of_other_seed = distances(base, PlainRuns(model, plain.examples).run_from(start))
         noise |= {record.key: of_other_seed[record.key] for record in unsteady}
         unsteady = _unsteady(base, noise, dtype)
     if unsteady and unsteady[0].step == 1:
@@ -217,12 +242,9 @@ def _outcome(
 
 def line_of(error: Exception | None) -> str:
     """An error in one line: its sentence alone, if it is this library's."""
-    text = re.sub(r"\x1b\[\d*m", "", " ".join(str(error).split()))[:400]
+    message = error.args[0] if isinstance(error, KeyError) and error.args else error  # whose str is a repr
+    text = re.sub(r"\x1b\[\d*m", "", " ".join(str(message).split()))[:400]
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
-
-
-def _is_same_start(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
 def _order(seed: int) -> Callable[[Batch], Batch]:
@@ -259,6 +281,7 @@ def _plain_model(setup: Setup, seed: int | None = None) -> tuple[Any, tuple]:
 
 
 def _model_and_data(setup: Setup) -> tuple[Any, tuple]:
+    reset_layer_names()  # so that layers have the same names in each model
     made = setup.build()
     model, *data = made if isinstance(made, tuple) else (made,)
     if not isinstance(model, keras.Model) or not model.compiled:
@@ -268,8 +291,10 @@ def _model_and_data(setup: Setup) -> tuple[Any, tuple]:
     return model, tuple(data) if setup.data is None else setup.data
 
 
-def _run_on_replicas(setup: Setup, examples: Examples, methods: Iterable[str]) -> ReplicaRun:
-    """Trains the model on replicas."""
+def _run_on_replicas(
+    setup: Setup, examples: Examples, start: dict[str, np.ndarray], methods: Iterable[str]
+) -> ReplicaRun:
+    """Trains the model on replicas, from the given start."""
     observed = Observed()
     model = trace = error = None
     keras.utils.set_random_seed(setup.seed)
@@ -282,7 +307,7 @@ def _run_on_replicas(setup: Setup, examples: Examples, methods: Iterable[str]) -
                     data_parallel(model)
             runner = Runner(model, examples, lambda: optimizers_of(model))
             with fixed_draws(observed), replica_reads_observed(observed):
-                trace = runner.run(methods=methods)
+                trace = runner.run_from(start, methods=methods)
             if trace.failed_methods:
                 raise next(iter(trace.failed_methods.values()))
         except Exception as raised:

@@ -2,8 +2,6 @@
 """Trains a model step by step, and records all that is to be compared."""
 
 import contextlib
-import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -119,7 +117,7 @@ class Runner:
         Raises:
             Exception: what `fit` raises.
         """
-        recorder = _Recorder(self.variables_by_kind, start)
+        recorder = _Recorder(self, start)
         for arguments in self._examples.calls_of_fit(shuffle):
             self.model.fit(**arguments, shuffle=False, verbose=0, callbacks=[recorder])
         failed: dict[str, Exception] = {}
@@ -129,6 +127,24 @@ class Runner:
             except Exception as error:
                 failed[method] = error
         return Trace(recorder.start, recorder.records, failed)
+
+    def run_from(self, start: Mapping[str, np.ndarray], **options: Any) -> Trace:
+        """Runs as `run` does, from a start that has the variables, too, that the model's first step makes."""
+        trace = self.run(start, **options)
+        return trace if trace.start.keys() == start.keys() else self.run(start, **options)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The values of all variables, by name."""
+        return {name: _value_of(variable) for name, variable in self._variables().items()}
+
+    def set_state(self, values: Mapping[str, np.ndarray]) -> None:
+        """Sets the variables of these names."""
+        for name, variable in self._variables().items():
+            if name in values:
+                variable.assign(values[name])
+
+    def _variables(self) -> dict[str, Any]:
+        return names_of_variables(self.variables_by_kind()) | variables_of_tensorflow(self.model)
 
     def _evaluate(self) -> tuple[Kind, dict[str, Any]]:
         return "evaluation", self.model.evaluate(**self._examples.for_evaluate(), verbose=0, return_dict=True)
@@ -151,32 +167,25 @@ class Runner:
 class _Recorder(keras.callbacks.Callback):
     """Sets the variables when training begins, and records them after each step."""
 
-    def __init__(self, variables_by_kind: Callable[[], dict[Kind, list[Any]]], start: Mapping[str, np.ndarray] | None):
+    def __init__(self, runner: Runner, start: Mapping[str, np.ndarray] | None):
         super().__init__()
-        self._variables_by_kind, self._given_start = variables_by_kind, start
+        self._runner, self._given_start = runner, start
         self.start: dict[str, np.ndarray] = {}
         self.records: list[Record] = []
         self._step = 0
 
     def on_train_begin(self, logs=None):
-        """Sets the start, when all is built."""
-        if self._step:
-            return
-        named = names_of_variables(self._variables_by_kind())
-        tensors = variables_of_tensorflow(self.model)
-        if self._given_start is not None:
-            for name, variable in (named | tensors).items():
-                if name in self._given_start:
-                    variable.assign(self._given_start[name])
-        self.start = {name: _value_of(variable) for name, variable in (named | tensors).items()}
+        """Sets the start, once."""
+        if self._step == 0:
+            self._runner.set_state(self._given_start or {})
+            self.start = self._runner.state()
 
     def on_train_batch_end(self, batch, logs=None):
         """Records losses and metrics first, as the first difference is the one that is told."""
         self._step += 1
         self.record("training", logs or {})
-        kinds = self._variables_by_kind()
-        named = names_of_variables(kinds)
-        names = {id(variable): name for name, variable in named.items()}
+        kinds = self._runner.variables_by_kind()
+        names = {id(variable): name for name, variable in names_of_variables(kinds).items()}
         for kind, variables in kinds.items():
             self.record(kind, {names[id(variable)]: _value_of(variable) for variable in variables})
         self.record(
@@ -190,48 +199,32 @@ class _Recorder(keras.callbacks.Callback):
 
 
 def names_of_variables(kinds: Mapping[Kind, list[Any]]) -> dict[str, Any]:
-    """Names of a model's variables that are the same for each model of the same code.
+    """The variables by names that are the same in each model of the same code.
 
-    Keras numbers the names of layers over the whole process, as "dense_7". Here they are numbered within a model.
+    A name is the end of the variable's path, "dense/kernel": how the path begins depends on what built the layer first.
+    Where several have one name, they are numbered in their order.
     """
-    of_model = [each for kind in kinds if kind != "optimizer state" for each in kinds[kind]]
-    parts = renumbered(part for variable in of_model for part in variable.path.split("/"))
-    named = [("/".join(parts[part] for part in each.path.split("/")), each) for each in of_model]
-    # A slot of an optimizer is named after the weight: "adam/dense_7_kernel_momentum".
-    weights = {variable.path.replace("/", "_"): name.replace("/", "_") for name, variable in named}
-    parents = renumbered(part for each in kinds["optimizer state"] for part in each.path.split("/")[:-1])
-    named += [(_renamed_slot(each.path, parents, weights), each) for each in kinds["optimizer state"]]
-    found: dict[str, Any] = {}
-    for name, variable in named:
-        if any(variable is known for known in found.values()):
-            continue
-        repeated = sum(known == name or known.startswith(f"{name} (") for known in found)
-        found[f"{name} ({repeated + 1})" if repeated else name] = variable
-    return found
+    named: dict[str, Any] = {}
+    flat: dict[str, str] = {}  # the names of weights by their paths, both as an optimizer's slot has them
+    for kind, variables in kinds.items():
+        for variable in variables if kind != "optimizer state" else ():
+            name = _add(named, "/".join(variable.path.split("/")[-2:]), variable)
+            flat.setdefault(variable.path.replace("/", "_"), name.replace("/", "_"))
+    for variable in kinds.get("optimizer state", ()):
+        *parents, slot = variable.path.split("/")
+        weight = max((path for path in flat if slot.startswith(f"{path}_")), key=len, default="")
+        _add(named, "/".join([*parents[-1:], flat.get(weight, "") + slot.removeprefix(weight)]), variable)
+    return named
 
 
-def renumbered(names: Iterable[str]) -> dict[str, str]:
-    """Names without Keras's numbers, or with numbers from 1 where several are equal then: "adam_7" is "adam"."""
-    split = {name: _split_number(name) for name in names}
-    numbers: dict[str, set[int]] = defaultdict(set)
-    for stem, number in split.values():
-        numbers[stem].add(number)
-    positions = {name: sorted(numbers[stem]).index(number) for name, (stem, number) in split.items()}
-    return {name: f"{stem}_{positions[name]}" if positions[name] else stem for name, (stem, _) in split.items()}
-
-
-def _split_number(name: str) -> tuple[str, int]:
-    matched = re.fullmatch(r"(.*?)_(\d+)", name)
-    return (matched[1], int(matched[2])) if matched else (name, 0)
-
-
-def _renamed_slot(path: str, parents: Mapping[str, str], weights: Mapping[str, str]) -> str:
-    *folders, slot = path.split("/")
-    for weight in sorted(weights, key=len, reverse=True):
-        if slot.startswith(f"{weight}_"):
-            slot = weights[weight] + slot.removeprefix(weight)
-            break
-    return "/".join([*(parents[folder] for folder in folders), slot])
+def _add(named: dict[str, Any], name: str, variable: Any) -> str:
+    """Adds a variable by a name of its own, unless it is there; returns the name."""
+    unique, number = name, 1
+    while unique in named and named[unique] is not variable:
+        number += 1
+        unique = f"{name} ({number})"
+    named[unique] = variable
+    return unique
 
 
 def _value_of(variable: Any) -> np.ndarray:
