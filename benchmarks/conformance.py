@@ -1,33 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What 1, 2 and 4 replicas compute of each feature of Keras, against plain Keras on one device.
 
-It runs all rows of `benchmarks/features.py`, and the programs of `benchmarks/published`. With `--check`, it gives their
-models to `keras_replicas.check`, on two replicas, and writes `check.json`: what is equal must be found the same, and
-what is refused, refused.
+It runs all rows of `benchmarks/features.py`, and the programs of `benchmarks/published` that have a `train_step` or
+`test_step` of their own.
 """
 
 import argparse
-import collections
-import functools
 import itertools
 import json
-import time
-from collections.abc import Callable
-from typing import Any
 
-from benchmarks.machine import machine, with_word, write_results
-from keras_replicas import UserError
+from benchmarks.machine import machine, write_results
 
 REPLICAS = (1, 2, 4)
-CHECKED_ON = 2  # replicas
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
-    parser.add_argument("--check", action="store_true", help="what keras_replicas.check finds of each")
-    parser.add_argument(
-        "--only", default="", metavar="WORD", help="with --check: rows whose name has it; writes nothing"
-    )
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -35,9 +19,6 @@ def main(arguments: argparse.Namespace) -> None:
     from tests.conftest import divide_the_cpu
 
     divide_the_cpu()  # before its first use
-    if arguments.check:
-        check_all(arguments)
-        return
     from benchmarks.features import ROWS, difference
     from benchmarks.published import PROGRAMS
 
@@ -47,7 +28,8 @@ def main(arguments: argparse.Namespace) -> None:
     for feature in chosen:
         rows[feature] = {replicas: difference(feature, replicas) for replicas in REPLICAS}
         print(feature, *rows[feature].values(), flush=True)
-    published = {name: published_row(name) for name in itertools.islice(PROGRAMS, 2 if arguments.quick else None)}
+    programs = [name for name, program in PROGRAMS.items() if program.has_own_step]
+    published = {name: published_row(name) for name in (programs[:2] if arguments.quick else programs)}
     found = {"rows": rows, "published": published, "machine": of}
     results = json.loads(json.dumps(found))  # with strings as keys
     print(table(results), published_table(results), sep="\n\n")
@@ -65,129 +47,28 @@ def published_row(name: str) -> dict[int, dict]:
         row[replicas] = {
             "difference": found.difference,
             "refusal": found.refusal,
-            "warnings": found.warnings,
+            "is_warned": bool(found.warnings),
         }
     print(name, *row.values(), flush=True)
     return row
 
 
-# What was tried.
-
-OUTCOMES = {
-    "equal": "equal as published",
-    "warned": "warned of",
-    "refused": "refused",
-}
-
-
-def outcome_of(found: dict) -> str:
-    """A key of `OUTCOMES`."""
-    if found["refusal"]:
-        return "refused"
-    return "warned" if found["warnings"] else "equal"
-
-
 def published_table(results: dict) -> str:
-    """One line per published program."""
+    """One line per published program with a `train_step`."""
     lines = [
-        "| program | " + " | ".join(f"{n} replica{'s' * (n > 1)}" for n in REPLICAS) + " | why |",
-        "| --- " * (2 + len(REPLICAS)) + "|",
+        "| program | " + " | ".join(f"{n} replica{'s' * (n > 1)}" for n in REPLICAS) + " |",
+        "| --- " * (1 + len(REPLICAS)) + "|",
     ]
     for name, row in results["published"].items():
-        cells = [*map(published_cell, row.values()), reason_of(row[str(CHECKED_ON)])]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(map(published_cell, row.values()))} |")
     return "\n".join(lines)
 
 
 def published_cell(found: dict) -> str:
     """The difference, unless a warning says that there is one, or "refused"."""
-    outcome = outcome_of(found)
-    return f"{found['difference']:.1e}" if outcome == "equal" else outcome
-
-
-def reason_of(found: dict) -> str:
-    """Why a program is refused or warned of: the first sentence of the message."""
-    messages = [found["refusal"]] if found["refusal"] else found["warnings"]
-    return messages[0].split(". ")[0].partition(": ")[2] or messages[0] if messages else ""
-
-
-def published_summary(results: dict) -> str:
-    """How many programs are equal, warned of and refused on two replicas."""
-    counts = collections.Counter(outcome_of(row[str(CHECKED_ON)]) for row in results["published"].values())
-    parts = [f"{counts[outcome]} are {text}" for outcome, text in OUTCOMES.items()]
-    return f"Of {counts.total()} programs published on keras.io, {', '.join(parts[:-1])} and {parts[-1]}."
-
-
-# The check.
-
-
-def check_all(arguments: argparse.Namespace) -> None:
-    """Gives each row's model to `check`, and prints and writes what it finds."""
-    from benchmarks.features import ROWS
-    from benchmarks.published import PROGRAMS, model_and_data
-
-    of = machine(quick=True)
-    models: dict[str, tuple[Callable, str]] = {
-        name: (functools.partial(model_of_row, name), "refused" if CHECKED_ON in row["refused"] else "same")
-        for name, row in ROWS.items()
-    }
-    expected = {"equal": "same", "warned": "different", "may be refused": "refused"}
-    models |= {
-        name: (functools.partial(model_and_data, name), expected[program.expected])
-        for name, program in PROGRAMS.items()
-    }
-    chosen = with_word(arguments.only, models)
-    rows = {name: checked(name, *models[name]) for name in itertools.islice(chosen, 3 if arguments.quick else None)}
-    results = {"rows": rows, "machine": of}
-    print(check_summary(results))
-    if not (arguments.quick or arguments.only):
-        write_results("check", results)
-
-
-def model_of_row(name: str) -> tuple[Any, ...]:
-    """The plain compiled model of a feature, and its data."""
-    import keras
-
-    from benchmarks.features import ROWS
-    from keras_replicas import data_parallel
-
-    row = ROWS[name]
-    model = row["make"](keras.Model)
-    options = {option: value() if callable(value) else value for option, value in row["options"].items()}
-    if row["accumulate"] > 1:
-        data_parallel(model, accumulate=row["accumulate"])
-    model.compile(optimizer=row["optimizer"](), loss=row["loss"](), **options)
-    return model, *row["data"]
-
-
-def checked(name: str, build: Callable, expected: str) -> dict[str, Any]:
-    """What `check` finds of a model: "same", "different", "refused", "not checked", or the error."""
-    from keras_replicas import check
-
-    began = time.perf_counter()
-    try:
-        text = str(check(build, replicas=CHECKED_ON))
-    except UserError as error:
-        text = f"\nREFUSED\nwhy: {error}"
-    except Exception as error:
-        text = f"\nERROR\nwhy: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    words = {"\nTHE SAME": "same", "\nDIFFERENT": "different", "\nREFUSED": "refused", "\nNOT CHECKED": "not checked"}
-    found = next((value for word, value in words.items() if word in text), "error")
-    seconds = round(time.perf_counter() - began, 1)
-    print(f"{name}: {found}, expected {expected}; {seconds} s", *([] if found == expected else [text]), flush=True)
-    return {"found": found, "expected": expected, "text": text, "seconds": seconds}
-
-
-def check_summary(results: dict) -> str:
-    """How often `check` finds what is expected, and what it finds else."""
-    rows = results["rows"]
-    unlike = {name: row for name, row in rows.items() if row["found"] != row["expected"]}
-    lines = [f"`check` finds what is expected of {len(rows) - len(unlike)} of {len(rows)} models."]
-    lines += [f"- {name}: {row['found']}, not {row['expected']}" for name, row in unlike.items()]
-    return "\n".join(lines)
-
-
-# The tables.
+    if found["refusal"]:
+        return "refused"
+    return "warned" if found["is_warned"] else f"{found['difference']:.1e}"
 
 
 def table(results: dict) -> str:

@@ -2,7 +2,7 @@
 """How batches are divided over replicas: rows of dense, ragged and sparse tensors."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -194,6 +194,13 @@ def slice_rows(leaf: Any, start: Any, end: Any) -> Any:
     begin = tf.concat([[start], tf.zeros_like(shape[1:])], axis=0)
     found = tf.sparse.slice(leaf, begin, tf.concat([[end - start], shape[1:]], axis=0))
     return sparse_rows(leaf, found.indices, found.values, end - start)
+
+
+def concat_rows(leaves: Sequence[Any]) -> Any:
+    """The rows of dense, ragged or sparse tensors, one tensor after the other."""
+    if isinstance(leaves[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(leaves))
+    return tf.concat(leaves, axis=0)
 
 
 def sparse_rows(like: tf.SparseTensor, indices: tf.Tensor, values: tf.Tensor, rows: Any) -> tf.SparseTensor:

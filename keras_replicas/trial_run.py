@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_replicas.custom_step import Occurrences, is_summed_on_read
-from keras_replicas.division import count_rows, slice_rows
+from keras_replicas.division import concat_rows, count_rows, slice_rows
 from keras_replicas.draws import draw_for_each_example, drawn_by, draws_replaceable
 from keras_replicas.empty import first_input
 from keras_replicas.errors import UserError
@@ -100,8 +100,7 @@ def local_batch(strategy: tf.distribute.Strategy, batch: Any) -> Any:
             return None
         if len(leaves) == 1:
             return leaves[0]
-        concatenate = tf.sparse.concat if isinstance(leaves[0], tf.SparseTensor) else None
-        return concatenate(0, leaves) if concatenate else tf.concat([tf.identity(each) for each in leaves], axis=0)
+        return concat_rows([tf.identity(each) for each in leaves])
 
     return keras.tree.map_structure(joined, batch)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_replicas.checking.comparison import compare, distances, largest_distances
-from keras_replicas.checking.traces import GradientSizes, Record, Trace, names_of_variables
+from keras_replicas.checking.traces import GradientSizes, Record, Trace, named_variables
 
 
 def trace(*records):
@@ -64,11 +64,19 @@ def test_words_are_equal_or_not():
 
 
 def test_weights_with_cancelled_gradients_are_left_out():
-    slot = ("optimizer state", 1, "adam/dense_kernel_momentum")
-    plain = trace((*WEIGHT, 1.0), (*slot, 1e-9), ("optimizer state", 1, "adam/dense_kernel2_momentum", 1.0))
-    other = trace((*WEIGHT, 2.0), (*slot, 5e-9), ("optimizer state", 1, "adam/dense_kernel2_momentum", 2.0))
-    differences = compare(plain, other, distances(plain, plain), ["dense/kernel"]).differences
-    assert [each.record.name for each in differences] == ["adam/dense_kernel2_momentum"]
+    def run(value):
+        named = [("weight", "w", "w"), ("optimizer state", "adam/w_momentum", "w"), ("weight", "w_gate", "w_gate")]
+        return Trace({}, [Record(kind, 1, name, np.asarray(value), weight) for kind, name, weight in named], {})
+
+    differences = compare(run(1.0), run(2.0), distances(run(1.0), run(1.0)), {"w"}).differences
+    assert [each.record.name for each in differences] == ["w_gate"]
+
+
+def test_an_infinite_number_hides_no_other():
+    one, other = trace((*WEIGHT, [np.inf, 1.0])), trace((*WEIGHT, [np.inf, 2.0]))
+    assert len(compare(one, other, {WEIGHT: 0.0}).differences) == 1
+    assert compare(one, one, {WEIGHT: 0.0}).differences == []
+    assert len(compare(one, trace(), {WEIGHT: 0.0}).differences) == 1
 
 
 def test_noise_is_the_largest_over_all_orders():
@@ -76,17 +84,10 @@ def test_noise_is_the_largest_over_all_orders():
     assert largest_distances(PLAIN, others)[LOSS] == pytest.approx(0.3)
 
 
-def test_a_trace_can_be_cut_after_a_step():
-    both = trace((*LOSS, 2.0), ("training", 2, "loss", 1.0))
-    assert [record.step for record in both.until(1).records] == [1]
-
-
 def test_names_do_not_depend_on_what_built_a_layer():
     def names(model):
         model.optimizer.build(model.trainable_variables)
-        return list(
-            names_of_variables({"weight": model.trainable_variables, "optimizer state": model.optimizer.variables})
-        )
+        return [each.name for each in named_variables([], model.optimizer.variables, model.trainable_variables)]
 
     def compiled():
         model = keras.Sequential([keras.layers.Dense(3, name="a"), keras.layers.Dense(1, name="b")], name="inner")
@@ -100,10 +101,17 @@ def test_names_do_not_depend_on_what_built_a_layer():
     assert {"a/kernel", "b/bias", "adam/a_kernel_momentum", "adam/b_bias_velocity"} < set(names(alone))
 
 
+def test_slots_know_their_weights():
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(3, name="a")])
+    model.compile(keras.optimizers.Adam(name="adam"))
+    model.optimizer.build(model.trainable_variables)
+    named = named_variables([], model.optimizer.variables, model.trainable_variables)
+    assert {each.name: each.weight for each in named}["adam/a_kernel_momentum"] == "a/kernel"
+
+
 def test_variables_of_one_path_have_names_of_their_own():
     one, other = keras.Variable(1.0, name="v"), keras.Variable(2.0, name="v")
-    named = names_of_variables({"weight": [one, other, one]})
-    assert list(named) == ["v", "v (2)"] and named["v (2)"] is other
+    assert [each.name for each in named_variables([one], [], [other])] == ["v", "v (2)"]
 
 
 def test_gradients_are_measured_relative_to_the_largest():

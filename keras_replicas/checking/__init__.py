@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`check`: whether a model of the user's own is equivalent to one device when it trains on N replicas.
 
-1. `examples.py` makes a few batches of what the user gives, two of them short.
-2. `traces.py` trains the model on replicas, and the plain one by Keras's own trainer on one device, from the same start
-   on the same batches, and records all that a step changes. `repeatable.py` fixes what else would differ.
-3. Plain Keras trains again, with the examples of each batch in other orders. What that changes is rounding.
-4. `comparison.py` finds what differs by more than that; `reasons.py` finds the likely cause, by experiments.
-5. `report.py` writes the result.
+- `examples.py` makes a few batches of what the user gives, two of them short.
+- `traces.py` trains a model on them, and records all that a step changes; `repeatable.py` fixes what else would differ.
+- `runs.py` does this on replicas, and in plain Keras on one device, several times.
+- `comparison.py` finds what differs by more than rounding.
+- `reasons.py` finds the likely cause, by experiments; `report.py` writes the result.
+- `command.py` is `python -m keras_replicas check`.
 """
 
 import time
@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keras_replicas.checking.comparison import Difference
+from keras_replicas.checking.examples import replayable
 from keras_replicas.checking.reasons import likely_cause
 from keras_replicas.checking.report import header_of, report_of
-from keras_replicas.checking.runs import Refusal, Setup, compared_runs
+from keras_replicas.checking.runs import Refusal, Settings, compared_runs
 from keras_replicas.strategy import make_strategy
 
 __all__ = ["CheckResult", "check"]
@@ -28,8 +29,8 @@ class CheckResult(NamedTuple):
     Attributes:
         same: whether nothing differs.
         text: what was compared; what differs first, by how much, and the likely cause.
-        difference: the largest relative difference, of what is not rounding alone; or the first that is too large;
-            infinite if nothing was compared.
+        difference: relative, the largest of what is not rounding alone; or the first that is too large; infinite if
+            nothing was compared.
         differences: all values that differ, in the order of training.
     """
 
@@ -78,14 +79,14 @@ def check(
         build: makes the compiled model, plain or by `data_parallel`, under no strategy. It is called several times. It
             may return (model, x, y), (model, x, y, sample_weight) or (model, dataset).
         x: some examples, as for `fit`: arrays or structures of them, each [examples, ...]; or a `tf.data.Dataset`, a
-            `PyDataset`, a generator or a `DataLoader`, of which a few batches are read. Examples are repeated if there
-            are too few.
+            `PyDataset`, a generator or a DataLoader of PyTorch, of which a few batches are read. Examples are repeated
+            if there are too few.
         y: as for `fit`.
         sample_weight: as for `fit`.
         batch_size: examples in a batch of arrays, of all replicas together.
-        replicas: of this machine: GPUs, or logical devices of the only one, or of the CPU.
-        steps: how many to train, at least two. Two batches are short, so that a replica has fewer examples than others,
-            or none. They are full where plain Keras fails with short ones.
+        replicas: the number of replicas on this machine: one per GPU, or logical devices of a single GPU or of the CPU.
+        steps: how many to train, an even number of at least two; it is rounded down. Two batches are short, so that a
+            replica has fewer examples than others, or none. They are full where plain Keras fails with short ones.
         seed: of the weights, if `build` draws them.
 
     Returns:
@@ -99,8 +100,9 @@ def check(
     """
     began = time.perf_counter()
     strategy = make_strategy(replicas)
-    data = None if x is None else (x, y, sample_weight)
-    runs = compared_runs(Setup(build, data, batch_size, max(2, steps // 2 * 2), seed, strategy))
+    steps = max(2, steps // 2 * 2)
+    data = None if x is None else (replayable(x, steps), y, sample_weight)
+    runs = compared_runs(Settings(build, data, batch_size, steps, seed, strategy))
     header = header_of(runs, seconds=time.perf_counter() - began)
     if isinstance(runs.outcome, Refusal):
         return CheckResult(False, f"{header}\n{runs.outcome}", float("inf"))

@@ -21,9 +21,11 @@ def command(options: argparse.Namespace) -> int:
         UserError: when there is no such function, or as `check`.
     """
     tf.get_logger().setLevel("ERROR")  # else it warns of the many functions that are traced
-    file, _, name = options.function.rpartition(":")
+    file, colon, name = options.function.rpartition(":")
+    if not colon:
+        raise UserError(f"{name!r} names no function: give FILE:FUNCTION, as in models.py:sample")
     if not Path(file).is_file():
-        raise UserError(f"there is no file {file or name!r}: give FILE:FUNCTION, as in models.py:sample")
+        raise UserError(f"there is no file {file!r}: give FILE:FUNCTION, as in models.py:sample")
     make_strategy(options.replicas)  # before the file uses a device
     sys.path.insert(0, str(Path(file).resolve().parent))
     function = runpy.run_path(file, run_name=Path(file).stem).get(name)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the trace of a run on several replicas with that of plain Keras: traces in, verdict out."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from keras_replicas.checking.traces import Record, Trace
 
-# Of Euclidean norms, relative to plain Keras's.
+# Limits on the Euclidean norm of a difference, relative to that of plain Keras's value.
 RELATIVE_LIMIT = 1e-6
 ROUNDING = 1e-12  # what is only that, in float64, whatever the norm
 NOISE_FACTOR = 10  # how much larger than plain Keras's own differences ours may be
@@ -46,8 +46,8 @@ class Verdict(NamedTuple):
 def distances(plain: Trace, other: Trace) -> dict[Key, float]:
     """For each record of plain Keras, the Euclidean norm of its difference from another run's.
 
-    It is infinite where the other run has no such record, or one of another shape, and NaN where a number is not
-    finite in one of the runs alone.
+    It is infinite where the other run has no such record, or one of another shape, and infinite or NaN where a number
+    is finite in one of the runs alone.
     """
     others = {record.key: record.value for record in other.records}
     return {record.key: _distance(record.value, others.get(record.key)) for record in plain.records}
@@ -65,8 +65,15 @@ def _distance(value: np.ndarray, other: np.ndarray | None) -> float:
 
 
 def norm_of(value: np.ndarray) -> float:
-    """The Euclidean norm of a record's value; 0 where it has none."""
-    return float(np.linalg.norm(value)) if np.issubdtype(value.dtype, np.number) else 0.0
+    """The Euclidean norm of a record's finite numbers; 0 where it has none."""
+    if not np.issubdtype(value.dtype, np.number):
+        return 0.0
+    return float(np.linalg.norm(value[np.isfinite(value)]))
+
+
+def is_finite(value: np.ndarray) -> bool:
+    """Whether a record's value has no NaN and no infinity."""
+    return not np.issubdtype(value.dtype, np.number) or bool(np.all(np.isfinite(value)))
 
 
 def largest_distances(plain: Trace, others: Iterable[Trace]) -> dict[Key, float]:
@@ -74,25 +81,27 @@ def largest_distances(plain: Trace, others: Iterable[Trace]) -> dict[Key, float]
     found = {record.key: 0.0 for record in plain.records}
     for other in others:
         for key, distance in distances(plain, other).items():
-            found[key] = max(found[key], distance) if distance == distance else distance
+            found[key] = float(np.maximum(found[key], distance))  # NaN, if one is
     return found
 
 
-def compare(plain: Trace, replicas: Trace, noise: Mapping[Key, float], left_out: Sequence[str] = ()) -> Verdict:
+def compare(plain: Trace, replicas: Trace, noise: Mapping[Key, float], left_out: Container[str] = ()) -> Verdict:
     """Finds what differs between two runs by more than rounding.
+
+    What only the replicas have, such as a metric of its own, is not compared.
 
     Args:
         plain: of plain Keras on one device.
         replicas: of the model on replicas.
         noise: for each record, by how much plain Keras may differ from itself.
-        left_out: names of variables whose gradient is rounding alone: an adaptive optimizer makes large steps of it.
+        left_out: names of weights whose gradient is rounding alone: an adaptive optimizer makes large steps of it.
     """
     found = distances(plain, replicas)
     others = {record.key: record.value for record in replicas.records}
     differences: list[Difference] = []
     largest = 0.0
     for record in plain.records:
-        if is_left_out(record, left_out):
+        if record.weight in left_out:
             continue
         distance, norm = found[record.key], norm_of(record.value)
         allowed = max(NOISE_FACTOR * noise[record.key], RELATIVE_LIMIT * norm + ROUNDING)
@@ -101,13 +110,3 @@ def compare(plain: Trace, replicas: Trace, noise: Mapping[Key, float], left_out:
         elif NOISE_FACTOR * noise[record.key] <= RELATIVE_LIMIT * norm:
             largest = max(largest, distance / (norm + ROUNDING / RELATIVE_LIMIT))
     return Verdict(differences, largest, steps=max(record.step for record in plain.records))
-
-
-def is_left_out(record: Record, left_out: Sequence[str]) -> bool:
-    """Whether a record is a weight of these names, or the optimizer's state of one."""
-    if record.kind == "weight":
-        return record.name in left_out
-    if record.kind == "optimizer state":
-        slot = record.name.split("/")[-1]
-        return any(slot.startswith(f"{name.replace('/', '_')}_") for name in left_out)
-    return False

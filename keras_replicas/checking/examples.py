@@ -8,9 +8,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.division import as_tensor, count_rows, slice_rows, sparse_rows
+from keras_replicas.division import as_tensor, concat_rows, count_rows, slice_rows, sparse_rows
 from keras_replicas.errors import UserError
 from keras_replicas.private import get_data_adapter
+from keras_replicas.trial_run import without_optionals
 
 Batch = Any  # a structure of tensors, each [examples, ...], as a data set yields it; of arrays, (x, y, sample_weight)
 NO_EXAMPLES = (
@@ -40,16 +41,16 @@ class Examples(NamedTuple):
     @property
     def batch_sizes(self) -> list[int]:
         """The number of examples of each batch."""
-        return [rows_of(batch) for section in self.sections for batch in section]
+        return [count_examples(batch) for section in self.sections for batch in section]
 
-    def calls_of_fit(self, shuffle: Callable[[Batch], Batch]) -> Iterator[dict[str, Any]]:
+    def calls_of_fit(self, reorder: Callable[[Batch], Batch]) -> Iterator[dict[str, Any]]:
         """The data arguments of the calls of `fit`.
 
         Args:
-            shuffle: gives each batch's examples another order, or returns it as it is.
+            reorder: gives each batch's examples another order, or returns it as it is.
         """
         for section in self.sections:
-            yield self._arguments([shuffle(batch) for batch in section])
+            yield self._arguments([reorder(batch) for batch in section])
 
     def for_evaluate(self) -> dict[str, Any]:
         """The data arguments of `evaluate`: the first section."""
@@ -62,7 +63,7 @@ class Examples(NamedTuple):
     def _arguments(self, batches: list[Batch]) -> dict[str, Any]:
         if not self.are_arrays:
             return {"x": dataset_of(batches, [batch for section in self.sections for batch in section])}
-        x, y, weight = map_leaves(lambda *leaves: tf.concat(leaves, axis=0), *batches)
+        x, y, weight = map_leaves(lambda *leaves: concat_rows(leaves), *batches)
         return {"x": x, "y": y, "sample_weight": weight, "batch_size": self.batch_size}
 
 
@@ -83,35 +84,55 @@ def examples_of(data: tuple, batch_size: int, steps: int, with_short_batches: bo
         raise UserError(NO_EXAMPLES)
     leaves = [leaf for leaf in keras.tree.flatten((x, y, weight)) if leaf is not None]
     are_arrays = bool(leaves) and all(getattr(leaf, "shape", None) for leaf in leaves)
-    data = (x, y, weight)
-    batches = _batches_of_arrays(data, batch_size, steps) if are_arrays else _batches_of_dataset(x, steps)
+    if are_arrays:
+        batches = _batches_of_arrays((x, y, weight), batch_size, steps)
+    else:
+        batches = _batches_of_dataset((x, y, weight), steps)
     middle = len(batches) // 2
     sections = batches[:middle], batches[middle:]
     if with_short_batches:
-        sections[0][-1] = _shortened(sections[0][-1], rows_of(sections[0][-1]) - 1)
+        sections[0][-1] = _shortened(sections[0][-1], count_examples(sections[0][-1]) - 1)
         sections[1][-1] = _shortened(sections[1][-1], 1)
-    return Examples(sections, are_arrays, rows_of(batches[0]))
+    return Examples(sections, are_arrays, count_examples(batches[0]))
 
 
 def _batches_of_arrays(data: Batch, batch_size: int, steps: int) -> list[Batch]:
     tensors = map_leaves(as_tensor, data)
-    rows = rows_of(tensors)
+    rows = count_examples(tensors)
     if not rows:
         raise UserError(NO_EXAMPLES)
+    if not _has_like_rows(tensors):
+        raise UserError("x, y and sample_weight must have the same number of examples")
     numbers = np.arange(steps * batch_size) % rows
     return [take_rows(tensors, each) for each in np.split(numbers, steps)]
 
 
-def _batches_of_dataset(x: Any, steps: int) -> list[Batch]:
+def replayable(x: Any, steps: int) -> Any:
+    """What can be read again and again: a data set of the first batches, if `x` is an iterator, as a generator is."""
+    if not hasattr(x, "__next__"):
+        return x
+    batches = _batches_of_dataset((x, None, None), steps)
+    return dataset_of(batches, batches)
+
+
+def _batches_of_dataset(data: tuple, steps: int) -> list[Batch]:
     """The first batches of a data set, a `PyDataset`, a generator or a `DataLoader`, by Keras's own adapters."""
     try:
-        dataset = get_data_adapter(x).get_tf_dataset()
-        batches = list(dataset.take(steps))
+        dataset = get_data_adapter(*data).get_tf_dataset()
+        batches = [_without_missing(batch) for batch in dataset.take(steps)]
     except (ValueError, TypeError) as error:
         raise UserError(NO_EXAMPLES) from error
-    if not batches or not rows_of(batches[0]):
+    if not batches or not count_examples(batches[0]):
         raise UserError(NO_EXAMPLES)
     return [batches[number % len(batches)] for number in range(steps)]
+
+
+def _without_missing(batch: Batch) -> Batch:
+    """A batch with None for what is not given, as by a generator of (x, y, None); no None at the end of a tuple."""
+    batch = without_optionals(batch)
+    while isinstance(batch, tuple) and batch[-1] is None:
+        batch = batch[:-1]
+    return batch
 
 
 def dataset_of(batches: list[Batch], of_same_kind: list[Batch]) -> tf.data.Dataset:
@@ -148,7 +169,7 @@ def map_leaves(function: Callable, *structures: Any) -> Any:
     return keras.tree.map_structure(lambda *leaves: None if leaves[0] is None else function(*leaves), *structures)
 
 
-def rows_of(batch: Any) -> int:
+def count_examples(batch: Any) -> int:
     """The number of examples of a batch: the first axis of its first tensor."""
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
     return int(count_rows(leaves[0])) if leaves and leaves[0].shape.rank else 0
@@ -167,9 +188,9 @@ def take_rows(batch: Any, rows: Any) -> Any:
     return map_leaves(taken, batch)
 
 
-def shuffled(batch: Batch, random: np.random.Generator) -> Batch:
+def reordered(batch: Batch, random: np.random.Generator) -> Batch:
     """The examples of a batch in another order; unchanged where its tensors have unlike numbers of rows."""
-    return take_rows(batch, random.permutation(rows_of(batch))) if _has_like_rows(batch) else batch
+    return take_rows(batch, random.permutation(count_examples(batch))) if _has_like_rows(batch) else batch
 
 
 def _shortened(batch: Batch, rows: int) -> Batch:

@@ -28,16 +28,12 @@ STATELESS = (
     "stateless_binomial",
 )
 LIBRARIES = ("tensorflow", "keras", "keras_hub", "keras_replicas")
+COUNT = "num_replicas_in_sync"
 REPLICA_NUMBERS = (
     (tf.distribute.ReplicaContext, "replica_id_in_sync_group"),
-    (tf.distribute.ReplicaContext, "num_replicas_in_sync"),
-    (tf.distribute.Strategy, "num_replicas_in_sync"),
+    (tf.distribute.ReplicaContext, COUNT),
+    (tf.distribute.Strategy, COUNT),
 )
-GENERATOR_METHODS = {
-    "normal": "stateless_normal",
-    "truncated_normal": "stateless_truncated_normal",
-    "uniform": "stateless_uniform",
-}
 
 
 class Observed:
@@ -89,7 +85,7 @@ def replica_reads_observed(observed: Observed) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for kind, name in REPLICA_NUMBERS:
             owner = next(each for each in kind.__mro__ if name in vars(each))
-            observing = property(functools.partial(_observed_read, observed, "num" in name, vars(owner)[name].fget))
+            observing = property(functools.partial(_observed_read, observed, name == COUNT, vars(owner)[name].fget))
             stack.enter_context(mock.patch.object(owner, name, observing))
         yield
 
@@ -124,12 +120,14 @@ def _module_of(frame: FrameType) -> str:
 def fixed_draws(observed: Observed) -> Iterator[None]:
     """Context in which every example draws the same numbers in every step, and dropout drops nothing.
 
-    This holds for draws by Keras's seed generators and by TensorFlow's functions and generators with a state. A
-    stateless draw from a seed of the user's own is a function of that seed, and stays.
+    It holds the draws of Keras's seed generators, of `tf.random.normal`, `truncated_normal` and
+    `uniform`, and of the same methods of a `tf.random.Generator`. A stateless draw from a seed of the
+    user's own is a function of that seed, and stays.
 
     Args:
         observed: gets who draws from a constant seed.
     """
+    originals = {name: getattr(tf.random, name) for name in (*STATELESS, "stateless_categorical", *STATEFUL)}
     with contextlib.ExitStack() as stack:
 
         def replace(owner: Any, name: str, function: Callable) -> None:
@@ -140,16 +138,17 @@ def fixed_draws(observed: Observed) -> Iterator[None]:
 
         for name in STATELESS:
             replace(tf.random, name, functools.partial(_stateless, observed))
-        replace(tf.random, "stateless_categorical", _categorical)
+        categorical = functools.partial(_categorical, originals["stateless_uniform"])
+        replace(tf.random, "stateless_categorical", categorical)
         for name, options in STATEFUL.items():
-            stateless = getattr(tf.random, f"stateless_{name}").__wrapped__
+            stateless = originals[f"stateless_{name}"]
             replace(tf.random, name, functools.partial(_stateful, stateless, options))
+            of_generator = tuple(option for option in options if option != "seed")
+            method = functools.partialmethod(_by_generator, stateless, of_generator)
+            stack.enter_context(mock.patch.object(tf.random.Generator, name, method))
         replace(keras.random, "beta", _beta)
-        replace(tf.nn.experimental, "stateless_dropout", _dropout)
+        replace(tf.nn.experimental, "stateless_dropout", functools.partial(_dropout, observed))
         replace(tf.nn, "dropout", lambda original, x, *positional, **options: x)
-        for method, name in GENERATOR_METHODS.items():
-            draw = functools.partial(_by_generator, getattr(tf.random, name).__wrapped__, STATEFUL[method])
-            stack.enter_context(mock.patch.object(tf.random.Generator, method, _as_method(draw)))
         stack.enter_context(mock.patch.object(keras.random.SeedGenerator, "next", _fixed_seed))
         yield
 
@@ -159,21 +158,24 @@ def _fixed_seed(generator: Any, ordered: bool = True) -> tf.Tensor:
     return tf.constant(FIXED_SEED, tf.int32)  # which Keras passes on as it is
 
 
-def _is_fixed(seed: Any) -> bool:
+def _is_fixed(observed: Observed, seed: Any) -> bool:
+    """Whether a generator of Keras gave the seed; it is noted who uses another constant."""
     value = tf.get_static_value(seed)
-    return value is not None and np.array_equal(value, FIXED_SEED)
-
-
-def _stateless(
-    observed: Observed, original: Callable, shape: Any, seed: Any, *positional: Any, **options: Any
-) -> tf.Tensor:
-    is_fixed = _is_fixed(seed)
+    is_fixed = value is not None and np.array_equal(value, FIXED_SEED)
     caller = _user_function(inspect.currentframe(), DRAWING_MODULES)
-    if caller and not is_fixed and tf.get_static_value(seed) is not None:
+    if caller and value is not None and not is_fixed:
         observed.fixed_seeds.add(caller)
-    if positional or _has_arrays(options) or not is_fixed:
-        return original(shape, seed, *positional, **options)
-    return draw_for_each_example(original, shape, seed, **options)
+    return is_fixed
+
+
+def _stateless(observed: Observed, original: Callable, *positional: Any, **options: Any) -> tf.Tensor:
+    given = inspect.signature(original).bind(*positional, **options).arguments
+    if not _is_fixed(observed, given["seed"]):
+        return original(**given)
+    shape, seed = given.pop("shape"), given.pop("seed")
+    if _has_arrays(given):
+        return original(shape=shape, seed=seed, **given)
+    return draw_for_each_example(original, shape, seed, **given)
 
 
 def _has_arrays(parameters: dict[str, Any]) -> bool:
@@ -188,15 +190,15 @@ def _beta(original: Callable, shape: Any, alpha: Any, beta: Any, dtype: Any = No
     return tf.broadcast_to(original((1, *shape[1:]), alpha, beta, dtype, FIXED_SEED[0]), shape)
 
 
-def _categorical(original: Callable, logits: Any, num_samples: Any, seed: Any, dtype: Any = tf.int64, name: Any = None):
+def _categorical(uniform: Callable, original: Callable, *positional: Any, **options: Any) -> tf.Tensor:
     """Classes of logits [examples, classes]: every example has the same Gumbel noise."""
-    if not _is_fixed(seed):
-        return original(logits, num_samples, seed, dtype=dtype, name=name)
-    logits = tf.convert_to_tensor(logits)
-    shape = (num_samples, tf.shape(logits)[1])
-    uniform = tf.random.stateless_uniform.__wrapped__(shape, (1, 2), minval=1e-6, maxval=1.0, dtype=logits.dtype)
-    gumbel = -tf.math.log(-tf.math.log(uniform))
-    return tf.argmax(logits[:, None] + gumbel[None], axis=-1, output_type=dtype)
+    given = inspect.signature(original).bind(*positional, **options).arguments
+    if not _is_fixed(Observed(), given["seed"]):
+        return original(**given)
+    logits = tf.convert_to_tensor(given["logits"])
+    shape = (given["num_samples"], tf.shape(logits)[1])
+    noise = -tf.math.log(-tf.math.log(uniform(shape, (1, 2), minval=1e-6, maxval=1.0, dtype=logits.dtype)))
+    return tf.argmax(logits[:, None] + noise[None], axis=-1, output_type=given.get("dtype", tf.int64))
 
 
 def _stateful(stateless: Callable, names: tuple, original: Callable, shape: Any, *positional: Any, **options: Any):
@@ -205,18 +207,10 @@ def _stateful(stateless: Callable, names: tuple, original: Callable, shape: Any,
     return draw_for_each_example(stateless, shape, None, **options)
 
 
-def _by_generator(stateless: Callable, names: tuple, generator: Any, shape: Any, *positional: Any, **options: Any):
-    without_seed = tuple(name for name in names if name != "seed")
-    options |= dict(zip(without_seed, positional, strict=False))
-    return draw_for_each_example(stateless, shape, None, **options)
+def _by_generator(generator: Any, stateless: Callable, names: tuple, shape: Any, *positional: Any, **options: Any):
+    return _stateful(stateless, names, stateless, shape, *positional, **options)
 
 
-def _as_method(draw: Callable) -> Callable:
-    def method(generator, shape, *positional, **options):
-        return draw(generator, shape, *positional, **options)
-
-    return method
-
-
-def _dropout(original: Callable, x: Any, *positional: Any, seed: Any = None, **options: Any) -> Any:
-    return x if _is_fixed(seed) else original(x, *positional, seed=seed, **options)
+def _dropout(observed: Observed, original: Callable, *positional: Any, **options: Any) -> Any:
+    given = inspect.signature(original).bind(*positional, **options).arguments
+    return given["x"] if _is_fixed(observed, given["seed"]) else original(**given)

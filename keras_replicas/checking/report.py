@@ -9,6 +9,7 @@ from keras_replicas.checking.comparison import Difference, Verdict
 from keras_replicas.checking.runs import Runs, line_of
 
 TABLE_ROWS = 8
+MAX_LEFT_OUT = 5  # names of weights
 MAX_NAME_COLUMNS = 44
 GRADIENTS = {
     "mean": "a mean over examples",
@@ -44,10 +45,16 @@ def report_of(runs: Runs, verdict: Verdict, cause: str) -> str:
         compared = ["losses, metrics, weights, state", *methods]
         lines = [f"THE SAME to {verdict.largest:.0e}: {', '.join(compared)}"]
     if verdict.steps < len(runs.plain.examples.batch_sizes):
-        lines.append(f"not compared: what follows step {verdict.steps}, in which plain Keras differs from run to run")
+        lines.append(
+            f"not compared: what follows step {verdict.steps}, where plain Keras's own results differ from run to run"
+        )
     for name, error in runs.failed_methods.items():
-        why = "the model has no call" if isinstance(error, NotImplementedError) else line_of(error)
+        has_no_call = isinstance(error, NotImplementedError) and not runs.on_replicas.model._has_call
+        why = "the model has no call" if has_no_call else line_of(error)
         lines.append(f"not compared: {name}, which plain Keras cannot do here: {why}")
+    if runs.left_out:
+        names = ", ".join(sorted(runs.left_out)[:MAX_LEFT_OUT])
+        lines.append(f"not compared: {names}, whose gradient is nothing but rounding")
     return "\n".join([*lines, *_custom_steps(runs)])
 
 
@@ -78,8 +85,10 @@ def table_of(differences: Sequence[Difference], replicas: int) -> str:
         differences: in the order of training.
         replicas: their number.
     """
-    firsts = {(each.record.kind, each.record.name): each for each in reversed(differences)}
-    chosen = list(reversed(firsts.values()))
+    firsts: dict[tuple[str, str], Difference] = {}
+    for difference in differences:
+        firsts.setdefault((difference.record.kind, difference.record.name), difference)
+    chosen = list(firsts.values())
     rows = [("value", "one device", f"{replicas} replicas", "relative")]
     for difference in chosen[:TABLE_ROWS]:
         rows.append((str(difference.record)[:MAX_NAME_COLUMNS], *_numbers(difference), f"{difference.relative:.0e}"))

@@ -15,7 +15,7 @@ from keras_replicas.optimizer_calls import all_optimizers, applied_by, calls_rep
 from keras_replicas.replicas import sum_rows
 
 Kind = Literal["training", "layer state", "optimizer state", "weight", "evaluation", "prediction"]
-METHODS = frozenset({"evaluate", "predict"})
+METHODS = frozenset({"evaluate", "predict"})  # that are called after training
 MAX_VALUES = 4096  # that are kept of a large tensor
 
 
@@ -28,12 +28,14 @@ class Record(NamedTuple):
         name: of the metric, the variable or the output.
         value: an array; of a tensor with more than `MAX_VALUES` numbers, as many sums of them with random signs, whose
             Euclidean norm is about the tensor's.
+        weight: of a weight, or of the optimizer's state for one, the weight's name.
     """
 
     kind: Kind
     step: int
     name: str
     value: np.ndarray
+    weight: str = ""
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -56,10 +58,6 @@ class Trace(NamedTuple):
     start: dict[str, np.ndarray]
     records: list[Record]
     failed_methods: dict[str, Exception]
-
-    def until(self, step: int) -> "Trace":
-        """The same with the records of the first steps alone."""
-        return self._replace(records=[record for record in self.records if record.step <= step])
 
 
 class GradientSizes:
@@ -88,8 +86,11 @@ class GradientSizes:
             yield variable, size / largest if largest else 0.0
 
 
+# Training.
+
+
 class Runner:
-    """Trains one model as often as it is asked, always from the same start.
+    """Trains one model as often as it is asked, always on the same examples.
 
     Args:
         model: compiled, plain or of `data_parallel`.
@@ -99,52 +100,61 @@ class Runner:
 
     def __init__(self, model: Any, examples: Examples, optimizers: Callable[[], list[Any]]):
         self.model = model
-        self._examples, self._optimizers = examples, optimizers
+        self._examples = examples
+        self._optimizers = optimizers
 
     def run(
         self,
         start: Mapping[str, np.ndarray] | None = None,
-        shuffle: Callable[[Batch], Batch] = lambda batch: batch,
+        reorder: Callable[[Batch], Batch] = lambda batch: batch,
         methods: Iterable[str] = METHODS,
     ) -> Trace:
         """Trains, evaluates and predicts.
 
         Args:
             start: values for the variables, by name; None for those that the model has.
-            shuffle: gives each batch's examples another order, or returns it as it is.
+            reorder: gives each batch's examples another order, or returns it as it is.
             methods: which of `METHODS` to call after training.
 
         Raises:
             Exception: what `fit` raises.
         """
         recorder = _Recorder(self, start)
-        for arguments in self._examples.calls_of_fit(shuffle):
+        for arguments in self._examples.calls_of_fit(reorder):
             self.model.fit(**arguments, shuffle=False, verbose=0, callbacks=[recorder])
+        calls = {"evaluate": self._evaluate, "predict": self._predict}
         failed: dict[str, Exception] = {}
         for method in sorted(methods):
             try:
-                recorder.record(*getattr(self, f"_{method}")())
+                kind, values = calls[method]()
+                recorder.record(kind, values)
             except Exception as error:
                 failed[method] = error
         return Trace(recorder.start, recorder.records, failed)
 
     def run_from(self, start: Mapping[str, np.ndarray], **options: Any) -> Trace:
-        """Runs as `run` does, from a start that has the variables, too, that the model's first step makes."""
+        """Runs as `run` does; and again, if its first step made variables that the start has values for."""
         trace = self.run(start, **options)
         return trace if trace.start.keys() == start.keys() else self.run(start, **options)
 
     def state(self) -> dict[str, np.ndarray]:
         """The values of all variables, by name."""
-        return {name: _value_of(variable) for name, variable in self._variables().items()}
+        return {each.name: _value_of(each.variable) for each in self.variables()}
 
     def set_state(self, values: Mapping[str, np.ndarray]) -> None:
         """Sets the variables of these names."""
-        for name, variable in self._variables().items():
-            if name in values:
-                variable.assign(values[name])
+        for each in self.variables():
+            if each.name in values:
+                each.variable.assign(values[each.name])
 
-    def _variables(self) -> dict[str, Any]:
-        return names_of_variables(self.variables_by_kind()) | variables_of_tensorflow(self.model)
+    def variables(self) -> list["NamedVariable"]:
+        """The variables that are compared. Metrics begin each epoch anew, and seeds change nothing here."""
+        model = self.model
+        state = [each for each in model.non_trainable_variables if each.name != "seed_generator_state"]
+        of_optimizers = [each for optimizer in self._optimizers() for each in optimizer.variables]
+        named = named_variables(state, of_optimizers, model.trainable_variables)
+        of_tensorflow = variables_of_tensorflow(model).items()
+        return [*named, *(NamedVariable("layer state", name, variable) for name, variable in of_tensorflow)]
 
     def _evaluate(self) -> tuple[Kind, dict[str, Any]]:
         return "evaluation", self.model.evaluate(**self._examples.for_evaluate(), verbose=0, return_dict=True)
@@ -154,77 +164,40 @@ class Runner:
         named = keras.tree.flatten_with_path(outputs)
         return "prediction", {"/".join(map(str, path)) or "output": output for path, output in named}
 
-    def variables_by_kind(self) -> dict[Kind, list[Any]]:
-        """The variables that are compared. Metrics begin each epoch anew, and seeds change nothing here."""
-        model = self.model
-        return {
-            "layer state": [each for each in model.non_trainable_variables if each.name != "seed_generator_state"],
-            "optimizer state": [each for optimizer in self._optimizers() for each in optimizer.variables],
-            "weight": list(model.trainable_variables),
-        }
-
 
 class _Recorder(keras.callbacks.Callback):
     """Sets the variables when training begins, and records them after each step."""
 
     def __init__(self, runner: Runner, start: Mapping[str, np.ndarray] | None):
         super().__init__()
-        self._runner, self._given_start = runner, start
+        self._runner = runner
+        self._given_start = start
         self.start: dict[str, np.ndarray] = {}
         self.records: list[Record] = []
         self._step = 0
 
     def on_train_begin(self, logs=None):
-        """Sets the start, once."""
-        if self._step == 0:
-            self._runner.set_state(self._given_start or {})
-            self.start = self._runner.state()
+        """Sets the start, in the first call of `fit`."""
+        if self._step:
+            return
+        if self._given_start is not None:
+            self._runner.set_state(self._given_start)
+        self.start = self._runner.state()
 
     def on_train_batch_end(self, batch, logs=None):
-        """Records losses and metrics first, as the first difference is the one that is told."""
+        """Records losses and metrics first, as the first difference is the one that is reported."""
         self._step += 1
         self.record("training", logs or {})
-        kinds = self._runner.variables_by_kind()
-        names = {id(variable): name for name, variable in names_of_variables(kinds).items()}
-        for kind, variables in kinds.items():
-            self.record(kind, {names[id(variable)]: _value_of(variable) for variable in variables})
-        self.record(
-            "layer state", {name: _value_of(each) for name, each in variables_of_tensorflow(self.model).items()}
-        )
+        for each in self._runner.variables():
+            self._add(each.kind, each.name, _value_of(each.variable), each.weight)
 
     def record(self, kind: Kind, values: Mapping[str, Any]) -> None:
         """Records values by name, a loss before the others."""
         for name in sorted(values, key=lambda name: name != "loss"):
-            self.records.append(Record(kind, self._step, name, _sketch(np.asarray(values[name]))))
+            self._add(kind, name, np.asarray(values[name]))
 
-
-def names_of_variables(kinds: Mapping[Kind, list[Any]]) -> dict[str, Any]:
-    """The variables by names that are the same in each model of the same code.
-
-    A name is the end of the variable's path, "dense/kernel": how the path begins depends on what built the layer first.
-    Where several have one name, they are numbered in their order.
-    """
-    named: dict[str, Any] = {}
-    flat: dict[str, str] = {}  # the names of weights by their paths, both as an optimizer's slot has them
-    for kind, variables in kinds.items():
-        for variable in variables if kind != "optimizer state" else ():
-            name = _add(named, "/".join(variable.path.split("/")[-2:]), variable)
-            flat.setdefault(variable.path.replace("/", "_"), name.replace("/", "_"))
-    for variable in kinds.get("optimizer state", ()):
-        *parents, slot = variable.path.split("/")
-        weight = max((path for path in flat if slot.startswith(f"{path}_")), key=len, default="")
-        _add(named, "/".join([*parents[-1:], flat.get(weight, "") + slot.removeprefix(weight)]), variable)
-    return named
-
-
-def _add(named: dict[str, Any], name: str, variable: Any) -> str:
-    """Adds a variable by a name of its own, unless it is there; returns the name."""
-    unique, number = name, 1
-    while unique in named and named[unique] is not variable:
-        number += 1
-        unique = f"{name} ({number})"
-    named[unique] = variable
-    return unique
+    def _add(self, kind: Kind, name: str, value: np.ndarray, weight: str = "") -> None:
+        self.records.append(Record(kind, self._step, name, _sketch(value), weight))
 
 
 def _value_of(variable: Any) -> np.ndarray:
@@ -258,3 +231,68 @@ def plain_optimizer_calls(sizes: GradientSizes, called: list[Any]) -> Iterator[N
 
     with calls_replaceable(all_optimizers()), applied_by(apply):
         yield
+
+
+# Names.
+
+
+class NamedVariable(NamedTuple):
+    """A variable that is compared.
+
+    Attributes:
+        kind: of its records.
+        name: the same in each model of the same code.
+        variable: of Keras or TensorFlow.
+        weight: of a weight, or of the optimizer's state for one, the weight's name.
+    """
+
+    kind: Kind
+    name: str
+    variable: Any
+    weight: str = ""
+
+
+def named_variables(state: Iterable[Any], of_optimizers: Iterable[Any], weights: Iterable[Any]) -> list[NamedVariable]:
+    """Variables of a model with names that are the same in each model of the same code.
+
+    A name is the end of the variable's path, "dense/kernel": how the path begins depends on what
+    built the layer first. Where several have one name, they are numbered in their order.
+
+    Args:
+        state: what layers update.
+        of_optimizers: the optimizers' variables.
+        weights: what is trained.
+    """
+    names = _UniqueNames()
+    named_state = [NamedVariable("layer state", names.name_of(_end_of(each)), each) for each in state]
+    named_weights = []
+    for weight in weights:
+        name = names.name_of(_end_of(weight))
+        named_weights.append(NamedVariable("weight", name, weight, name))
+    # A slot of an optimizer is named after the weight's path: "adam/sequential_dense_kernel_momentum".
+    by_path = {each.variable.path.replace("/", "_"): each.name for each in [*named_state, *named_weights]}
+    slots = []
+    for variable in of_optimizers:
+        *parents, slot = variable.path.split("/")
+        path = max((path for path in by_path if slot.startswith(f"{path}_")), key=len, default="")
+        of_weight = by_path.get(path, "")
+        name = "/".join([*parents[-1:], of_weight.replace("/", "_") + slot.removeprefix(path)])
+        slots.append(NamedVariable("optimizer state", names.name_of(name), variable, of_weight))
+    return [*named_state, *slots, *named_weights]
+
+
+class _UniqueNames:
+    """Gives each but the first of equal names a number."""
+
+    def __init__(self):
+        self._counts: dict[str, int] = {}
+
+    def name_of(self, name: str) -> str:
+        """The name of the next one."""
+        count = self._counts.get(name, 0) + 1
+        self._counts[name] = count
+        return f"{name} ({count})" if count > 1 else name
+
+
+def _end_of(variable: Any) -> str:
+    return "/".join(variable.path.split("/")[-2:])
