@@ -2,16 +2,32 @@
 """What 1, 2 and 4 replicas compute of each feature of Keras, against plain Keras on one device.
 
 It runs all rows of `benchmarks/features.py`, and the programs of `benchmarks/published` that have a `train_step` or
-`test_step` of their own.
+`test_step` of their own. With `--check`, it gives the rows' models, and those of all programs, to
+`keras_replicas.check`, on two replicas, and writes `check.json`: what is equal must be found the same, what is warned
+of, different, and what is refused, refused.
 """
 
 import argparse
+import functools
 import itertools
 import json
+import time
+from collections.abc import Callable
+from typing import Any
 
-from benchmarks.machine import machine, write_results
+from benchmarks.machine import machine, with_word, write_results
+from keras_replicas import UserError
 
 REPLICAS = (1, 2, 4)
+CHECKED_ON = 2  # replicas
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--check", action="store_true", help="what keras_replicas.check finds of each")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="with --check: rows whose name has it; writes nothing"
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -19,6 +35,9 @@ def main(arguments: argparse.Namespace) -> None:
     from tests.conftest import divide_the_cpu
 
     divide_the_cpu()  # before its first use
+    if arguments.check:
+        check_all(arguments)
+        return
     from benchmarks.features import ROWS, difference
     from benchmarks.published import PROGRAMS
 
@@ -69,6 +88,87 @@ def published_cell(found: dict) -> str:
     if found["refusal"]:
         return "refused"
     return "warned" if found["is_warned"] else f"{found['difference']:.1e}"
+
+
+# The check.
+
+
+def check_all(arguments: argparse.Namespace) -> None:
+    """Gives each row's model to `check`, and prints and writes what it finds."""
+    of = machine(quick=True)
+    models = models_to_check()
+    chosen = with_word(arguments.only, models)
+    rows = {name: checked(name, *models[name]) for name in itertools.islice(chosen, 3 if arguments.quick else None)}
+    results = {"rows": rows, "machine": of}
+    print(check_summary(results))
+    if not (arguments.quick or arguments.only):
+        write_results("check", results)
+
+
+def models_to_check() -> dict[str, tuple[Callable, str]]:
+    """By the name of a feature or program, a function that makes its model and data, and what `check` is to find."""
+    from benchmarks.features import ROWS
+    from benchmarks.published import PROGRAMS, model_and_data
+
+    models: dict[str, tuple[Callable, str]] = {}
+    for name, row in ROWS.items():
+        models[name] = (functools.partial(model_of_row, name), "refused" if CHECKED_ON in row["refused"] else "same")
+    expected = {"equal": "same", "warned": "different", "may be refused": "refused"}
+    for name, program in PROGRAMS.items():
+        models[name] = (functools.partial(model_and_data, name), expected[program.expected])
+    return models
+
+
+def model_of_row(name: str) -> tuple[Any, ...]:
+    """The plain compiled model of a feature, and its data."""
+    import keras
+
+    from benchmarks.features import ROWS
+    from keras_replicas import data_parallel
+
+    row = ROWS[name]
+    model = row["make"](keras.Model)
+    options = {option: value() if callable(value) else value for option, value in row["options"].items()}
+    if row["accumulate"] > 1:
+        data_parallel(model, accumulate=row["accumulate"])
+    model.compile(optimizer=row["optimizer"](), loss=row["loss"](), **options)
+    return model, *row["data"]
+
+
+def checked(name: str, build: Callable, expected: str) -> dict[str, Any]:
+    """What `check` finds of a model: "same", "different", "refused", "not checked", or the error."""
+    from keras_replicas import check
+
+    began = time.perf_counter()
+    try:
+        text = str(check(build, replicas=CHECKED_ON))
+    except UserError as error:
+        text = f"\nREFUSED\nwhy: {error}"
+    except Exception as error:
+        text = f"\nERROR\nwhy: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    words = {
+        "\nTHE SAME": "same",
+        "\nDIFFERENT": "different",
+        "\nREFUSED": "refused",
+        "\nFAILED": "failed",
+        "\nNOT CHECKED": "not checked",
+    }
+    found = next((value for word, value in words.items() if word in text), "error")
+    seconds = round(time.perf_counter() - began, 1)
+    print(f"{name}: {found}, expected {expected}; {seconds} s", *([] if found == expected else [text]), flush=True)
+    return {"found": found, "expected": expected, "text": text, "seconds": seconds}
+
+
+def check_summary(results: dict) -> str:
+    """How often `check` finds what is expected, and what it finds else."""
+    rows = results["rows"]
+    unlike = {name: row for name, row in rows.items() if row["found"] != row["expected"]}
+    lines = [f"`check` finds what is expected of {len(rows) - len(unlike)} of {len(rows)} models."]
+    lines += [f"- {name}: {row['found']}, not {row['expected']}" for name, row in unlike.items()]
+    return "\n".join(lines)
+
+
+# The tables.
 
 
 def table(results: dict) -> str:

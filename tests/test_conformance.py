@@ -9,7 +9,7 @@ from pathlib import Path
 import keras
 import pytest
 
-from benchmarks.conformance import REPLICAS
+from benchmarks.conformance import REPLICAS, checked, models_to_check
 from benchmarks.features import BATCH, ROWS, X, Y, away_from_plain, cross_entropy, difference, functional, outcome
 from benchmarks.machine import RESULTS
 from benchmarks.published import BOUNDS, PROGRAMS, compare
@@ -96,6 +96,17 @@ def test_published_programs_equal_one_device_in_float64(name, replicas):
     finally:
         keras.config.set_floatx("float32")
     assert found.refusal is None and found.difference < BOUNDS["float64"]
+
+
+MODELS = models_to_check()
+IN_CI = list(MODELS)[::10]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.long) for name in MODELS]
+)
+def test_check_finds_what_is_equal_and_what_is_not(name):
+    assert checked(name, *MODELS[name])["found"] == MODELS[name][1]
 
 
 def test_the_page_has_every_row():

@@ -138,7 +138,7 @@ def fixed_draws(observed: Observed) -> Iterator[None]:
 
         for name in STATELESS:
             replace(tf.random, name, functools.partial(_stateless, observed))
-        categorical = functools.partial(_categorical, originals["stateless_uniform"])
+        categorical = functools.partial(_categorical, observed, originals["stateless_uniform"])
         replace(tf.random, "stateless_categorical", categorical)
         for name, options in STATEFUL.items():
             stateless = originals[f"stateless_{name}"]
@@ -190,10 +190,12 @@ def _beta(original: Callable, shape: Any, alpha: Any, beta: Any, dtype: Any = No
     return tf.broadcast_to(original((1, *shape[1:]), alpha, beta, dtype, FIXED_SEED[0]), shape)
 
 
-def _categorical(uniform: Callable, original: Callable, *positional: Any, **options: Any) -> tf.Tensor:
+def _categorical(
+    observed: Observed, uniform: Callable, original: Callable, *positional: Any, **options: Any
+) -> tf.Tensor:
     """Classes of logits [examples, classes]: every example has the same Gumbel noise."""
     given = inspect.signature(original).bind(*positional, **options).arguments
-    if not _is_fixed(Observed(), given["seed"]):
+    if not _is_fixed(observed, given["seed"]):
         return original(**given)
     logits = tf.convert_to_tensor(given["logits"])
     shape = (given["num_samples"], tf.shape(logits)[1])
