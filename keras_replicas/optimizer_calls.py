@@ -35,7 +35,8 @@ def all_optimizers() -> list[keras.Optimizer]:
 @contextlib.contextmanager
 def optimizers_listed_once() -> Iterator[None]:
     """Context in which `all_optimizers` looks through all objects only once: there may be a million."""
-    before, _thread.listed = _thread.listed, all_optimizers()
+    before = _thread.listed
+    _thread.listed = all_optimizers()
     try:
         yield
     finally:

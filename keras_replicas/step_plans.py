@@ -61,7 +61,8 @@ class StepPlans:
         """
         if name in self._plans:
             return
-        found = self._probe(name, step, batch, needs_optimizers)
+        with optimizers_listed_once():
+            found = self._probe(name, step, batch, needs_optimizers)
         self._plans[name] = found.plan
         self.gradient_kinds[name] = found.gradient_kinds
         self._measured_optimizers += found.optimizers
@@ -89,11 +90,9 @@ class StepPlans:
         is_alone = self._model.distribute_strategy.num_replicas_in_sync == 1
         custom_step = "mean" if is_alone else self._custom_step
         if num_workers() == 1:
-            with optimizers_listed_once():
-                return probe_step(self._model, name, step, batch, custom_step, needs_optimizers)
+            return probe_step(self._model, name, step, batch, custom_step, needs_optimizers)
         try:
-            with optimizers_listed_once():
-                found = probe_step(self._model, name, step, batch, custom_step, needs_optimizers)
+            found = probe_step(self._model, name, step, batch, custom_step, needs_optimizers)
         except ValueError as refusal:
             exchange({"error": str(refusal)})  # raises it on all workers
             raise

@@ -204,7 +204,10 @@ def _run_on_shards(model: Any, step: Callable, trial: Trial, where: str) -> list
 
 
 def _findings(model: Any, where: str, trial: Trial, whole: Record, first: Record, second: Record) -> Findings:
-    tolerance, warnings, gradients, gradient_kinds = tolerance_of(model), [], [], []
+    tolerance = tolerance_of(model)
+    warnings: list[str] = []
+    gradients: list[str] = []
+    gradient_kinds: list[tuple[str, str]] = []
     for number, call in enumerate(whole.calls):
         others = [record.calls[number].gradients if number < len(record.calls) else [] for record in (first, second)]
         if any(len(each) != len(call.gradients) for each in others):

@@ -11,7 +11,7 @@ from keras_replicas.checking.traces import Record, Trace
 # Limits on the Euclidean norm of a difference, relative to that of plain Keras's value.
 RELATIVE_LIMIT = 1e-6
 ROUNDING = 1e-12  # what is only that, in float64, whatever the norm
-NOISE_FACTOR = 10  # how much larger than plain Keras's own differences ours may be
+ROUNDING_FACTOR = 10  # how much larger than plain Keras's own differences ours may be
 Key = tuple[str, int, str]  # of a record
 
 
@@ -85,7 +85,7 @@ def largest_distances(plain: Trace, others: Iterable[Trace]) -> dict[Key, float]
     return found
 
 
-def compare(plain: Trace, replicas: Trace, noise: Mapping[Key, float], left_out: Container[str] = ()) -> Verdict:
+def compare(plain: Trace, replicas: Trace, rounding: Mapping[Key, float], left_out: Container[str] = ()) -> Verdict:
     """Finds what differs between two runs by more than rounding.
 
     What only the replicas have, such as a metric of its own, is not compared.
@@ -93,7 +93,7 @@ def compare(plain: Trace, replicas: Trace, noise: Mapping[Key, float], left_out:
     Args:
         plain: of plain Keras on one device.
         replicas: of the model on replicas.
-        noise: for each record, by how much plain Keras may differ from itself.
+        rounding: for each record, by how much plain Keras may differ from itself.
         left_out: names of weights whose gradient is rounding alone: an adaptive optimizer makes large steps of it.
     """
     found = distances(plain, replicas)
@@ -103,10 +103,11 @@ def compare(plain: Trace, replicas: Trace, noise: Mapping[Key, float], left_out:
     for record in plain.records:
         if record.weight in left_out:
             continue
-        distance, norm = found[record.key], norm_of(record.value)
-        allowed = max(NOISE_FACTOR * noise[record.key], RELATIVE_LIMIT * norm + ROUNDING)
+        distance = found[record.key]
+        norm = norm_of(record.value)
+        allowed = max(ROUNDING_FACTOR * rounding[record.key], RELATIVE_LIMIT * norm + ROUNDING)
         if not distance <= allowed:
             differences.append(Difference(record, others.get(record.key), distance / (norm or 1.0)))
-        elif NOISE_FACTOR * noise[record.key] <= RELATIVE_LIMIT * norm:
+        elif ROUNDING_FACTOR * rounding[record.key] <= RELATIVE_LIMIT * norm:
             largest = max(largest, distance / (norm + ROUNDING / RELATIVE_LIMIT))
     return Verdict(differences, largest, steps=max(record.step for record in plain.records))
