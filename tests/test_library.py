@@ -17,7 +17,7 @@ import pytest
 import keras_replicas
 from tests.conftest import ROOT, imported, python
 
-LIBRARY = sorted((ROOT / "keras_replicas").glob("*.py"))
+LIBRARY = sorted((ROOT / "keras_replicas").rglob("*.py"))
 USERS = [
     *(path for folder in ("common", "recipes", "guides") for path in sorted((ROOT / folder).rglob("*.py"))),
     *(path for folder in ("guides", "notebooks") for path in sorted((ROOT / folder).glob("*.ipynb"))),
@@ -138,7 +138,8 @@ def test_the_wheel_holds_the_library_alone(wheel, interpreter):
     info = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
     assert {path.parts[0] for path in names} == {"keras_replicas", info}
     assert wheel.name.split("-")[1] == keras_replicas.__version__ and Path(info, "licenses/LICENSE") in names
-    assert {path.name for path in LIBRARY} | {"py.typed"} == {p.name for p in names if p.parts[0] == "keras_replicas"}
+    modules = {path.relative_to(ROOT) for path in LIBRARY}
+    assert modules | {Path("keras_replicas/py.typed")} == {path for path in names if path.parts[0] == "keras_replicas"}
     assert subprocess.check_output([interpreter, "-I", "-m", "keras_replicas"], text=True).startswith("usage: ")
     for module in ("common", "recipes"):
         code = f"import importlib.util; print(importlib.util.find_spec({module!r}))"
