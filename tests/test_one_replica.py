@@ -1,6 +1,7 @@
 """Without a strategy and on one replica, Keras's own step runs: to the bit what Keras computes."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -142,14 +143,18 @@ BEFORE_A_RELEASE = ["several steps a call", "run_eagerly", "convolutions", "two 
 BEFORE_A_RELEASE += ["moving averages of weights", "state and noise in a tf.cond"]
 
 
+def labels_of(model):
+    """The labels, once for each output."""
+    return [Y, Y] if len(model.outputs if hasattr(model, "outputs") else [0]) == 2 else Y
+
+
 def trained(build, wrap, strategy=None, callbacks=(), epochs=2):
     """Losses and metrics, weights and all other state."""
     keras.backend.clear_session()  # so that layers, and with them losses, have the same names
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = wrap(build())
-    y = [Y, Y] if len(model.outputs if hasattr(model, "outputs") else [0]) == 2 else Y
-    history = model.fit(X, y, 4, epochs, 0, list(callbacks), shuffle=False).history
+    history = model.fit(X, labels_of(model), 4, epochs, 0, list(callbacks), shuffle=False).history
     return [*history.values(), *model.variables, *model.optimizer.variables]
 
 
@@ -162,6 +167,64 @@ def test_one_replica_computes_what_keras_does_also_where_it_was_interrupted(name
     with pytest.raises(KeyboardInterrupt):
         trained(build, data_parallel, callbacks=[Checkpoints(tmp_path, every=1), interrupt_at(8)])
     assert_same(trained(build, data_parallel, callbacks=[Checkpoints(tmp_path, every=1)]), plain)
+
+
+class CallRecorder(keras.callbacks.Callback):
+    """Records each call of a callback: its name and arguments, and the weights at that time."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __getattribute__(self, name):
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        return functools.partial(self._record, name)
+
+    def _record(self, name, *arguments, logs=None):
+        *position, logs = arguments if logs is None else (*arguments, logs)
+        weights = [np.array(each) for each in self.model.get_weights()]
+        self.calls.append((name, position, {key: np.array(value) for key, value in (logs or {}).items()}, weights))
+
+
+def calls_of_callbacks(build, wrap, folder):
+    """What callbacks are told in `fit` with validation, `evaluate` and `predict`, and what those of Keras write."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    recorder = CallRecorder()
+    model = wrap(build())
+    has_call = not isinstance(model, Autoencoder)
+    y = labels_of(model)
+    few = (X[:6], keras.tree.map_structure(lambda labels: labels[:6], y))
+    given = [
+        recorder,
+        keras.callbacks.CSVLogger(folder / "log.csv"),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0),
+        keras.callbacks.EarlyStopping("loss", patience=2, min_delta=10.0, restore_best_weights=True),
+        *([keras.callbacks.ModelCheckpoint(folder / "{epoch}.weights.h5", save_weights_only=True)] if has_call else []),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+        keras.callbacks.TerminateOnNaN(),
+    ]
+    model.fit(X, y, 4, 4, 0, given, shuffle=False, validation_data=few if has_call else None)
+    if has_call:
+        model.evaluate(X, y, 4, 0, callbacks=[recorder])
+        model.predict(X, 4, 0, callbacks=[recorder])
+    files = {path.name for path in folder.iterdir()}
+    return recorder.calls, (folder / "log.csv").read_text(), files, float(model.optimizer.learning_rate)
+
+
+@pytest.mark.parametrize("name", [*(name for name in MODELS if name not in BEFORE_A_RELEASE), *long(*BEFORE_A_RELEASE)])
+def test_callbacks_are_told_what_keras_tells_them(name, tmp_path):
+    folders = [tmp_path / "plain", tmp_path / "ours"]
+    for folder in folders:
+        folder.mkdir()
+    plain, *written = calls_of_callbacks(MODELS[name], lambda model: model, folders[0])
+    ours, *also_written = calls_of_callbacks(MODELS[name], data_parallel, folders[1])
+    assert also_written == written
+    assert [call[:2] for call in ours] == [call[:2] for call in plain]
+    for (*_, logs, weights), (*_, plain_logs, plain_weights) in zip(ours, plain, strict=True):
+        assert logs.keys() == plain_logs.keys()
+        assert_same([*logs.values(), *weights], [*plain_logs.values(), *plain_weights])
 
 
 @pytest.mark.parametrize("name", ["generative/ddim", "generative/vae", *long(*OTHERS)])
