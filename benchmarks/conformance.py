@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """What 1, 2 and 4 replicas compute of each feature of Keras, against plain Keras on one device.
 
-It runs all rows of `benchmarks/features.py`, and the programs of `benchmarks/published` that have a `train_step` or
-`test_step` of their own. With `--check`, it gives the rows' models, and those of all programs, to
-`keras_replicas.check`, on two replicas, and writes `check.json`: what is equal must be found the same, what is warned
-of, different, and what is refused, refused.
+It runs all rows of `benchmarks/features.py`, and the programs of `benchmarks/published`. With `--check`, it gives
+their models to `keras_replicas.check`, on two replicas, and writes `check.json`: what is equal must be found the same,
+what is warned of, different, and what is refused, refused.
 """
 
 import argparse
+import collections
 import functools
 import itertools
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.machine import machine, with_word, write_results
+from benchmarks.machine import ROOT, machine, with_word, write_results
 from keras_replicas import UserError
 
 REPLICAS = (1, 2, 4)
 CHECKED_ON = 2  # replicas
+PROGRAMS_OF_A_PROCESS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +50,7 @@ def main(arguments: argparse.Namespace) -> None:
     for feature in chosen:
         rows[feature] = {replicas: difference(feature, replicas) for replicas in REPLICAS}
         print(feature, *rows[feature].values(), flush=True)
-    programs = [name for name, program in PROGRAMS.items() if program.has_own_step]
-    published = {name: published_row(name) for name in (programs[:2] if arguments.quick else programs)}
+    published = published_rows([*PROGRAMS][: 2 if arguments.quick else None])
     found = {"rows": rows, "published": published, "machine": of}
     results = json.loads(json.dumps(found))  # with strings as keys
     print(table(results), published_table(results), sep="\n\n")
@@ -56,38 +58,74 @@ def main(arguments: argparse.Namespace) -> None:
         write_results("conformance", results)
 
 
-def published_row(name: str) -> dict[int, dict]:
-    """What a published program gives on each number of replicas: a difference or a refusal, and whether it warned."""
-    from benchmarks.published import compare
+def published_rows(names: Sequence[str]) -> dict[str, dict]:
+    """What each published program gives on each number of replicas: a difference or a refusal, and warnings.
 
-    row = {}
-    for replicas in REPLICAS:
-        found = compare(name, replicas)
-        row[replicas] = {
-            "difference": found.difference,
-            "refusal": found.refusal,
-            "is_warned": bool(found.warnings),
-        }
-    print(name, *row.values(), flush=True)
-    return row
+    A few programs share a process, whose memory is free at its end: TensorFlow keeps the graphs of all.
+    """
+    rows: dict[str, dict] = {}
+    for first in range(0, len(names), PROGRAMS_OF_A_PROCESS):
+        replicas = [str(number) for number in REPLICAS]
+        few = names[first : first + PROGRAMS_OF_A_PROCESS]
+        command = [sys.executable, "-m", "benchmarks.published", *few, "--json", "--replicas", *replicas]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                rows |= json.loads(line)
+        if process.returncode:
+            raise SystemExit(f"error: {' '.join(command)} ended with status {process.returncode}")
+    return rows
+
+
+# What was tried.
+
+OUTCOMES = {
+    "equal": "equal as published",
+    "warned": "warned of",
+    "refused": "refused",
+}
+
+
+def outcome_of(found: dict) -> str:
+    """A key of `OUTCOMES`."""
+    if found["refusal"]:
+        return "refused"
+    return "warned" if found["warnings"] else "equal"
 
 
 def published_table(results: dict) -> str:
-    """One line per published program with a `train_step`."""
+    """One line per published program."""
     lines = [
-        "| program | " + " | ".join(f"{n} replica{'s' * (n > 1)}" for n in REPLICAS) + " |",
-        "| --- " * (1 + len(REPLICAS)) + "|",
+        "| program | " + " | ".join(f"{n} replica{'s' * (n > 1)}" for n in REPLICAS) + " | why |",
+        "| --- " * (2 + len(REPLICAS)) + "|",
     ]
     for name, row in results["published"].items():
-        lines.append(f"| {name} | {' | '.join(map(published_cell, row.values()))} |")
+        cells = [*map(published_cell, row.values()), reason_of(row[str(CHECKED_ON)])]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def published_cell(found: dict) -> str:
     """The difference, unless a warning says that there is one, or "refused"."""
-    if found["refusal"]:
-        return "refused"
-    return "warned" if found["is_warned"] else f"{found['difference']:.1e}"
+    outcome = outcome_of(found)
+    return f"{found['difference']:.1e}" if outcome == "equal" else outcome
+
+
+def reason_of(found: dict) -> str:
+    """Why a program is refused or warned of: the first sentence of the message."""
+    messages = [found["refusal"]] if found["refusal"] else found["warnings"]
+    return messages[0].split(". ")[0].partition(": ")[2] or messages[0] if messages else ""
+
+
+def published_summary(results: dict) -> str:
+    """How many programs are equal, warned of and refused on two replicas."""
+    counts = collections.Counter(outcome_of(row[str(CHECKED_ON)]) for row in results["published"].values())
+    parts = [f"{counts[outcome]} are {text}" for outcome, text in OUTCOMES.items()]
+    return (
+        f"Of {counts.total()} programs published on keras.io, {', '.join(parts[:-1])} and {parts[-1]}: "
+        "[what was tried](docs/exactness.md#what-was-tried)."
+    )
 
 
 # The check.

@@ -252,6 +252,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "faults": lambda: faults_table(_rows("faults")),
         "schedules": lambda: schedules.table(_rows("schedules")),
         "published": lambda: with_machine(conformance.published_table)(_results("conformance")),
+        "tried": lambda: conformance.published_summary(_results("conformance")),
         "first_steps": lambda: first_steps_table(_results("waits").get("first_steps")),
         **{name: lambda name=name: MEASURED[name](_results(name)) for name in MEASURED},
     }

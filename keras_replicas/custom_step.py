@@ -180,8 +180,20 @@ class CustomStep(keras.StatelessScope):
             _thread.running = before
 
     def _draw(self, number, numbers_of_draws, stateless, shape, seed, **options):
-        drawn = seed_of_draws(self.model, number, next(numbers_of_draws), seed)
+        is_shared = not self._is_drawn_for_examples(shape)
+        drawn = seed_of_draws(self.model, number, next(numbers_of_draws), seed, is_shared)
         return stateless(shape=shape, seed=drawn, **options)
+
+    def _is_drawn_for_examples(self, shape) -> bool:
+        """Whether random numbers of this shape are drawn for the examples of a shard: it has as many rows.
+
+        Others, as noise for a weight, are the same on all replicas, as on one device: their mean over replicas would be
+        smaller.
+        """
+        sizes = tf.get_static_value(shape)
+        if sizes is None:
+            return True
+        return len(sizes) > 0 and (self.graph is None or sizes[0] == self._rows)
 
     # Gradients.
 
@@ -255,14 +267,19 @@ class CustomStep(keras.StatelessScope):
 
     def _assign(self, variable, value, name):
         copy = local_value(variable)
-        declared = variable.aggregation
+        is_learning_rate = variable.name == "learning_rate"  # of which Keras declares the aggregation, not the user
+        declared = "none" if is_learning_rate else variable.aggregation
         kind = self.plan.assignments.get(name)
         is_same = declared == "none" and not self.differs(value) and not self._counts_rows(value, kind)
         if id(variable) in self._same_everywhere or is_same:
             copy.assign(value)
             return
-        aggregation = self._aggregation(variable, value, name) if declared == "none" else declared
         self._refuse_nested(f"assigns {variable.path} from one replica's examples")
+        if is_learning_rate:
+            aggregation = "mean"
+            self.warnings.append(f"it sets {variable.path} from a shard's examples; the mean over replicas is taken")
+        else:
+            aggregation = self._aggregation(variable, value, name) if declared == "none" else declared
         old = tf.convert_to_tensor(copy)
         part = part_of_state(aggregation, self._selected(value, old), old, self.examples, is_first_replica())
         assign_state(aggregation, variable, sum_over_replicas(part), self.total)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 # By the name in `tf.random`, the options that follow the shape, in their order.
@@ -16,6 +17,7 @@ STATEFUL = {
     "uniform": ("minval", "maxval", "dtype", "seed", "name"),
 }
 STATELESS = ("stateless_normal", "stateless_truncated_normal", "stateless_uniform")
+SHUFFLES = ((keras.random, "shuffle"), (tf.random, "shuffle"), (tf.random.experimental, "stateless_shuffle"))
 
 
 class _Thread(threading.local):
@@ -23,7 +25,7 @@ class _Thread(threading.local):
 
     stateful: Callable | None = None
     stateless: Callable | None = None
-    without_dropout = False
+    is_trial = False
 
 
 _thread = _Thread()
@@ -50,23 +52,22 @@ def draws_replaceable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def drawn_by(
-    stateful: Callable | None, stateless: Callable | None = None, without_dropout: bool = False
-) -> Iterator[None]:
+def drawn_by(stateful: Callable | None, stateless: Callable | None = None, *, is_trial: bool = False) -> Iterator[None]:
     """Context in which this thread's random numbers come from given functions.
 
     Args:
         stateful: in place of `tf.random.normal`, `truncated_normal` and `uniform`, a function of (the stateless
             function of the same distribution, the shape, the seed that the caller gave or None, other options).
         stateless: the same in place of `tf.random.stateless_normal` and the like.
-        without_dropout: whether dropout drops nothing.
+        is_trial: whether dropout drops nothing, and a shuffle reverses the order: it makes an example's results depend
+            on the others, as a shuffle may, and always in the same way.
     """
-    before = _thread.stateful, _thread.stateless, _thread.without_dropout
-    _thread.stateful, _thread.stateless, _thread.without_dropout = stateful, stateless, without_dropout
+    before = _thread.stateful, _thread.stateless, _thread.is_trial
+    _thread.stateful, _thread.stateless, _thread.is_trial = stateful, stateless, is_trial
     try:
         yield
     finally:
-        _thread.stateful, _thread.stateless, _thread.without_dropout = before
+        _thread.stateful, _thread.stateless, _thread.is_trial = before
 
 
 def draw_for_each_example(function: Callable, shape: Any, seed: Any, **options: Any) -> tf.Tensor:
@@ -83,13 +84,15 @@ def _replace() -> None:
         _replace_one(tf.random, name, functools.partial(_stateful, getattr(tf.random, f"stateless_{name}"), names))
     for name in STATELESS:
         _replace_one(tf.random, name, _stateless)
+    for module, name in SHUFFLES:
+        _replace_one(module, name, _shuffle)
     _replace_one(tf.nn, "dropout", _dropout)
     _replace_one(tf.nn.experimental, "stateless_dropout", _dropout)
 
 
 def _replace_one(module: Any, name: str, make: Callable) -> None:
     original = getattr(module, name)
-    if not str(getattr(original, "__module__", "")).startswith("tensorflow."):
+    if not str(getattr(original, "__module__", "")).startswith(("tensorflow.", "keras.")):
         return  # somebody else has replaced it, as a test that holds its draws
     _originals.append((module, name, original))
     setattr(module, name, functools.wraps(original)(functools.partial(make, original)))
@@ -115,4 +118,21 @@ def _stateless(original, shape, seed, *positional, **options):
 
 
 def _dropout(original, x, *positional, **options):
-    return x if _thread.without_dropout else original(x, *positional, **options)
+    return x if _thread.is_trial else original(x, *positional, **options)
+
+
+def _shuffle(original, x, *positional, **options):
+    shuffle = functools.partial(reversed_shuffle, original) if _thread.is_trial else original
+    return shuffle(x, *positional, **options)
+
+
+def reversed_shuffle(original: Callable, x: Any, axis: Any = 0, *_: Any, **__: Any) -> tf.Tensor:
+    """In place of one of `SHUFFLES`: the elements along the axis, in reversed order.
+
+    Args:
+        original: the function that shuffles; only Keras's takes an axis.
+        x: what is shuffled.
+        axis: of Keras's.
+    """
+    is_keras = original.__module__.startswith("keras.")
+    return tf.reverse(tf.convert_to_tensor(x), [axis if is_keras else 0])

@@ -17,7 +17,7 @@ from keras_replicas.private import (
     global_seed_generator,
     set_global_attribute,
 )
-from keras_replicas.replicas import replica_context
+from keras_replicas.replicas import local_value, replica_context
 
 DRAWS = 2**16  # more than the random numbers that one layer draws in a step
 DRAWS_OF_TENSORFLOW = 2**15  # from here on, of TensorFlow's functions with a state, in a custom step
@@ -67,6 +67,14 @@ def use_global_seed(model: keras.Model) -> None:
         set_global_attribute(GLOBAL_SEED_GENERATOR, model.global_seed_generator)
 
 
+def share_global_seed() -> None:
+    """Makes all replicas draw the same from Keras's global generator; `noise_seeds` sets it anew in the next pass."""
+    generator = get_global_attribute(GLOBAL_SEED_GENERATOR)
+    if generator is not None:
+        state = local_value(generator.state)
+        state.assign(tf.stack([state[0] % REPLICAS_APART, state[1]]))
+
+
 @contextlib.contextmanager
 def global_seed_of(model: keras.Model) -> Iterator[None]:
     """Context in which Keras draws from the generator that `keep_global_seed` has kept on the model."""
@@ -94,7 +102,7 @@ def noise_seeds(model: keras.Model, number: tf.Tensor) -> Iterator[tuple[keras.V
         yield variable, tf.stack([seed + replica * REPLICAS_APART, tf.cast(number, tf.int64) * DRAWS])
 
 
-def seed_of_draws(model: keras.Model, step: tf.Tensor, draw: int, seed: int | None) -> tf.Tensor:
+def seed_of_draws(model: keras.Model, step: tf.Tensor, draw: int, seed: int | None, is_shared: bool) -> tf.Tensor:
     """The seed of a random function of TensorFlow with a state, which in a step has none.
 
     Args:
@@ -102,7 +110,8 @@ def seed_of_draws(model: keras.Model, step: tf.Tensor, draw: int, seed: int | No
         step: the step's number.
         draw: the draw's number in the step.
         seed: what the caller gave; None for nothing.
+        is_shared: whether all replicas draw the same.
     """
-    replica = tf.cast(replica_context().replica_id_in_sync_group, tf.int64)
+    replica = tf.cast(0 if is_shared else replica_context().replica_id_in_sync_group, tf.int64)
     first = tf.constant(vars(model).get("global_seed", 0), tf.int64) + tf.cast(seed or 0, tf.int64)
     return tf.stack([first + replica * REPLICAS_APART, tf.cast(step, tf.int64) * DRAWS + draw])

@@ -9,7 +9,9 @@ import keras
 import tensorflow as tf
 
 from keras_replicas.errors import UserError
-from keras_replicas.replicas import is_shared, no_strategy, own_copies, replica_context, unique_rows
+from keras_replicas.noise import share_global_seed
+from keras_replicas.private import GLOBAL_SEED_GENERATOR, get_global_attribute
+from keras_replicas.replicas import is_shared, no_strategy, own_copies, replica_context, replicas, unique_rows
 
 
 def refuse_made_outside_scope(optimizer: keras.Optimizer) -> None:
@@ -55,8 +57,31 @@ def apply_summed(optimizer: keras.Optimizer, gradients: Sequence, variables: Seq
         raise ValueError("in the strategy's scope, first call optimizer.build(model.trainable_variables)")
     if optimizer.loss_scale_factor:  # by which Keras cannot divide rows
         gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-    with without_strategy(optimizer, variables):
+    with _no_draws_of_tensorflow(optimizer), without_strategy(optimizer, variables):
+        share_global_seed()
         optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
+
+
+# Random operations whose seed is no argument: each replica would draw other numbers.
+STATEFUL_DRAWS = ("RandomStandardNormal", "TruncatedNormal", "RandomUniform", "RandomUniformInt", "RandomShuffle")
+
+
+@contextlib.contextmanager
+def _no_draws_of_tensorflow(optimizer: keras.Optimizer) -> Iterator[None]:
+    """Context of an update, after which it is known that all replicas have made the same one.
+
+    Raises:
+        UserError: when the optimizer has drawn random numbers that are others on each replica, and so are the weights.
+    """
+    graph = None if tf.executing_eagerly() or replicas() == 1 else tf.compat.v1.get_default_graph()
+    before = 0 if graph is None else len(graph.get_operations())
+    yield
+    added = [] if graph is None else graph.get_operations()[before:]
+    if any(operation.type in STATEFUL_DRAWS for operation in added):
+        raise UserError(
+            f"the optimizer {optimizer.name} draws random numbers by tf.random, which differ between replicas: "
+            "draw them by keras.random, as keras.random.normal(...)"
+        )
 
 
 @contextlib.contextmanager
@@ -69,7 +94,7 @@ def without_strategy(optimizer: keras.Optimizer, variables: Iterable[keras.Varia
     optimizers = [optimizer, *getattr(optimizer, "optimizers", [])]  # of a `MultiOptimizer`
     optimizers += [optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else []
     strategies = [each._distribution_strategy for each in optimizers]
-    with own_copies([*optimizer.variables, *variables]), no_strategy():
+    with own_copies([*optimizer.variables, *variables, *_seeds_of(optimizers)]), no_strategy():
         for each in optimizers:
             each._distribution_strategy = tf.distribute.get_strategy()
         try:
@@ -77,6 +102,13 @@ def without_strategy(optimizer: keras.Optimizer, variables: Iterable[keras.Varia
         finally:
             for each, strategy in zip(optimizers, strategies, strict=True):
                 each._distribution_strategy = strategy
+
+
+def _seeds_of(optimizers: Iterable[Any]) -> list[keras.Variable]:
+    """The states of the generators from which optimizers may draw: their own, and Keras's global one."""
+    generators = [value for each in optimizers for value in vars(each).values()]
+    generators.append(get_global_attribute(GLOBAL_SEED_GENERATOR))
+    return [each.state for each in generators if isinstance(each, keras.random.SeedGenerator)]
 
 
 @contextlib.contextmanager

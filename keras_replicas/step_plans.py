@@ -166,8 +166,9 @@ class StepPlans:
         self._warned.add(name)
         warnings.warn(
             f"{type(self._model).__name__}.{name} is not the same on several replicas as on one device: "
-            f"{'; '.join(texts)}. For exact results, compute the loss in compute_loss, which gets the global batch; "
-            "to accept it without this warning, data_parallel(model, custom_step='mean') or 'sum'",
+            f"{'; '.join(texts)}. For exact results, leave the step to Keras: compute the loss in compute_loss, which "
+            "gets the global batch, and clip gradients by the optimizer's clipnorm; to accept it without this warning, "
+            "data_parallel(model, custom_step='mean') or 'sum'",
             stacklevel=2,
         )
 

@@ -210,7 +210,7 @@ def as_one_replica(model: Any) -> Iterator[None]:
         stack.enter_context(one_replica_seen())
         stack.enter_context(tf.summary.record_if(False))
         stack.enter_context(draws_replaceable())
-        stack.enter_context(drawn_by(draw_for_each_example, draw_for_each_example, without_dropout=True))
+        stack.enter_context(drawn_by(draw_for_each_example, draw_for_each_example, is_trial=True))
         yield
 
 

@@ -78,6 +78,8 @@ COMPARING = {
     "number of examples": lambda h: h / ops.cast(ops.shape(h)[0], "float32"),
     "attention over the batch": lambda h: ops.matmul(ops.softmax(ops.matmul(h, ops.transpose(h[:2]))), h[:2]),
     "batch as time": lambda h: layers.AveragePooling1D(2, 1, padding="same")(h[None])[0],
+    "mixed with shuffled examples": lambda h: h + keras.random.shuffle(h),
+    "mixed by TensorFlow's shuffle": lambda h: h + tf.random.shuffle(h),
     "top of the batch": lambda h: h * ops.cast(h >= ops.max(h, axis=0), "float32"),
 }
 OF_IDS = {

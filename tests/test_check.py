@@ -59,6 +59,23 @@ class CentreInTraining(Centre):
         return super().call(x) if training else x
 
 
+class Mix(layers.Layer):
+    """Mixes each example with another one."""
+
+    def call(self, x, training=False):
+        return 0.5 * x + 0.5 * keras.random.shuffle(x) if training else x
+
+
+class CountCalls(layers.Layer):
+    """Counts its calls in Python."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return x * (1.0 + 0.1 * self.calls)
+
+
 class ToLongest(layers.Layer):
     """A mean over as many places as the longest example of the batch has."""
 
@@ -118,6 +135,8 @@ FAULTS = [
         "the layer centre_in_training",
         marks=SLOW,
     ),
+    fault("shuffled", model_of(Mix), "training loss after step 1", "the layer mix", marks=SLOW),
+    fault("Python", model_of(CountCalls, run_eagerly=True), "training loss", "count_calls.calls changes", marks=SLOW),
     fault("longest", model_of(ToLongest, shape=(6,)), "training loss", "the layer to_longest", IDS, marks=SLOW),
 ]
 
@@ -192,7 +211,7 @@ class NotANumber(layers.Layer):
     [
         (
             NotANumber,
-            "NOT CHECKED\nwhy: plain Keras's own training loss after step 1 differs from run to run, or is not",
+            "NOT CHECKED\nwhy: plain Keras's own training loss after step 1 is not finite",
         ),
         (Unsteady, "NOT CHECKED\nwhy: plain Keras's own training loss after step 1 differs from run to run"),
         (undeclared, "add_weight(..., aggregation='sum')"),
@@ -223,6 +242,19 @@ def test_what_cannot_be_checked_is_said_in_one_line(build, data, told):
     with pytest.raises(UserError) as raised:
         check(build, *data)
     assert told in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("number", [{"batch_size": 0}, {"replicas": 0}, {"steps": 1}], ids=str)
+def test_numbers_that_are_too_small_are_refused(number):
+    (name,) = number
+    with pytest.raises(UserError, match=f"{name} must be at least [12], not [01]"):
+        check(model_of(), X, Y, **number)
+
+
+def test_a_function_that_returns_the_same_model_is_refused():
+    model = model_of()()
+    with pytest.raises(UserError, match="must make a new model each time"):
+        check(lambda: model, X, Y, **SMALL)
 
 
 def run(monkeypatch, *words):

@@ -87,7 +87,7 @@ def test_noise_is_the_largest_over_all_orders():
 def test_names_do_not_depend_on_what_built_a_layer():
     def names(model):
         model.optimizer.build(model.trainable_variables)
-        return [each.name for each in named_variables([], model.optimizer.variables, model.trainable_variables)]
+        return [each.name for each in named_variables([], [model.optimizer], model.trainable_variables)]
 
     def compiled():
         model = keras.Sequential([keras.layers.Dense(3, name="a"), keras.layers.Dense(1, name="b")], name="inner")
@@ -101,11 +101,26 @@ def test_names_do_not_depend_on_what_built_a_layer():
     assert {"a/kernel", "b/bias", "adam/a_kernel_momentum", "adam/b_bias_velocity"} < set(names(alone))
 
 
+@pytest.mark.parametrize("kind", [keras.optimizers.Adafactor, keras.optimizers.Nadam])
+def test_names_of_an_optimizer_do_not_depend_on_where_it_was_built(kind):
+    """Some of its variables do not have its name in their paths."""
+
+    def names(scope):
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, name="a")])
+        optimizer = kind(name="own")
+        with keras.name_scope(scope):
+            optimizer.build(model.trainable_variables)
+        return [each.name for each in named_variables([], [optimizer], model.trainable_variables)]
+
+    assert names("one") == names("other")
+    assert all(name.startswith(("own/", "a/")) for name in names("one"))
+
+
 def test_slots_know_their_weights():
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(3, name="a")])
     model.compile(keras.optimizers.Adam(name="adam"))
     model.optimizer.build(model.trainable_variables)
-    named = named_variables([], model.optimizer.variables, model.trainable_variables)
+    named = named_variables([], [model.optimizer], model.trainable_variables)
     assert {each.name: each.weight for each in named}["adam/a_kernel_momentum"] == "a/kernel"
 
 

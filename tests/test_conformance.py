@@ -24,10 +24,17 @@ def check(feature, replicas, found):
         assert found < ROWS[feature]["bound"]
 
 
+IN_CI = list(ROWS)[::3]  # on four replicas and on two workers; the others before a release
+
+
+def in_slow_tier(feature):
+    return pytest.mark.slow if feature in IN_CI else pytest.mark.long
+
+
 def row(feature, replicas):
-    """On four replicas in the slow tests; on one, and what takes longest, before a release."""
+    """On two replicas in the quick tier; on one, and what takes longest, before a release."""
     is_long = replicas == 1 or "jit" in feature or "KerasHub" in feature
-    marks = pytest.mark.long if is_long else pytest.mark.slow
+    marks = pytest.mark.long if is_long else in_slow_tier(feature)
     return pytest.param(feature, replicas, marks=() if replicas == 2 else marks)
 
 
@@ -39,17 +46,18 @@ def test_replicas_compute_what_one_device_does(feature, replicas):
 
 
 @pytest.fixture(scope="module")
-def of_workers(tmp_path_factory):
-    """The outcomes of two workers, which run this file as a program."""
+def of_workers(tmp_path_factory, request):
+    """The outcomes of two workers, which run this file as a program, for the features that are tested."""
     folder = tmp_path_factory.mktemp("workers")
-    words = ["launch", "--workers", "2", "--log-dir", folder, "-m", "tests.test_conformance", folder]
+    test = "test_two_workers_compute_what_one_device_does"
+    features = [each.callspec.params["feature"] for each in request.session.items if each.originalname == test]
+    words = ["launch", "--workers", "2", "--log-dir", folder, "-m", "tests.test_conformance", folder, *features]
     done = python("-m", "keras_replicas", *words)
     assert done.returncode == 0, done.stderr[-2000:]
     return pickle.loads((folder / "outcomes").read_bytes())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", ROWS)
+@pytest.mark.parametrize("feature", [pytest.param(each, marks=in_slow_tier(each)) for each in ROWS])
 def test_two_workers_compute_what_one_device_does(feature, of_workers):
     check(feature, 2, away_from_plain(feature, of_workers[feature]))
 
@@ -99,11 +107,12 @@ def test_published_programs_equal_one_device_in_float64(name, replicas):
 
 
 MODELS = models_to_check()
-IN_CI = list(MODELS)[::10]
+CHECKED_IN_CI = list(MODELS)[::10]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.long) for name in MODELS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in CHECKED_IN_CI else pytest.mark.long) for name in MODELS],
 )
 def test_check_finds_what_is_equal_and_what_is_not(name):
     assert checked(name, *MODELS[name])["found"] == MODELS[name][1]
@@ -112,7 +121,7 @@ def test_check_finds_what_is_equal_and_what_is_not(name):
 def test_the_page_has_every_row():
     results = json.loads((RESULTS / "conformance.json").read_text())
     assert list(results["rows"]) == list(ROWS)
-    assert results["published"].keys() == {name for name, program in PROGRAMS.items() if program.has_own_step}
+    assert list(results["published"]) == list(PROGRAMS)
 
 
 def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):
@@ -141,7 +150,8 @@ def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):
 if __name__ == "__main__":
     strategy = make_strategy()
     gc.freeze()  # as in conftest
-    outcomes = {feature: outcome(feature, strategy) for feature in ROWS}
+    folder, *features = sys.argv[1:]
+    outcomes = {feature: outcome(feature, strategy) for feature in features}
     if is_chief():
-        Path(sys.argv[1], "outcomes").write_bytes(pickle.dumps(outcomes))
+        Path(folder, "outcomes").write_bytes(pickle.dumps(outcomes))
     exchange({})  # before one leaves

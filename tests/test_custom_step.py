@@ -863,6 +863,54 @@ def numbers_drawn(draw):
     return -np.diff(np.array([np.zeros(BATCH), *kernels.kept]), axis=0)
 
 
+def test_noise_for_a_weight_is_as_large_as_on_one_device():
+    """All replicas draw the same: the mean of other draws would be smaller."""
+
+    def add_noise(model, data):
+        weights = model.trainable_variables
+        model.optimizer.apply([tf.random.normal(weight.shape) for weight in weights], weights)
+        return {}
+
+    def make():
+        dense = keras.layers.Dense(500, use_bias=False, kernel_initializer="zeros")
+        model = type("Custom", (keras.Sequential,), {"train_step": add_noise})([keras.Input((FEATURES,)), dense])
+        model.compile(sgd(1.0)())
+        return model
+
+    model = run(make, make_strategy(2)).model
+    steps = model.optimizer.iterations.numpy()
+    assert np.std(model.get_weights()[0]) == pytest.approx(np.sqrt(steps), rel=0.1)
+
+
+def test_a_learning_rate_set_by_examples_is_told():
+    def adapt(model, data):
+        logs = keras.Sequential.train_step(model, data)
+        model.optimizer.learning_rate.assign(0.01 * tf.exp(-tf.reduce_mean(tf.abs(data[0]))))
+        return logs
+
+    def make():
+        model = type("Custom", (keras.Sequential,), {"train_step": adapt})([keras.layers.Dense(OUTPUTS)])
+        model.compile(sgd()(), "mse")
+        return model
+
+    (warning,) = run(make, make_strategy(2)).warned
+    assert "learning_rate from a shard's examples" in str(warning.message)
+
+
+def test_a_learning_rate_set_by_the_steps_done_is_not_told():
+    def decay(model, data):
+        steps = tf.cast(model.optimizer.iterations, tf.float32)
+        model.optimizer.learning_rate.assign(0.1 / (1.0 + steps))
+        return minimize(mean_loss)(model, data)
+
+    def make():
+        model = type("Custom", (keras.Sequential,), {"train_step": decay})([keras.layers.Dense(OUTPUTS)])
+        model.compile(sgd()())
+        return model
+
+    assert_equivalent(make)
+
+
 @pytest.mark.parametrize("draw", names(DRAWS, "keras.random"))
 def test_replicas_and_steps_draw_different_numbers(draw):
     first = numbers_drawn(draw)

@@ -2,9 +2,10 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
-from keras_replicas import data_parallel, make_strategy, noise_of_step
+from keras_replicas import UserError, data_parallel, make_strategy, noise_of_step
 from keras_replicas.noise import noise_seeds
 from tests.conftest import on_replicas
 
@@ -29,6 +30,48 @@ def test_no_two_draws_of_a_run_have_the_same_seed():
         for layer, seed in zip(own, seeds, strict=True):
             words = np.array([np.asarray(of_replica) for of_replica in strategy.experimental_local_results(seed)])
             assert words.tolist() == [[layer + (replica << 32), step * 65_536] for replica in range(2)]
+
+
+class Noisy(keras.optimizers.SGD):
+    """Adds noise to the weights, as stochastic gradient Langevin dynamics does."""
+
+    def __init__(self, draw):
+        super().__init__(0.1)
+        self.draw = draw
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+        self.assign_add(variable, self.draw(variable.shape))
+
+
+def weights_of_replicas(optimizer):
+    """Each replica's copy of a weight, after some steps."""
+    with make_strategy(2).scope():
+        model = data_parallel(keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dropout(0.5)]))
+        model.compile(optimizer, "mse")
+    model.fit(np.ones((9, 4)), np.ones((9, 3)), 4, verbose=0)
+    return model.distribute_strategy.experimental_local_results(model.layers[0].kernel.value)
+
+
+def test_an_optimizer_draws_the_same_on_all_replicas():
+    def by_generator(shape):
+        return keras.random.normal(shape, seed=generator)
+
+    with make_strategy(2).scope():
+        generator = keras.random.SeedGenerator(1)
+        of_generator = Noisy(by_generator)
+        of_generator.generator = generator
+        optimizers = Noisy(keras.random.normal), of_generator
+    for optimizer in optimizers:
+        first, second = weights_of_replicas(optimizer)
+        np.testing.assert_array_equal(first, second)
+
+
+def test_an_optimizer_that_draws_by_tensorflow_is_refused():
+    with make_strategy(2).scope():
+        optimizer = Noisy(tf.random.normal)
+    with pytest.raises(UserError, match="the optimizer noisy.* draws random numbers by tf.random"):
+        weights_of_replicas(optimizer)
 
 
 def test_a_loop_of_ones_own_draws_the_noise_of_a_step():

@@ -2,6 +2,7 @@
 """`python -m benchmarks.published [NAME ...]`: prints what each program gives on N replicas."""
 
 import argparse
+import json
 
 import keras
 import tensorflow as tf
@@ -13,7 +14,8 @@ def main() -> None:
     """Prints what each program gives on N replicas."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="programs, all if none is given")
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2], metavar="N")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each program: comparisons by replicas")
     parser.add_argument("--floatx", choices=list(BOUNDS), default="float32")
     arguments = parser.parse_args()
     keras.config.set_floatx(arguments.floatx)
@@ -21,11 +23,16 @@ def main() -> None:
     devices = [tf.config.LogicalDeviceConfiguration()] * 4
     tf.config.set_logical_device_configuration(cpu, devices)
     for name in arguments.names or PROGRAMS:
-        print(f"{name} ({PROGRAMS[name].expected}): ", end="", flush=True)
-        try:
-            print(describe(compare(name, arguments.replicas)), flush=True)
-        except Exception as error:  # whatever it is, the other programs are still compared
-            print(f"fails: {type(error).__name__}: {' '.join(str(error).split())}", flush=True)
+        if arguments.json:
+            row = {replicas: compare(name, replicas)._asdict() for replicas in arguments.replicas}
+            print(json.dumps({name: row}), flush=True)
+            continue
+        for replicas in arguments.replicas:
+            print(f"{name}, {replicas} replicas ({PROGRAMS[name].expected}): ", end="", flush=True)
+            try:
+                print(describe(compare(name, replicas)), flush=True)
+            except Exception as error:  # whatever it is, the other programs are still compared
+                print(f"fails: {type(error).__name__}: {' '.join(str(error).split())}", flush=True)
 
 
 def describe(comparison: Comparison) -> str:

@@ -10,6 +10,7 @@
 """
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from keras_replicas.checking.examples import replayable
 from keras_replicas.checking.reasons import likely_cause
 from keras_replicas.checking.report import header_of, report_of
 from keras_replicas.checking.runs import Refusal, Settings, compared_runs
+from keras_replicas.errors import UserError
 from keras_replicas.strategy import make_strategy
 
 __all__ = ["CheckResult", "check"]
@@ -94,15 +96,19 @@ def check(
         times what plain Keras itself differs by when the examples of a batch have another order.
 
     Raises:
-        UserError: when the devices cannot be split any more, there are no examples, or what `build` makes is no
-            compiled model, uses a strategy or computes in float16 or bfloat16.
+        UserError: when a number is too small, the devices cannot be split any more, there are no examples, or what
+            `build` makes is no compiled model, not a new one each time, uses a strategy or computes in float16 or
+            bfloat16.
         Exception: what plain Keras raises when it trains the model.
     """
     began = time.perf_counter()
+    for name, value, least in (("batch_size", batch_size, 1), ("replicas", replicas, 1), ("steps", steps, 2)):
+        if value < least:
+            raise UserError(f"{name} must be at least {least}, not {value}")
     strategy = make_strategy(replicas)
-    steps = max(2, steps // 2 * 2)
+    steps = steps // 2 * 2
     data = None if x is None else (replayable(x, steps), y, sample_weight)
-    runs = compared_runs(Settings(build, data, batch_size, steps, seed, strategy))
+    runs = compared_runs(Settings(build, data, batch_size, steps, seed, strategy, weakref.WeakSet()))
     header = header_of(runs, seconds=time.perf_counter() - began)
     if isinstance(runs.outcome, Refusal):
         return CheckResult(False, f"{header}\n{runs.outcome}", float("inf"))

@@ -91,6 +91,32 @@ def _library_warned(case: Case) -> str | None:
     return next(iter([*of_step, *messages]), None)
 
 
+def _python_state(case: Case) -> str | None:
+    """Calls the plain model, and finds what its layers count or keep in Python."""
+    layers = case.runs.plain.model._flatten_layers()
+    before = [_python_values(layer) for layer in layers]
+    with contextlib.suppress(Exception):  # a model need not have a call
+        case.runs.plain.model(case.runs.plain.examples.inputs[0])
+    for layer, values in zip(layers, before, strict=True):
+        now = _python_values(layer)
+        changed = sorted(name for name, value in values.items() if now.get(name) != value)
+        if changed:
+            return (
+                f"{layer.name}.{changed[0]} changes in each call, and each replica calls the model: keep it in a "
+                "variable, by add_weight(..., aggregation='sum')"
+            )
+    return None
+
+
+def _python_values(layer: keras.Layer) -> dict[str, Any]:
+    """The numbers and texts that are attributes of a layer."""
+    return {
+        name: value
+        for name, value in vars(layer).items()
+        if isinstance(value, int | float | str) and not name.startswith("_")
+    }
+
+
 def _layer_state(case: Case) -> str | None:
     """Tests whether what differs first is a variable that a layer updates."""
     record = case.first.record
@@ -165,6 +191,7 @@ EXPERIMENTS: tuple[Callable[[Case], str | None], ...] = (
     _draws_from_constant_seed,
     _call_compares_examples,
     _library_warned,
+    _python_state,
     _layer_state,
     _custom_step,
     _step_around_keras,

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_replicas.draws import STATEFUL, draw_for_each_example
+from keras_replicas.draws import SHUFFLES, STATEFUL, draw_for_each_example, reversed_shuffle
 from keras_replicas.private import DRAWING_MODULES
 
 # The seed that Keras's generators give while draws are fixed, by which a draw of theirs is known.
@@ -120,9 +120,9 @@ def _module_of(frame: FrameType) -> str:
 def fixed_draws(observed: Observed) -> Iterator[None]:
     """Context in which every example draws the same numbers in every step, and dropout drops nothing.
 
-    It holds the draws of Keras's seed generators, of `tf.random.normal`, `truncated_normal` and
-    `uniform`, and of the same methods of a `tf.random.Generator`. A stateless draw from a seed of the
-    user's own is a function of that seed, and stays.
+    A shuffle reverses the order, which is another one for each size of a batch. It holds the draws of Keras's seed
+    generators, of `tf.random.normal`, `truncated_normal` and `uniform`, and of the same methods of a
+    `tf.random.Generator`. A stateless draw from a seed of the user's own is a function of that seed, and stays.
 
     Args:
         observed: gets who draws from a constant seed.
@@ -147,6 +147,8 @@ def fixed_draws(observed: Observed) -> Iterator[None]:
             method = functools.partialmethod(_by_generator, stateless, of_generator)
             stack.enter_context(mock.patch.object(tf.random.Generator, name, method))
         replace(keras.random, "beta", _beta)
+        for module, name in SHUFFLES:
+            replace(module, name, reversed_shuffle)
         replace(tf.nn.experimental, "stateless_dropout", functools.partial(_dropout, observed))
         replace(tf.nn, "dropout", lambda original, x, *positional, **options: x)
         stack.enter_context(mock.patch.object(keras.random.SeedGenerator, "next", _fixed_seed))

@@ -10,6 +10,7 @@
 import contextlib
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +65,7 @@ class Settings(NamedTuple):
         steps: the number of batches.
         seed: of the weights.
         strategy: the replicas.
+        made: the models that `build` has made so far.
     """
 
     build: Callable[[], Any]
@@ -72,6 +74,7 @@ class Settings(NamedTuple):
     steps: int
     seed: int
     strategy: tf.distribute.Strategy
+    made: weakref.WeakSet
 
 
 class Refusal(NamedTuple):
@@ -88,6 +91,10 @@ class Refusal(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.what}\nwhy: {self.why}"
+
+
+class SameModelError(UserError):
+    """The function that makes the model does not make a new one."""
 
 
 class ReplicaRun(NamedTuple):
@@ -234,8 +241,17 @@ def _outcome(settings: Settings, plain: PlainRuns, base: Trace, on_replicas: Rep
     rounding = _rounding(settings, plain, base)
     steady = _steady_part(base, rounding, plain.dtype())
     if not any(record.kind not in STATE_KINDS for record in steady.records):
-        return Refusal("NOT CHECKED", f"plain Keras's own {base.records[0]} differs from run to run, or is not finite")
+        return Refusal("NOT CHECKED", _why_not_steady(base.records[0]))
     return compare(steady, on_replicas.trace, rounding, plain.weights_with_cancelled_gradients())
+
+
+def _why_not_steady(record: Record) -> str:
+    if not is_finite(record.value):
+        return f"plain Keras's own {record} is not finite"
+    return (
+        f"plain Keras's own {record} differs from run to run: something has a state that is none of the model's, such "
+        "as a loss, a Python object or a random generator of NumPy"
+    )
 
 
 def _rounding(settings: Settings, plain: PlainRuns, base: Trace) -> dict[Key, float]:
@@ -316,6 +332,9 @@ def _model_and_data(settings: Settings, seed: int) -> tuple[Any, tuple]:
     if not isinstance(model, keras.Model) or not model.compiled:
         returned = ", ".join(type(each).__name__ for each in (model, *data))
         raise UserError(f"the function must return a compiled model, or (model, x, y), not ({returned})")
+    if model in settings.made:
+        raise SameModelError("the function must make a new model each time: it returned the same one again")
+    settings.made.add(model)
     model.steps_per_execution = 1
     return model, tuple(data) if settings.data is None else settings.data
 
@@ -339,6 +358,8 @@ def _run_on_replicas(
             with fixed_draws(observed), replica_reads_observed(observed):
                 trace = runner.run_from(start, methods=methods)
             error = next(iter(trace.failed_methods.values()), None)
+        except SameModelError:
+            raise
         except Exception as raised:
             error = raised
     messages = [str(each.message) for each in caught if Path(each.filename).is_relative_to(LIBRARY)]

@@ -2,6 +2,7 @@
 """Trains a model step by step, and records all that is to be compared."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -151,8 +152,7 @@ class Runner:
         """The variables that are compared. Metrics begin each epoch anew, and seeds change nothing here."""
         model = self.model
         state = [each for each in model.non_trainable_variables if each.name != "seed_generator_state"]
-        of_optimizers = [each for optimizer in self._optimizers() for each in optimizer.variables]
-        named = named_variables(state, of_optimizers, model.trainable_variables)
+        named = named_variables(state, self._optimizers(), model.trainable_variables)
         of_tensorflow = variables_of_tensorflow(model).items()
         return [*named, *(NamedVariable("layer state", name, variable) for name, variable in of_tensorflow)]
 
@@ -252,15 +252,17 @@ class NamedVariable(NamedTuple):
     weight: str = ""
 
 
-def named_variables(state: Iterable[Any], of_optimizers: Iterable[Any], weights: Iterable[Any]) -> list[NamedVariable]:
+def named_variables(state: Iterable[Any], optimizers: Iterable[Any], weights: Iterable[Any]) -> list[NamedVariable]:
     """Variables of a model with names that are the same in each model of the same code.
 
     A name is the end of the variable's path, "dense/kernel": how the path begins depends on what
-    built the layer first. Where several have one name, they are numbered in their order.
+    built the layer first. That of an optimizer's variable begins with the optimizer's name, which
+    the path of some lacks, and has no number that Keras has counted. Where several have one name,
+    they are numbered in their order.
 
     Args:
         state: what layers update.
-        of_optimizers: the optimizers' variables.
+        optimizers: whose variables are named.
         weights: what is trained.
     """
     names = _UniqueNames()
@@ -272,12 +274,13 @@ def named_variables(state: Iterable[Any], of_optimizers: Iterable[Any], weights:
     # A slot of an optimizer is named after the weight's path: "adam/sequential_dense_kernel_momentum".
     by_path = {each.variable.path.replace("/", "_"): each.name for each in [*named_state, *named_weights]}
     slots = []
-    for variable in of_optimizers:
-        *parents, slot = variable.path.split("/")
-        path = max((path for path in by_path if slot.startswith(f"{path}_")), key=len, default="")
-        of_weight = by_path.get(path, "")
-        name = "/".join([*parents[-1:], of_weight.replace("/", "_") + slot.removeprefix(path)])
-        slots.append(NamedVariable("optimizer state", names.name_of(name), variable, of_weight))
+    for optimizer in optimizers:
+        for variable in optimizer.variables:
+            slot = re.sub(r"^variable_\d+$", "variable", variable.path.split("/")[-1])
+            path = max((path for path in by_path if slot.startswith(f"{path}_")), key=len, default="")
+            of_weight = by_path.get(path, "")
+            name = f"{optimizer.name}/{of_weight.replace('/', '_')}{slot.removeprefix(path)}"
+            slots.append(NamedVariable("optimizer state", names.name_of(name), variable, of_weight))
     return [*named_state, *slots, *named_weights]
 
 
