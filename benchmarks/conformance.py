@@ -81,8 +81,8 @@ def published_rows(names: Sequence[str]) -> dict[str, dict]:
 # What was tried.
 
 OUTCOMES = {
-    "equal": "equal as published",
-    "warned": "warned of",
+    "equal": "are equal as published",
+    "warned": "are warned of",
     "refused": "refused",
 }
 
@@ -113,15 +113,19 @@ def published_cell(found: dict) -> str:
 
 
 def reason_of(found: dict) -> str:
-    """Why a program is refused or warned of: the first sentence of the message."""
-    messages = [found["refusal"]] if found["refusal"] else found["warnings"]
-    return messages[0].split(". ")[0].partition(": ")[2] or messages[0] if messages else ""
+    """Why a program is refused or warned of: what the message begins with, without the advice."""
+    if found["refusal"]:
+        return found["refusal"].partition(": ")[0]
+    if not found["warnings"]:
+        return ""
+    _, _, reasons = found["warnings"][0].partition(": ")
+    return reasons.split("; ")[0].split(". ")[0]
 
 
 def published_summary(results: dict) -> str:
     """How many programs are equal, warned of and refused on two replicas."""
     counts = collections.Counter(outcome_of(row[str(CHECKED_ON)]) for row in results["published"].values())
-    parts = [f"{counts[outcome]} are {text}" for outcome, text in OUTCOMES.items()]
+    parts = [f"{counts[outcome]} {text}" for outcome, text in OUTCOMES.items()]
     return (
         f"Of {counts.total()} programs published on keras.io, {', '.join(parts[:-1])} and {parts[-1]}: "
         "[what was tried](docs/exactness.md#what-was-tried)."
