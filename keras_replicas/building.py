@@ -13,6 +13,7 @@ from keras_replicas.data import row_by_row
 from keras_replicas.device_copies import do_not_tune_device_copies
 from keras_replicas.division import divide
 from keras_replicas.empty import first_input
+from keras_replicas.errors import UserError
 from keras_replicas.loop import StepLoop, has_own
 from keras_replicas.noise import keep_global_seed
 from keras_replicas.optimizers import refuse_made_outside_scope
@@ -134,10 +135,13 @@ class Building(StepLoop):
             if has_own(self, "train_step"):
                 return
             rows = self._rows_that_it_takes(batch)
-            if rows:
-                raise constant_batch_size(f"{type(self).__name__}.call", rows) from None
-            self._call_symbolically(batch)  # raises the model's own error, as without a strategy
-            raise
+            try:
+                self._call_symbolically(batch)
+            except Exception:  # the model's own error, as without a strategy
+                if rows:
+                    raise constant_batch_size(f"{type(self).__name__}.call", rows) from None
+                raise
+            raise  # of a loss or metric
 
     def _rows_that_it_takes(self, batch):
         """The number of rows of the whole batch, if the model can be called for that; None if not, or unknown."""
@@ -194,12 +198,12 @@ class Building(StepLoop):
             if not isinstance(layer._loss_ids, LossIds):
                 layer._loss_ids = LossIds()
             if getattr(layer, "stateful", False) and self.distribute_strategy.num_replicas_in_sync > 1:
-                raise ValueError(
+                raise UserError(
                     f"the layer {layer.name} has stateful=True, so it needs the same rows in every batch, and replicas "
                     "get other ones: set stateful=False, or use one replica"
                 )
             if ACTIVITIES_ADD_UP and layer.activity_regularizer is not None:
-                raise ValueError(
+                raise UserError(
                     f"{layer.name} has an activity_regularizer, which Keras 3.13 sums over each replica's examples: "
                     "install Keras 3.14 or newer, or use one replica"
                 )
@@ -208,7 +212,7 @@ class Building(StepLoop):
             return
         refuse_made_outside_scope(self.optimizer)
         if has_own(self, "train_step") and self.accumulate > 1:
-            raise ValueError(f"accumulate has no effect: {type(self).__name__} has its own train_step. Leave it out")
+            raise UserError(f"accumulate has no effect: {type(self).__name__} has its own train_step. Leave it out")
         self._build_optimizer()
 
     def _make_step_counter(self):

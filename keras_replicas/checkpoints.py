@@ -21,6 +21,7 @@ from keras_replicas import fit_state
 from keras_replicas.batches import checksum
 from keras_replicas.checkpoint_files import DAMAGE, CheckpointFiles
 from keras_replicas.cluster import LAUNCH_ID, is_chief, num_workers
+from keras_replicas.optimizers import variables_of_optimizer
 from keras_replicas.workers import agree, exchange
 
 log = logging.getLogger("keras_replicas")
@@ -182,7 +183,7 @@ class Checkpoints(keras.callbacks.Callback):
         """
         model = self.model
         variables = fit_state.variables_of(model, self._trained_only)
-        of_optimizers = [each for optimizer in fit_state.optimizers_of(model) for each in optimizer.variables]
+        of_optimizers = [each for one in fit_state.optimizers_of(model) for each in variables_of_optimizer(one)]
         self._objects = {"fit": variables, "optimizer": of_optimizers}
         self._state_variable = tf.Variable(b"")
         self._checkpoint = tf.train.Checkpoint(**self._objects, state=self._state_variable)

@@ -344,9 +344,11 @@ class CustomStep(keras.StatelessScope):
             added = value - tf.cast(before, value.dtype)
             added = self._selected(added, tf.zeros_like(added))
             kind = self.plan.assignments.get(name, "either")
+            is_mean = kind == "mean" or (kind != "sum" and self._is_mean(added))
             if kind == "neither":
-                self.warnings.append(f"what {variable.path} gets is no sum over examples, but is summed over replicas")
-            if kind == "mean" or (kind == "either" and self._is_mean(added)):
+                how = "averaged" if is_mean else "summed"
+                self.warnings.append(f"what {variable.path} gets is no sum over examples, but is {how} over replicas")
+            if is_mean:
                 added = self._times_share(added)
             if is_shared(variable):
                 self._refuse_nested(f"updates {variable.path}")

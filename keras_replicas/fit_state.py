@@ -17,6 +17,7 @@ from keras_replicas.batches import checksum
 from keras_replicas.cluster import is_chief
 from keras_replicas.custom_step import variables_of_tensorflow
 from keras_replicas.errors import UserError
+from keras_replicas.losses import variables_of_losses
 from keras_replicas.replicas import assign_sum
 
 # What Keras's callbacks remember from one epoch to the next.
@@ -91,7 +92,8 @@ def variables_of(model: Any, trained_only: bool) -> list[keras.Variable]:
     of_custom_steps: list[Any] = []
     if model.has_custom_step("train_step"):
         of_custom_steps += variables_of_tensorflow(model).values()
-    return [*kept, model.global_seed_generator.state, *model.step_counter.variables, *of_custom_steps]
+    of_losses = variables_of_losses(model)
+    return [*kept, model.global_seed_generator.state, *model.step_counter.variables, *of_custom_steps, *of_losses]
 
 
 def optimizers_of(model: Any) -> list[keras.Optimizer]:

@@ -4,6 +4,7 @@
 import tensorflow as tf
 
 from keras_replicas.empty import forward_pass
+from keras_replicas.errors import UserError
 from keras_replicas.losses import BatchLoss
 from keras_replicas.noise import noise_seeds, use_global_seed
 from keras_replicas.origins import EXAMPLES, first_local, origins_of
@@ -23,7 +24,7 @@ class Forward(BatchLoss):
         except RuntimeError as error:
             if "Mixing different tf.distribute" not in str(error):
                 raise
-            raise ValueError(
+            raise UserError(
                 "call updates a tf.Variable, which replicas do not know how to combine: make it with "
                 "add_weight(..., aggregation='sum'), 'mean' or 'only_first_replica', or use one replica"
             ) from None

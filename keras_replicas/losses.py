@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_replicas.errors import UserError
 from keras_replicas.origins import SAME_ON_REPLICAS
 from keras_replicas.outputs import gather_around
 from keras_replicas.private import TensorFlowTrainer, get_keras_mask, reduce_weighted_values
@@ -112,7 +113,7 @@ class BatchLoss(TensorFlowTrainer):
             elif value is not given[id(variable)]:
                 metric = owner[id(variable)]
                 if not all(map(metric_adds_up, getattr(metric, "metrics", None) or [metric])):
-                    raise ValueError(f"a layer updates the metric {metric.name}: update it in compute_metrics instead")
+                    raise UserError(f"a layer updates the metric {metric.name}: update it in compute_metrics instead")
             sums.append(value)
         return sums
 
@@ -129,7 +130,7 @@ class BatchLoss(TensorFlowTrainer):
     def _one_loss_adds_up(self):
         losses = [each.loss for each in self._compiled_losses()]
         if not self._overrides("compute_loss") and any(loss.reduction in (None, "none") for loss in losses):
-            raise ValueError("a loss without a reduction is no single number: give it a reduction, such as 'sum'")
+            raise UserError("a loss without a reduction is no single number: give it a reduction, such as 'sum'")
         is_own = self._overrides("compute_loss") or self._has_outputs_of_one_axis
         return not is_own and len(losses) == 1 and loss_adds_up(losses[0])
 
@@ -146,10 +147,18 @@ class BatchLoss(TensorFlowTrainer):
             NotCompilable: when XLA compiles the pass.
         """
         if self.accumulate > 1:
-            raise ValueError(f"accumulate needs {what}: set accumulate = 1")
+            raise UserError(f"accumulate needs {what}: set accumulate = 1")
         if self._compiling and replicas() > 1:
             self._compiled_without = what  # not in the error, to which Keras adds words
             raise NotCompilable
+
+
+def variables_of_losses(model: Any) -> list[keras.Variable]:
+    """The variables that compiled losses keep, as a moving average; Keras does not count them among the model's."""
+    compiled = model._compile_loss
+    records = [] if compiled is None else compiled._flat_losses or []
+    values = [value for record in records for value in vars(record.loss).values()]
+    return list({id(value): value for value in values if isinstance(value, keras.Variable)}.values())
 
 
 class NotCompilable(Exception):

@@ -91,10 +91,9 @@ def without_strategy(optimizer: keras.Optimizer, variables: Iterable[keras.Varia
     In a strategy, Keras asks the other replicas inside a `tf.cond`, which fails (keras-team/keras#20582). No other
     replica sees the swap: a strategy switches between its replicas' threads at reductions only, and here is none.
     """
-    optimizers = [optimizer, *getattr(optimizer, "optimizers", [])]  # of a `MultiOptimizer`
-    optimizers += [optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else []
+    optimizers = _with_inner(optimizer)
     strategies = [each._distribution_strategy for each in optimizers]
-    with own_copies([*optimizer.variables, *variables, *_seeds_of(optimizers)]), no_strategy():
+    with own_copies([*variables_of_optimizer(optimizer), *variables, *_seeds_of(optimizers)]), no_strategy():
         for each in optimizers:
             each._distribution_strategy = tf.distribute.get_strategy()
         try:
@@ -102,6 +101,25 @@ def without_strategy(optimizer: keras.Optimizer, variables: Iterable[keras.Varia
         finally:
             for each, strategy in zip(optimizers, strategies, strict=True):
                 each._distribution_strategy = strategy
+
+
+def variables_of_optimizer(optimizer: Any) -> list[keras.Variable]:
+    """All variables of an optimizer, and of those within it.
+
+    Keras does not list the product of `Nadam` within a `LossScaleOptimizer`.
+    """
+    found = {}
+    for each in _with_inner(optimizer):
+        attributes = [value for value in vars(each).values() if isinstance(value, keras.Variable)]
+        for variable in (*each.variables, *attributes):
+            found[id(variable)] = variable
+    return list(found.values())
+
+
+def _with_inner(optimizer: Any) -> list[Any]:
+    """An optimizer, and those of a `MultiOptimizer` and within a `LossScaleOptimizer`."""
+    inner = [optimizer.inner_optimizer] if hasattr(optimizer, "inner_optimizer") else []
+    return [optimizer, *getattr(optimizer, "optimizers", []), *inner]
 
 
 def _seeds_of(optimizers: Iterable[Any]) -> list[keras.Variable]:

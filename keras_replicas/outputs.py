@@ -47,7 +47,7 @@ def a_row_each(values: Any, examples: tf.Tensor) -> Any:
 
     def checked(output):
         if not output.shape.rank:
-            raise ValueError(ROWS)
+            raise UserError(ROWS)
         rows = output.nrows() if isinstance(output, tf.RaggedTensor) else tf.shape(output)[0]
         same = tf.debugging.assert_equal(tf.cast(rows, tf.int32), tf.cast(examples, tf.int32), ROWS)
         with tf.control_dependencies([same] if same is not None else []):

@@ -22,7 +22,7 @@ from keras_replicas.empty import (
 )
 from keras_replicas.errors import UserError
 from keras_replicas.gradients import Gradients
-from keras_replicas.losses import NotCompilable
+from keras_replicas.losses import NotCompilable, variables_of_losses
 from keras_replicas.origins import operations_so_far
 from keras_replicas.outputs import a_row_each
 from keras_replicas.replicas import (
@@ -169,6 +169,7 @@ class Passes(Gradients):
                 y_pred = without_added_example(y_pred, has_examples)
             if replicas() > 1 and not (by_sums and self._metrics_add_up()):
                 y_pred = a_row_each(y_pred, examples)
+        scope.refuse_lost_updates()
         x, y, sample_weight = data
         if by_sums:
             divisor = sum_of_examples(divisor, has_examples)
@@ -176,13 +177,19 @@ class Passes(Gradients):
             loss = sum_of_examples(loss, has_examples)
         else:
             self._needs_all_replicas("a single loss of Keras's, without add_loss or regularisers")
-            of_loss = OwnState(list(zip(metric_variables, metrics_before, strict=True)), scope.copies)
+            own = [(variable, tf.convert_to_tensor(local_value(variable))) for variable in variables_of_losses(self)]
+            of_loss = OwnState([*zip(metric_variables, metrics_before, strict=True), *own], scope.copies)
             operations = operations_so_far()
             loss_of_all, gradients = self._gathered_gradients(
                 tape, of_loss, data, y_pred, added, examples, weights, scale, training
             )
             self._refuse_local([loss_of_all], "the loss", data, operations)
             after = [of_loss.get_current_value(variable) for variable in metric_variables]
+            of_loss.refuse_lost_updates()
+            for variable, before in own:
+                value = of_loss.get_current_value(variable)
+                if value is not before:  # the same on all replicas
+                    local_value(variable).assign(value)
             loss = tf.where(is_first_replica(), loss_of_all, tf.zeros_like(loss_of_all))
             divisor = tf.cast(is_first_replica(), loss_of_all.dtype)
         if not self._metrics_add_up():

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_replicas.errors import UserError
 from keras_replicas.replicas import local_value
 
 MOMENTS = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
@@ -45,17 +46,20 @@ class OwnState(keras.StatelessScope):
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._origins = origins
         self.differs: set[int] = set()  # of the variables that were updated, those whose copies may differ
+        self._lost: dict[int, keras.Variable] = {}  # that were updated, and are none of the model's, by `id`
 
     def add_update(self, update):
         """Keeps an update in this replica's copy, as a `tf.cond` or a loop may do it; without a copy, in the scope."""
         variable, value = update
         copy = self.copies.get(id(variable))
         if copy is None:
+            if id(variable) not in self.given:
+                self._lost[id(variable)] = variable
             super().add_update(update)
             return
         if id(variable) not in self.before:
             if self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph:
-                raise ValueError(
+                raise UserError(
                     f"{variable.path} is trained, and call updates it in a tf.cond or a loop: do it outside"
                 )
             self.before[id(variable)] = tf.convert_to_tensor(copy)
@@ -69,6 +73,19 @@ class OwnState(keras.StatelessScope):
         if variable.aggregation != "none" or self._origins is None:
             return True
         return bool(self._origins.of(value))
+
+    def refuse_lost_updates(self) -> None:
+        """Refuses updates of variables that are none of the model's: nothing would keep them.
+
+        Raises:
+            UserError: when there are some.
+        """
+        for variable in self._lost.values():
+            if variable.name != "seed_generator_state":
+                raise UserError(
+                    f"{variable.path} is updated in each step, but is no variable of the model: make it by a layer's "
+                    "add_weight"
+                )
 
     def undo_metrics(self, unless: tf.Tensor) -> None:
         """Gives the variables of metrics their first values again, unless a condition holds.
@@ -101,7 +118,7 @@ def aggregation_of(variable: keras.Variable, model: keras.Model) -> str:
         return "only_first_replica"
     if variable.aggregation != "none":
         return variable.aggregation
-    raise ValueError(aggregation_needed(variable.path))
+    raise UserError(aggregation_needed(variable.path))
 
 
 def aggregation_needed(name: str) -> str:

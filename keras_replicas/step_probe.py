@@ -39,6 +39,7 @@ from keras_replicas.trial_run import (
     without_optionals,
 )
 
+FLOAT32 = 1e-6  # the rounding of a loss in float32, though the model may be in float64
 ROUNDING = 1e-2  # of a tolerance, what one addition is rounded by
 BUILD_ATTEMPTS = 8
 
@@ -204,7 +205,7 @@ def _run_on_shards(model: Any, step: Callable, trial: Trial, where: str) -> list
 
 
 def _findings(model: Any, where: str, trial: Trial, whole: Record, first: Record, second: Record) -> Findings:
-    tolerance = tolerance_of(model)
+    tolerance = max(tolerance_of(model), FLOAT32)
     warnings: list[str] = []
     gradients: list[str] = []
     gradient_kinds: list[tuple[str, str]] = []
@@ -246,7 +247,7 @@ def _findings(model: Any, where: str, trial: Trial, whole: Record, first: Record
     if _passes_other_examples(tolerance, whole, first, second):
         warnings.append("what it gives to Keras's own step for an example depends on the other examples of the batch")
     plan = StepPlan(tuple(gradients), assignments, logs, moments, was_measured=True)
-    return Findings(plan, _called(whole.calls), warnings, trial, tuple(gradient_kinds))
+    return Findings(plan, _called(whole.calls), list(dict.fromkeys(warnings)), trial, tuple(gradient_kinds))
 
 
 def _passes_other_examples(tolerance: float, whole: Record, *shards: Record) -> bool:

@@ -374,3 +374,48 @@ def test_a_metric_may_return_the_value_of_its_variable():
         history = model.fit(X, Y, BATCH, verbose=0).history["total"]
         found.append([*history, model.evaluate(X, Y, BATCH, verbose=0, return_dict=True)["total"]])
     np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+class Scaled(keras.losses.Loss):
+    """Divides by a moving average of itself, which is a variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = keras.Variable(1.0, trainable=False)
+
+    def call(self, y_true, y_pred):
+        values = keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+        self.scale.assign(0.9 * self.scale + 0.1 * keras.ops.mean(values))
+        return values / keras.ops.stop_gradient(self.scale)
+
+
+def test_a_loss_may_keep_a_variable():
+    x = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
+
+    def trained(wrap, strategy=None):
+        keras.utils.set_random_seed(0)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            model.compile(keras.optimizers.SGD(0.1), Scaled())
+            model = wrap(model)
+        history = model.fit(x, x[:, :2], 8, 2, verbose=0, shuffle=False).history
+        return [*history["loss"], *model.get_weights(), np.asarray(keras.ops.convert_to_numpy(model.loss.scale))]
+
+    plain = trained(lambda model: model)
+    assert_same(trained(data_parallel, make_strategy(2)), plain, rtol=1e-5, atol=1e-6)
+    assert plain[-1] != 1.0
+
+
+def test_an_update_that_nothing_keeps_is_refused():
+    class Counts(keras.layers.Layer):
+        def call(self, x):
+            COUNT.assign_add(1.0)
+            return x
+
+    with make_strategy(2).scope():
+        COUNT = keras.Variable(0.0, trainable=False, name="count")
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1), Counts()])
+        model.compile("sgd", "mse")
+        data_parallel(model)
+    with pytest.raises(UserError, match="count is updated in each step, but is no variable of the model"):
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), 4, verbose=0)

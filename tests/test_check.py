@@ -66,6 +66,17 @@ class Mix(layers.Layer):
         return 0.5 * x + 0.5 * keras.random.shuffle(x) if training else x
 
 
+class Rolled(layers.Layer):
+    """Gives each example the gradient of the next one."""
+
+    def call(self, x):
+        @tf.custom_gradient
+        def same(x):
+            return tf.identity(x), lambda upstream: tf.roll(upstream, 1, axis=0)
+
+        return same(x)
+
+
 class CountCalls(layers.Layer):
     """Counts its calls in Python."""
 
@@ -120,6 +131,10 @@ def own(kind):
 SLOW = pytest.mark.slow
 
 
+def hidden_gradient():
+    return model_of(lambda: layers.Dense(4, "tanh"), Rolled, optimizer="sgd")()
+
+
 def fault(name, build, first, why, x=X, marks=()):
     return pytest.param(build, x, first, why, id=name, marks=marks)
 
@@ -136,6 +151,7 @@ FAULTS = [
         marks=SLOW,
     ),
     fault("shuffled", model_of(Mix), "training loss after step 1", "the layer mix", marks=SLOW),
+    fault("gradient", hidden_gradient, "training loss", "a tf.custom_gradient", marks=SLOW),
     fault("Python", model_of(CountCalls, run_eagerly=True), "training loss", "count_calls.calls changes", marks=SLOW),
     fault("longest", model_of(ToLongest, shape=(6,)), "training loss", "the layer to_longest", IDS, marks=SLOW),
 ]
@@ -231,12 +247,14 @@ def test_what_cannot_be_compared_is_no_success(layer, told):
             (),
             "give examples as fit takes them: check(build, x, y), or a function that returns (model, x, y)",
         ),
-        (model_of(), (X[:0], Y[:0]), "give examples as fit takes them"),
-        (lambda: keras.Sequential([layers.Dense(1)]), (X, Y), "must return a compiled model, or (model, x, y)"),
+        (model_of(), (X[:0], Y[:0]), "there are no examples: x has no rows"),
+        (lambda: keras.Sequential([layers.Dense(1)]), (X, Y), "the model is not compiled"),
+        (lambda: (model_of()(), X, Y, Y, Y), (), "must return a compiled model, or (model, x, y[, sample_weight])"),
+        (model_of()(), (X, Y), "give check the function that makes the model, not the model"),
         (lambda: on_replicas(layers.Dense(3)), (X, Y), "must not use a strategy"),
         (model_of(lambda: layers.Dense(2, dtype="mixed_bfloat16")), (X, Y), "bfloat16 are too coarse to compare"),
     ],
-    ids=["no data", "no examples", "not compiled", "strategy", "half precision"],
+    ids=["no data", "no examples", "not compiled", "too many", "a model", "strategy", "half precision"],
 )
 def test_what_cannot_be_checked_is_said_in_one_line(build, data, told):
     with pytest.raises(UserError) as raised:
@@ -285,13 +303,18 @@ def test_the_command_line_is_the_same(tmp_path, monkeypatch, capsys):
         ("nothing.py:f", "there is no file 'nothing.py'"),
         ("{file}:g", "has no function 'g'"),
         ("train.py", "'train.py' names no function"),
+        ("{file}:h", "h must take no arguments"),
+        ("{file}:k", "k, or plain Keras with what it returns, fails with ZeroDivisionError: division by zero"),
+        ("{other}:f", "other.py fails with NameError: name 'nothing' is not defined"),
     ],
 )
 def test_a_wrong_command_line_is_said_in_one_line(words, told, tmp_path, monkeypatch):
     file = tmp_path / "train.py"
-    file.write_text("f = 1\n")
+    file.write_text("f = 1\ndef h(seed): pass\ndef k(): 1 / 0\n")
+    other = tmp_path / "other.py"
+    other.write_text("nothing\n")
     with pytest.raises(UserError, match=told):
-        run(monkeypatch, words.format(file=file))
+        run(monkeypatch, words.format(file=file, other=other))
 
 
 # What a model may be.
@@ -515,5 +538,33 @@ def test_the_command_prints_a_table_of_what_differs(tmp_path, monkeypatch, capsy
     monkeypatch.syspath_prepend(str(ROOT))
     assert run(monkeypatch, f"{file}:wrong", "--steps", "4", "--batch-size", "4", "--replicas", "2") == 1
     lines = capsys.readouterr().out.splitlines()
-    assert ["value", "one", "device", "2", "replicas", "relative"] in [line.split() for line in lines]
-    assert any(line.startswith("training loss after step 1") for line in lines) and len(lines) < 24
+    assert ["value", "step", "one", "device", "2", "replicas", "relative"] in [line.split() for line in lines]
+    assert any(line.split()[:3] == ["training", "loss", "1"] for line in lines) and len(lines) < 24
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.Nadam, *slow(keras.optimizers.Adafactor)])
+def test_an_optimizer_may_keep_what_keras_names_otherwise(kind):
+    assert check(model_of(lambda: layers.Dense(3), optimizer=kind), X, Y, **SMALL)
+
+
+class InFloat32(Own):
+    """A custom step whose loss is in float32, whatever the model's dtype."""
+
+    def __init__(self):
+        super().__init__("mean")
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.cast(self(data[0], training=True), "float32")))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+
+def test_a_loss_in_float32_is_a_mean():
+    def build():
+        model = InFloat32()
+        model.compile("adam")
+        return model
+
+    found = check(build, X, Y, **SMALL)
+    assert found and "train_step: adam gets a mean over examples" in found.text

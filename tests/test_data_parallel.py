@@ -1,5 +1,6 @@
 """`data_parallel`: what the rows of test_conformance.py do not compare."""
 
+import contextlib
 import time
 
 import keras
@@ -255,3 +256,19 @@ def test_none_for_an_input_that_a_model_needs_is_refused_as_by_keras(replicas):
     errors = ValueError, RuntimeError, AttributeError  # the last is of Keras 3.13, whose message is the second
     with pytest.raises(errors, match="not optional|'NoneType' object has no attribute"):
         model.fit([None], np.ones((4, 1)), verbose=0)
+
+
+def test_nadam_within_a_loss_scale_is_as_on_one_device():
+    """Keras does not list its product of rates among the variables, so that each replica multiplied it."""
+    x = np.random.default_rng(0).normal(size=(24, 8)).astype(np.float32)
+
+    def trained(wrap, strategy=None):
+        keras.utils.set_random_seed(0)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(0.1)), "mse")
+            wrap(model)
+        model.fit(x, x[:, :1], 8, 2, verbose=0, shuffle=False)
+        return [*model.get_weights(), model.optimizer.inner_optimizer._u_product.numpy()]
+
+    assert_same(trained(data_parallel, make_strategy(2)), trained(lambda model: model), rtol=1e-5, atol=1e-6)

@@ -39,7 +39,12 @@ def fit(make, wrap=data_parallel, strategy=None, data=(X, Y)):
     model.fit(*data, batch_size=4, verbose=0)
 
 
-@pytest.mark.parametrize(("make", "data"), [(OfTwo, ((X, Y), Y)), (OfNames, (X, Y))])
+def wrong_keys():
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, {"a": layers.Dense(1)(inputs)})
+
+
+@pytest.mark.parametrize(("make", "data"), [(OfTwo, ((X, Y), Y)), (OfNames, (X, Y)), (wrong_keys, (X, {"b": Y}))])
 def test_a_wrong_model_shows_keras_s_own_error(make, data):
     with pytest.raises(Exception) as plain:
         fit(make, lambda model: model, data=data)

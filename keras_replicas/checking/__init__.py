@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import keras
+
 from keras_replicas.checking.comparison import Difference
 from keras_replicas.checking.examples import replayable
 from keras_replicas.checking.reasons import likely_cause
@@ -105,6 +107,8 @@ def check(
     for name, value, least in (("batch_size", batch_size, 1), ("replicas", replicas, 1), ("steps", steps, 2)):
         if value < least:
             raise UserError(f"{name} must be at least {least}, not {value}")
+    if isinstance(build, keras.Model):
+        raise UserError("give check the function that makes the model, not the model: it is made several times")
     strategy = make_strategy(replicas)
     steps = steps // 2 * 2
     data = None if x is None else (replayable(x, steps), y, sample_weight)

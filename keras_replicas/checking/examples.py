@@ -100,7 +100,7 @@ def _batches_of_arrays(data: Batch, batch_size: int, steps: int) -> list[Batch]:
     tensors = map_leaves(as_tensor, data)
     rows = count_examples(tensors)
     if not rows:
-        raise UserError(NO_EXAMPLES)
+        raise UserError("there are no examples: x has no rows")
     if not _has_like_rows(tensors):
         raise UserError("x, y and sample_weight must have the same number of examples")
     numbers = np.arange(steps * batch_size) % rows
@@ -123,7 +123,7 @@ def _batches_of_dataset(data: tuple, steps: int) -> list[Batch]:
     except (ValueError, TypeError) as error:
         raise UserError(NO_EXAMPLES) from error
     if not batches or not count_examples(batches[0]):
-        raise UserError(NO_EXAMPLES)
+        raise UserError("there are no examples: the data set is empty")
     return [batches[number % len(batches)] for number in range(steps)]
 
 

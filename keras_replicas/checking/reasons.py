@@ -132,9 +132,12 @@ def _custom_step(case: Case) -> str | None:
     """Tests whether the class has a step of its own, which does not call Keras's."""
     if not has_own(case.model, case.step):
         return None
+    name = f"{type(case.model).__name__}.{case.step}"
+    if case.step == "predict_step":
+        return f"{name} compares examples, and each replica has only its shard of the batch: compare what it returns"
     return (
-        f"{type(case.model).__name__}.{case.step} is neither a mean nor a sum over examples, and each replica has only "
-        "its shard of the batch: move the loss to compute_loss, which gets the global batch"
+        f"{name} is neither a mean nor a sum over examples, and each replica has only its shard of the batch: leave "
+        "the step to Keras, and put the loss into compute_loss, which then gets the global batch"
     )
 
 
@@ -174,6 +177,17 @@ def _loss(case: Case) -> str | None:
     return "the loss is not a function of the labels, the outputs and the weights alone: it reads something else"
 
 
+def _gradient(case: Case) -> str | None:
+    """Tests whether the losses of the first step are the same: then the gradients are not."""
+    record = case.first.record
+    if record.kind in ("evaluation", "prediction") or (record.kind == "training" and record.step == 1):
+        return None
+    return (
+        "the outputs and losses are the same, and the gradients are not: what a tf.custom_gradient or tf.stop_gradient "
+        "computes for an example depends on the other examples of the batch"
+    )
+
+
 def _has_custom_loss(model: Any) -> bool:
     if has_own(model, "compute_loss"):
         return True
@@ -198,4 +212,5 @@ EXPERIMENTS: tuple[Callable[[Case], str | None], ...] = (
     _metric,
     _added_loss,
     _loss,
+    _gradient,
 )

@@ -89,9 +89,11 @@ def table_of(differences: Sequence[Difference], replicas: int) -> str:
     for difference in differences:
         firsts.setdefault((difference.record.kind, difference.record.name), difference)
     chosen = list(firsts.values())
-    rows = [("value", "one device", f"{replicas} replicas", "relative")]
+    rows = [("value", "step", "one device", f"{replicas} replicas", "relative")]
     for difference in chosen[:TABLE_ROWS]:
-        rows.append((str(difference.record)[:MAX_NAME_COLUMNS], *_numbers(difference), f"{difference.relative:.0e}"))
+        record = difference.record
+        name = f"{record.kind} {record.name}"[:MAX_NAME_COLUMNS]
+        rows.append((name, str(record.step), *_numbers(difference), f"{difference.relative:.0e}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     left_out = len(chosen) - TABLE_ROWS

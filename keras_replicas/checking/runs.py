@@ -216,7 +216,7 @@ def compared_runs(settings: Settings) -> Runs:
             except Exception as failure:
                 error = failure
                 continue
-            start = first.start if is_built else plain.state()
+            start = first.start if is_built else _start_of_built(first, plain.state())
             on_replicas = _run_on_replicas(settings, examples, start, METHODS - first.failed_methods.keys())
             if floatx is not None and _may_come_of_dtype(on_replicas.error):
                 continue
@@ -226,6 +226,19 @@ def compared_runs(settings: Settings) -> Runs:
             return Runs(plain, on_replicas, settings.strategy, floatx, first.failed_methods, left_out, outcome)
     assert error is not None
     raise error
+
+
+def _start_of_built(first: Trace, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Values for all variables, of which the first run has made some: those that it has ended with.
+
+    Where it has diverged, it is begun again: with zeros for what it has made, but for the learning rate.
+    """
+    if all(is_finite(value) for value in state.values()):
+        return state
+    return {
+        name: first.start.get(name, value if name.endswith("/learning_rate") else np.zeros_like(value))
+        for name, value in state.items()
+    }
 
 
 def _may_come_of_dtype(error: Exception | None) -> bool:
@@ -329,9 +342,13 @@ def _model_and_data(settings: Settings, seed: int) -> tuple[Any, tuple]:
     reset_layer_names()  # so that layers have the same names in each model
     made = settings.build()
     model, *data = made if isinstance(made, tuple) else (made,)
-    if not isinstance(model, keras.Model) or not model.compiled:
+    if isinstance(model, keras.Model) and not model.compiled:
+        raise UserError("the model is not compiled: call its compile in the function that makes it")
+    if not isinstance(model, keras.Model) or len(data) > 3:
         returned = ", ".join(type(each).__name__ for each in (model, *data))
-        raise UserError(f"the function must return a compiled model, or (model, x, y), not ({returned})")
+        raise UserError(
+            f"the function must return a compiled model, or (model, x, y[, sample_weight]), not ({returned})"
+        )
     if model in settings.made:
         raise SameModelError("the function must make a new model each time: it returned the same one again")
     settings.made.add(model)

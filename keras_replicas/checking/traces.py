@@ -12,7 +12,9 @@ import tensorflow as tf
 
 from keras_replicas.checking.examples import Batch, Examples
 from keras_replicas.custom_step import variables_of_tensorflow
+from keras_replicas.losses import variables_of_losses
 from keras_replicas.optimizer_calls import all_optimizers, applied_by, calls_replaceable
+from keras_replicas.optimizers import variables_of_optimizer
 from keras_replicas.replicas import sum_rows
 
 Kind = Literal["training", "layer state", "optimizer state", "weight", "evaluation", "prediction"]
@@ -152,6 +154,7 @@ class Runner:
         """The variables that are compared. Metrics begin each epoch anew, and seeds change nothing here."""
         model = self.model
         state = [each for each in model.non_trainable_variables if each.name != "seed_generator_state"]
+        state += variables_of_losses(model)
         named = named_variables(state, self._optimizers(), model.trainable_variables)
         of_tensorflow = variables_of_tensorflow(model).items()
         return [*named, *(NamedVariable("layer state", name, variable) for name, variable in of_tensorflow)]
@@ -275,7 +278,7 @@ def named_variables(state: Iterable[Any], optimizers: Iterable[Any], weights: It
     by_path = {each.variable.path.replace("/", "_"): each.name for each in [*named_state, *named_weights]}
     slots = []
     for optimizer in optimizers:
-        for variable in optimizer.variables:
+        for variable in variables_of_optimizer(optimizer):
             slot = re.sub(r"^variable_\d+$", "variable", variable.path.split("/")[-1])
             path = max((path for path in by_path if slot.startswith(f"{path}_")), key=len, default="")
             of_weight = by_path.get(path, "")
