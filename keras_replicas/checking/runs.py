@@ -207,9 +207,10 @@ def compared_runs(settings: Settings) -> Runs:
             warnings.catch_warnings(action="ignore"),
         ):
             try:
-                model, data = _plain_model(settings, settings.seed)
-                examples = examples_of(data, settings.batch_size, settings.steps, with_short_batches)
-                plain = PlainRuns(model, examples)
+                made = _plain_model(settings, settings.seed)
+                has_short = with_short_batches and not made.divides_batches
+                examples = examples_of(made.data, settings.batch_size, settings.steps, has_short)
+                plain = PlainRuns(made.model, examples)
                 first, is_built = plain.first_run()
             except UserError:
                 raise
@@ -277,8 +278,8 @@ def _rounding(settings: Settings, plain: PlainRuns, base: Trace) -> dict[Key, fl
     rounding = largest_distances(base, [plain.run_from(base.start, reorder=order) for order in orders])
     irreproducible = _irreproducible_records(base, rounding, plain.dtype())
     if irreproducible:
-        model, _ = _plain_model(settings, settings.seed + 1)
-        of_other_seed = distances(base, PlainRuns(model, plain.examples).run_from(base.start))
+        other = _plain_model(settings, settings.seed + 1).model
+        of_other_seed = distances(base, PlainRuns(other, plain.examples).run_from(base.start))
         rounding |= {record.key: of_other_seed[record.key] for record in irreproducible}
     return rounding
 
@@ -320,8 +321,22 @@ def line_of(error: Exception | None) -> str:
 # Models.
 
 
-def _plain_model(settings: Settings, seed: int) -> tuple[Any, tuple]:
-    """A model with Keras's own trainer, and its data.
+class PlainModel(NamedTuple):
+    """A model with Keras's own trainer.
+
+    Attributes:
+        model: compiled.
+        data: (x, y, sample_weight), as for `fit`.
+        divides_batches: whether on replicas it computes a batch in several equal parts, by `accumulate`.
+    """
+
+    model: Any
+    data: tuple
+    divides_batches: bool
+
+
+def _plain_model(settings: Settings, seed: int) -> PlainModel:
+    """Makes a model with Keras's own trainer, and its data.
 
     Raises:
         UserError: when the function does not return a compiled model that can be checked.
@@ -331,10 +346,11 @@ def _plain_model(settings: Settings, seed: int) -> tuple[Any, tuple]:
         raise UserError("float16 and bfloat16 are too coarse to compare: build the model in float32 for check")
     if model.distribute_strategy.num_replicas_in_sync > 1:
         raise UserError("the function that makes the model must not use a strategy: check makes its own")
+    divides_batches = getattr(model, "accumulate", 1) > 1
     model.__class__ = getattr(type(model), "plain_class", type(model))
     for layer in model._flatten_layers():
         vars(layer).pop("_moments", None)  # of this library
-    return model, data
+    return PlainModel(model, data, divides_batches)
 
 
 def _model_and_data(settings: Settings, seed: int) -> tuple[Any, tuple]:
