@@ -231,6 +231,7 @@ MEASURED = {
     "causal": with_machine(causal.tables),
     "export": with_machine(export.table),
     "conformance": with_machine(conformance.table),
+    "check": with_machine(conformance.check_summary),
     "goodput": with_machine(goodput.tables),
     "waits": with_machine(waits.table),
     "price": with_machine(price.table),

@@ -124,6 +124,11 @@ def test_the_page_has_every_row():
     assert list(results["published"]) == list(PROGRAMS)
 
 
+def test_check_finds_what_is_expected_of_every_row():
+    rows = json.loads((RESULTS / "check.json").read_text())["rows"]
+    assert {name: row["found"] for name, row in rows.items()} == {name: finds for name, (_, finds) in MODELS.items()}
+
+
 def test_keras_s_callbacks_do_what_they_do_on_one_device(tmp_path):
     def run(model_class):
         keras.utils.set_random_seed(0)
