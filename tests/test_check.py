@@ -572,3 +572,27 @@ def test_a_loss_in_float32_is_a_mean():
 
     found = check(build, X, Y, **SMALL)
     assert found and "train_step: adam gets a mean over examples" in found.text
+
+
+class Diverging(Own):
+    """A custom step whose loss is no number from the third step on."""
+
+    def __init__(self):
+        super().__init__("mean")
+
+    def train_step(self, data):
+        steps = self.optimizer.iterations
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(data[0], training=True)))
+            loss += tf.where(tf.convert_to_tensor(steps) >= 2, tf.cast(np.nan, loss.dtype), 0.0)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+
+def test_the_steps_before_a_loss_is_no_number_are_compared():
+    def build():
+        model = Diverging()
+        model.compile("adam")
+        return model
+
+    assert "not compared: what follows step 2" in check(build, X, Y, **SMALL).text

@@ -885,6 +885,24 @@ def test_noise_for_a_weight_is_as_large_as_on_one_device():
     assert np.std(model.get_weights()[0]) == pytest.approx(np.sqrt(steps), rel=0.1)
 
 
+def test_a_scalar_that_is_no_mean_is_averaged_in_a_metric():
+    """The largest of the batch: each replica has its shard's, and their mean is no larger."""
+
+    def step(model, data):
+        logs = minimize(mean_loss)(model, data)
+        model.largest.update_state(tf.reduce_max(data[0]))
+        return logs | {"largest": model.largest.result()}
+
+    def prepare(model):
+        model.largest = keras.metrics.Mean(name="largest")
+
+    make = custom(step, prepare=prepare)
+    plain, ours = run(make), run(make, make_strategy(2))
+    for mine, theirs in zip(ours.numbers["largest"], plain.numbers["largest"], strict=True):
+        assert 0.5 * theirs < mine < theirs
+    assert "is averaged over replicas" in str(ours.warned[0].message)
+
+
 def test_a_learning_rate_set_by_examples_is_told():
     def adapt(model, data):
         logs = keras.Sequential.train_step(model, data)

@@ -232,9 +232,10 @@ def compared_runs(settings: Settings) -> Runs:
 def _start_of_built(first: Trace, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Values for all variables, of which the first run has made some: those that it has ended with.
 
-    Where it has diverged, it is begun again: with zeros for what it has made, but for the learning rate.
+    Where something was not finite, it is begun again: with zeros for what it has made, but for the learning rate.
     """
-    if all(is_finite(value) for value in state.values()):
+    values = [*state.values(), *(record.value for record in first.records)]
+    if all(map(is_finite, values)):
         return state
     return {
         name: first.start.get(name, value if name.endswith("/learning_rate") else np.zeros_like(value))
