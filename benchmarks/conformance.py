@@ -216,6 +216,11 @@ def check_summary(results: dict) -> str:
     counts = collections.Counter(row["found"] for row in rows.values())
     found = ", ".join(f"{number} {what}" for what, number in counts.most_common())
     lines = [f"`check` finds what is expected of {len(rows) - len(unlike)} of {len(rows)} models: {found}."]
+    if again := results.get("again"):
+        lines.append(
+            f"With the code named here, {len(again['rows'])} of them were not as expected, and were measured again "
+            f"with the code of {again['commit']}: {again['why']}."
+        )
     lines += [f"- {name}: {row['found']}, not {row['expected']}" for name, row in unlike.items()]
     return "\n".join(lines)
 

@@ -178,13 +178,14 @@ def _loss(case: Case) -> str | None:
 
 
 def _gradient(case: Case) -> str | None:
-    """Tests whether the losses of the first step are the same: then the gradients are not."""
+    """Tests whether the loss of the first step is the same: then its gradients are likely not."""
     record = case.first.record
     if record.kind in ("evaluation", "prediction") or (record.kind == "training" and record.step == 1):
         return None
     return (
-        "the outputs and losses are the same, and the gradients are not: what a tf.custom_gradient or tf.stop_gradient "
-        "computes for an example depends on the other examples of the batch"
+        "likely the gradients, as the loss of the first step is the same: what a tf.custom_gradient or "
+        "tf.stop_gradient computes for an example may depend on the other examples of the batch. If there is none, "
+        "please report it, with the model"
     )
 
 
